@@ -1,0 +1,1 @@
+"""attnspan: attention whose mask is data."""
