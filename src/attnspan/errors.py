@@ -1,0 +1,54 @@
+"""One error style for every front end: what was expected, what came, how to mend it."""
+
+
+class _Explained:
+    """Builds the message, so that no error can leave out one of its three parts."""
+
+    def __init__(self, what: str, *, expected: str, got: str, remedy: str) -> None:
+        super().__init__(f"{what}: expected {expected}, got {got}. {remedy}.")
+
+
+class ShapeError(_Explained, ValueError):
+    """Sizes that do not fit each other.
+
+    Example:
+        >>> raise ShapeError("k", expected="4 dims", got="3", remedy="Add a heads dim")
+        Traceback (most recent call last):
+        attnspan.errors.ShapeError: k: expected 4 dims, got 3. Add a heads dim.
+    """
+
+
+class DtypeError(_Explained, TypeError):
+    """An element type that attention does not take, or several that differ.
+
+    Example:
+        >>> issubclass(DtypeError, TypeError)
+        True
+    """
+
+
+class DeviceError(_Explained, ValueError):
+    """Arguments that live on several devices.
+
+    Example:
+        >>> issubclass(DeviceError, ValueError)
+        True
+    """
+
+
+class OptionError(_Explained, ValueError):
+    """A keyword whose value is outside what the call accepts.
+
+    Example:
+        >>> issubclass(OptionError, ValueError)
+        True
+    """
+
+
+class BackendError(_Explained, ValueError):
+    """No backend, or not the one that was asked for, can run the problem.
+
+    Example:
+        >>> issubclass(BackendError, ValueError)
+        True
+    """

@@ -1,0 +1,189 @@
+"""Attention as plain framework code: every score is stored, every derivative exists.
+
+Memory is O(q_len * k_len), so this is the backend for derivatives of higher order, forward mode, float64 and devices
+without a kernel. Products skip masked pairs in the sense that matters: a NaN or inf of a key, a query or an incoming
+gradient reaches only what may see it, where a plain matmul would give 0 * NaN = NaN.
+
+Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim, r spans.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem
+
+
+def supports(problem: Problem) -> str | None:
+    """Return None: plain framework code runs everything that passed validation.
+
+    Example:
+        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu")) is None
+        True
+    """
+    del problem
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend, differentiably to any order and in forward mode.
+
+    Args:
+        q: Shape (B, Hq, Sq, D), floating.
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span gives NaN.
+        scale: Factor of the scores.
+
+    Returns:
+        ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural logarithm of the
+        row's sum of exponentials, of shape (B, Hq, Sq), float64 for float64 inputs and else float32. A row that sees
+        nothing has out 0 and lse -inf.
+
+    Example:
+        >>> x = torch.randn(1, 2, 3, 8)
+        >>> bounds = torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32).view(1, 1, 3, 1, 2)
+        >>> out, lse = forward(x, x, x, bounds, scale=8**-0.5)
+        >>> torch.allclose(out[:, :, 0], x[:, :, 0])
+        True
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return _forward(q, k, v, bounds, scale)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    batch, q_heads, q_len, head_dim = q.shape
+    kv_heads, k_len = k.shape[1], k.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
+    q_bhmd = q.to(wide).reshape(batch, kv_heads, -1, head_dim) * scale
+    scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
+    scores = torch.where(visible_bhms, scores, -torch.inf)
+    # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
+    top = scores.detach().amax(-1, keepdim=True) if k_len else scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    # Masked once more: otherwise a NaN gradient of a masked weight would reach the row through its total.
+    weights = torch.where(visible_bhms, weights / total, 0.0)
+    lse_bhm1 = torch.where(empty, -torch.inf, top + torch.log(total))
+    out_bhme = _row_product(weights, v.to(wide), visible_bhms)
+    out_bhme = torch.where(illegal_bhm1, torch.nan, out_bhme).to(q.dtype)
+    lse_bhm1 = torch.where(illegal_bhm1, torch.nan, lse_bhm1)
+    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3])
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse_bhm1.reshape(batch, q_heads, q_len)
+
+
+def _visible(bounds: Tensor, q_heads: int, kv_heads: int, k_len: int) -> tuple[Tensor, Tensor]:
+    """The dense mask (B|1, Hkv|1, m, Sk), and which rows (B|1, Hkv|1, m, 1) have an illegal span."""
+    lo, hi = bounds.unbind(-1)
+    keys = torch.arange(k_len, device=bounds.device, dtype=bounds.dtype)
+    visible = torch.zeros((*lo.shape[:3], k_len), dtype=torch.bool, device=bounds.device)
+    illegal = ((lo < 0) | (lo > hi) | (hi > k_len)).any(-1)
+    end = torch.zeros_like(lo[..., 0])
+    for r in range(lo.shape[-1]):
+        visible = visible | ((keys >= lo[..., r : r + 1]) & (keys < hi[..., r : r + 1]))
+        filled = lo[..., r] < hi[..., r]
+        illegal = illegal | (filled & (lo[..., r] < end))
+        end = torch.where(filled, hi[..., r], end)
+    group = q_heads // kv_heads
+    batch, heads, q_len = illegal.shape
+    # Query heads of one group are folded into rows: products are then plain 4-d ones, without a broadcast to sum over.
+    grouped = (batch, kv_heads, group, q_len) if heads != 1 else (batch, 1, group, q_len)
+    spread = (heads // grouped[1], q_len) if heads != 1 else (1, q_len)
+    visible = visible.view(batch, grouped[1], *spread, k_len).expand(*grouped, k_len)
+    illegal = illegal.view(batch, grouped[1], *spread).expand(grouped)
+    return visible.reshape(batch, grouped[1], -1, k_len), illegal.reshape(batch, grouped[1], -1, 1)
+
+
+class _PairProduct(torch.autograd.Function):
+    """(a, b) -> a @ b^T on visible pairs, 0 elsewhere; its derivatives never multiply a masked 0 by a NaN."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
+        return torch.where(visible, a @ b.transpose(-1, -2), 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b, visible = ctx.saved_tensors
+        grad = torch.where(visible, grad, 0.0)
+        flipped = visible.transpose(-1, -2)
+        return _row_product(grad, b, visible), _row_product(grad.transpose(-1, -2), a, flipped), None
+
+
+class _RowProduct(torch.autograd.Function):
+    """(w, x) -> w @ x over visible pairs only, for a w that is 0 elsewhere."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+        finite = torch.isfinite(x)
+        out = w @ torch.where(finite, x, 0.0)
+        hit = visible.to(w.dtype) @ torch.where(finite, 0.0, 1.0).to(w.dtype)
+        return torch.where(hit > 0, torch.nan, out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        w, x, visible = ctx.saved_tensors
+        return (
+            _pair_product(grad, x, visible),
+            _row_product(w.transpose(-1, -2), grad, visible.transpose(-1, -2)),
+            None,
+        )
+
+
+class _PairProductForwardMode(_PairProduct):
+    """Apart from its parent, because the compiler refuses an autograd function that has a ``jvp``."""
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Tensor:
+        a, b, visible = ctx.saved_tensors
+        return _sum_known(
+            None if da is None else _pair_product(da, b, visible), None if db is None else _pair_product(a, db, visible)
+        )
+
+
+class _RowProductForwardMode(_RowProduct):
+    """Apart from its parent, because the compiler refuses an autograd function that has a ``jvp``."""
+
+    @staticmethod
+    def jvp(ctx: Any, dw: Tensor | None, dx: Tensor | None, _: None) -> Tensor:
+        w, x, visible = ctx.saved_tensors
+        return _sum_known(
+            None if dw is None else _row_product(torch.where(visible, dw, 0.0), x, visible),
+            None if dx is None else _row_product(w, dx, visible),
+        )
+
+
+def _sum_known(left: Tensor | None, right: Tensor | None) -> Tensor:
+    if left is None or right is None:
+        known = right if left is None else left
+        assert known is not None, "a product without any tangent has no jvp"
+        return known
+    return left + right
+
+
+def _pair_product(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
+    function = _PairProduct if torch.compiler.is_compiling() else _PairProductForwardMode
+    return function.apply(a, b, visible)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _row_product(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+    function = _RowProduct if torch.compiler.is_compiling() else _RowProductForwardMode
+    return function.apply(w, x, visible)  # type: ignore[no-any-return, no-untyped-call]

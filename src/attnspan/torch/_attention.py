@@ -1,0 +1,241 @@
+"""The public ``attention``: layouts, autocast, lowering of the mask, choice of the backend."""
+
+import warnings
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, OptionError
+from ..kernels import Choice, choose, cpu
+from ..kernels import math as math_kernel
+from ..masks import Mask, Prepared, full
+from ..problem import Problem, check_arrays, check_layout, check_scale, describe
+from ..spans import Spans
+from . import _sharding
+from ._ops import forward_op
+
+#: Every backend that torch can drive, the preferred one first.
+BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}
+
+Layout = Literal["bhsd", "bshd", "thd"]
+AnyMask = Mask | Prepared | Spans
+
+_FULL = full()
+_warned: set[str] = set()
+
+
+class SlowPathWarning(UserWarning):
+    """Attention runs on a slower backend than its device has.
+
+    Example:
+        >>> issubclass(SlowPathWarning, UserWarning)
+        True
+    """
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AnyMask = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    bias: object = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
+    q_index: Tensor | None = ...,
+    k_index: Tensor | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AnyMask = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    bias: object = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
+    q_index: Tensor | None = ...,
+    k_index: Tensor | None = ...,
+    layout: Layout = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AnyMask = _FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: object = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
+
+    Arguments may have any strides with a unit last stride; no copy is made of them. Under autocast q, k and v are cast
+    to autocast's dtype, as torch's own attention does (float64 is left alone).
+
+    Args:
+        q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
+        k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
+        v: Same layout, as many heads and rows as ``k``, head dim Dv.
+        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``.
+        scale: Factor of the scores; 1/sqrt(D) by default.
+        softcap: Of a later release.
+        bias: Of a later release.
+        sinks: Of a later release.
+        dropout_p: Of a later release.
+        dropout_seed: Of a later release.
+        q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the keys.
+        k_index: Shape (Sk,) or (B, Sk), ascending integers: global indices of the keys.
+        layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
+        return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
+        backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
+
+    Returns:
+        The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)); with ``return_lse`` also ``lse``, float32
+        (float64 for float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A row that may see nothing has
+        output 0 and lse -inf.
+
+    Raises:
+        ValueError: Shapes, devices, options or bounds do not fit; no backend can run the call.
+        TypeError: Element types do not fit, or ``mask`` is no mask.
+        NotImplementedError: An option of a later release is used.
+
+    Example:
+        >>> import torch
+        >>> from attnspan import causal, segments
+        >>> q, k, v = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.randn(1, 2, 6, 16)
+        >>> ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+        >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
+        torch.Size([1, 4, 6, 16])
+    """
+    _refuse_later_options(softcap=softcap, bias=bias, sinks=sinks, dropout_p=dropout_p or None, dropout_seed=dropout_seed)
+    q, k, v, bounds, problem = lower_call(q, k, v, mask, q_index, k_index, layout)
+    check_scale(scale)
+    choice = choose(problem, BACKENDS, backend)
+    warn_if_slow(choice)
+    scale = problem.head_dim**-0.5 if scale is None else scale
+    if choice.name == "math":
+        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale)
+    else:
+        out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale)
+    out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
+    return (out, lse) if return_lse else out
+
+
+def lower_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask,
+    q_index: Tensor | None,
+    k_index: Tensor | None,
+    layout: Layout,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Problem]:
+    """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), bounds, and the problem."""
+    check_layout(layout, q, k, v)
+    q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
+    check_arrays(q, k, v)
+    bounds = _lower(mask, q, k, q_index, k_index)
+    return q, k, v, bounds, describe(q, k, v, bounds)
+
+
+def warn_if_slow(choice: Choice) -> None:
+    """Warn once per reason when the math backend stands in for a kernel."""
+    if choice.name == "math":
+        for name, reason in choice.refusals.items():
+            _warn_once(f"attention runs as plain framework code, which stores every score: backend {name!r} refused ({reason})")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f'{message}. Pass backend="math" to choose it without this warning.', SlowPathWarning, stacklevel=3)
+
+
+def _refuse_later_options(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, as this release has no {name}; got {value!r}. Leave it out, or wait for the "
+                "release that has it: an option is never accepted and ignored."
+            )
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+
+def _to_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    if layout == "bhsd":
+        return x
+    return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    if layout == "bhsd":
+        return x
+    return x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
+
+
+def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None) -> Tensor:
+    q_len, k_len = q.shape[2], k.shape[2]
+    if isinstance(mask, Mask):
+        spans = mask.spans(
+            q_len, k_len, batch=q.shape[0], heads=q.shape[1], q_index=q_index, k_index=k_index, like=q
+        )
+    elif isinstance(mask, (Prepared, Spans)):
+        if q_index is not None or k_index is not None:
+            raise OptionError(
+                "q_index, k_index",
+                expected="None with a mask that is already lowered",
+                got=f"indices and a {type(mask).__name__}",
+                remedy="Give the indices to prepare() or spans()",
+            )
+        spans = mask.spans if isinstance(mask, Prepared) else mask
+    else:
+        raise DtypeError(
+            "mask",
+            expected="a mask expression, a Prepared or a Spans",
+            got=type(mask).__name__,
+            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in from_predicate(...)",
+        )
+    if spans.k_len != k_len:
+        raise OptionError(
+            "mask",
+            expected=f"spans over k_len={k_len} keys (as k)",
+            got=f"spans over {spans.k_len}",
+            remedy="Lower the mask for these keys",
+        )
+    bounds = spans.bounds
+    return bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)

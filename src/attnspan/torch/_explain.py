@@ -1,0 +1,112 @@
+"""Which backend a call takes, why the others do not, and how much work it is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import choose
+from ..problem import Problem
+from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
+from ._flops import visible_pairs
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; ``print`` it.
+
+    Attributes:
+        backend: Name of the backend that runs the call.
+        refusals: For every other backend, why it does not.
+        problem: Sizes, dtype and device of the call.
+        pairs: Visible (query, key) pairs over all batch rows and query heads.
+        coverage: ``pairs`` as a fraction of all pairs.
+        flops: Floating-point operations of the forward pass (the backward pass has 2.5 times as many).
+        threads: CPU threads that a kernel may use.
+        isa: Instruction-set level of the CPU kernel, or None where it does not run.
+
+    Example:
+        >>> x = torch.randn(1, 2, 4, 8)
+        >>> explain(x, x, x, backend="math").coverage
+        1.0
+    """
+
+    backend: str
+    refusals: dict[str, str]
+    problem: Problem
+    pairs: int
+    coverage: float
+    flops: int
+    threads: int
+    isa: str | None
+
+    def __str__(self) -> str:
+        p = self.problem
+        sizes = f"B={p.batch} H={p.q_heads}/{p.kv_heads} S={p.q_len}x{p.k_len} D={p.head_dim}/{p.v_dim} {p.dtype}"
+        where = f", {self.isa}" if self.isa else ""
+        lines = [
+            f"attention {sizes} on {p.device}",
+            f"  runs     {self.backend} ({self.threads} thread{'s' if self.threads != 1 else ''}{where})",
+            *(f"  not      {name}: {reason}" for name, reason in self.refusals.items()),
+            f"  mask     R={p.runs}, {self.pairs:,} visible pairs, {self.coverage:.1%} of all",
+            f"  forward  {self.flops / 1e9:.3f} GFLOP, backward {2.5 * self.flops / 1e9:.3f}",
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AnyMask = _FULL,
+    q_index: Tensor | None = None,
+    k_index: Tensor | None = None,
+    layout: Layout = "bhsd",
+    backend: str | None = None,
+) -> Explanation:
+    """Say what `attention` would do with the same arguments, without doing it.
+
+    Args:
+        q: As for `attention`.
+        k: As for `attention`.
+        v: As for `attention`.
+        mask: As for `attention`.
+        q_index: As for `attention`.
+        k_index: As for `attention`.
+        layout: As for `attention`.
+        backend: As for `attention`.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        ValueError: As `attention` would.
+        TypeError: As `attention` would.
+
+    Example:
+        >>> from attnspan import causal
+        >>> x = torch.randn(1, 2, 4, 8, dtype=torch.float64)
+        >>> print(explain(x, x, x, mask=causal(), backend="math").backend)
+        math
+    """
+    q, k, v, bounds, problem = lower_call(q, k, v, mask, q_index, k_index, layout)
+    chosen = choose(problem, BACKENDS, backend).name
+    pairs = visible_pairs(q, k, bounds)
+    total = problem.batch * problem.q_heads * problem.q_len * problem.k_len
+    return Explanation(
+        backend=chosen,
+        refusals={name: _refusal(name, other, problem, chosen) for name, other in BACKENDS.items() if name != chosen},
+        problem=problem,
+        pairs=pairs,
+        coverage=pairs / total if total else 0.0,
+        flops=problem.flops(pairs),
+        threads=torch.get_num_threads(),
+        isa=BACKENDS["cpu"].isa() if chosen == "cpu" else None,
+    )
+
+
+def _refusal(name: str, backend: Any, problem: Problem, chosen: str) -> str:
+    reason = backend.supports(problem)
+    return f"slower than {chosen}" if reason is None else str(reason)

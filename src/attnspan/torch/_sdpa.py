@@ -1,0 +1,110 @@
+"""A drop-in for ``torch.nn.functional.scaled_dot_product_attention``."""
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError, OptionError, ShapeError
+from ..masks import causal, from_dense, full
+from ._attention import AnyMask, attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | AnyMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's function of this name, with its top-left causal alignment, on attnspan's kernels.
+
+    Args:
+        query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims.
+        key: Shape (..., H, S, E).
+        value: Shape (..., H, S, Ev).
+        attn_mask: A boolean tensor that broadcasts to (..., Hq, L, S), True where a query may see a key, or a mask.
+        dropout_p: Of a later release.
+        is_causal: Query i sees keys 0..i, also where L != S; excludes ``attn_mask``.
+        scale: Factor of the scores; 1/sqrt(E) by default.
+        enable_gqa: Let Hq be a multiple of H.
+
+    Returns:
+        Shape (..., Hq, L, Ev).
+
+    Raises:
+        ValueError: Sizes or options do not fit.
+        TypeError: Element types do not fit.
+        NotImplementedError: ``attn_mask`` is floating (an additive bias) or ``dropout_p`` is not 0.
+
+    Example:
+        >>> q, k = torch.randn(1, 2, 3, 8, dtype=torch.float32), torch.randn(1, 2, 5, 8)
+        >>> ours = scaled_dot_product_attention(q, k, k, is_causal=True)
+        >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True), atol=1e-5)
+        True
+    """
+    _check(query, key, value, enable_gqa)
+    if is_causal and attn_mask is not None:
+        raise OptionError(
+            "is_causal",
+            expected="no attn_mask beside it",
+            got="both",
+            remedy="Combine masks with causal() & mask, and pass the result as attn_mask",
+        )
+    lead = query.shape[:-3] if query.dim() > 3 else query.shape[:-2]
+    q, k, v = (_to_4d(x) for x in (query, key, value))
+    mask, q_index = full() if attn_mask is None else _mask(attn_mask, q, k, query.dim()), None
+    if is_causal:
+        mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
+    out = attention(q, k, v, mask=mask, scale=scale, dropout_p=dropout_p, q_index=q_index)
+    if query.dim() == 4:
+        return out
+    return out.reshape(*lead, *out.shape[-2:]) if query.dim() == 3 else out.reshape(*lead, *out.shape[-3:])
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    if query.dim() < 3 or key.dim() != query.dim() or value.dim() != query.dim():
+        raise ShapeError(
+            "query, key and value",
+            expected="the same number of dims, at least 3",
+            got=f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}",
+            remedy="Add the missing batch or heads dim",
+        )
+    if query.dim() > 3 and not enable_gqa and query.shape[-3] != key.shape[-3]:
+        raise ShapeError(
+            "heads",
+            expected="as many key as query heads",
+            got=f"{query.shape[-3]} and {key.shape[-3]}",
+            remedy="Pass enable_gqa=True to share key heads",
+        )
+
+
+def _to_4d(x: Tensor) -> Tensor:
+    if x.dim() == 3:
+        return x.unsqueeze(1)
+    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, dims: int) -> AnyMask:
+    if not isinstance(attn_mask, Tensor):
+        return attn_mask
+    if attn_mask.is_floating_point():
+        raise NotImplementedError(
+            f"attn_mask: expected a boolean tensor or a mask, got {attn_mask.dtype}, an additive bias. Pass mask > -inf if "
+            "it only hides keys; other biases come in a later release."
+        )
+    if attn_mask.dtype != torch.bool:
+        raise DtypeError(
+            "attn_mask", expected="torch.bool or a mask", got=str(attn_mask.dtype), remedy="Convert it with .bool()"
+        )
+    size = (q.shape[0], q.shape[2], k.shape[2]) if dims == 3 else (*q.shape[:3], k.shape[2])
+    if dims > 4:
+        raise ShapeError(
+            "attn_mask",
+            expected="at most one batch dim beside a boolean mask",
+            got=f"queries of {dims} dims",
+            remedy="Flatten the batch dims, or pass a mask expression",
+        )
+    dense = attn_mask.expand(size)
+    return from_dense(dense.unsqueeze(1) if dims == 3 else dense)
