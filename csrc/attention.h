@@ -1,0 +1,102 @@
+// The CPU kernel's interface: plain structs, raw pointers, strides in elements. No framework header.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace attnspan {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+// A (batch, heads, length, dim) array whose last axis has unit stride.
+struct Tensor {
+  void* data;
+  int64_t batch, head, row;  // strides in elements
+};
+
+// What a query may see: int32 (B|1, H|1, q_len, runs, 2), each slice contiguous.
+struct Bounds {
+  const int32_t* data;
+  int64_t batch, head;    // strides in elements, 0 where broadcast
+  int64_t batches, heads;  // extents of the distinct slices
+  const int32_t* slice(int64_t b, int64_t h) const { return data + b * batch + h * head; }
+};
+
+struct Problem {
+  Dtype dtype;
+  int64_t batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs;
+  float scale;
+  Bounds bounds;
+  Tensor q, k, v;
+  int64_t group() const { return q_heads / kv_heads; }
+};
+
+struct ForwardArgs : Problem {
+  Tensor out;
+  float* lse;  // (batch, q_heads, q_len), contiguous
+};
+
+struct BackwardArgs : Problem {
+  Tensor out, dout, dq, dk, dv;
+  const float* lse;
+  const float* dlse;  // may be null
+};
+
+// How the caller runs a loop in parallel. `body(context, item, thread)` is called once for each item,
+// with 0 <= thread < threads; items are handed out in order, so costly ones should come first.
+struct Parallel {
+  int threads;
+  void* pool;
+  void (*run)(void* pool, int threads, int64_t items, void (*body)(void*, int64_t, int), void* context);
+
+  template <class Body>
+  void operator()(int64_t items, Body&& body) const {
+    run(
+        pool, threads, items,
+        [](void* context, int64_t item, int thread) { (*static_cast<Body*>(context))(item, thread); }, &body);
+  }
+};
+
+// The first row whose spans are unsorted, overlapping or out of range.
+struct BadRow {
+  int64_t batch, head, row;
+};
+
+enum class Status { ok, bad_bounds, out_of_memory };
+
+struct Result {
+  Status status = Status::ok;
+  BadRow bad{};
+};
+
+enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
+inline constexpr int isa_levels = 5;
+
+const char* isa_name(Isa level);
+bool isa_supported(Isa level);    // does this build have it and this machine run it?
+Isa isa_active();                 // the best supported level, or the one that ATTNSPAN_ISA names
+const char* isa_request_error();  // why ATTNSPAN_ISA cannot be honoured, or null
+
+Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel);
+Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel);
+
+// What one instruction-set level provides. Scratch comes from the caller: `shared_bytes` once and
+// `thread_bytes` for each thread, both 64-byte aligned.
+struct Scratch {
+  size_t shared_bytes, thread_bytes;
+};
+
+struct Kernels {
+  struct ForwardPair {
+    Scratch (*scratch)(const ForwardArgs&, int threads) = nullptr;
+    void (*run)(const ForwardArgs&, const Parallel&, char* shared, char* per_thread, size_t thread_bytes) = nullptr;
+  };
+  struct BackwardPair {
+    Scratch (*scratch)(const BackwardArgs&, int threads) = nullptr;
+    void (*run)(const BackwardArgs&, const Parallel&, char* shared, char* per_thread, size_t thread_bytes) = nullptr;
+  };
+  ForwardPair (*forward)(Dtype);
+  BackwardPair (*backward)(Dtype);
+};
+
+}  // namespace attnspan

@@ -1,0 +1,191 @@
+// Forward: online softmax over key blocks for a block of query rows. Compiled once per instruction-set level.
+//
+// 1. K and V of each head are packed once (they are read by every query block of the head).
+// 2. Each item is one query block of one head, worked on in strips of rows. A strip touches only keys that some row of it may see.
+#include "attention.h"
+#include "kernels.h"
+#include "pack.h"
+#include "rows.h"
+#include "spans.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+template <class T, class E>
+class Forward {
+  using C = typename E::Element;
+  static constexpr int64_t block_rows = 4 * E::strip, block_keys = 256, pack_keys = 512, few_rows = 8;
+  static constexpr int64_t lds = block_keys + 16, ldp = block_keys + 32;  // off powers of two: fewer cache conflicts
+
+ public:
+  explicit Forward(const ForwardArgs& args)
+      : a(args),
+        depth(round_up(a.head_dim, E::depth)),
+        keys(round_up(a.k_len, key_step)),
+        v_cols(round_up(a.v_dim, panel)),
+        k_panel(depth * panel),
+        v_panel((keys + 2) * panel),
+        k_head(keys / panel * k_panel),
+        v_head(v_cols / panel * v_panel),
+        packs((keys + pack_keys - 1) / pack_keys),
+        blocks((a.q_len + block_rows - 1) / block_rows) {}
+
+  Scratch scratch() {
+    if (by_rows()) return {0, 0};
+    Carver shared, own;
+    lay_out_shared(shared);
+    lay_out_thread(own);
+    return {shared.used(), own.used()};
+  }
+
+  void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
+    if (by_rows()) {
+      parallel(a.batch * a.q_heads * a.q_len, [&](int64_t item, int) {
+        const int64_t head = item / a.q_len;
+        row(head / a.q_heads, head % a.q_heads, item % a.q_len);
+      });
+      return;
+    }
+    Carver carver(shared);
+    lay_out_shared(carver);
+    parallel(a.batch * a.kv_heads * packs, [&](int64_t item, int) { pack(item / packs, item % packs); });
+    parallel(a.batch * a.q_heads * blocks, [&](int64_t item, int thread) {
+      const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads;
+      const int64_t first = (blocks - 1 - item % blocks) * block_rows;  // causal blocks: costly ones first
+      if (!packed_finite(b * a.kv_heads + h / a.group())) {
+        for (int64_t i = first; i < least(first + block_rows, a.q_len); ++i) row(b, h, i);
+        return;
+      }
+      Carver own(per_thread + static_cast<size_t>(thread) * thread_bytes);
+      E::begin();
+      block(b, h, first, lay_out_thread(own));
+      E::end();
+    });
+  }
+
+ private:
+  struct Strip {
+    C* q;
+    float *scores, *out, *maximum, *sum;
+    C* p;
+  };
+
+  bool by_rows() const { return a.q_len < few_rows; }
+
+  void lay_out_shared(Carver& carver) {
+    const int64_t heads = a.batch * a.kv_heads;
+    packed_k = carver.take<C>(heads * k_head);
+    packed_v = carver.take<C>(heads * v_head);
+    is_finite = carver.take<uint8_t>(heads * packs);
+  }
+  Strip lay_out_thread(Carver& carver) const {
+    Strip s;
+    s.q = carver.take<C>(block_rows * depth);
+    s.scores = carver.take<float>(E::strip * lds);
+    s.p = sizeof(C) == 4 ? reinterpret_cast<C*>(s.scores) : carver.take<C>(E::strip * ldp);
+    s.out = carver.take<float>(block_rows * v_cols);
+    s.maximum = carver.take<float>(block_rows);
+    s.sum = carver.take<float>(block_rows);
+    return s;
+  }
+
+  const T* q_row(int64_t b, int64_t h, int64_t i) const { return at<T>(a.q, b, h, i); }
+
+  bool packed_finite(int64_t kv) const {
+    for (int64_t i = 0; i < packs; ++i)
+      if (!is_finite[kv * packs + i]) return false;
+    return true;
+  }
+
+  void pack(int64_t kv, int64_t part) {
+    const int64_t b = kv / a.kv_heads, h = kv % a.kv_heads, first = part * pack_keys;
+    const int64_t count = least(pack_keys, keys - first), valid = least(count, a.k_len - first);
+    const T *k = at<T>(a.k, b, h, 0), *v = at<T>(a.v, b, h, 0);
+    is_finite[kv * packs + part] = finite(v + first * a.v.row, a.v.row, valid, a.v_dim);
+    Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + kv * k_head, k_panel, first, count, depth);
+    Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + kv * v_head, v_panel, first, count, v_cols);
+  }
+
+  void row(int64_t b, int64_t h, int64_t i) const {
+    const int64_t hk = h / a.group();
+    forward_row<T>(q_row(b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row, a.head_dim, a.v_dim,
+                   a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, at<T>(a.out, b, h, i), lse(b, h, i));
+  }
+
+  float* lse(int64_t b, int64_t h, int64_t i) const { return a.lse + (b * a.q_heads + h) * a.q_len + i; }
+
+  void block(int64_t b, int64_t h, int64_t first, Strip s) const {
+    const int64_t rows = least(block_rows, a.q_len - first), strips = (rows + E::strip - 1) / E::strip;
+    const int32_t* spans = a.bounds.slice(b, h) + first * a.runs * 2;
+    Hull hull[4], all;
+    for (int64_t t = 0; t < strips; ++t) {
+      hull[t] = hull_of(spans + t * E::strip * a.runs * 2, least(E::strip, rows - t * E::strip), a.runs);
+      all.include(hull[t]);
+    }
+    // A negative scale is carried by -q, so that the larger score is the likelier key; scale 0 by q = 0.
+    const float c = a.scale == 0.0f ? 1.0f : std::fabs(a.scale) * log2_e;
+    Packer<T, C>::rows(q_row(b, h, first), a.q.row, rows, a.scale == 0.0f ? 0 : a.head_dim, s.q, depth,
+                       strips * E::strip, a.scale < 0.0f);
+    for (int64_t i = 0; i < rows; ++i) s.maximum[i] = -infinity, s.sum[i] = 0.0f;
+    for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
+
+    const int64_t kv = b * a.kv_heads + h / a.group();
+    for (int64_t key = round_down(all.lo, key_step); key < all.hi; key += block_keys)
+      for (int64_t t = 0; t < strips; ++t) {
+        const int64_t at = t * E::strip, n = least(E::strip, rows - at);
+        const Seen seen = look(spans + at * a.runs * 2, n, a.runs, hull[t], key, least(key + block_keys, keys));
+        if (seen.lo < seen.hi) strip(kv, spans + at * a.runs * 2, s, at, n, seen, c);
+      }
+    for (int64_t i = 0; i < rows; ++i) finish(b, h, first + i, s, i, spans + i * a.runs * 2);
+  }
+
+  void strip(int64_t kv, const int32_t* spans, const Strip& s, int64_t at, int64_t rows, Seen seen, float c) const {
+    const int64_t n = seen.hi - seen.lo, padded = round_up(rows, E::rows);
+    E::product(s.q + at * depth, depth, packed_k + kv * k_head + seen.lo / panel * k_panel, k_panel, s.scores, lds,
+               padded, n, depth, false);
+    if (!seen.full)
+      for (int64_t i = 0; i < rows; ++i) hide(s.scores + i * lds, seen.lo, n, spans + i * a.runs * 2, a.runs);
+    const int64_t ld = sizeof(C) == 4 ? lds : ldp;
+    softmax_strip<C>(s.scores, lds, s.p, ld, rows, n, c, {s.maximum + at, s.sum + at}, s.out + at * v_cols, v_cols,
+                     v_cols);
+    E::product(s.p, ld, packed_v + kv * v_head + seen.lo * panel, v_panel, s.out + at * v_cols, v_cols, padded, v_cols,
+               n, true);
+  }
+
+  void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
+    const bool sees = sees_any(spans, a.runs);
+    write_row(s.out + r * v_cols, sees ? 1.0f / s.sum[r] : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
+    *lse(b, h, i) = sees ? (s.maximum[r] + std::log2(s.sum[r])) * ln_2 : -infinity;
+  }
+
+  const ForwardArgs& a;
+  const int64_t depth, keys, v_cols, k_panel, v_panel, k_head, v_head, packs, blocks;
+  C *packed_k = nullptr, *packed_v = nullptr;
+  uint8_t* is_finite = nullptr;
+};
+
+template <class T, class E>
+Kernels::ForwardPair forward_pair() {
+  return {[](const ForwardArgs& args, int) { return Forward<T, E>(args).scratch(); },
+          [](const ForwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
+            Forward<T, E>(args).run(parallel, shared, own, bytes);
+          }};
+}
+
+Kernels::ForwardPair forward_kernels(Dtype dtype) {
+#if defined(__AMX_BF16__)
+  return dtype == Dtype::bf16 ? forward_pair<bf16, AmxEngine>() : Kernels::ForwardPair{};
+#elif defined(__AVX512BF16__)
+  return dtype == Dtype::bf16 ? forward_pair<bf16, VectorEngine<bf16>>() : Kernels::ForwardPair{};
+#else
+  switch (dtype) {
+    case Dtype::bf16:
+      return forward_pair<bf16, VectorEngine<float>>();
+    case Dtype::f16:
+      return forward_pair<f16, VectorEngine<float>>();
+    default:
+      return forward_pair<float, VectorEngine<float>>();
+  }
+#endif
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

@@ -1,0 +1,167 @@
+// Packing: from (row, dim) arrays of any row stride and type into the forms that products read.
+//
+//   rows     A: row-major, element type C
+//   columns  A of the transposed array: row-major dims x rows
+//   keys     B with the array's rows as columns n and its dims as depth k   (scores: Q * K^T)
+//   dims     B with the array's dims as columns n and its rows as depth k   (values: P * V)
+//
+// Everything beyond the valid rows and dims is zero.
+#pragma once
+
+#include "tile.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// Sixteen 32-bit units: 16 floats or 16 pairs of bfloat16.
+struct alignas(64) Block {
+  uint32_t unit[16][16];
+};
+
+inline void transpose(Block& x) {
+#if defined(__AVX512F__)
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(x.unit[i]);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    _mm512_store_si512(x.unit[i], _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_store_si512(x.unit[i + 8], _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+  }
+#else
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < i; ++j) {
+      const uint32_t keep = x.unit[i][j];
+      x.unit[i][j] = x.unit[j][i];
+      x.unit[j][i] = keep;
+    }
+#endif
+}
+
+template <class T, class C>
+struct Packer {
+  static constexpr int64_t pair = Step<C>::pair;
+  static constexpr bool same = sizeof(C) == 2;  // bfloat16 stays bfloat16; everything else becomes float
+  static_assert(!same || sizeof(T) == 2);
+
+  // `n` consecutive elements (at most 16 * pair) as one line of 16 units.
+  static void line(const T* p, int64_t n, uint32_t* unit) {
+    n = most(0, least(n, 16 * pair));
+    if constexpr (same) {
+      if (n < 32) std::memset(unit, 0, 64);
+      std::memcpy(unit, p, static_cast<size_t>(n) * 2);
+    } else {
+      float* x = reinterpret_cast<float*>(unit);
+      int64_t j = 0;
+      for (; j + Vec::width <= n; j += Vec::width) store(x + j, load(p + j));
+      if (j < n) store(x + j, load_part(p + j, n - j)), j += Vec::width;
+      for (; j < 16; j += Vec::width) store(x + j, zero());
+    }
+  }
+
+  // The same 16 dims of `pair` consecutive rows, interleaved: one step of depth.
+  static void step(const T* p, int64_t stride, int64_t rows, int64_t n, uint32_t* unit) {
+    if constexpr (!same) {
+      if (rows > 0)
+        line(p, n, unit);
+      else
+        std::memset(unit, 0, 64);
+    } else {
+      n = most(0, least(n, 16));
+#if defined(__AVX512F__)
+      if (n == 16 && rows >= 2) {
+        const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+        const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + stride)));
+        _mm512_store_si512(unit, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        return;
+      }
+#endif
+      std::memset(unit, 0, 64);
+      for (int64_t j = 0; j < n; ++j) {
+        const uint32_t even = rows > 0 ? p[j].bits : 0, odd = rows > 1 ? p[stride + j].bits : 0;
+        unit[j] = even | odd << 16;
+      }
+    }
+  }
+
+  static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda, int64_t padded_rows,
+                   bool negate) {
+    for (int64_t i = 0; i < padded_rows; ++i)
+      for (int64_t d = 0; d < lda; d += 16 * pair) {
+        alignas(64) uint32_t unit[16];
+        line(i < rows ? p + i * stride + d : p, i < rows ? dim - d : 0, unit);
+        const uint32_t flip = same ? 0x80008000u : 0x80000000u;
+        if (negate)
+          for (auto& u : unit) u ^= flip;
+        std::memcpy(a + i * lda + d, unit, static_cast<size_t>(least(lda - d, 16 * pair)) * sizeof(C));
+      }
+  }
+
+  // dims x rows; `lda` a multiple of 16 * pair, at least the rows.
+  static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda, int64_t padded_dim) {
+    Block x;
+    for (int64_t d = 0; d < padded_dim; d += 16)
+      for (int64_t i = 0; i < lda; i += 16 * pair) {
+        for (int64_t s = 0; s < 16; ++s)
+          step(p + (i + s * pair) * stride + d, stride, rows - i - s * pair, dim - d, x.unit[s]);
+        transpose(x);
+        const int64_t valid = least(16, padded_dim - d);
+        for (int64_t r = 0; r < valid; ++r) std::memcpy(a + (d + r) * lda + i, x.unit[r], 64);
+      }
+  }
+
+  // Rows [first, first + count) of the array, count a multiple of 16; `bs` elements between panels.
+  static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs, int64_t first,
+                   int64_t count, int64_t depth) {
+    Block x;
+    for (int64_t i = first; i < first + count; i += panel)
+      for (int64_t d = 0; d < depth; d += 16 * pair) {
+        for (int64_t r = 0; r < 16; ++r)
+          line(i + r < rows ? p + (i + r) * stride + d : p, i + r < rows ? dim - d : 0, x.unit[r]);
+        transpose(x);
+        C* to = b + i / panel * bs + d * panel;
+        std::memcpy(to, x.unit, static_cast<size_t>(least(depth - d, 16 * pair) / pair) * 64);
+      }
+  }
+
+  static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs, int64_t first,
+                   int64_t count, int64_t padded_dim) {
+    alignas(64) uint32_t unit[16];
+    for (int64_t i = first; i < first + count; i += pair)
+      for (int64_t d = 0; d < padded_dim; d += panel) {
+        step(p + i * stride + d, stride, rows - i, dim - d, unit);
+        std::memcpy(b + d / panel * bs + i * panel, unit, 64);
+      }
+  }
+};
+
+// Is every element finite? (x * 0 is NaN exactly where x is not.)
+template <class T>
+inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+  Vec a = zero(), b = zero();
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* x = p + i * stride;
+    int64_t d = 0;
+    for (; d + 2 * Vec::width <= dim; d += 2 * Vec::width) {
+      a = fma(load(x + d), zero(), a);
+      b = fma(load(x + d + Vec::width), zero(), b);
+    }
+    for (; d < dim; d += Vec::width) a = fma(load_part(x + d, least(dim - d, Vec::width)), zero(), a);
+  }
+  return reduce_add(a + b) == 0.0f;
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

@@ -1,0 +1,106 @@
+// One query row at a time, over its visible keys only and straight from the arrays. Serves few query rows, where packing would cost
+// more than it saves, and heads with NaN or infinity, where 0 * inf in a masked tile would reach rows that may not see the key.
+#pragma once
+
+#include "softmax.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+template <class T>
+inline Vec load_upto(const T* p, int64_t left) {
+  return left >= Vec::width ? load(p) : load_part(p, left);
+}
+
+template <class T>
+inline float dot(const float* x, const T* y, int64_t n) {
+  Vec a = zero(), b = zero();
+  int64_t d = 0;
+  for (; d + 2 * Vec::width <= n; d += 2 * Vec::width) {
+    a = fma(load(x + d), load(y + d), a);
+    b = fma(load(x + d + Vec::width), load(y + d + Vec::width), b);
+  }
+  for (; d < n; d += Vec::width) a = fma(load(x + d), load_upto(y + d, n - d), a);
+  return reduce_add(a + b);
+}
+
+// y += factor * x; y is padded to whole vectors.
+template <class T>
+inline void add_scaled(float factor, const T* x, float* y, int64_t n) {
+  const Vec f = set(factor);
+  for (int64_t d = 0; d < n; d += Vec::width) store(y + d, fma(f, load_upto(x + d, n - d), load(y + d)));
+}
+
+// Four rows at once: one pass over y.
+template <class T>
+inline void add_scaled4(const float* factor, const T* x, int64_t stride, float* y, int64_t n) {
+  for (int64_t d = 0; d < n; d += Vec::width) {
+    Vec sum = load(y + d);
+    for (int r = 0; r < 4; ++r) sum = fma(set(factor[r]), load_upto(x + r * stride + d, n - d), sum);
+    store(y + d, sum);
+  }
+}
+
+template <class T>
+inline void widen(const T* x, float* y, int64_t n) {
+  for (int64_t d = 0; d < n; d += Vec::width) store(y + d, load_upto(x + d, n - d));
+}
+
+template <class T>
+inline void write_row(const float* x, float factor, T* y, int64_t n) {
+  const Vec f = set(factor);
+  int64_t d = 0;
+  for (; d + Vec::width <= n; d += Vec::width) store(y + d, load(x + d) * f);
+  if (d < n) store_part(y + d, load(x + d) * f, n - d);
+}
+
+inline constexpr int64_t row_keys = 256, max_dim = 256;
+
+template <class T>
+void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, int64_t dim, int64_t v_dim,
+                 const int32_t* spans, int64_t runs, float scale, T* out, float* lse) {
+  alignas(64) float query[max_dim], sum_v[max_dim] = {}, s[row_keys];
+  widen(q, query, dim);
+  const float c = scale * log2_e;
+  float top = -infinity, total = 0.0f;
+  bool sees = false;
+  for (int64_t r = 0; r < runs; ++r)
+    for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys) {
+      sees = true;
+      const int64_t n = least(row_keys, hi - at), padded = round_up(n, 2 * Vec::width);
+      for (int64_t j = 0; j < n; ++j) s[j] = dot(query, k + (at + j) * k_stride, dim) * c;
+      for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
+      const float block_top = reduce_max(row_maximum(s, padded)), now = block_top > top ? block_top : top;
+      if (now > top) {
+        const float factor = top == -infinity ? 0.0f : std::exp2(top - now);
+        if (top != -infinity) scale_row(sum_v, round_up(v_dim, Vec::width), factor);
+        total *= factor;
+        top = now;
+      }
+      total += exponentials<float>(s, s, padded, 1.0f, top == -infinity ? 0.0f : top);
+      int64_t j = 0;
+      for (; j + 4 <= n; j += 4) add_scaled4(s + j, v + (at + j) * v_stride, v_stride, sum_v, v_dim);
+      for (; j < n; ++j) add_scaled(s[j], v + (at + j) * v_stride, sum_v, v_dim);
+    }
+  write_row(sum_v, sees ? 1.0f / total : 0.0f, out, v_dim);
+  *lse = sees ? (top + std::log2(total)) * ln_2 : -infinity;
+}
+
+// One row's share of all gradients. `dk` and `dv` are float accumulators of the whole head, rows `ld` apart.
+template <class T>
+void backward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* dout, int64_t dim,
+                  int64_t v_dim, const int32_t* spans, int64_t runs, float scale, float lse, float delta, float* dq,
+                  float* dk, float* dv, int64_t ld) {
+  alignas(64) float query[max_dim], grad[max_dim];
+  widen(q, query, dim);
+  widen(dout, grad, v_dim);
+  for (int64_t r = 0; r < runs; ++r)
+    for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; ++j) {
+      const float p = std::exp(dot(query, k + j * k_stride, dim) * scale - lse);
+      const float ds = p * (dot(grad, v + j * v_stride, v_dim) - delta) * scale;
+      add_scaled(ds, k + j * k_stride, dq, dim);
+      add_scaled(ds, q, dk + j * ld, dim);
+      add_scaled(p, dout, dv + j * ld, v_dim);
+    }
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

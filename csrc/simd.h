@@ -1,0 +1,268 @@
+// One vector type per instruction-set level: `Vec` holds `Vec::width` floats. Loads and stores convert from and to
+// bfloat16 and float16. Everything lives in a namespace named after the level, so that no inline function compiled
+// with one level's flags can be linked into another's.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#ifndef ATTNSPAN_ISA
+#error "ATTNSPAN_ISA must name the instruction-set level"
+#endif
+
+namespace attnspan::ATTNSPAN_ISA {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
+
+inline float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_float(f16 x) {
+  // Shift exponent and mantissa into place and rescale by 2^112; infinities and NaNs are patched afterwards.
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t rest = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+  const bool special = (x.bits & 0x7c00u) == 0x7c00u;
+  const uint32_t finite = as_bits(as_float(rest) * as_float(0x77800000u));
+  return as_float(sign | (special ? (rest | 0x7f800000u) : finite));
+}
+
+inline void from_float(float x, float* y) { *y = x; }
+inline void from_float(float x, bf16* y) {
+  const uint32_t bits = as_bits(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+inline void from_float(float x, f16* y) {
+  const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;  // rounds to infinity
+  } else if (magnitude < 0x38800000u) {
+    // Subnormal: let a float addition do the rounding at the right bit.
+    half = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  y->bits = static_cast<uint16_t>(sign | half);
+}
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  static constexpr int width = 16;
+  __m512 v;
+};
+using Mask = __mmask16;
+
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec set(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+// The second operand where either is NaN.
+inline Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
+inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
+inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+inline Vec select(Mask m, Vec yes, Vec no) { return {_mm512_mask_mov_ps(no.v, m, yes.v)}; }
+inline Mask none() { return 0; }
+inline Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
+inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
+  const __m512i j = _mm512_set1_epi32(key);
+  return _mm512_mask_cmplt_epi32_mask(_mm512_cmple_epi32_mask(_mm512_loadu_si512(lo), j), j, _mm512_loadu_si512(hi));
+}
+inline Vec load(const bf16* p) {
+  const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16))};
+}
+inline Vec load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline __m256i round_bf16(Vec a) {
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
+#else
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+  return _mm512_cvtepi32_epi16(r);
+#endif
+}
+inline void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+inline void store(f16* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  static constexpr int width = 8;
+  __m256 v;
+};
+using Mask = __m256i;
+
+inline Vec zero() { return {_mm256_setzero_ps()}; }
+inline Vec set(float x) { return {_mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline float reduce_add(Vec a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float reduce_max(Vec a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+inline Vec round(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec scale_exponent(Vec p, Vec n) {
+  // Two factors, so that n down to -252 keeps its subnormal results; a NaN in p survives the products.
+  const __m256i i = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(i, 1), rest = _mm256_sub_epi32(i, half);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+  return {_mm256_mul_ps(_mm256_mul_ps(p.v, a), b)};
+}
+inline Vec select(Mask m, Vec yes, Vec no) { return {_mm256_blendv_ps(no.v, yes.v, _mm256_castsi256_ps(m))}; }
+inline Mask none() { return _mm256_setzero_si256(); }
+inline Mask either(Mask a, Mask b) { return _mm256_or_si256(a, b); }
+inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
+  const __m256i j = _mm256_set1_epi32(key);
+  const __m256i below = _mm256_cmpgt_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lo)), j);
+  const __m256i inside = _mm256_cmpgt_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(hi)), j);
+  return _mm256_andnot_si256(below, inside);
+}
+inline Vec load(const bf16* p) {
+  const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16))};
+}
+inline Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline void store(bf16* p, Vec a) {
+  const __m256i bits = _mm256_castps_si256(a.v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+  r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+}
+inline void store(f16* p, Vec a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else  // portable: the compiler's own vector types (SSE2, NEON, ...)
+
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+
+struct Vec {
+  static constexpr int width = 4;
+  f32x4 v;
+};
+using Mask = i32x4;
+
+inline Vec zero() { return {f32x4{}}; }
+inline Vec set(float x) { return {f32x4{x, x, x, x}}; }
+inline Vec load(const float* p) {
+  Vec a;
+  std::memcpy(&a.v, p, sizeof a.v);
+  return a;
+}
+inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
+inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+inline float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+inline float reduce_max(Vec a) {
+  const float x = a.v[0] > a.v[2] ? a.v[0] : a.v[2], y = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
+  return x > y ? x : y;
+}
+inline Vec round(Vec a) {
+  // Adding and taking away 1.5 * 2^23 rounds |a| < 2^22 to the nearest integer; no caller goes beyond.
+  const f32x4 magic = set(12582912.0f).v;
+  volatile f32x4 shifted = a.v + magic;  // keeps the compiler from folding the pair away
+  return {shifted - magic};
+}
+inline Vec scale_exponent(Vec p, Vec n) {
+  const i32x4 i = __builtin_convertvector(n.v, i32x4), half = i >> 1, rest = i - half;
+  const i32x4 a = (half + 127) << 23, b = (rest + 127) << 23;
+  f32x4 x, y;
+  std::memcpy(&x, &a, sizeof x);
+  std::memcpy(&y, &b, sizeof y);
+  return {p.v * x * y};
+}
+inline Vec select(Mask m, Vec yes, Vec no) { return {m ? yes.v : no.v}; }
+inline Mask none() { return i32x4{}; }
+inline Mask either(Mask a, Mask b) { return a | b; }
+inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
+  i32x4 l, h;
+  std::memcpy(&l, lo, sizeof l);
+  std::memcpy(&h, hi, sizeof h);
+  return (l <= key) & (h > key);
+}
+template <class T>
+inline Vec load_each(const T* p) {
+  return {f32x4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
+}
+inline Vec load(const bf16* p) { return load_each(p); }
+inline Vec load(const f16* p) { return load_each(p); }
+inline void store(bf16* p, Vec a) {
+  for (int i = 0; i < 4; ++i) from_float(a.v[i], p + i);
+}
+inline void store(f16* p, Vec a) {
+  for (int i = 0; i < 4; ++i) from_float(a.v[i], p + i);
+}
+
+#endif
+
+// The first n < width elements; the others are zero.
+template <class T>
+inline Vec load_part(const T* p, int64_t n) {
+  float x[Vec::width] = {};
+  for (int64_t i = 0; i < n; ++i) x[i] = to_float(p[i]);
+  return load(x);
+}
+template <class T>
+inline void store_part(T* p, Vec a, int64_t n) {
+  float x[Vec::width];
+  store(x, a);
+  for (int64_t i = 0; i < n; ++i) from_float(x[i], p + i);
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

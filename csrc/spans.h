@@ -1,0 +1,93 @@
+// What the kernels ask of a mask: what a group of rows may see within a range of keys.
+#pragma once
+
+#include "attention.h"
+#include "tile.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+inline constexpr int64_t key_step = 32;  // key ranges start and end at multiples of this
+
+// A bump allocator over scratch memory; over a null base it only measures.
+class Carver {
+ public:
+  explicit Carver(char* base = nullptr) : base_(base) {}
+  template <class T>
+  T* take(int64_t count) {
+    const size_t from = used_;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + 63) & ~size_t{63};
+    return base_ ? reinterpret_cast<T*>(base_ + from) : nullptr;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+template <class T>
+inline T* at(const Tensor& x, int64_t b, int64_t h, int64_t i) {
+  return static_cast<T*>(x.data) + b * x.batch + h * x.head + i * x.row;
+}
+
+// Keys that some row of a group sees lie in [lo, hi) (lo > hi: none); with one run, every row sees [all_lo, all_hi).
+struct Hull {
+  int64_t lo = INT64_MAX, hi = 0, all_lo = 0, all_hi = INT64_MAX;
+  void include(const Hull& other) {
+    lo = least(lo, other.lo);
+    hi = most(hi, other.hi);
+    all_lo = most(all_lo, other.all_lo);
+    all_hi = least(all_hi, other.all_hi);
+  }
+};
+
+inline Hull hull_of(const int32_t* spans, int64_t rows, int64_t runs) {
+  Hull hull;
+  for (int64_t i = 0; i < rows * runs; ++i) {
+    const int64_t lo = spans[2 * i], hi = spans[2 * i + 1];
+    hull.all_lo = most(hull.all_lo, lo);
+    hull.all_hi = least(hull.all_hi, hi);
+    if (lo < hi) {
+      hull.lo = least(hull.lo, lo);
+      hull.hi = most(hull.hi, hi);
+    }
+  }
+  return hull;
+}
+
+// The part of a key range that a group of rows sees, in multiples of key_step; `full` if every row sees all of it.
+struct Seen {
+  int64_t lo, hi;
+  bool full;
+};
+
+inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& hull, int64_t first, int64_t last) {
+  int64_t lo = most(first, hull.lo), hi = least(last, hull.hi);
+  if (lo >= hi) return {0, 0, false};
+  if (runs > 1) {  // the hull may have holes
+    lo = last, hi = first;
+    for (int64_t i = 0; i < rows * runs; ++i) {
+      const int64_t l = most(spans[2 * i], first), h = least(spans[2 * i + 1], last);
+      if (l < h) lo = least(lo, l), hi = most(hi, h);
+    }
+    if (lo >= hi) return {0, 0, false};
+  }
+  lo = round_down(lo, key_step), hi = round_up(hi, key_step);
+  bool full = runs == 1 && hull.all_lo <= lo && hull.all_hi >= hi;
+  if (runs > 1) {
+    full = true;
+    for (int64_t i = 0; i < rows && full; ++i) {
+      full = false;
+      for (int64_t r = i * runs; r < (i + 1) * runs; ++r) full |= spans[2 * r] <= lo && spans[2 * r + 1] >= hi;
+    }
+  }
+  return {lo, hi, full};
+}
+
+inline bool sees_any(const int32_t* spans, int64_t runs) {
+  for (int64_t r = 0; r < runs; ++r)
+    if (spans[2 * r] < spans[2 * r + 1]) return true;
+  return false;
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

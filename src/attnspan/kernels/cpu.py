@@ -1,0 +1,185 @@
+"""The compiled CPU kernel: float32, bfloat16 and float16, forward and backward, any mask.
+
+Takes torch tensors and NumPy arrays alike; knows neither framework beyond their attributes. Results are written into
+arrays that the caller made.
+"""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from ..problem import Problem
+
+MAX_HEAD_DIM = 256
+
+_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
+
+_core: ModuleType | None
+_core_error = ""
+try:
+    _core = import_module("attnspan._core")
+except ImportError as error:  # A machine without a compiler: the other backends still work, and `supports` says why.
+    _core, _core_error = None, str(error)
+
+
+def supports(problem: Problem) -> str | None:
+    """Return None, or why the compiled kernel cannot run the problem.
+
+    Example:
+        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cuda"))
+        'it runs on CPU arrays, not on cuda'
+    """
+    if problem.device != "cpu":
+        return f"it runs on CPU arrays, not on {problem.device}"
+    if problem.dtype not in ("float32", "bfloat16", "float16"):
+        return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim > MAX_HEAD_DIM or problem.v_dim > MAX_HEAD_DIM:
+        return f"it takes head dims up to {MAX_HEAD_DIM}, not {problem.head_dim} and {problem.v_dim}"
+    if problem.head_dim == 0 or problem.v_dim == 0:
+        return "it takes head dims from 1 on, not 0"
+    if _core is None:
+        return f"the compiled module attnspan._core is missing ({_core_error}); build it with `pip install .`"
+    return None
+
+
+def forward(
+    q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, *, scale: float, num_threads: int
+) -> None:
+    """Attend, writing ``out`` and ``lse``.
+
+    Args:
+        q: Shape (B, Hq, Sq, D), float32, bfloat16 or float16; any strides with a unit last one, as all that follow.
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32.
+        out: Shape (B, Hq, Sq, Dv), written.
+        lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for a row that sees nothing.
+        scale: Factor of the scores.
+        num_threads: Threads to use, at least 1.
+
+    Raises:
+        ValueError: Illegal bounds, or arrays that do not fit each other.
+
+    Example:
+        >>> import numpy as np
+        >>> x, lse = np.ones((1, 1, 2, 8), "float32"), np.empty((1, 1, 2), "float32")
+        >>> bounds, out = np.array([[0, 1], [0, 2]], "int32").reshape(1, 1, 2, 1, 2), np.empty_like(x)
+        >>> forward(x, x, x, bounds, out, lse, scale=1.0, num_threads=1)
+        >>> out[0, 0, :, 0].tolist()
+        [1.0, 1.0]
+    """
+    if out.shape[0] * out.shape[1] * out.shape[2] == 0:
+        return
+    _compiled().forward(
+        _array(q), _array(k), _array(v), _array(out), _array(lse), _array(_packed(bounds)), scale, num_threads
+    )
+
+
+def backward(
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    bounds: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    *,
+    scale: float,
+    num_threads: int,
+) -> None:
+    """Write the gradients of `forward` into ``dq``, ``dk`` and ``dv``.
+
+    Args:
+        dout: Gradient of ``out``, shape (B, Hq, Sq, Dv), unit last stride.
+        dlse: Gradient of ``lse``, shape (B, Hq, Sq), float32, or None.
+        q: As in `forward`.
+        k: As in `forward`.
+        v: As in `forward`.
+        out: As `forward` wrote it.
+        lse: As `forward` wrote it.
+        bounds: As in `forward`.
+        dq: Shape of q, written.
+        dk: Shape of k, written.
+        dv: Shape of v, written.
+        scale: As in `forward`.
+        num_threads: Threads to use. The same number gives the same bits.
+
+    Raises:
+        ValueError: Illegal bounds, or arrays that do not fit each other.
+
+    Example:
+        >>> import numpy as np
+        >>> x, lse = np.ones((1, 1, 1, 4), "float32"), np.zeros((1, 1, 1), "float32")
+        >>> bounds, dq, dk, dv = np.array([0, 1], "int32").reshape(1, 1, 1, 1, 2), *np.empty((3, 1, 1, 1, 4), "float32")
+        >>> forward(x, x, x, bounds, dq, lse, scale=1.0, num_threads=1)
+        >>> backward(x, None, x, x, x, dq.copy(), lse, bounds, dq, dk, dv, scale=1.0, num_threads=1)
+        >>> dv[0, 0, 0].tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+    if out.shape[0] * out.shape[1] == 0:
+        return
+    _compiled().backward(
+        _array(dout),
+        None if dlse is None else _array(_packed(dlse)),
+        *(_array(x) for x in (q, k, v, out, lse, _packed(bounds), dq, dk, dv)),
+        scale,
+        num_threads,
+    )
+
+
+def isa() -> str:
+    """Return the instruction-set level in use: the machine's best, or the one that ``ATTNSPAN_ISA`` names.
+
+    Raises:
+        ValueError: ``ATTNSPAN_ISA`` names a level that the build or the machine lacks.
+
+    Example:
+        >>> isa() in isa_levels()
+        True
+    """
+    return str(_compiled().active_isa())
+
+
+def isa_levels() -> list[str]:
+    """Return the levels that this build has and this machine can run, lowest first.
+
+    Example:
+        >>> isa_levels()[0]
+        'portable'
+    """
+    return list(_compiled().isa_levels())
+
+
+def threading() -> str:
+    """Return whose threads run the loops: the process's OpenMP (torch's) or the kernel's own.
+
+    Example:
+        >>> threading() in ("OpenMP of the process", "own threads")
+        True
+    """
+    return str(_compiled().threading())
+
+
+def _compiled() -> ModuleType:
+    if _core is None:
+        raise ImportError(f"attnspan._core: expected the compiled module, got {_core_error}. Build it: pip install .")
+    return _core
+
+
+def _packed(x: Any) -> Any:
+    """The array itself where it is contiguous, else a contiguous copy."""
+    if hasattr(x, "data_ptr"):
+        return x.contiguous()
+    return x if x.flags.c_contiguous else x.copy()
+
+
+def _array(x: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """(address, dtype code, shape, strides in elements) of a torch tensor or a NumPy array."""
+    if hasattr(x, "data_ptr"):
+        return x.data_ptr(), _DTYPE_CODES.get(str(x.dtype)[6:], -1), tuple(x.shape), x.stride()
+    strides = tuple(s // x.itemsize for s in x.strides)
+    return x.ctypes.data, _DTYPE_CODES.get(x.dtype.name, -1), x.shape, strides
