@@ -1,0 +1,188 @@
+"""Everything that can be set about a training run, in one dataclass."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from attnspan.train.errors import ConfigError
+
+__all__ = ["TrainConfig"]
+
+CHOICES = {
+    "attention": ("attnspan", "sdpa"),
+    "ac": ("none", "selective", "full"),
+    "dtype": ("auto", "float32", "bfloat16"),
+}
+
+
+def _option(default: Any, comment: str) -> Any:
+    """A field with its comment; the command line shows the same text as help."""
+    return field(default=default, metadata={"help": comment})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Configuration of a model and its training run.
+
+    The comment of each field is its second argument, because the command line prints it too.
+
+    Raises:
+        ConfigError: A value is out of range or names nothing that exists.
+
+    Example:
+        >>> TrainConfig(heads=8, kv_heads=2).heads
+        8
+    """
+
+    # The model.
+    dim: int = _option(256, "width of the residual stream")
+    layers: int = _option(4, "number of decoder blocks")
+    heads: int = _option(4, "query heads")
+    kv_heads: int = _option(2, "key/value heads; divides --heads")
+    head_dim: int = _option(64, "width of one head; even, for the rotation of pairs")
+    hidden: int = _option(704, "inner width of the SwiGLU feed-forward layer")
+    rope_theta: float = _option(10_000.0, "base of the rotary wavelengths")
+    norm_eps: float = _option(1e-5, "epsilon of RMSNorm")
+    # The data.
+    data: str | None = _option(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
+    tokenizer: str | None = _option(None, "local `tokenizers` JSON file; default: bytes")
+    seq_len: int = _option(2048, "tokens per packed row")
+    batch_size: int = _option(4, "packed rows per step")
+    held_out: float = _option(0.02, "share of the documents kept for evaluation")
+    eval_bytes: int = _option(131_072, "bytes of held-out text scored at the start and at the end")
+    # The optimisation.
+    steps: int = _option(300, "optimizer steps")
+    lr: float = _option(3e-3, "peak learning rate")
+    warmup: int = _option(20, "steps of linear warm-up, before the cosine")
+    min_lr: float = _option(0.1, "last learning rate, as a share of the peak")
+    weight_decay: float = _option(0.1, "AdamW decay, on matrices only")
+    clip: float = _option(1.0, "largest norm of the whole gradient")
+    seed: int = _option(0, "seed of the weights and of the document order")
+    # How it is computed.
+    attention: str = _option("attnspan", "attnspan, or sdpa (torch's own, with a dense mask)")
+    ac: str = _option("none", "activation checkpointing: none, selective (keeps attention) or full")
+    dtype: str = _option("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
+    compile: bool = _option(True, "compile each block with torch.compile(fullgraph=True)")
+    threads: int = _option(0, "CPU threads; 0 takes torch's default")
+    # What is kept.
+    checkpoint_every: int = _option(50, "steps between checkpoints; 0 keeps only the last")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_ranges(self)
+        _check_shapes(self)
+
+    def save(self, path: Path) -> None:
+        """Write the configuration as JSON.
+
+        Args:
+            path: File to write.
+
+        Example:
+            >>> import tempfile
+            >>> path = Path(tempfile.mkdtemp()) / "config.json"
+            >>> TrainConfig(steps=7).save(path)
+            >>> TrainConfig.load(path).steps
+            7
+        """
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> TrainConfig:
+        """Read a configuration that `save` wrote.
+
+        Args:
+            path: File to read.
+
+        Raises:
+            ConfigError: The file is not such a configuration.
+
+        Example:
+            >>> import tempfile
+            >>> path = Path(tempfile.mkdtemp()) / "config.json"
+            >>> _ = path.write_text("{")
+            >>> TrainConfig.load(path)  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+                ...
+            attnspan.train.errors.ConfigError: options: expected a run configuration, got ...
+        """
+        try:
+            stored = json.loads(path.read_text())
+            return cls(**stored)
+        except (OSError, TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                expected="a run configuration",
+                got=f"{path}: {error}",
+                remedy="start a new run without --resume",
+            ) from None
+
+    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+        """Fields whose values differ, as (mine, theirs).
+
+        Example:
+            >>> TrainConfig(steps=5).differences(TrainConfig(steps=6))
+            {'steps': (5, 6)}
+        """
+        mine, theirs = asdict(self), asdict(other)
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def _check_choices(config: TrainConfig) -> None:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value not in choices:
+            raise ConfigError(
+                expected=f"--{name} to be one of {', '.join(choices)}",
+                got=repr(value),
+                remedy="choose one of these",
+            )
+
+
+# Every number but these is at least 1.
+_LOWEST = {
+    "lr": 0.0,
+    "warmup": 0,
+    "min_lr": 0.0,
+    "weight_decay": 0.0,
+    "clip": 0.0,
+    "seed": 0,
+    "threads": 0,
+    "checkpoint_every": 0,
+    "norm_eps": 0.0,
+    "held_out": 0.0,
+}
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        lowest = _LOWEST.get(item.name, 1)
+        if not value >= lowest:
+            flag = item.name.replace("_", "-")
+            raise ConfigError(
+                expected=f"--{flag} of at least {lowest}", got=str(value), remedy="pass a larger number"
+            )
+    if config.held_out >= 1:
+        raise ConfigError(
+            expected="--held-out below 1", got=str(config.held_out), remedy="leave some documents to train on"
+        )
+
+
+def _check_shapes(config: TrainConfig) -> None:
+    if config.heads % config.kv_heads:
+        raise ConfigError(
+            expected="--kv-heads to divide --heads",
+            got=f"{config.heads} heads and {config.kv_heads} key/value heads",
+            remedy="choose a divisor",
+        )
+    if config.head_dim % 2:
+        raise ConfigError(
+            expected="an even --head-dim",
+            got=str(config.head_dim),
+            remedy="rotary embedding turns pairs of channels",
+        )

@@ -1,0 +1,61 @@
+"""What a user of the training job may get wrong, each said as: expected, got, remedy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "JobError"]
+
+
+class JobError(ValueError):
+    """Base of the training job's errors.
+
+    Args:
+        expected: What the job needs.
+        got: What it was given.
+        remedy: What to do about it.
+
+    Example:
+        >>> raise ConfigError(expected="--steps of 1 or more", got="0", remedy="pass more")
+        Traceback (most recent call last):
+            ...
+        attnspan.train.errors.ConfigError: options: expected --steps of 1 or more, got 0. Pass more.
+    """
+
+    what: ClassVar[str] = "train"
+
+    def __init__(self, *, expected: str, got: str, remedy: str) -> None:
+        super().__init__(f"{self.what}: expected {expected}, got {got}. {remedy[0].upper()}{remedy[1:]}.")
+
+
+class ConfigError(JobError):
+    """An option of the job has a value it cannot have.
+
+    Example:
+        >>> issubclass(ConfigError, ValueError)
+        True
+    """
+
+    what = "options"
+
+
+class DataError(JobError):
+    """The data or the tokenizer cannot be read, or there is too little of it.
+
+    Example:
+        >>> issubclass(DataError, ValueError)
+        True
+    """
+
+    what = "data"
+
+
+class CheckpointError(JobError):
+    """A checkpoint is missing, damaged, or belongs to another configuration.
+
+    Example:
+        >>> issubclass(CheckpointError, ValueError)
+        True
+    """
+
+    what = "checkpoint"

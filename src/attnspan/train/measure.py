@@ -1,0 +1,168 @@
+"""Figures of a finished run: graphs, the share of attention, and an interleaved comparison with SDPA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+
+import torch
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from attnspan.train.config import TrainConfig
+from attnspan.train.packing import Batch
+from attnspan.train.step import Stepper
+
+__all__ = ["AttentionShare", "Comparison", "Graphs", "attention_share", "compare"]
+
+# Names of the operators that do attention, as the profiler sees them.
+_OPERATORS = {
+    "attnspan": ("attnspan::forward", "attnspan::backward"),
+    "sdpa": (
+        "aten::scaled_dot_product_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What the compiler has done in this process so far.
+
+    Args:
+        compiled: Graphs compiled.
+        breaks: Graph breaks.
+
+    Example:
+        >>> now = Graphs.now()
+        >>> (Graphs.now() - now) == Graphs(0, 0)
+        True
+    """
+
+    compiled: int
+    breaks: int
+
+    @classmethod
+    def now(cls) -> Graphs:
+        """Read torch's counters.
+
+        Example:
+            >>> Graphs.now().compiled >= 0
+            True
+        """
+        return cls(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+    def __sub__(self, earlier: Graphs) -> Graphs:
+        return Graphs(self.compiled - earlier.compiled, self.breaks - earlier.breaks)
+
+
+@dataclass(frozen=True)
+class AttentionShare:
+    """Time inside the attention operators, forward and backward, over a few profiled steps.
+
+    Args:
+        share: Of the wall time of the steps, 0..1.
+        seconds: Inside the operators, s.
+        flops: What the operators computed in that time, visible pairs only.
+
+    Example:
+        >>> AttentionShare(share=0.25, seconds=2.0, flops=4e9).flops_per_second
+        2000000000.0
+    """
+
+    share: float
+    seconds: float
+    flops: float
+
+    @property
+    def flops_per_second(self) -> float:
+        """Speed inside the operators, FLOP/s."""
+        return self.flops / self.seconds if self.seconds else 0.0
+
+
+def attention_share(stepper: Stepper, batches: Sequence[Batch]) -> AttentionShare:
+    """Profile training steps and add up the time of their attention operators.
+
+    Args:
+        stepper: A warm model; its weights change by the steps.
+        batches: One per step.
+
+    Example:
+        >>> attention_share.__name__
+        'attention_share'
+    """
+    flops = 0.0
+    start = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        for batch in batches:
+            flops += stepper.step(batch, stepper.config.steps - 1).flops.attention
+        wall = time.perf_counter() - start
+    names = _OPERATORS[stepper.config.attention]
+    # Operators nest (the public one calls the kernel), so each counts its own time only.
+    spent = sum(event.self_cpu_time_total for event in profiled.key_averages() if event.key in names) / 1e6
+    return AttentionShare(spent / wall, spent, flops)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Step times of both attentions, taken in turn on the same batches.
+
+    Args:
+        attnspan: Seconds of each step.
+        sdpa: Seconds of each step.
+
+    Example:
+        >>> comparison = Comparison([1.0, 1.0, 1.0], [2.0, 3.0, 2.5])
+        >>> comparison.ratio, comparison.spread
+        (2.5, (2.0, 3.0))
+    """
+
+    attnspan: list[float]
+    sdpa: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Median step of sdpa over median step of attnspan: above 1, attnspan is faster."""
+        return median(self.sdpa) / median(self.attnspan)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Quartiles of the ratios of neighbouring steps."""
+        ratios = [b / a for a, b in zip(self.attnspan, self.sdpa, strict=True)]
+        low, _, high = quantiles(ratios, n=4)
+        return low, high
+
+
+def compare(trained: Stepper, batches: Iterator[Batch], rounds: int) -> Comparison:
+    """Time the same steps with attnspan and with SDPA, A B A B, from the same weights, compiled alike.
+
+    Args:
+        trained: Model to start from; it is left as it is.
+        batches: Source of ``rounds`` batches, and one more for compilation.
+        rounds: Steps of each, 2 or more.
+
+    Example:
+        >>> compare.__name__
+        'compare'
+    """
+    rivals = {kind: _copy(trained, replace(trained.config, attention=kind)) for kind in ("attnspan", "sdpa")}
+    batch = next(batches)
+    for rival in rivals.values():
+        rival.warm_up(batch)
+        rival.step(batch, trained.config.steps - 1)
+    seconds: dict[str, list[float]] = {kind: [] for kind in rivals}
+    for _, batch in zip(range(rounds), batches, strict=False):
+        for kind, rival in rivals.items():
+            seconds[kind].append(rival.step(batch, trained.config.steps - 1).seconds)
+    return Comparison(seconds["attnspan"], seconds["sdpa"])
+
+
+def _copy(trained: Stepper, config: TrainConfig) -> Stepper:
+    vocab_size = trained.model.head.weight.shape[0]
+    with torch.random.fork_rng(devices=[]):
+        stepper = Stepper(config, vocab_size)
+    stepper.model.load_state_dict(trained.model.state_dict())
+    return stepper
