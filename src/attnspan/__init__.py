@@ -1,1 +1,21 @@
 """attnspan: attention whose mask is data."""
+
+from .spans import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
+from .masks import Mask as Mask
+from .masks import Prepared as Prepared
+from .masks import SpansLargerThanMask as SpansLargerThanMask
+from .masks import cache as cache
+from .masks import causal as causal
+from .masks import documents as documents
+from .masks import from_block_mask as from_block_mask
+from .masks import from_dense as from_dense
+from .masks import from_predicate as from_predicate
+from .masks import full as full
+from .masks import global_keys as global_keys
+from .masks import groups as groups
+from .masks import key_padding as key_padding
+from .masks import parse as parse
+from .masks import prefix as prefix
+from .masks import segments as segments
+from .masks import spans as spans
+from .masks import window as window

@@ -1,0 +1,443 @@
+"""Mask expressions: what every mask can do, and the two ways to combine them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ._intervals import (
+    FULL,
+    Interval,
+    Rows,
+    clip_rows,
+    either_illegal,
+    materialise,
+    merge_known,
+    sweep,
+    union_of_two,
+)
+from ._lowering import Lowering
+from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer
+from .errors import DtypeError, OptionError, ShapeError
+from .spans import Spans, check_index, mark_illegal
+
+
+class Mask:
+    """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
+
+    Masks are made by the functions of `attnspan.masks`.
+
+    Example:
+        >>> from attnspan import causal, window
+        >>> causal() & window(128)
+        causal() & window(128)
+    """
+
+    def __and__(self, other: Mask) -> Mask:
+        return And((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def spans(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_index: Array | None = None,
+        k_index: Array | None = None,
+        like: Any = None,
+    ) -> Spans:
+        """Lower the mask to spans.
+
+        Args:
+            q_len: number of query rows.
+            k_len: number of keys.
+            batch, heads: sizes that arrays of the mask must fit; axes on which nothing depends stay 1.
+            q_index: integer (q_len,) or (batch, q_len), the rows' global indices. Default: the last q_len of the keys
+                (bottom-right alignment), unless the mask says otherwise, as `cache` and `documents` do.
+            k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here. Default:
+                0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global sequence.
+            like: an array in whose framework, and on whose device, a mask without arrays is lowered. Default: NumPy.
+
+        Returns:
+            Spans whose R depends on the mask's structure, not on data, except for `from_dense` and `from_predicate`.
+
+        Raises:
+            ShapeError, DtypeError, OptionError: for arguments or arrays of the mask that do not fit.
+
+        Example:
+            >>> from attnspan import causal, window
+            >>> (causal() & window(1)).spans(2, 4).bounds[0, 0, :, 0].tolist()
+            [[1, 3], [2, 4]]
+        """
+        low = _begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
+        rows = low.lower(self)
+        los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
+        spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
+        if k_index is None:
+            return spans
+        return spans.take_keys(low.arrays.asarray(k_index, "int32"))
+
+    def prepare(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_index: Array | None = None,
+        k_index: Array | None = None,
+        like: Any = None,
+    ) -> Prepared:
+        """Lower the mask once, with the smallest R its data need, to be shared by all layers.
+
+        Use it outside the model, per batch: a mask passed as it is would be lowered in every layer; masks whose R
+        depends on data (`from_dense`, `from_predicate`) cannot be lowered inside a compiled function at all; and
+        illegal data are reported here, by row, on every device. It reads values, so it waits for the device. Where R
+        varies from batch to batch, so does the shape that a compiler sees: prefer `spans` for such masks there.
+
+        Args and raises are those of `spans`; besides, OptionError for rows whose data break a promise.
+
+        Returns:
+            A mask with canonical, contiguous bounds.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().prepare(3, 3)
+            Prepared(B=1, H=1, q_len=3, k_len=3, R=1)
+        """
+        spans = self.spans(
+            q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
+        )
+        return Prepared(spans.compact().validate())
+
+    def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
+        """Print a picture of the mask; see `attnspan.picture.show` for the options.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().show(4)
+            causal()
+                key 0  3
+                   ┌────┐
+            query 0│▀▄  │
+                  2│██▀▄│
+                   └────┘
+            4 queries x 4 keys, R = 1, 62.5 % visible
+        """
+        from .picture import show
+
+        show(self, q_len, q_len if k_len is None else k_len, **options)
+
+    def _repr_svg_(self) -> str | None:
+        from .picture import notebook_svg
+
+        return notebook_svg(self)
+
+    def _lower(self, low: Lowering) -> Rows:
+        raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
+
+    def _leaves(self) -> Iterator[Mask]:
+        yield self
+
+    def _key_len(self) -> int | None:
+        """Length of the global key sequence, where an array of the mask says it."""
+        return None
+
+    def _anchor(self) -> tuple[Any, ...] | None:
+        """What determines the default `q_index`, as objects compared by identity; None for the usual one."""
+        return None
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        raise NotImplementedError(f"{type(self).__name__} must say which indices it implies")
+
+    def _example(self) -> object:
+        """An array, not a field, that the mask must be lowered beside."""
+        return None
+
+    def __repr__(self) -> str:
+        shown = [_short(getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+        while shown and shown[-1] == "None":
+            shown.pop()
+        return f"{type(self).__name__.lower()}({', '.join(shown)})"
+
+
+def _short(value: object) -> str:
+    if is_array(value):
+        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        return f"{dtype}[{', '.join(map(str, value.shape))}]"  # type: ignore[attr-defined]
+    return getattr(value, "__name__", None) or repr(value)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class And(Mask):
+    """The keys that every operand shows."""
+
+    operands: tuple[Mask, ...]
+
+    def _leaves(self) -> Iterator[Mask]:
+        for operand in self.operands:
+            yield from operand._leaves()
+
+    def _lower(self, low: Lowering) -> Rows:
+        clip, wide = Rows((FULL,)), []
+        for operand in self._flat():
+            rows = low.lower(operand)
+            if len(rows.intervals) == 1:
+                clip = clip_rows(low.arrays, rows, clip)
+            else:
+                wide.append((operand, rows))
+        # Single intervals go into the operands of each `|` first: many of those then have unions known to be one.
+        lowered = [
+            operand._lower_within(low, clip) if isinstance(operand, Or) else clip_rows(low.arrays, rows, clip)
+            for operand, rows in wide
+        ]
+        if not lowered:
+            return clip
+        result = lowered[0]
+        for rows in lowered[1:]:
+            result = _intersect(low, result, rows)
+        return result
+
+    def _flat(self) -> list[Mask]:
+        flat: list[Mask] = []
+        for operand in self.operands:
+            flat.extend(operand._flat() if isinstance(operand, And) else [operand])
+        return flat
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({x!r})" if isinstance(x, Or) else repr(x) for x in self.operands)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Or(Mask):
+    """The keys that any operand shows."""
+
+    operands: tuple[Mask, ...]
+
+    def _leaves(self) -> Iterator[Mask]:
+        for operand in self.operands:
+            yield from operand._leaves()
+
+    def _lower(self, low: Lowering) -> Rows:
+        return self._lower_within(low, Rows((FULL,)))
+
+    def _lower_within(self, low: Lowering, clip: Rows) -> Rows:
+        """Lower the union intersected with `clip`, which has a single interval per row."""
+        pool: list[Interval] = []
+        illegal = None
+        for operand in self._flat():
+            rows = clip_rows(low.arrays, low.lower(operand), clip)
+            pool.extend(rows.intervals)
+            illegal = either_illegal(illegal, rows.illegal)
+        merged = merge_known(low.arrays, pool)
+        if len(merged) == 1:
+            return Rows(merged, illegal)
+        los, his = materialise(low.arrays, merged, low.q_len, low.top)
+        if len(merged) == 2:
+            los, his = union_of_two(low.arrays, los, his, low.top)
+            return Rows(tuple(map(Interval, los, his)), illegal)
+        lo, hi = _common(low.arrays, los, his)
+        lo, hi = sweep(low.arrays, lo, hi, depth=1, count=len(merged), top=low.top)
+        return Rows(_split(lo, hi), illegal)
+
+    def _flat(self) -> list[Mask]:
+        flat: list[Mask] = []
+        for operand in self.operands:
+            flat.extend(operand._flat() if isinstance(operand, Or) else [operand])
+        return flat
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.operands))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prepared(Mask):
+    """A mask lowered once, by `Mask.prepare`: rows are as they come, keys are the global ones.
+
+    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for.
+
+    Example:
+        >>> from attnspan import causal
+        >>> causal().prepare(3, 3).spans(3, 3)
+        Spans(B=1, H=1, q_len=3, k_len=3, R=1)
+    """
+
+    lowered: Spans
+
+    def spans(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_index: Array | None = None,
+        k_index: Array | None = None,
+        like: Any = None,
+    ) -> Spans:
+        """The stored spans themselves; with `k_index`, restricted to those keys. `q_index` changes nothing."""
+        if k_index is not None:
+            return super().spans(
+                q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
+            )
+        _check_fit(self.lowered, q_len, k_len, batch, heads)
+        return self.lowered
+
+    def _key_len(self) -> int | None:
+        return self.lowered.k_len
+
+    def _example(self) -> object:
+        return self.lowered.bounds
+
+    def _lower(self, low: Lowering) -> Rows:
+        _check_fit(self.lowered, low.q_len, low.top, low.batch, low.heads)
+        bounds = low.arrays.asarray(self.lowered.bounds, "int32")
+        return Rows(_split(bounds[..., 0], bounds[..., 1]), Spans(bounds, low.top)._illegal_rows())
+
+    def __repr__(self) -> str:
+        return repr(self.lowered).replace("Spans", "Prepared")
+
+
+def _check_fit(spans: Spans, q_len: int, k_len: int, batch: int, heads: int) -> None:
+    shape = spans.bounds.shape
+    fits = shape[2] == q_len and spans.k_len == k_len and shape[0] in (1, batch) and shape[1] in (1, heads)
+    if not fits:
+        raise ShapeError(
+            "prepared mask",
+            expected=f"spans for batch {batch}, heads {heads}, q_len {q_len}, k_len {k_len}",
+            got=repr(spans),
+            remedy="Prepare the mask for the problem it is used in",
+        )
+
+
+def _split(lo: Array, hi: Array) -> tuple[Interval, ...]:
+    return tuple(Interval(lo[..., r], hi[..., r]) for r in range(lo.shape[-1]))
+
+
+def _common(arrays: Arrays, los: list[Array], his: list[Array]) -> tuple[Array, Array]:
+    """Ends as two arrays (..., R) of one shape."""
+    both = arrays.stack([*los, *his])
+    return both[..., : len(los)], both[..., len(los) :]
+
+
+def _intersect(low: Lowering, a: Rows, b: Rows) -> Rows:
+    """The intersection where both have several intervals: at most Ra + Rb - 1."""
+    los, his = materialise(low.arrays, (*a.intervals, *b.intervals), low.q_len, low.top)
+    lo, hi = _common(low.arrays, los, his)
+    lo, hi = sweep(low.arrays, lo, hi, depth=2, count=len(los) - 1, top=low.top)
+    return Rows(_split(lo, hi), either_illegal(a.illegal, b.illegal))
+
+
+def _bounds(arrays: Arrays, los: list[Array], his: list[Array], illegal: Array | None) -> Array:
+    if len(los) == 1:
+        bounds = arrays.stack([los[0], his[0]])[..., None, :]
+    else:
+        bounds = arrays.stack(_common(arrays, los, his))
+    bounds = arrays.cast(bounds, "int32")
+    return bounds if illegal is None else mark_illegal(arrays, bounds, illegal)
+
+
+def _begin(
+    mask: Mask, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
+) -> Lowering:
+    """Choose the framework, find the length of the global key sequence, and give the rows their indices."""
+    leaves = list(mask._leaves())
+    values = [getattr(leaf, f.name) for leaf in leaves for f in fields(leaf)]  # type: ignore[arg-type]
+    arrays = arrays_for([*values, *(leaf._example() for leaf in leaves), q_index, k_index], like)
+    if not arrays.tracing():
+        for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
+            if size < 0 or size > INT32_MAX:
+                raise OptionError(
+                    name, expected=f"a length in [0, {INT32_MAX}]", got=str(size), remedy="Indices are int32"
+                )
+    if k_index is not None:
+        k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
+        if k_index.shape[0] != k_len:
+            raise ShapeError(
+                "k_index",
+                expected=f"one index per key, {k_len}",
+                got=str(k_index.shape[0]),
+                remedy="Pass the global indices of the keys that are here",
+            )
+    low = Lowering(arrays, q_len, _key_len(leaves, k_len, k_index is not None), batch, heads)
+    _index_rows(low, leaves, q_index, k_index)
+    return low
+
+
+def _key_len(leaves: list[Mask], k_len: int, sharded: bool) -> int | None:
+    known = None if sharded else k_len
+    for leaf in leaves:
+        length = leaf._key_len()
+        if length is None:
+            continue
+        if known is not None and length != known:
+            raise ShapeError(
+                repr(leaf),
+                expected=f"arrays that describe {known} keys",
+                got=str(length),
+                remedy="Key-side arrays describe the whole, global sequence; pass k_index if only some keys are here",
+            )
+        known = length
+    return known
+
+
+def _index_rows(low: Lowering, leaves: list[Mask], q_index: Any, k_index: Any) -> None:
+    arrays = low.arrays
+    if q_index is not None:
+        low.q_index = _checked_q_index(low, q_index)
+        return
+    anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
+    for leaf in anchored[1:]:
+        if not _same_anchor(leaf, anchored[0]):
+            raise OptionError(
+                "q_index",
+                expected="one default for the rows' indices",
+                got=f"one from {anchored[0]!r} and another from {leaf!r}",
+                remedy="Pass q_index, or make both from one and the same array",
+            )
+    if anchored:
+        low.q_index = anchored[0]._anchor_index(low)
+    elif k_index is not None:
+        if low.q_len > k_index.shape[0]:
+            raise ShapeError(
+                "q_index",
+                expected=f"no more rows than keys, {k_index.shape[0]}, where it is left out",
+                got=str(low.q_len),
+                remedy="Pass the rows' global indices beside k_index",
+            )
+        low.q_index = k_index[k_index.shape[0] - low.q_len :][None, None]
+    else:
+        low.q_index = arrays.arange(low.q_len)[None, None] + (low.top - low.q_len)
+        low.tail = low.q_len <= low.top
+
+
+def _same_anchor(a: Mask, b: Mask) -> bool:
+    left, right = a._anchor() or (), b._anchor() or ()
+    return len(left) == len(right) and all(x is y for x, y in zip(left, right, strict=True))
+
+
+def _checked_q_index(low: Lowering, q_index: Any) -> Array:
+    if not is_array(q_index) or not is_integer(q_index):
+        got = str(q_index.dtype) if is_array(q_index) else type(q_index).__name__
+        raise DtypeError(
+            "q_index", expected="an integer array", got=got, remedy="Pass int32 or int64 indices"
+        )
+    if q_index.ndim not in (1, 2) or q_index.shape[-1] != low.q_len:
+        raise ShapeError(
+            "q_index",
+            expected=f"shape ({low.q_len},) or ({low.batch}, {low.q_len})",
+            got=str(tuple(q_index.shape)),
+            remedy="Pass one global index per query row",
+        )
+    if low.arrays.concrete(q_index) and low.q_len > 0:
+        values = low.arrays.to_numpy(q_index)
+        if values.min() < -INT32_MAX or values.max() >= INT32_MAX:
+            raise OptionError(
+                "q_index", expected="int32 indices", got=str(values.max()), remedy="Use smaller ones"
+            )
+    return low.per_batch("q_index", q_index, "int32")[:, None]

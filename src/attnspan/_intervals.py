@@ -1,0 +1,171 @@
+"""Sets of half-open key intervals per query row, while a mask is being lowered.
+
+An interval's ends are arrays that broadcast to (B, H, q_len), Python ints, or None for "unbounded". They are clipped
+to the keys only at the end, so that ends stay recognisable: two intervals with one and the same end have a union that
+is one interval, which is how many masks keep R = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnspan.arrays import Array, Arrays
+
+End = Any
+"""An int32 array (B|1, H|1, q_len), an int, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """The keys lo <= j < hi of each row.
+
+    `anchored` promises lo <= i <= hi for the row's own global index i. Two anchored intervals meet, so their union is
+    an interval. An empty anchored interval is [i, i). An interval that is not anchored is empty when lo >= hi.
+    """
+
+    lo: End = None
+    hi: End = None
+    anchored: bool = False
+
+
+FULL = Interval(anchored=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Intervals of each row, disjoint and ascending up to empty ones, and the rows whose data break a promise."""
+
+    intervals: tuple[Interval, ...]
+    illegal: Array | None = None
+
+
+def either_illegal(a: Array | None, b: Array | None) -> Array | None:
+    """Rows that are illegal in one operand are so in every expression."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b
+
+
+def _extreme(arrays: Arrays, a: End, b: End, *, larger: bool) -> End:
+    """Elementwise max or min of two bounded ends; an end shared by both stays the very object it is."""
+    if a is b:
+        return a
+    if isinstance(a, int):
+        a, b = b, a
+    if isinstance(a, int):
+        return max(a, b) if larger else min(a, b)
+    return arrays.maximum(a, b) if larger else arrays.minimum(a, b)
+
+
+def intersect_interval(arrays: Arrays, a: Interval, b: Interval) -> Interval:
+    """The intersection, which is an interval again."""
+    if a.lo is None or b.lo is None:
+        lo = b.lo if a.lo is None else a.lo
+    else:
+        lo = _extreme(arrays, a.lo, b.lo, larger=True)
+    if a.hi is None or b.hi is None:
+        hi = b.hi if a.hi is None else a.hi
+    else:
+        hi = _extreme(arrays, a.hi, b.hi, larger=False)
+    return Interval(lo, hi, a.anchored and b.anchored)
+
+
+def clip_rows(arrays: Arrays, rows: Rows, clip: Rows) -> Rows:
+    """Intersect with rows of a single interval each: the number of intervals stays."""
+    (by,) = clip.intervals
+    intervals = tuple(intersect_interval(arrays, x, by) for x in rows.intervals)
+    return Rows(intervals, either_illegal(rows.illegal, clip.illegal))
+
+
+def _same_end(a: End, b: End) -> bool:
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
+
+
+def _hull(arrays: Arrays, a: Interval, b: Interval) -> Interval | None:
+    """The union of two intervals where it is known, without looking at data, to be one; else None."""
+    same_lo, same_hi = _same_end(a.lo, b.lo), _same_end(a.hi, b.hi)
+    if not (same_lo or same_hi or (a.anchored and b.anchored)):
+        return None
+    # Empty intervals may stand with lo > hi. Where an end is shared, the formula below is right for them too.
+    open_lo, open_hi = a.lo is None or b.lo is None, a.hi is None or b.hi is None
+    lo = None if open_lo else a.lo if same_lo else _extreme(arrays, a.lo, b.lo, larger=False)
+    hi = None if open_hi else a.hi if same_hi else _extreme(arrays, a.hi, b.hi, larger=True)
+    # With a common end the hull contains the anchored one of the two, whose interval is never lo > hi.
+    return Interval(lo, hi, a.anchored or b.anchored)
+
+
+def merge_known(arrays: Arrays, intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Join intervals whose union is known to be one, until no two of them are."""
+    merged: list[Interval] = []
+    for interval in intervals:
+        k = 0
+        while k < len(merged):
+            hull = _hull(arrays, merged[k], interval)
+            if hull is None:
+                k += 1
+            else:
+                merged.pop(k)
+                interval, k = hull, 0
+        merged.append(interval)
+    return tuple(merged)
+
+
+def materialise(
+    arrays: Arrays, intervals: Sequence[Interval], q_len: int, top: int
+) -> tuple[list[Array], list[Array]]:
+    """Ends as arrays, clipped to [0, top], with lo == hi for empty intervals."""
+    los, his = [], []
+    for x in intervals:
+        lo = 0 if x.lo is None else x.lo
+        hi = top if x.hi is None else x.hi
+        lo = arrays.full((1, 1, q_len), lo) if isinstance(lo, int) else lo
+        hi = arrays.full((1, 1, q_len), hi) if x.hi is None or isinstance(hi, int) else hi
+        lo = arrays.clip(lo, 0, top)
+        los.append(lo)
+        his.append(arrays.maximum(arrays.clip(hi, 0, top), lo))
+    return los, his
+
+
+def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: int) -> tuple[Array, Array]:
+    """Where at least `depth` of the intervals overlap, as ascending disjoint intervals.
+
+    Depth 1 is the union; depth 2 of two lists, each disjoint in itself, their intersection.
+
+    Args:
+        lo, hi: (..., N) ends in [0, top].
+        depth: how many intervals must cover a key.
+        count: how many intervals are kept per row; the caller knows that no row has more.
+        top: a bound on all ends, which empty intervals are moved to.
+
+    Returns:
+        lo, hi (..., count); empty intervals come last, as [top, top).
+    """
+    empty = lo >= hi
+    lo, hi = arrays.where(empty, top, lo), arrays.where(empty, top, hi)
+    n = lo.shape[-1]
+    # Ties: a union joins intervals that touch (starts first); an intersection has none of length 0 (ends first).
+    order = arrays.argsort(arrays.concat([lo, hi] if depth == 1 else [hi, lo]))
+    ends = arrays.take_along(arrays.concat([lo, hi] if depth == 1 else [hi, lo]), order)
+    is_start = order < n if depth == 1 else order >= n
+    height = arrays.cumsum(arrays.where(is_start, arrays.full((1,), 1), arrays.full((1,), -1)))
+    starts = arrays.where(is_start & (height == depth), ends, top)
+    stops = arrays.where(~is_start & (height == depth - 1), ends, top)
+    return arrays.sort(starts)[..., :count], arrays.sort(stops)[..., :count]
+
+
+def union_of_two(
+    arrays: Arrays, los: Sequence[Array], his: Sequence[Array], top: int
+) -> tuple[list[Array], list[Array]]:
+    """`sweep` at depth 1 for two intervals, without sorting: the commonest union by far."""
+    lo, hi = [], []
+    for a, b in zip(los, his, strict=True):
+        empty = a >= b
+        lo.append(arrays.where(empty, top, a))
+        hi.append(arrays.where(empty, top, b))
+    first_lo, second_lo = arrays.minimum(lo[0], lo[1]), arrays.maximum(lo[0], lo[1])
+    first_hi, second_hi = arrays.minimum(hi[0], hi[1]), arrays.maximum(hi[0], hi[1])
+    meet = second_lo <= first_hi
+    first_hi, second_lo = arrays.where(meet, second_hi, first_hi), arrays.where(meet, second_hi, second_lo)
+    return [first_lo, second_lo], [first_hi, second_hi]

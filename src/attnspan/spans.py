@@ -1,0 +1,364 @@
+"""The lowered form of a mask: a few half-open key intervals per query row, and the arithmetic on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._intervals import sweep
+from .arrays import Array, Arrays, arrays_for, is_array, is_integer
+from .errors import DtypeError, OptionError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Which keys each query row may see: row i may see key j iff lo[r] <= j < hi[r] for some r.
+
+    Attributes:
+        bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <= hi <=
+            k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi. Anything else is
+            illegal: lowering writes (0, -1) into each span of a row whose data break a promise.
+        k_len: number of keys.
+
+    Example:
+        >>> from attnspan import causal
+        >>> causal().spans(3, 3).bounds[0, 0, :, 0].tolist()
+        [[0, 1], [0, 2], [0, 3]]
+    """
+
+    bounds: Array
+    k_len: int
+
+    def __post_init__(self) -> None:
+        if not is_array(self.bounds):
+            raise DtypeError(
+                "Spans",
+                expected="an int32 array",
+                got=type(self.bounds).__name__,
+                remedy="Pass an array of bounds",
+            )
+        if not is_integer(self.bounds):
+            raise DtypeError(
+                "Spans", expected="int32 bounds", got=str(self.bounds.dtype), remedy="Convert them to int32"
+            )
+        if self.bounds.ndim != 5 or self.bounds.shape[-1] != 2:
+            raise ShapeError(
+                "Spans",
+                expected="bounds of shape (B|1, H|1, q_len, R, 2)",
+                got=str(tuple(self.bounds.shape)),
+                remedy="Add the missing axes, each of length 1",
+            )
+
+    def __repr__(self) -> str:
+        batch, heads, q_len, runs, _ = self.bounds.shape
+        return f"Spans(B={batch}, H={heads}, q_len={q_len}, k_len={self.k_len}, R={runs})"
+
+    @property
+    def q_len(self) -> int:
+        """Number of query rows."""
+        return int(self.bounds.shape[2])
+
+    @property
+    def runs(self) -> int:
+        """Spans per row, R."""
+        return int(self.bounds.shape[3])
+
+    @property
+    def _arrays(self) -> Arrays:
+        return arrays_for([self.bounds])
+
+    def take_queries(self, index: Array) -> Spans:
+        """The mask of some of the query rows.
+
+        Args:
+            index: integer (n,), row numbers in any order.
+
+        Returns:
+            Spans with q_len = n.
+
+        Raises:
+            OptionError: for a row number out of range, where values can be read.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(4, 4).take_queries(np.array([3, 0])).bounds[0, 0, :, 0].tolist()
+            [[0, 4], [0, 1]]
+        """
+        arrays = self._arrays
+        index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
+        return Spans(arrays.take(self.bounds, index, 2), self.k_len)
+
+    def take_keys(self, index: Array) -> Spans:
+        """The mask on some of the keys: as many spans, and exact.
+
+        {j : lo <= index[j] < hi} is contiguous because `index` is sorted; its ends are the ranks of lo and hi.
+
+        Args:
+            index: integer (n,), strictly ascending key numbers.
+
+        Returns:
+            Spans with k_len = n. Illegal rows stay illegal.
+
+        Raises:
+            OptionError: for key numbers out of range or not ascending, where values can be read.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(4, 4).take_keys(np.array([1, 3])).bounds[0, 0, :, 0].tolist()
+            [[0, 0], [0, 1], [0, 1], [0, 2]]
+        """
+        arrays = self._arrays
+        index = check_index(arrays, index, "take_keys", below=self.k_len, ascending=True)
+        ranks = arrays.searchsorted(index, arrays.cast(self.bounds, "int32").reshape(-1))
+        bounds = arrays.cast(ranks, "int32").reshape(self.bounds.shape)
+        return Spans(mark_illegal(arrays, bounds, self._illegal_rows()), index.shape[0])
+
+    def _illegal_rows(self) -> Array:
+        """Bool (B|1, H|1, q_len)."""
+        arrays, bounds = self._arrays, self.bounds
+        lo, hi = bounds[..., 0], bounds[..., 1]
+        bad = (lo < 0) | (hi < lo) | (hi > self.k_len)
+        if self.bounds.shape[3] > 1:
+            reach = arrays.cummax(arrays.where(hi > lo, hi, 0))
+            overlap = (hi > lo)[..., 1:] & (lo[..., 1:] < reach[..., :-1])
+            return arrays.any(bad) | arrays.any(overlap)
+        return bad[..., 0]
+
+    def validate(self) -> Spans:
+        """Return the spans themselves if all are legal.
+
+        Raises:
+            OptionError: naming the first illegal row.
+
+        Example:
+            >>> Spans(np.array([[[[[0, 3]]]]], np.int32), k_len=2).validate()
+            Traceback (most recent call last):
+            attnspan.errors.OptionError: spans of batch 0, head 0, row 0: expected ascending, disjoint spans within \
+0 <= lo <= hi <= 2, got (0, 3). Clip and sort the bounds.
+        """
+        self._require_values("validate")
+        rows = np.argwhere(self._arrays.to_numpy(self._illegal_rows()))
+        if len(rows) == 0:
+            return self
+        b, h, i = (int(x) for x in rows[0])
+        row = [tuple(map(int, span)) for span in self._arrays.to_numpy(self.bounds[b, h, i])]
+        marker = all(span == (0, -1) for span in row)
+        raise OptionError(
+            f"spans of batch {b}, head {h}, row {i}",
+            expected=f"ascending, disjoint spans within 0 <= lo <= hi <= {self.k_len}",
+            got=", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else ""),
+            remedy="(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form more "
+            "than max_runs runs, or a length or index beyond the keys. Raise max_runs or mend the data"
+            if marker
+            else "Clip and sort the bounds",
+        )
+
+    def dense(self) -> Array:
+        """Bool (B|1, H|1, q_len, k_len): True where the row may see the key. O(q_len * k_len) memory.
+
+        Raises:
+            OptionError: for illegal spans, where values can be read.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(2, 3).dense()[0, 0].tolist()
+            [[True, True, False], [True, True, True]]
+        """
+        arrays = self._arrays
+        if arrays.concrete(self.bounds):
+            self.validate()
+        keys = arrays.arange(self.k_len)
+        lo, hi = self.bounds[..., 0], self.bounds[..., 1]
+        visible = (keys >= lo[..., 0, None]) & (keys < hi[..., 0, None])
+        for r in range(1, self.bounds.shape[3]):
+            visible = visible | ((keys >= lo[..., r, None]) & (keys < hi[..., r, None]))
+        return visible
+
+    def cost(self) -> Array:
+        """Visible keys of each row, int64 (B|1, H|1, q_len): the row's share of the work.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(3, 3).cost().tolist()
+            [[[1, 2, 3]]]
+        """
+        return self._arrays.sum(self.bounds[..., 1] - self.bounds[..., 0])
+
+    def coverage(self) -> float:
+        """The visible fraction of all (query, key) pairs, in [0, 1]; 0 when there is no pair.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(3, 3).coverage()
+            0.6666666666666666
+        """
+        self._require_values("coverage")
+        pairs = float(self._arrays.to_numpy(self.cost()).sum())
+        batch, heads, q_len = self.bounds.shape[:3]
+        return pairs / max(batch * heads * q_len * self.k_len, 1)
+
+    def block_states(self, q_block: int, k_block: int) -> Array:
+        """What a tile of the mask holds: 0 nothing, 1 some, 2 all of its pairs. Exact.
+
+        The visible pairs of all tiles follow from each span's two ends: O(q_len * R + tiles), never O(q_len * k_len).
+
+        Args:
+            q_block: rows of a tile, at least 1; the last tile may be smaller.
+            k_block: keys of a tile, at least 1.
+
+        Returns:
+            int32 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(4, 4).block_states(2, 2)[0, 0].tolist()
+            [[1, 0], [2, 1]]
+        """
+        for name, value in (("q_block", q_block), ("k_block", k_block)):
+            if value < 1:
+                raise OptionError(
+                    name, expected="at least 1", got=str(value), remedy="Pass a positive block size"
+                )
+        arrays = self._arrays
+        batch, heads, q_len, runs, _ = self.bounds.shape
+        nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
+        tiles = batch * heads * nq * (nk + 1)
+        row_block = arrays.arange(q_len) // q_block
+        plane = arrays.arange(batch * heads).reshape(batch, heads, 1, 1, 1)
+        # The keys below an end x fill the tiles before x // k_block and x % k_block keys of that one.
+        at = (plane * nq + row_block[None, None, :, None, None]) * (nk + 1) + self.bounds // k_block
+        at = at.reshape(-1)
+        sign = arrays.asarray(np.array([-1, 1]), "int64")
+        signs = arrays.broadcast_to(sign, self.bounds.shape).reshape(-1)
+        remainders = (sign * (self.bounds % k_block)).reshape(-1)
+        shape = (batch, heads, nq, nk + 1)
+        ends = arrays.scatter_add(tiles, at, signs).reshape(shape)
+        rest = arrays.scatter_add(tiles, at, remainders).reshape(shape)[..., :nk]
+        later = arrays.sum(ends)[..., None] - arrays.cumsum(ends)[..., :nk]
+        pairs = later * k_block + rest
+        rows = arrays.minimum(q_len - arrays.arange(nq) * q_block, q_block)
+        keys = arrays.minimum(self.k_len - arrays.arange(nk) * k_block, k_block)
+        whole = arrays.cast(rows[:, None], "int64") * keys
+        return arrays.cast(pairs > 0, "int32") + arrays.cast((pairs == whole) & (pairs > 0), "int32")
+
+    def block_ranges(self, q_block: int, k_block: int, *, transpose: bool = False) -> Array:
+        """For each block of queries the range of key blocks it touches, or the transpose.
+
+        Args:
+            q_block, k_block: tile sizes, as for `block_states`.
+            transpose: for each block of keys, the range of query blocks that touch it (the backward pass of dk, dv).
+
+        Returns:
+            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) where nothing is touched. Tiles inside may be empty.
+
+        Example:
+            >>> from attnspan import window
+            >>> window(1).spans(4, 4).block_ranges(2, 2)[0, 0].tolist()
+            [[0, 1], [0, 2]]
+        """
+        arrays = self._arrays
+        touched = self.block_states(q_block, k_block) > 0
+        if transpose:
+            touched = touched.swapaxes(-1, -2)
+        n = touched.shape[-1]
+        number = arrays.arange(n)
+        if n == 0:
+            return arrays.full((*touched.shape[:-1], 2), 0)
+        last = arrays.cummax(arrays.where(touched, number + 1, 0))[..., -1]
+        missing = n - arrays.cummax(arrays.where(touched, n - number, 0))[..., -1]
+        return arrays.cast(arrays.stack([arrays.where(last > 0, missing, 0), last]), "int32")
+
+    def compact(self) -> Spans:
+        """The same mask with the smallest R, at least 1: empty spans last as (0, 0), touching ones joined.
+
+        R depends on data, so this needs values: it raises under tracing. On a device it waits for the device.
+
+        Example:
+            >>> from attnspan import causal, global_keys, window
+            >>> mask = causal() & (window(8) | global_keys(1))
+            >>> mask.spans(4, 4), mask.spans(4, 4).compact()
+            (Spans(B=1, H=1, q_len=4, k_len=4, R=2), Spans(B=1, H=1, q_len=4, k_len=4, R=1))
+        """
+        self._require_values("compact")
+        arrays, illegal = self._arrays, self._illegal_rows()
+        bounds = mark_illegal(arrays, self.bounds, illegal)
+        lo, hi = bounds[..., 0], bounds[..., 1]
+        runs = self.bounds.shape[3]
+        if runs > 1:
+            lo, hi = sweep(arrays, lo, hi, depth=1, count=runs, top=self.k_len)
+            used = arrays.to_numpy(arrays.sum(arrays.cast(lo < hi, "int64")))
+            runs = max(int(used.max(initial=0)), 1)
+            lo, hi = lo[..., :runs], hi[..., :runs]
+        bounds = arrays.stack([arrays.where(lo < hi, lo, 0), arrays.where(lo < hi, hi, 0)])
+        bounds = mark_illegal(arrays, arrays.cast(bounds, "int32"), illegal)
+        return Spans(arrays.contiguous(bounds), self.k_len)
+
+    def _require_values(self, what: str) -> None:
+        arrays = self._arrays
+        # A tensor on a device has values too; reading them waits for the device, which these calls are for.
+        device = getattr(self.bounds, "device", None)
+        on_host = getattr(device, "type", "cpu") == "cpu"
+        if on_host and not arrays.concrete(self.bounds):
+            raise OptionError(
+                f"Spans.{what}",
+                expected="an array whose values can be read",
+                got="one that is being traced",
+                remedy="Call it outside the compiled function, for instance through mask.prepare(...)",
+            )
+
+
+def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
+    """Write (0, -1) into each span of the rows where `illegal` (B|1, H|1, q_len) holds.
+
+    Example:
+        >>> bounds = np.array([[[[[0, 3]], [[1, 2]]]]], np.int32)
+        >>> mark_illegal(arrays_for([]), bounds, np.array([[[False, True]]]))[0, 0, :, 0].tolist()
+        [[0, 3], [0, -1]]
+    """
+    marker = arrays.asarray(np.array([0, -1]), "int32")
+    return arrays.where(illegal[..., None, None], marker, bounds)
+
+
+def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, ascending: bool) -> Array:
+    """`index` as int32 (n,) in the framework of `arrays`; its values are checked where they can be read.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: for a wrong dtype, rank, or values outside [0, below) or not ascending.
+
+    Example:
+        >>> check_index(arrays_for([]), np.array([0, 2]), "take_keys", below=3, ascending=True)
+        array([0, 2], dtype=int32)
+    """
+    index = np.asarray(index, np.int64) if isinstance(index, list | tuple) else index
+    if not is_array(index) or not is_integer(index):
+        got = str(index.dtype) if is_array(index) else type(index).__name__
+        raise DtypeError(
+            what, expected="an integer array of indices", got=got, remedy="Convert it to int32 or int64"
+        )
+    if index.ndim != 1:
+        raise ShapeError(
+            what,
+            expected="an index of shape (n,)",
+            got=str(tuple(index.shape)),
+            remedy="Pass one axis of indices",
+        )
+    if arrays.concrete(index) and index.shape[0] > 0:
+        values = arrays.to_numpy(index)
+        limit = 2**31 - 1 if below is None else below
+        if values.min() < 0 or values.max() >= limit:
+            raise OptionError(
+                what,
+                expected=f"indices in [0, {limit})",
+                got=f"{values.min()}..{values.max()}",
+                remedy="Index the whole, global sequence",
+            )
+        if ascending and (values[1:] <= values[:-1]).any():
+            raise OptionError(
+                what,
+                expected="strictly ascending indices",
+                got="unsorted ones",
+                remedy="Sort keys and index together",
+            )
+    return arrays.asarray(index, "int32")
