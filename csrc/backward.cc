@@ -1,5 +1,334 @@
+// Backward: five products for each visible tile (Dao 2023, FlashAttention-2, algorithm 2). Compiled once per instruction-set level.
+//
+// Scores are held transposed, keys x queries, so that dK and dV take their probabilities as they lie and dQ^T takes them packed.
+// A unit of work is a share of one key head's key blocks: it owns its rows of dK and dV. Its dQ is complete where the head is one share;
+// otherwise each share keeps a dQ of its own and a last loop adds them in a fixed order. No atomics: same threads, same bits.
+#include "attention.h"
+#include "columns.h"
 #include "kernels.h"
-#include "simd.h"
+#include "pack.h"
+#include "rows.h"
+
 namespace attnspan::ATTNSPAN_ISA {
-Kernels::BackwardPair backward_kernels(Dtype) { return {}; }
+
+template <class T, class E>
+class Backward {
+  using C = typename E::Element;
+  static constexpr int64_t block = 192, strip = E::strip, strips = block / strip, panels = block / panel, pair = E::pair;
+  static constexpr int64_t ld_scores = block + 16, ld_weights = sizeof(C) == 4 ? ld_scores : block + 32;
+  static_assert(block % strip == 0 && block % key_step == 0);
+
+ public:
+  Backward(const BackwardArgs& args, int threads)
+      : a(args),
+        depth(round_up(a.head_dim, E::depth)),
+        v_depth(round_up(a.v_dim, E::depth)),
+        cols(round_up(a.head_dim, panel)),
+        v_cols(round_up(a.v_dim, panel)),
+        dim_rows(round_up(a.head_dim, E::rows)),
+        q_blocks((a.q_len + block - 1) / block),
+        k_blocks((a.k_len + block - 1) / block),
+        queries(q_blocks * block),
+        column_panel((queries + 2) * panel),
+        head_dq(q_blocks * dim_rows * block),
+        shares(choose_shares(threads)) {}
+
+  Scratch scratch() const {
+    Carver shared, own;
+    shared.take<float>(partial_dq());
+    lay_out(own);
+    return {shared.used(), own.used()};
+  }
+
+  void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
+    float* partial = Carver(shared).take<float>(partial_dq());
+    parallel(a.batch * a.kv_heads * shares, [&](int64_t item, int thread) {
+      Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
+      const Own own = lay_out(carver);
+      E::begin();
+      unit(item / shares / a.kv_heads, item / shares % a.kv_heads, item % shares, own, partial);
+      E::end();
+    });
+    if (shares > 1)
+      parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) { reduce(item / q_blocks, item % q_blocks, partial); });
+  }
+
+ private:
+  struct Own {              // one thread's scratch
+    C *q_keys, *dout_keys;  // one query head packed four ways; the names are pack.h's
+    C *q_dims, *dout_dims;
+    float *lse, *delta;
+    Columns mask;
+    float* dq;              // transposed: [query block][dim][query]
+    float *dk, *dv;         // accumulators of a key block, or of the share's if several query heads add to them
+    C *k, *v, *k_columns;   // one key block
+    float *scores, *dp;     // one strip
+    C *p, *ds;
+    C* ds_keys;             // one tile, packed for dQ
+  };
+
+  Own lay_out(Carver& carver) const {
+    Own o;
+    o.q_keys = carver.take<C>(queries * depth);
+    o.dout_keys = carver.take<C>(queries * v_depth);
+    o.q_dims = carver.take<C>(cols / panel * column_panel);
+    o.dout_dims = carver.take<C>(v_cols / panel * column_panel);
+    o.lse = carver.take<float>(queries);
+    o.delta = carver.take<float>(queries);
+    o.mask = Columns::lay_out(carver, queries, a.runs);
+    o.dq = carver.take<float>(shares == 1 ? head_dq : 0);
+    const int64_t held = a.group() == 1 ? 1 : (k_blocks + shares - 1) / shares;
+    o.dk = carver.take<float>(held * block * cols);
+    o.dv = carver.take<float>(held * block * v_cols);
+    o.k = carver.take<C>(block * depth);
+    o.v = carver.take<C>(block * v_depth);
+    o.k_columns = carver.take<C>(dim_rows * block);
+    o.scores = carver.take<float>(strip * ld_scores);
+    o.dp = carver.take<float>(strip * ld_scores);
+    o.p = sizeof(C) == 4 ? reinterpret_cast<C*>(o.scores) : carver.take<C>(strip * ld_weights);
+    o.ds = sizeof(C) == 4 ? reinterpret_cast<C*>(o.dp) : carver.take<C>(strip * ld_weights);
+    o.ds_keys = carver.take<C>(block * block);
+    return o;
+  }
+
+  // Enough shares of each head to keep the threads nine tenths busy.
+  int64_t choose_shares(int threads) const {
+    const int64_t heads = a.batch * a.kv_heads, limit = most(1, least(k_blocks, 16));
+    for (int64_t n = 1; n <= limit; ++n) {
+      const int64_t units = heads * n, rounds = (units + threads - 1) / threads;
+      if (units * 10 >= rounds * threads * 9) return n;
+    }
+    return limit;
+  }
+  int64_t partial_dq() const { return shares == 1 ? 0 : a.batch * a.q_heads * shares * head_dq; }
+
+  void unit(int64_t b, int64_t hk, int64_t share, const Own& o, float* partial) const {
+    const bool finite_kv = finite(at<T>(a.k, b, hk, 0), a.k.row, a.k_len, a.head_dim) &&
+                           finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
+    for (int64_t g = 0; g < a.group(); ++g) {
+      const int64_t h = hk * a.group() + g;
+      const bool tiles = finite_kv && finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
+                         finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
+      float* dq = shares == 1 ? o.dq : partial + ((b * a.q_heads + h) * shares + share) * head_dq;
+      prepare(b, h, o, tiles);
+      std::memset(dq, 0, static_cast<size_t>(head_dq) * sizeof(float));
+      for (int64_t kb = share, held = 0; kb < k_blocks; kb += shares, ++held) {
+        const int64_t slot = a.group() == 1 ? 0 : held;
+        float *dk = o.dk + slot * block * cols, *dv = o.dv + slot * block * v_cols;
+        if (g == 0) {
+          std::memset(dk, 0, static_cast<size_t>(block * cols) * sizeof(float));
+          std::memset(dv, 0, static_cast<size_t>(block * v_cols) * sizeof(float));
+        }
+        tiles ? key_block(b, hk, kb, o, dq, dk, dv) : key_block_by_rows(b, h, kb, o, dq, dk, dv);
+        if (g + 1 == a.group()) write_key_block(b, hk, kb, dk, dv);
+      }
+      if (shares == 1)
+        for (int64_t qb = 0; qb < q_blocks; ++qb) write_dq(b, h, qb, dq + qb * dim_rows * block, 1, 0);
+    }
+  }
+
+  void prepare(int64_t b, int64_t h, const Own& o, bool tiles) const {
+    const T *q = at<T>(a.q, b, h, 0), *dout = at<T>(a.dout, b, h, 0);
+    const int64_t row = (b * a.q_heads + h) * a.q_len;
+    for (int64_t i = 0; i < a.q_len; ++i) {
+      o.lse[i] = a.lse[row + i] * log2_e;
+      o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
+    }
+    for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.delta[i] = 0.0f;
+    o.mask.fill(a.bounds.slice(b, h), a.q_len);
+    if (!tiles) return;
+    Packer<T, C>::keys(q, a.q.row, a.q_len, a.head_dim, o.q_keys, depth * panel, 0, queries, depth);
+    Packer<T, C>::keys(dout, a.dout.row, a.q_len, a.v_dim, o.dout_keys, v_depth * panel, 0, queries, v_depth);
+    Packer<T, C>::dims(q, a.q.row, a.q_len, a.head_dim, o.q_dims, column_panel, 0, queries, cols);
+    Packer<T, C>::dims(dout, a.dout.row, a.q_len, a.v_dim, o.dout_dims, column_panel, 0, queries, v_cols);
+  }
+
+  float product_of_rows(const T* x, const T* y) const {
+    Vec sum = zero();
+    for (int64_t d = 0; d < a.v_dim; d += Vec::width)
+      sum = fma(load_upto(x + d, a.v_dim - d), load_upto(y + d, a.v_dim - d), sum);
+    return reduce_add(sum);
+  }
+
+  void key_block(int64_t b, int64_t hk, int64_t kb, const Own& o, float* dq, float* dk, float* dv) const {
+    const int64_t first = kb * block, keys = least(block, a.k_len - first), used = (keys + strip - 1) / strip;
+    const T *k = at<T>(a.k, b, hk, first), *v = at<T>(a.v, b, hk, first);
+    Packer<T, C>::rows(k, a.k.row, keys, a.head_dim, o.k, depth, used * strip, false);
+    Packer<T, C>::rows(v, a.v.row, keys, a.v_dim, o.v, v_depth, used * strip, false);
+    Packer<T, C>::columns(k, a.k.row, keys, a.head_dim, o.k_columns, block, dim_rows);
+    for (int64_t qb = 0; qb < q_blocks; ++qb) {
+      Range range[strips];
+      Range all{panels, 0};
+      for (int64_t s = 0; s < used; ++s) {
+        range[s] = seen_panels(o.mask, qb, first + s * strip);
+        all.include(range[s]);
+      }
+      if (all.begin >= all.end) continue;
+      for (int64_t s = 0; s < used; ++s) {
+        hide_outside(o.ds_keys, s, all, range[s]);
+        if (range[s].begin < range[s].end) strip_of_keys(o, qb, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
+      }
+      add_dq(o, range, used, all, dq + qb * dim_rows * block);
+    }
+  }
+
+  struct Range {
+    int64_t begin, end;
+    void include(Range other) {
+      if (other.begin >= other.end) return;
+      begin = least(begin, other.begin), end = most(end, other.end);
+    }
+  };
+
+  // Panels of a query block that see a strip of keys, as pairs: products want multiples of 32 queries.
+  Range seen_panels(const Columns& mask, int64_t qb, int64_t key) const {
+    Range r{panels, 0};
+    for (int64_t p = 0; p < panels; ++p)
+      if (mask.touches(qb * panels + p, key, key + strip)) r.include({p & ~int64_t{1}, (p & ~int64_t{1}) + 2});
+    return r;
+  }
+
+  // dS of a tile, packed with keys as depth: [query panel][key / pair][query][key % pair].
+  static C* packed_line(C* ds_keys, int64_t p, int64_t key) { return ds_keys + p * block * panel + key * panel; }
+
+  static void hide_outside(C* ds_keys, int64_t s, Range all, Range seen) {
+    for (int64_t p = all.begin; p < all.end; ++p)
+      if (p < seen.begin || p >= seen.end) std::memset(packed_line(ds_keys, p, s * strip), 0, strip * panel * sizeof(C));
+  }
+
+  void strip_of_keys(const Own& o, int64_t qb, int64_t first, int64_t s, Range seen, float* dk, float* dv) const {
+    const int64_t p0 = qb * panels + seen.begin, n = (seen.end - seen.begin) * panel;
+    E::product(o.k + s * strip * depth, depth, o.q_keys + p0 * depth * panel, depth * panel, o.scores, ld_scores, strip, n, depth, false);
+    E::product(o.v + s * strip * v_depth, v_depth, o.dout_keys + p0 * v_depth * panel, v_depth * panel, o.dp, ld_scores, strip, n, v_depth, false);
+    for (int64_t p = 0; p < seen.end - seen.begin; ++p)
+      if (o.mask.covers(p0 + p, first + s * strip, first + (s + 1) * strip))
+        weights<false>(o, p0 + p, p, seen.begin + p, first, s);
+      else
+        weights<true>(o, p0 + p, p, seen.begin + p, first, s);
+    E::product(o.p, ld_weights, o.dout_dims + p0 * panel * panel, column_panel, dv, v_cols, strip, v_cols, n, true);
+    E::product(o.ds, ld_weights, o.q_dims + p0 * panel * panel, column_panel, dk, cols, strip, cols, n, true);
+  }
+
+  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and one panel of queries: panel `query` of the head, at panel `from`
+  // of the strip's arrays, at panel `to` of the packed tile.
+  template <bool Masked>
+  void weights(const Own& o, int64_t query, int64_t from, int64_t to, int64_t first, int64_t s) const {
+    const Vec c = set(a.scale * log2_e);
+    for (int64_t lane = 0; lane < panel; lane += Vec::width) {
+      const int64_t q = query * panel + lane, col = from * panel + lane;
+      const Vec lse = load(o.lse + q), delta = load(o.delta + q);
+      for (int64_t j = 0; j < strip; j += pair) {
+        Vec ds[pair];
+        for (int64_t i = 0; i < pair; ++i) {
+          const int64_t at = (j + i) * ld_scores + col, to_at = (j + i) * ld_weights + col;
+          Vec x = fma(load(o.scores + at), c, zero() - lse);
+          Mask seen{};
+          if constexpr (Masked) {
+            seen = o.mask.see(first + s * strip + j + i, q);
+            x = select(seen, x, set(-infinity));
+          }
+          const Vec p = exp2<C>(x);
+          ds[i] = p * (load(o.dp + at) - delta);
+          if constexpr (Masked) ds[i] = select(seen, ds[i], zero());
+          store(o.p + to_at, p);
+          store(o.ds + to_at, ds[i]);
+        }
+        store_line(packed_line(o.ds_keys, to, s * strip + j) + lane * pair, ds);
+      }
+    }
+  }
+
+  static void store_line(float* line, const Vec (&x)[1]) { store(line, x[0]); }
+#if defined(__AVX512BF16__)
+  static void store_line(bf16* line, const Vec (&x)[2]) {
+    const __m512i even = _mm512_cvtepu16_epi32(round_bf16(x[0])), odd = _mm512_cvtepu16_epi32(round_bf16(x[1]));
+    _mm512_storeu_si512(line, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+  }
+#endif
+
+  // dQ^T += K^T dS^T, two query panels at a time over the strips that they see.
+  void add_dq(const Own& o, const Range* range, int64_t used, Range all, float* dq) const {
+    for (int64_t p = all.begin; p < all.end; p += 2) {
+      int64_t begin = used, end = 0;
+      for (int64_t s = 0; s < used; ++s)
+        if (range[s].begin <= p && p < range[s].end) begin = least(begin, s), end = s + 1;
+      if (begin < end)
+        E::product(o.k_columns + begin * strip, block, packed_line(o.ds_keys, p, begin * strip), block * panel, dq + p * panel, block,
+                   dim_rows, 2 * panel, (end - begin) * strip, true);
+    }
+  }
+
+  void key_block_by_rows(int64_t b, int64_t h, int64_t kb, const Own& o, float* dq, float* dk, float* dv) const {
+    const int64_t hk = h / a.group(), first = kb * block, last = least(first + block, a.k_len);
+    for (int64_t i = 0; i < a.q_len; ++i) {
+      alignas(64) float row[max_dim] = {};
+      backward_row(at<T>(a.q, b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row, at<T>(a.dout, b, h, i), a.head_dim,
+                   a.v_dim, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, first, last, a.scale, o.lse[i] * ln_2, o.delta[i], row, dk, cols,
+                   dv, v_cols);
+      float* column = dq + i / block * dim_rows * block + i % block;
+      for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
+    }
+  }
+
+  void write_key_block(int64_t b, int64_t hk, int64_t kb, const float* dk, const float* dv) const {
+    for (int64_t j = 0; j < least(block, a.k_len - kb * block); ++j) {
+      write_row(dk + j * cols, a.scale, at<T>(a.dk, b, hk, kb * block + j), a.head_dim);
+      write_row(dv + j * v_cols, 1.0f, at<T>(a.dv, b, hk, kb * block + j), a.v_dim);
+    }
+  }
+
+  // Adds `count` transposed blocks, `stride` floats apart, and writes their rows of dQ.
+  void write_dq(int64_t b, int64_t h, int64_t qb, const float* dq, int64_t count, int64_t stride) const {
+    Block x;
+    alignas(64) float rows[panel][max_dim];
+    for (int64_t i = 0; i < least(block, a.q_len - qb * block); i += panel) {
+      for (int64_t d = 0; d < a.head_dim; d += 16) {
+        for (int64_t r = 0; r < 16; ++r)
+          for (int64_t lane = 0; lane < panel; lane += Vec::width) {
+            Vec sum = zero();
+            if (d + r < dim_rows)
+              for (int64_t n = 0; n < count; ++n) sum = sum + load(dq + n * stride + (d + r) * block + i + lane);
+            store(reinterpret_cast<float*>(x.unit[r]) + lane, sum);
+          }
+        transpose(x);
+        for (int64_t r = 0; r < panel; ++r) std::memcpy(rows[r] + d, x.unit[r], 64);
+      }
+      for (int64_t r = 0; r < least(panel, a.q_len - qb * block - i); ++r)
+        write_row(rows[r], a.scale, at<T>(a.dq, b, h, qb * block + i + r), a.head_dim);
+    }
+  }
+
+  void reduce(int64_t head, int64_t qb, const float* partial) const {
+    write_dq(head / a.q_heads, head % a.q_heads, qb, partial + head * shares * head_dq + qb * dim_rows * block, shares, head_dq);
+  }
+
+  const BackwardArgs& a;
+  const int64_t depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks, queries, column_panel, head_dq, shares;
+};
+
+template <class T, class E>
+Kernels::BackwardPair backward_pair() {
+  return {[](const BackwardArgs& args, int threads) { return Backward<T, E>(args, threads).scratch(); },
+          [](const BackwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
+            Backward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
+          }};
 }
+
+Kernels::BackwardPair backward_kernels(Dtype dtype) {
+#if defined(__AMX_BF16__)
+  return dtype == Dtype::bf16 ? backward_pair<bf16, AmxEngine>() : Kernels::BackwardPair{};
+#elif defined(__AVX512BF16__)
+  return dtype == Dtype::bf16 ? backward_pair<bf16, VectorEngine<bf16>>() : Kernels::BackwardPair{};
+#else
+  switch (dtype) {
+    case Dtype::bf16:
+      return backward_pair<bf16, VectorEngine<float>>();
+    case Dtype::f16:
+      return backward_pair<f16, VectorEngine<float>>();
+    default:
+      return backward_pair<float, VectorEngine<float>>();
+  }
+#endif
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

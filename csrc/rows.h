@@ -85,21 +85,22 @@ void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v
   *lse = sees ? (top + std::log2(total)) * ln_2 : -infinity;
 }
 
-// One row's share of all gradients. `dk` and `dv` are float accumulators of the whole head, rows `ld` apart.
+// One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`. As in the
+// tiles, dq and dk lack the factor `scale`.
 template <class T>
 void backward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* dout, int64_t dim,
-                  int64_t v_dim, const int32_t* spans, int64_t runs, float scale, float lse, float delta, float* dq,
-                  float* dk, float* dv, int64_t ld) {
+                  int64_t v_dim, const int32_t* spans, int64_t runs, int64_t first, int64_t last, float scale,
+                  float lse, float delta, float* dq, float* dk, int64_t dk_stride, float* dv, int64_t dv_stride) {
   alignas(64) float query[max_dim], grad[max_dim];
   widen(q, query, dim);
   widen(dout, grad, v_dim);
   for (int64_t r = 0; r < runs; ++r)
-    for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; ++j) {
+    for (int64_t j = most(spans[2 * r], first); j < least(spans[2 * r + 1], last); ++j) {
       const float p = std::exp(dot(query, k + j * k_stride, dim) * scale - lse);
-      const float ds = p * (dot(grad, v + j * v_stride, v_dim) - delta) * scale;
+      const float ds = p * (dot(grad, v + j * v_stride, v_dim) - delta);
       add_scaled(ds, k + j * k_stride, dq, dim);
-      add_scaled(ds, q, dk + j * ld, dim);
-      add_scaled(p, dout, dv + j * ld, v_dim);
+      add_scaled(ds, q, dk + (j - first) * dk_stride, dim);
+      add_scaled(p, dout, dv + (j - first) * dv_stride, v_dim);
     }
 }
 
