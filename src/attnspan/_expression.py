@@ -18,9 +18,10 @@ from ._intervals import (
     union_of_two,
 )
 from ._lowering import Lowering
-from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError
-from .spans import Spans, check_index, mark_illegal
+from ._start import begin
+from .arrays import Array, Arrays, is_array
+from .errors import ShapeError
+from .spans import Spans, mark_illegal
 
 
 class Mask:
@@ -57,14 +58,18 @@ class Mask:
             q_len: number of query rows.
             k_len: number of keys.
             batch, heads: sizes that arrays of the mask must fit; axes on which nothing depends stay 1.
-            q_index: integer (q_len,) or (batch, q_len), the rows' global indices. Default: the last q_len of the keys
-                (bottom-right alignment), unless the mask says otherwise, as `cache` and `documents` do.
-            k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here. Default:
-                0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global sequence.
-            like: an array in whose framework, and on whose device, a mask without arrays is lowered. Default: NumPy.
+            q_index: integer (q_len,) or (batch, q_len), the rows' global indices. Default: the last q_len of
+                the keys (bottom-right alignment), unless the mask says otherwise, as `cache` and `documents`
+                do.
+            k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here.
+                Default: 0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global
+                sequence.
+            like: an array in whose framework, and on whose device, a mask without arrays is lowered. Default:
+                NumPy.
 
         Returns:
-            Spans whose R depends on the mask's structure, not on data, except for `from_dense` and `from_predicate`.
+            Spans whose R depends on the mask's structure, not on data, except for `from_dense` and
+            `from_predicate`.
 
         Raises:
             ShapeError, DtypeError, OptionError: for arguments or arrays of the mask that do not fit.
@@ -74,7 +79,7 @@ class Mask:
             >>> (causal() & window(1)).spans(2, 4).bounds[0, 0, :, 0].tolist()
             [[1, 3], [2, 4]]
         """
-        low = _begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
+        low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
         rows = low.lower(self)
         los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
         spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
@@ -95,10 +100,12 @@ class Mask:
     ) -> Prepared:
         """Lower the mask once, with the smallest R its data need, to be shared by all layers.
 
-        Use it outside the model, per batch: a mask passed as it is would be lowered in every layer; masks whose R
-        depends on data (`from_dense`, `from_predicate`) cannot be lowered inside a compiled function at all; and
-        illegal data are reported here, by row, on every device. It reads values, so it waits for the device. Where R
-        varies from batch to batch, so does the shape that a compiler sees: prefer `spans` for such masks there.
+        Use it outside the model, per batch: a mask passed as it is would be lowered in every layer; masks
+        whose R depends on data (`from_dense`, `from_predicate`) cannot be lowered inside a compiled function
+        at all; and illegal data are reported here, by row, on every device. It reads values, so it waits for
+        the device. Where R
+        varies from batch to batch, so does the shape that a compiler sees: prefer `spans` for such masks
+            there.
 
         Args and raises are those of `spans`; besides, OptionError for rows whose data break a promise.
 
@@ -134,9 +141,9 @@ class Mask:
         show(self, q_len, q_len if k_len is None else k_len, **options)
 
     def _repr_svg_(self) -> str | None:
-        from .picture import notebook_svg
+        from .picture import svg_of_mask
 
-        return notebook_svg(self)
+        return svg_of_mask(self)
 
     def _lower(self, low: Lowering) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
@@ -191,7 +198,8 @@ class And(Mask):
                 clip = clip_rows(low.arrays, rows, clip)
             else:
                 wide.append((operand, rows))
-        # Single intervals go into the operands of each `|` first: many of those then have unions known to be one.
+        # Single intervals go into the operands of each `|` first: many of those then have unions known to be
+        # one.
         lowered = [
             operand._lower_within(low, clip) if isinstance(operand, Or) else clip_rows(low.arrays, rows, clip)
             for operand, rows in wide
@@ -280,7 +288,7 @@ class Prepared(Mask):
         k_index: Array | None = None,
         like: Any = None,
     ) -> Spans:
-        """The stored spans themselves; with `k_index`, restricted to those keys. `q_index` changes nothing."""
+        """The stored spans; with `k_index`, restricted to those keys. `q_index` changes nothing."""
         if k_index is not None:
             return super().spans(
                 q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
@@ -340,104 +348,3 @@ def _bounds(arrays: Arrays, los: list[Array], his: list[Array], illegal: Array |
         bounds = arrays.stack(_common(arrays, los, his))
     bounds = arrays.cast(bounds, "int32")
     return bounds if illegal is None else mark_illegal(arrays, bounds, illegal)
-
-
-def _begin(
-    mask: Mask, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
-) -> Lowering:
-    """Choose the framework, find the length of the global key sequence, and give the rows their indices."""
-    leaves = list(mask._leaves())
-    values = [getattr(leaf, f.name) for leaf in leaves for f in fields(leaf)]  # type: ignore[arg-type]
-    arrays = arrays_for([*values, *(leaf._example() for leaf in leaves), q_index, k_index], like)
-    if not arrays.tracing():
-        for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
-            if size < 0 or size > INT32_MAX:
-                raise OptionError(
-                    name, expected=f"a length in [0, {INT32_MAX}]", got=str(size), remedy="Indices are int32"
-                )
-    if k_index is not None:
-        k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
-        if k_index.shape[0] != k_len:
-            raise ShapeError(
-                "k_index",
-                expected=f"one index per key, {k_len}",
-                got=str(k_index.shape[0]),
-                remedy="Pass the global indices of the keys that are here",
-            )
-    low = Lowering(arrays, q_len, _key_len(leaves, k_len, k_index is not None), batch, heads)
-    _index_rows(low, leaves, q_index, k_index)
-    return low
-
-
-def _key_len(leaves: list[Mask], k_len: int, sharded: bool) -> int | None:
-    known = None if sharded else k_len
-    for leaf in leaves:
-        length = leaf._key_len()
-        if length is None:
-            continue
-        if known is not None and length != known:
-            raise ShapeError(
-                repr(leaf),
-                expected=f"arrays that describe {known} keys",
-                got=str(length),
-                remedy="Key-side arrays describe the whole, global sequence; pass k_index if only some keys are here",
-            )
-        known = length
-    return known
-
-
-def _index_rows(low: Lowering, leaves: list[Mask], q_index: Any, k_index: Any) -> None:
-    arrays = low.arrays
-    if q_index is not None:
-        low.q_index = _checked_q_index(low, q_index)
-        return
-    anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
-    for leaf in anchored[1:]:
-        if not _same_anchor(leaf, anchored[0]):
-            raise OptionError(
-                "q_index",
-                expected="one default for the rows' indices",
-                got=f"one from {anchored[0]!r} and another from {leaf!r}",
-                remedy="Pass q_index, or make both from one and the same array",
-            )
-    if anchored:
-        low.q_index = anchored[0]._anchor_index(low)
-    elif k_index is not None:
-        if low.q_len > k_index.shape[0]:
-            raise ShapeError(
-                "q_index",
-                expected=f"no more rows than keys, {k_index.shape[0]}, where it is left out",
-                got=str(low.q_len),
-                remedy="Pass the rows' global indices beside k_index",
-            )
-        low.q_index = k_index[k_index.shape[0] - low.q_len :][None, None]
-    else:
-        low.q_index = arrays.arange(low.q_len)[None, None] + (low.top - low.q_len)
-        low.tail = low.q_len <= low.top
-
-
-def _same_anchor(a: Mask, b: Mask) -> bool:
-    left, right = a._anchor() or (), b._anchor() or ()
-    return len(left) == len(right) and all(x is y for x, y in zip(left, right, strict=True))
-
-
-def _checked_q_index(low: Lowering, q_index: Any) -> Array:
-    if not is_array(q_index) or not is_integer(q_index):
-        got = str(q_index.dtype) if is_array(q_index) else type(q_index).__name__
-        raise DtypeError(
-            "q_index", expected="an integer array", got=got, remedy="Pass int32 or int64 indices"
-        )
-    if q_index.ndim not in (1, 2) or q_index.shape[-1] != low.q_len:
-        raise ShapeError(
-            "q_index",
-            expected=f"shape ({low.q_len},) or ({low.batch}, {low.q_len})",
-            got=str(tuple(q_index.shape)),
-            remedy="Pass one global index per query row",
-        )
-    if low.arrays.concrete(q_index) and low.q_len > 0:
-        values = low.arrays.to_numpy(q_index)
-        if values.min() < -INT32_MAX or values.max() >= INT32_MAX:
-            raise OptionError(
-                "q_index", expected="int32 indices", got=str(values.max()), remedy="Use smaller ones"
-            )
-    return low.per_batch("q_index", q_index, "int32")[:, None]

@@ -1,8 +1,8 @@
 """Sets of half-open key intervals per query row, while a mask is being lowered.
 
-An interval's ends are arrays that broadcast to (B, H, q_len), Python ints, or None for "unbounded". They are clipped
-to the keys only at the end, so that ends stay recognisable: two intervals with one and the same end have a union that
-is one interval, which is how many masks keep R = 1.
+An interval's ends are arrays that broadcast to (B, H, q_len), Python ints, or None for "unbounded". They are
+clipped to the keys only at the end, so that ends stay recognisable: two intervals with one and the same end
+have a union that is one interval, which is how many masks keep R = 1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ End = Any
 class Interval:
     """The keys lo <= j < hi of each row.
 
-    `anchored` promises lo <= i <= hi for the row's own global index i. Two anchored intervals meet, so their union is
-    an interval. An empty anchored interval is [i, i). An interval that is not anchored is empty when lo >= hi.
+    `anchored` promises lo <= i <= hi for the row's own global index i. Two anchored intervals meet, so their
+    union is an interval. An empty anchored interval is [i, i). An interval that is not anchored is empty when
+    lo >= hi.
     """
 
     lo: End = None
@@ -35,7 +36,7 @@ FULL = Interval(anchored=True)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Intervals of each row, disjoint and ascending up to empty ones, and the rows whose data break a promise."""
+    """Intervals of each row, disjoint and ascending up to empty ones, and the rows that are illegal."""
 
     intervals: tuple[Interval, ...]
     illegal: Array | None = None
@@ -145,7 +146,8 @@ def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: 
     empty = lo >= hi
     lo, hi = arrays.where(empty, top, lo), arrays.where(empty, top, hi)
     n = lo.shape[-1]
-    # Ties: a union joins intervals that touch (starts first); an intersection has none of length 0 (ends first).
+    # Ties: a union joins intervals that touch (starts first); an intersection has none of length 0 (ends
+    # first).
     order = arrays.argsort(arrays.concat([lo, hi] if depth == 1 else [hi, lo]))
     ends = arrays.take_along(arrays.concat([lo, hi] if depth == 1 else [hi, lo]), order)
     is_start = order < n if depth == 1 else order >= n

@@ -16,6 +16,7 @@ from .errors import OptionError
 @dataclass(frozen=True, eq=False, repr=False)
 class Full(Mask):
     def _lower(self, low: Lowering) -> Rows:
+        del low
         return Rows((FULL,))
 
 
@@ -91,7 +92,7 @@ def _id_rows(
     beyond: Array | None,
     anchored: bool = False,
 ) -> Rows:
-    """Rows that see the runs of their id; those of `nobody` (1|B, q_len) see nothing, whatever runs there are."""
+    """Rows that see the runs of their id; those of `nobody` (1|B, q_len) see nothing, whatever it is."""
     arrays = low.arrays
     if kv_ids.shape[-1] == 0:
         return Rows((Interval(0, 0),))
@@ -191,7 +192,7 @@ class KeyPadding(Mask):
                 "key_padding",
                 expected='the length of the global key sequence, which side="left" counts from',
                 got="k_index alone",
-                remedy="Write it as window or spans over global indices, or add a mask whose arrays give the length",
+                remedy="Lower it over all keys, then use Spans.take_keys",
             )
         lengths, illegal = _lengths(low, "key_padding", self.lengths, below=low.top)
         return Rows((Interval(low.top - lengths, None),), illegal)
@@ -235,6 +236,7 @@ class GlobalKeys(Mask):
     n: int
 
     def _lower(self, low: Lowering) -> Rows:
+        del low
         return Rows((Interval(None, self.n),))
 
     def __repr__(self) -> str:

@@ -53,7 +53,7 @@ class Lowering:
         for known, rows in self.lowered:
             if known is mask:
                 return rows
-        rows = mask._lower(self)
+        rows: Rows = mask._lower(self)
         self.lowered.append((mask, rows))
         return rows
 
@@ -83,7 +83,7 @@ class Lowering:
             )
 
     def broken(self, what: str, bad: Array, *sources: Any, expected: str, remedy: str) -> Array | None:
-        """Raise now if any of `bad` holds and the values can be read; else return it, to make its rows illegal."""
+        """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal."""
         if not all(self.arrays.concrete(source) for source in sources):
             return bad
         if bool(bad.any()):
@@ -94,8 +94,8 @@ class Lowering:
         """`x` (1|B, n), which describes keys, at the rows' own indices.
 
         Returns:
-            The values (1|B, q_len); where the index is that of no key (None: nowhere): such rows see nothing; and
-            the rows whose index lies beyond the keys, which are illegal.
+            The values (1|B, q_len); where the index is that of no key (None: nowhere): such rows see nothing;
+            and the rows whose index lies beyond the keys, which are illegal.
         """
         if self.tail:
             offset = self.top - self.q_len
@@ -112,7 +112,7 @@ class Lowering:
         return values, (index < 0) | (index >= n), beyond
 
     def documents(self, what: str, cu_seqlens: Array) -> DocumentRows:
-        """The document of each row by its global index; one object per `cu_seqlens`, so that ends are shared."""
+        """The document of each row by its global index; ends are one object per `cu_seqlens`."""
         for known, rows in self.document_rows:
             if known is cu_seqlens:
                 return rows

@@ -1,4 +1,4 @@
-"""Masks from text: a walk over Python's own syntax tree that allows mask calls, `&` and `|`, and nothing else."""
+"""Masks from text: a walk over the syntax tree that allows mask calls, `&` and `|`, and nothing else."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def register(registrar: Registrar, cls: type) -> None:
     def unflatten(children: Any, context: Any) -> Any:
         names, static = context
         # Past __init__: frameworks also put placeholders where arrays were.
-        x = object.__new__(cls)
+        x: Any = object.__new__(cls)
         for name, value in (*zip(names, children, strict=True), *static):
             object.__setattr__(x, name, value)
         return x

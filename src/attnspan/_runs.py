@@ -19,8 +19,8 @@ def find_runs(
         max_runs: how many runs are returned per query.
 
     Returns:
-        `max_runs` pairs lo, hi of int32 (b, q), ascending, the empty ones last as (0, 0); and bool (b, q): the id has
-        more runs than that.
+        `max_runs` pairs lo, hi of int32 (b, q), ascending, the empty ones last as (0, 0); and bool (b, q):
+        the id has more runs than that.
     """
     if not (arrays.concrete(q_ids) and arrays.concrete(kv_ids)):
         return _look_up(arrays, _table(arrays, kv_ids), q_ids, max_runs)
@@ -65,7 +65,7 @@ def _run_lengths(arrays: Arrays, ids: Array) -> tuple[Array, Array]:
 
 
 def _table(arrays: Arrays, kv_ids: Array) -> tuple[Array, Array, Array]:
-    """Each key as a run of its own, ordered by id and then by place: its size is known before its values are."""
+    """Each key as a piece of its own, by id and then by place: a table of known size."""
     order = arrays.argsort(kv_ids)
     start = arrays.cast(order, "int32")
     return arrays.take_along(kv_ids, order), start, start + 1

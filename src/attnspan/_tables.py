@@ -159,7 +159,8 @@ def encode(visible: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         visible: bool (B, H, rows, k_len).
 
     Returns:
-        int32 (B, H, rows, R, 2), R the largest number of runs in a row, at least 1; empty spans last, as (0, 0).
+        int32 (B, H, rows, R, 2), R the largest number of runs in a row, at least 1; empty spans last, as (0,
+        0).
 
     Example:
         >>> encode(np.array([[[[True, False, True]]]]))[0, 0, 0].tolist()
@@ -182,8 +183,8 @@ def encode(visible: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     bounds[row[::2], slot] = np.stack([at[::2], at[1::2]], axis=-1)
     if bounds.nbytes > max(flat.nbytes, _SMALL):
         warnings.warn(
-            f"mask: its rows have up to {runs} runs, so its spans take {bounds.nbytes >> 20} MiB where booleans would "
-            f"take {flat.nbytes >> 20} MiB. Spans are meant for masks with few runs per row.",
+            f"mask: its rows have up to {runs} runs, so its spans take {bounds.nbytes >> 20} MiB where "
+            f"booleans would take {flat.nbytes >> 20} MiB. Spans are meant for masks with few runs per row.",
             SpansLargerThanMask,
             stacklevel=2,
         )

@@ -1,14 +1,14 @@
 """The handful of array functions that masks need, for NumPy, torch and JAX alike.
 
-A mask is lowered in the framework of its own arrays. Rather than three copies of the lowering, there is one, written
-against `Arrays`. Neither torch nor JAX is imported unless one of its arrays is handed in.
+A mask is lowered in the framework of its own arrays. Rather than three copies of the lowering, there is one,
+written against `Arrays`. Neither torch nor JAX is imported unless one of its arrays is handed in.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def is_bool(x: Array) -> bool:
 
 
 class Arrays:
-    """NumPy's functions under the names used here; the JAX form differs only where arrays would be written to."""
+    """NumPy's functions under the names used here; the JAX form differs in a few signatures only."""
 
     name = "numpy"
     xp: Any = np
@@ -78,7 +78,8 @@ class Arrays:
         return False
 
     def concrete(self, x: Array) -> bool:
-        """Whether values of `x` may be read by Python now, at no cost: on the host, and not under a tracer."""
+        """Whether Python may read the values of `x` now, at no cost: on the host, not under a tracer."""
+        del x
         return True
 
     def asarray(self, x: Any, dtype: str) -> Array:
@@ -151,8 +152,8 @@ class Arrays:
         return self.xp.take_along_axis(x, self.broadcast_to(index, (*lead, index.shape[-1])), axis=-1)
 
     def searchsorted(self, table: Array, values: Array, *, right: bool = False) -> Array:
-        """Ranks of `values` (..., m) in the rows of `table` (..., n), ascending; the leading axes broadcast."""
-        side = "right" if right else "left"
+        """Ranks of `values` (..., m) in the ascending rows of `table` (..., n); leading axes broadcast."""
+        side: Literal["left", "right"] = "right" if right else "left"
         if table.ndim == 1:
             return np.searchsorted(table, values, side=side)
         lead = np.broadcast_shapes(table.shape[:-1], values.shape[:-1])
@@ -180,10 +181,8 @@ class JaxArrays(Arrays):
     name = "jax"
 
     def __init__(self) -> None:
-        import jax
-
-        self.jax = jax
-        self.xp = jax.numpy
+        self.jax: Any = sys.modules["jax"]
+        self.xp = self.jax.numpy
 
     def concrete(self, x: Array) -> bool:
         if not _is_jax(x):
@@ -231,9 +230,7 @@ class TorchArrays(Arrays):
     name = "torch"
 
     def __init__(self, device: Any) -> None:
-        import torch
-
-        self.torch = torch
+        self.torch: Any = sys.modules["torch"]
         self.device = device
 
     def same(self, other: Arrays) -> bool:
@@ -342,8 +339,8 @@ def arrays_for(candidates: Iterable[object], like: object = None) -> Arrays:
     """The functions for the framework (and device) of the given arrays.
 
     Args:
-        candidates: anything; entries that are not arrays are passed over. NumPy arrays go with those of any other
-            framework.
+        candidates: anything; entries that are not arrays are passed over. NumPy arrays go with those of any
+            other framework.
         like: decides when there is no array among the candidates; NumPy without it.
 
     Raises:

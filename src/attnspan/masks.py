@@ -1,8 +1,9 @@
 """What a query may see: masks as immutable expressions, composed with `&` and `|`, lowered to spans.
 
-An argument described as an array may come from NumPy, torch or JAX; lists of integers become NumPy arrays. Where values
-can be read at no cost (on the host, not under a tracer) broken promises raise; elsewhere their rows become illegal spans,
-which kernels report. Key-side arrays always describe the whole, global key sequence.
+An argument described as an array may come from NumPy, torch or JAX; lists of integers become NumPy arrays.
+Where values can be read at no cost (on the host, not under a tracer) broken promises raise; elsewhere their
+rows become illegal spans, which kernels report. Key-side arrays always describe the whole, global key
+sequence.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from . import _arguments as checked
 from ._expression import And, Mask, Or, Prepared
 from ._leaves import Cache, Causal, Documents, Full, GlobalKeys, Groups, KeyPadding, Prefix, Segments, Window
 from ._parse import parse_with
 from ._pytrees import register
 from ._tables import Dense, Explicit, Predicate, SpansLargerThanMask
-from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer
+from .arrays import Array, is_array, is_bool
 from .errors import DtypeError, OptionError, ShapeError
 from .spans import Spans
 
@@ -79,7 +79,8 @@ def window(left: int | None, right: int | None = 0) -> Mask:
         [[0, 1], [0, 2], [1, 3]]
     """
     sides = [
-        None if x is None else _count(f"window: {name}", x) for name, x in (("left", left), ("right", right))
+        None if x is None else checked.count(f"window: {name}", x)
+        for name, x in (("left", left), ("right", right))
     ]
     return Window(*sides)
 
@@ -89,12 +90,14 @@ def segments(
 ) -> Mask:
     """A query sees the keys with its own segment id.
 
-    Ids need not be sorted, but the keys of each id form at most `max_runs` contiguous runs, and R = max_runs. An id in
-    more runs than that makes the rows of that id illegal: never a plausible wrong mask.
+    Ids need not be sorted, but the keys of each id form at most `max_runs` contiguous runs, and R = max_runs.
+    An id in more runs than that makes the rows of that id illegal: never a plausible wrong mask.
 
     Args:
-        q_ids: integer (S,) or (B, S). Alone, it describes the keys, and query i has the id at its global index.
-        kv_ids: integer (S,) or (B, S), the ids of the keys; then `q_ids` is (q_len,) or (B, q_len), per row as it comes.
+        q_ids: integer (S,) or (B, S). Alone, it describes the keys, and query i has the id at its global
+            index.
+        kv_ids: integer (S,) or (B, S), the ids of the keys; then `q_ids` is (q_len,) or (B, q_len), per row
+            as it comes.
         padding_id: rows with this id see nothing, and so nothing sees keys with it.
         max_runs: at least 1, static.
 
@@ -105,8 +108,8 @@ def segments(
         >>> segments([7, 7, 3]).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 2], [2, 3]]
     """
-    q_ids = _integers("segments: q_ids", q_ids, (1, 2))
-    kv_ids = None if kv_ids is None else _integers("segments: kv_ids", kv_ids, (1, 2))
+    q_ids = checked.integers("segments: q_ids", q_ids, (1, 2))
+    kv_ids = None if kv_ids is None else checked.integers("segments: kv_ids", kv_ids, (1, 2))
     if padding_id is not None and not isinstance(padding_id, int):
         raise DtypeError(
             "segments: padding_id",
@@ -114,7 +117,7 @@ def segments(
             got=type(padding_id).__name__,
             remedy="Pass an int or None",
         )
-    return Segments(q_ids, kv_ids, padding_id, _count("segments: max_runs", max_runs, least=1))
+    return Segments(q_ids, kv_ids, padding_id, checked.count("segments: max_runs", max_runs, least=1))
 
 
 def documents(cu_seqlens_q: Array, cu_seqlens_k: Array | None = None) -> Mask:
@@ -123,20 +126,22 @@ def documents(cu_seqlens_q: Array, cu_seqlens_k: Array | None = None) -> Mask:
     Rows and keys at or beyond the last offset are padding: they see nothing and are seen by none.
 
     Args:
-        cu_seqlens_q: integer (n + 1,) or (B, n + 1), ascending from 0: where each document starts, and where the last
-            one ends. Alone, it describes the keys, and query i is in the document of its global index.
-        cu_seqlens_k: the same for the keys; then `cu_seqlens_q` describes the rows as they come, and the default
-            `q_index` aligns the last row of each document with its last key.
+        cu_seqlens_q: integer (n + 1,) or (B, n + 1), ascending from 0: where each document starts, and where
+            the last one ends. Alone, it describes the keys, and query i is in the document of its global
+            index.
+        cu_seqlens_k: the same for the keys; then `cu_seqlens_q` describes the rows as they come, and the
+            default `q_index` aligns the last row of each document with its last key.
 
     Raises:
-        DtypeError, ShapeError, OptionError: for offsets that are not integers, of a wrong rank, or not ascending.
+        DtypeError, ShapeError, OptionError: for offsets that are not integers, of a wrong rank, or not
+            ascending.
 
     Example:
         >>> documents([0, 2, 3]).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 2], [2, 3]]
     """
-    cu_q = _offsets("documents: cu_seqlens_q", cu_seqlens_q)
-    cu_k = None if cu_seqlens_k is None else _offsets("documents: cu_seqlens_k", cu_seqlens_k)
+    cu_q = checked.offsets("documents: cu_seqlens_q", cu_seqlens_q)
+    cu_k = None if cu_seqlens_k is None else checked.offsets("documents: cu_seqlens_k", cu_seqlens_k)
     if cu_k is not None and cu_q.shape[-1] != cu_k.shape[-1]:
         raise ShapeError(
             "documents",
@@ -151,9 +156,10 @@ def prefix(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
     """Every query sees the first keys: `causal() | prefix(n)` is the prefix-LM mask.
 
     Args:
-        lengths: int or integer (B,), keys of each batch row; with `cu_seqlens`, int or (n,) or (B, n), of each document.
-            More than there are keys means all of them.
-        cu_seqlens: integer (n + 1,) or (B, n + 1), as for `documents`: a query sees the first keys of its document.
+        lengths: int or integer (B,), keys of each batch row; with `cu_seqlens`, int or (n,) or (B, n), of
+            each document. More than there are keys means all of them.
+        cu_seqlens: integer (n + 1,) or (B, n + 1), as for `documents`: a query sees the first keys of its
+            document.
 
     Raises:
         DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank, or negative.
@@ -163,9 +169,9 @@ def prefix(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
         [[0, 2], [0, 2], [0, 3]]
     """
     if cu_seqlens is None:
-        return Prefix(_lengths("prefix: lengths", lengths, (0, 1)), None)
-    offsets = _offsets("prefix: cu_seqlens", cu_seqlens)
-    table = _lengths("prefix: lengths", lengths, (1, 2))
+        return Prefix(checked.lengths_of("prefix: lengths", lengths, (0, 1)), None)
+    offsets = checked.offsets("prefix: cu_seqlens", cu_seqlens)
+    table = checked.lengths_of("prefix: lengths", lengths, (1, 2))
     if not isinstance(table, int) and table.shape[-1] != offsets.shape[-1] - 1:
         raise ShapeError(
             "prefix: lengths",
@@ -177,11 +183,11 @@ def prefix(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
 
 
 def groups(ids: Array) -> Mask:
-    """Tokens of a group see each other in both directions: `causal() | groups(ids)` for image tokens within text.
+    """Tokens of a group see each other both ways: `causal() | groups(ids)` for image tokens within text.
 
     Args:
-        ids: integer (S,) or (B, S), of the keys; negative: in no group, such rows see nothing. The keys of a group are
-            contiguous; rows of one that is not are illegal.
+        ids: integer (S,) or (B, S), of the keys; negative: in no group, such rows see nothing. The keys of a
+            group are contiguous; rows of one that is not are illegal.
 
     Raises:
         DtypeError, ShapeError: for ids that are not integers or of a wrong rank.
@@ -190,7 +196,7 @@ def groups(ids: Array) -> Mask:
         >>> (causal() | groups([-1, 4, 4])).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 3], [0, 3]]
     """
-    return Groups(_integers("groups: ids", ids, (1, 2)))
+    return Groups(checked.integers("groups: ids", ids, (1, 2)))
 
 
 def key_padding(lengths: int | Array, side: str = "right") -> Mask:
@@ -201,8 +207,8 @@ def key_padding(lengths: int | Array, side: str = "right") -> Mask:
         side: where the padding is: "right" (valid keys come first) or "left".
 
     Raises:
-        DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank or negative, or an
-            unknown side.
+        DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank or negative,
+            or an unknown side.
 
     Example:
         >>> key_padding(2, side="left").spans(1, 3).bounds.tolist()
@@ -215,14 +221,14 @@ def key_padding(lengths: int | Array, side: str = "right") -> Mask:
             got=repr(side),
             remedy="Name the side the padding is on",
         )
-    return KeyPadding(_lengths("key_padding: lengths", lengths, (0, 1)), side)
+    return KeyPadding(checked.lengths_of("key_padding: lengths", lengths, (0, 1)), side)
 
 
 def cache(lengths: int | Array) -> Mask:
-    """A key-value cache with room to spare: the first keys of each batch row are valid, and the queries are the last of them.
+    """A key-value cache with room to spare: the first keys are valid, and the queries are the last of those.
 
-    The default `q_index` of an expression with `cache` is the last q_len valid indices of each batch row, so that
-    `causal() & cache(lengths)` decodes and prefills in chunks.
+    The default `q_index` of an expression with `cache` is the last q_len valid indices of each batch row, so
+    that `causal() & cache(lengths)` decodes and prefills in chunks.
 
     Args:
         lengths: int or integer (B,), number of valid keys including those of the queries, at most k_len.
@@ -234,7 +240,7 @@ def cache(lengths: int | Array) -> Mask:
         >>> (causal() & cache([2, 4])).spans(2, 5, batch=2).bounds[:, 0, :, 0].tolist()
         [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]
     """
-    return Cache(_lengths("cache: lengths", lengths, (0, 1)))
+    return Cache(checked.lengths_of("cache: lengths", lengths, (0, 1)))
 
 
 def global_keys(n: int) -> Mask:
@@ -250,19 +256,21 @@ def global_keys(n: int) -> Mask:
         >>> (causal() & (window(0) | global_keys(1))).spans(3, 3).bounds[0, 0, 2].tolist()
         [[0, 1], [2, 3]]
     """
-    return GlobalKeys(_count("global_keys", n))
+    return GlobalKeys(checked.count("global_keys", n))
 
 
 def spans(bounds: Array) -> Mask:
     """A mask given by its spans.
 
     Args:
-        bounds: integer (B|1, H|1, q_len, R, 2), rows as they come, keys the global ones; see `attnspan.Spans`.
+        bounds: integer (B|1, H|1, q_len, R, 2), rows as they come, keys the global ones; see
+            `attnspan.Spans`.
 
     Raises:
         DtypeError, ShapeError: for bounds that are not integers or of a wrong rank.
 
     Example:
+        >>> import numpy as np
         >>> bounds = np.array([[0, 1], [0, 2]]).reshape(1, 1, 2, 1, 2)
         >>> spans(bounds).spans(2, 2).dense()[0, 0].tolist()
         [[True, False], [True, True]]
@@ -276,12 +284,14 @@ def from_dense(visible: Array) -> Mask:
     """A mask given by booleans, run-length encoded when it is lowered; R depends on the data.
 
     Args:
-        visible: bool (q_len, k_len), (B|1, q_len, k_len) or (B|1, H|1, q_len, k_len); True: may see. Rows as they come.
+        visible: bool (q_len, k_len), (B|1, q_len, k_len) or (B|1, H|1, q_len, k_len); True: may see. Rows as
+            they come.
 
     Raises:
         DtypeError, ShapeError: for an array that is not bool or of a wrong rank.
 
     Example:
+        >>> import numpy as np
         >>> from_dense(np.array([[True, False, True]])).spans(1, 3).bounds[0, 0, 0].tolist()
         [[0, 1], [2, 3]]
     """
@@ -290,19 +300,19 @@ def from_dense(visible: Array) -> Mask:
         raise DtypeError(
             "from_dense", expected="a bool array", got=got, remedy="Compare: scores > -inf, or mask != 0"
         )
-    _check_rank("from_dense", visible, (2, 3, 4))
+    checked.rank("from_dense", visible, (2, 3, 4))
     return Dense(visible)
 
 
 def from_predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """A mask given by FlexAttention's `mask_mod`: fn(b, h, q_index, k_index) -> bool, on global indices.
 
-    It is evaluated when the mask is lowered, on index arrays that broadcast to (B, H, rows, k_len), a chunk of rows at a
-    time; O(chunk * k_len) memory. R depends on the data.
+    It is evaluated when the mask is lowered, on index arrays that broadcast to (B, H, rows, k_len), a chunk
+    of rows at a time; O(chunk * k_len) memory. R depends on the data.
 
     Args:
-        fn: a function of four integer arrays, written with `&`, `|` and `where`; in the framework of the other arrays
-            of the expression or of `like`.
+        fn: a function of four integer arrays, written with `&`, `|` and `where`; in the framework of the
+            other arrays of the expression or of `like`.
 
     Raises:
         DtypeError: if `fn` cannot be called.
@@ -311,13 +321,14 @@ def from_predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
         >>> from_predicate(lambda b, h, q, k: q >= k).spans(2, 2).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2]]
     """
-    return Predicate(_callable("from_predicate", fn))
+    return Predicate(checked.function("from_predicate", fn))
 
 
 def from_block_mask(block_mask: Any) -> Mask:
     """The mask of a FlexAttention `BlockMask`, through its `mask_mod`.
 
-    FlexAttention counts rows and keys from 0, each on its own; so does the default `q_index` of an expression with it.
+    FlexAttention counts rows and keys from 0, each on its own; so does the default `q_index` of an expression
+    with it.
 
     Args:
         block_mask: an object with a `mask_mod` attribute.
@@ -333,7 +344,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     """
     fn = getattr(block_mask, "mask_mod", None)
     blocks = getattr(block_mask, "kv_num_blocks", None)
-    return Predicate(_callable("from_block_mask: mask_mod", fn), blocks, top_left=True)
+    return Predicate(checked.function("from_block_mask: mask_mod", fn), blocks, top_left=True)
 
 
 _BY_NAME: dict[str, Callable[..., Mask]] = {
@@ -354,8 +365,8 @@ def parse(text: str) -> Mask:
     """Read a mask from text, as the command line gives it. Nothing is evaluated but the masks by name.
 
     Args:
-        text: mask functions called with integers, strings, None or lists of integers, composed with `&`, `|` and
-            parentheses; a mask without arguments may leave its parentheses out.
+        text: mask functions called with integers, strings, None or lists of integers, composed with `&`, `|`
+            and parentheses; a mask without arguments may leave its parentheses out.
 
     Raises:
         OptionError: naming the part that is not understood.
@@ -371,8 +382,8 @@ def register_pytrees(registrar: Callable[[type, Callable[..., Any], Callable[...
     """Register all masks, and `Spans`, as pytrees: arrays and sub-masks are children, the rest is static.
 
     Args:
-        registrar: called as registrar(cls, flatten, unflatten) for each class, with flatten(x) -> (children, context)
-            and unflatten(children, context) -> x; the context is hashable.
+        registrar: called as registrar(cls, flatten, unflatten) for each class, with flatten(x) -> (children,
+            context) and unflatten(children, context) -> x; the context is hashable.
 
     Example:
         >>> seen = {}
@@ -386,60 +397,3 @@ def register_pytrees(registrar: Callable[[type, Callable[..., Any], Callable[...
         register(registrar, cls)
     for leaf in (Cache, Causal, Documents, Full, GlobalKeys, Groups, KeyPadding, Prefix, Segments, Window):
         register(registrar, leaf)
-
-
-def _count(what: str, value: Any, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise DtypeError(what, expected="an int", got=type(value).__name__, remedy="Pass a Python int")
-    if not least <= value <= INT32_MAX:
-        raise OptionError(
-            what, expected=f"{least} to {INT32_MAX}", got=str(value), remedy="Lengths and indices are int32"
-        )
-    return int(value)
-
-
-def _check_rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
-    if x.ndim not in ranks:
-        raise ShapeError(
-            what,
-            expected=f"an array with {' or '.join(map(str, ranks))} axes",
-            got=str(tuple(x.shape)),
-            remedy="Drop or add axes; a batch axis comes first",
-        )
-
-
-def _integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
-    if isinstance(x, list | tuple):
-        x = np.asarray(x) if len(x) else np.zeros(0, np.int64)
-    if not is_array(x) or not is_integer(x):
-        got = str(x.dtype) if is_array(x) else type(x).__name__
-        raise DtypeError(what, expected="an integer array", got=got, remedy="Convert it to int32 or int64")
-    _check_rank(what, x, ranks)
-    return x
-
-
-def _lengths(what: str, x: Any, ranks: tuple[int, ...]) -> int | Array:
-    return _integers(what, x, ranks) if is_array(x) or isinstance(x, list | tuple) else _count(what, x)
-
-
-def _offsets(what: str, x: Any) -> Array:
-    x = _integers(what, x, (1, 2))
-    if x.shape[-1] < 2:
-        raise ShapeError(
-            what,
-            expected="at least 2 offsets: 0 and the end of the first document",
-            got=str(x.shape[-1]),
-            remedy="Pass cumulative lengths with a 0 before them",
-        )
-    return x
-
-
-def _callable(what: str, fn: Any) -> Callable[..., Any]:
-    if not callable(fn):
-        raise DtypeError(
-            what,
-            expected="a function (b, h, q_index, k_index) -> bool",
-            got=type(fn).__name__,
-            remedy="Pass a mask_mod",
-        )
-    return fn  # type: ignore[no-any-return]

@@ -17,8 +17,9 @@ class Spans:
     """Which keys each query row may see: row i may see key j iff lo[r] <= j < hi[r] for some r.
 
     Attributes:
-        bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <= hi <=
-            k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi. Anything else is
+        bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <=
+            hi <= k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi.
+            Anything else is
             illegal: lowering writes (0, -1) into each span of a row whose data break a promise.
         k_len: number of keys.
 
@@ -93,7 +94,8 @@ class Spans:
     def take_keys(self, index: Array) -> Spans:
         """The mask on some of the keys: as many spans, and exact.
 
-        {j : lo <= index[j] < hi} is contiguous because `index` is sorted; its ends are the ranks of lo and hi.
+        {j : lo <= index[j] < hi} is contiguous because `index` is sorted; its ends are the ranks of lo and
+        hi.
 
         Args:
             index: integer (n,), strictly ascending key numbers.
@@ -135,8 +137,8 @@ class Spans:
         Example:
             >>> Spans(np.array([[[[[0, 3]]]]], np.int32), k_len=2).validate()
             Traceback (most recent call last):
-            attnspan.errors.OptionError: spans of batch 0, head 0, row 0: expected ascending, disjoint spans within \
-0 <= lo <= hi <= 2, got (0, 3). Clip and sort the bounds.
+            attnspan.errors.OptionError: spans of batch 0, head 0, row 0: expected ascending, disjoint spans \
+in [0, 2], got (0, 3). Clip and sort the bounds.
         """
         self._require_values("validate")
         rows = np.argwhere(self._arrays.to_numpy(self._illegal_rows()))
@@ -147,10 +149,10 @@ class Spans:
         marker = all(span == (0, -1) for span in row)
         raise OptionError(
             f"spans of batch {b}, head {h}, row {i}",
-            expected=f"ascending, disjoint spans within 0 <= lo <= hi <= {self.k_len}",
+            expected=f"ascending, disjoint spans in [0, {self.k_len}]",
             got=", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else ""),
-            remedy="(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form more "
-            "than max_runs runs, or a length or index beyond the keys. Raise max_runs or mend the data"
+            remedy="(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form "
+            "more than max_runs runs, or a length or index beyond the keys. Raise max_runs or mend them"
             if marker
             else "Clip and sort the bounds",
         )
@@ -195,14 +197,14 @@ class Spans:
             0.6666666666666666
         """
         self._require_values("coverage")
-        pairs = float(self._arrays.to_numpy(self.cost()).sum())
-        batch, heads, q_len = self.bounds.shape[:3]
-        return pairs / max(batch * heads * q_len * self.k_len, 1)
+        cost = self._arrays.to_numpy(self.cost())
+        return float(cost.sum()) / max(cost.size * self.k_len, 1)
 
     def block_states(self, q_block: int, k_block: int) -> Array:
         """What a tile of the mask holds: 0 nothing, 1 some, 2 all of its pairs. Exact.
 
-        The visible pairs of all tiles follow from each span's two ends: O(q_len * R + tiles), never O(q_len * k_len).
+        The visible pairs of all tiles follow from each span's two ends: O(q_len * R + tiles), never O(q_len *
+        k_len).
 
         Args:
             q_block: rows of a tile, at least 1; the last tile may be smaller.
@@ -222,7 +224,7 @@ class Spans:
                     name, expected="at least 1", got=str(value), remedy="Pass a positive block size"
                 )
         arrays = self._arrays
-        batch, heads, q_len, runs, _ = self.bounds.shape
+        batch, heads, q_len = self.bounds.shape[:3]
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
         tiles = batch * heads * nq * (nk + 1)
         row_block = arrays.arange(q_len) // q_block
@@ -248,10 +250,12 @@ class Spans:
 
         Args:
             q_block, k_block: tile sizes, as for `block_states`.
-            transpose: for each block of keys, the range of query blocks that touch it (the backward pass of dk, dv).
+            transpose: for each block of keys, the range of query blocks that touch it (the backward pass of
+                dk, dv).
 
         Returns:
-            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) where nothing is touched. Tiles inside may be empty.
+            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) where nothing is touched. Tiles inside may be
+            empty.
 
         Example:
             >>> from attnspan import window
@@ -325,7 +329,8 @@ def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, asc
     """`index` as int32 (n,) in the framework of `arrays`; its values are checked where they can be read.
 
     Raises:
-        DtypeError, ShapeError, OptionError: for a wrong dtype, rank, or values outside [0, below) or not ascending.
+        DtypeError, ShapeError, OptionError: for a wrong dtype, rank, or values outside [0, below) or not
+        ascending.
 
     Example:
         >>> check_index(arrays_for([]), np.array([0, 2]), "take_keys", below=3, ascending=True)

@@ -1,0 +1,68 @@
+"""Checks of what the mask functions are given, before there is a problem to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arrays import INT32_MAX, Array, is_array, is_integer
+from .errors import DtypeError, OptionError, ShapeError
+
+
+def count(what: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise DtypeError(what, expected="an int", got=type(value).__name__, remedy="Pass a Python int")
+    if not least <= value <= INT32_MAX:
+        raise OptionError(
+            what, expected=f"{least} to {INT32_MAX}", got=str(value), remedy="Lengths and indices are int32"
+        )
+    return int(value)
+
+
+def rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
+    if x.ndim not in ranks:
+        raise ShapeError(
+            what,
+            expected=f"an array with {' or '.join(map(str, ranks))} axes",
+            got=str(tuple(x.shape)),
+            remedy="Drop or add axes; a batch axis comes first",
+        )
+
+
+def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
+    if isinstance(x, list | tuple):
+        x = np.asarray(x) if len(x) else np.zeros(0, np.int64)
+    if not is_array(x) or not is_integer(x):
+        got = str(x.dtype) if is_array(x) else type(x).__name__
+        raise DtypeError(what, expected="an integer array", got=got, remedy="Convert it to int32 or int64")
+    rank(what, x, ranks)
+    return x
+
+
+def lengths_of(what: str, x: Any, ranks: tuple[int, ...]) -> int | Array:
+    return integers(what, x, ranks) if is_array(x) or isinstance(x, list | tuple) else count(what, x)
+
+
+def offsets(what: str, x: Any) -> Array:
+    x = integers(what, x, (1, 2))
+    if x.shape[-1] < 2:
+        raise ShapeError(
+            what,
+            expected="at least 2 offsets: 0 and the end of the first document",
+            got=str(x.shape[-1]),
+            remedy="Pass cumulative lengths with a 0 before them",
+        )
+    return x
+
+
+def function(what: str, fn: Any) -> Callable[..., Any]:
+    if not callable(fn):
+        raise DtypeError(
+            what,
+            expected="a function (b, h, q_index, k_index) -> bool",
+            got=type(fn).__name__,
+            remedy="Pass a mask_mod",
+        )
+    return fn  # type: ignore[no-any-return]
