@@ -1,41 +1,40 @@
 """The two ways to attend within documents, both with their mask prepared once per step.
 
-Shapes: B rows, S tokens of a row, H query heads, G key/value heads, D head dimension, R spans of a query.
+Shapes: B rows, S tokens of a row, H query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attnspan import causal, segments, spans
+from attnspan import Prepared, causal, segments
 from attnspan.torch import attention
 from attnspan.train.packing import PADDING
 
-__all__ = ["PreparedMask", "attend", "prepare_mask"]
+__all__ = ["StepMask", "attend", "prepare_mask"]
 
 
-@dataclass(frozen=True)
-class PreparedMask:
+class StepMask(NamedTuple):
     """The mask of one batch, shared by all layers.
 
     Args:
-        tensor: Bounds (B, 1, S, R, 2) int32 for attnspan, (B, 1, S, S) bool for sdpa.
+        mask: Prepared spans for attnspan, a dense (B, 1, S, S) bool tensor for SDPA.
         pairs: Visible (query, key) pairs of the batch, for one head.
 
     Example:
+        >>> import torch
         >>> prepare_mask(torch.tensor([[0, 0, 1]], dtype=torch.int32), "attnspan").pairs
         4
     """
 
-    tensor: Tensor
+    mask: Prepared | Tensor
     pairs: int
 
 
-def prepare_mask(ids: Tensor, kind: str) -> PreparedMask:
+def prepare_mask(ids: Tensor, kind: str) -> StepMask:
     """Lower "causal, within a segment" to what an attention takes; padding sees and is seen by nothing.
 
     Args:
@@ -43,39 +42,39 @@ def prepare_mask(ids: Tensor, kind: str) -> PreparedMask:
         kind: "attnspan" or "sdpa".
 
     Example:
-        >>> prepare_mask(torch.tensor([[0, 0, 1]], dtype=torch.int32), "sdpa").tensor.int().tolist()
+        >>> import torch
+        >>> prepare_mask(torch.tensor([[0, 0, 1]], dtype=torch.int32), "sdpa").mask.int().tolist()
         [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     """
-    lowered = (causal() & segments(ids, padding_id=PADDING)).spans(ids.shape[1], ids.shape[1])
-    pairs = int(lowered.cost().sum())
-    if kind == "attnspan":
-        return PreparedMask(lowered.bounds, pairs)
-    same = (ids[:, :, None] == ids[:, None, :]) & (ids != PADDING)[:, :, None]
-    return PreparedMask(torch.tril(same)[:, None], pairs)
+    batch, seq_len = ids.shape
+    mask = (causal() & segments(ids, padding_id=PADDING)).prepare(seq_len, seq_len, batch=batch)
+    pairs = int(mask.lowered.cost().sum())
+    return StepMask(mask if kind == "attnspan" else mask.lowered.dense(), pairs)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """Attention of one layer.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Prepared | Tensor) -> Tensor:
+    """Attention of one layer: attnspan's under a prepared mask, torch's own under a dense one.
 
     Args:
         q: Queries, (B, S, H, D).
         k: Keys, (B, S, G, D).
         v: Values, (B, S, G, D).
-        mask: The tensor that `prepare_mask` made for this kind.
-        kind: "attnspan" or "sdpa".
+        mask: What `prepare_mask` made.
 
     Returns:
         (B, S, H, D).
 
     Example:
-        >>> mask = prepare_mask(torch.tensor([[0, 1]], dtype=torch.int32), "sdpa").tensor
-        >>> q = torch.ones(1, 2, 2, 4)
-        >>> attend(q, q[:, :, :1], q[:, :, :1], mask, "sdpa").shape
-        torch.Size([1, 2, 2, 4])
+        >>> import torch
+        >>> ids = torch.tensor([[0, 1]], dtype=torch.int32)
+        >>> q, k, v = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
+        >>> out = attend(q, k, v, prepare_mask(ids, "sdpa").mask)
+        >>> torch.allclose(out, v.expand_as(q))  # each token is alone in its document
+        True
     """
-    if kind == "attnspan":
-        return attention(q, k, v, mask=spans(mask), layout="bshd")
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    if isinstance(mask, Tensor):
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    return attention(q, k, v, mask=mask, layout="bshd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +95,8 @@ def attention_share(stepper: Stepper, batches: Sequence[Batch]) -> AttentionShar
         >>> attention_share.__name__
         'attention_share'
     """
+    # The profiler's own chatter on stderr; it reads this at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     flops = 0.0
     start = time.perf_counter()
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:

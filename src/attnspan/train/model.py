@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from attnspan import Prepared
 from attnspan.torch import checkpoint_policy
 from attnspan.train.attention import attend
 from attnspan.train.config import TrainConfig
@@ -71,7 +72,7 @@ class Attention(nn.Module):
     """Grouped-query attention with one fused input projection.
 
     Args:
-        config: Widths, heads and the kind of attention.
+        config: Widths and heads.
 
     Example:
         >>> Attention(TrainConfig(dim=32, heads=4, kv_heads=2, head_dim=8)).qkv.weight.shape
@@ -81,16 +82,15 @@ class Attention(nn.Module):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.kind = config.attention
         self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
         batch, seq_len, _ = x.shape
         qkv = self.qkv(x).view(batch, seq_len, self.heads + 2 * self.kv_heads, self.head_dim)
         # Views of the projection: attnspan takes any strides, so v is never copied.
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        out = attend(rotate(q, rotary), rotate(k, rotary), v, mask, self.kind)
+        out = attend(rotate(q, rotary), rotate(k, rotary), v, mask)
         return self.out(out.reshape(batch, seq_len, self.heads * self.head_dim))
 
 
@@ -134,12 +134,12 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def layer(self, x: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+    def layer(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
         """The layer itself, whatever is kept for backward; (B, S, E) to (B, S, E)."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
         if self.ac == "none":
             return self.layer(x, rotary, mask)
         if self.ac == "full":
@@ -192,13 +192,13 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile(fullgraph=True)
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Prepared | Tensor) -> Tensor:
         """Logits of the next token.
 
         Args:
             tokens: (B, S) int64.
             positions: Position of each token within its segment, (B, S) int64, below `seq_len`.
-            mask: The tensor of `PreparedMask`.
+            mask: What `prepare_mask` made for the batch.
 
         Returns:
             Logits, (B, S, V).

@@ -96,7 +96,7 @@ class Stepper:
         """
         mask = prepare_mask(batch.ids, self.config.attention)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            logits = self.model(batch.tokens, batch.positions, mask.tensor)
+            logits = self.model(batch.tokens, batch.positions, mask.mask)
         return token_loss(logits, batch.targets), mask.pairs
 
     def step(self, batch: Batch, index: int) -> StepResult:
