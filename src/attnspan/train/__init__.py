@@ -1,5 +1,4 @@
-"""The reference job: train a language model on packed documents, through attnspan's public API alone."""
+"""The reference job: train a language model on packed documents, through attnspan's public API alone.
 
-from attnspan.train.config import TrainConfig as TrainConfig
-from attnspan.train.run import resume_config as resume_config
-from attnspan.train.run import train as train
+`attnspan.train.config` and `attnspan.train.errors` load no framework; everything else needs torch.
+"""

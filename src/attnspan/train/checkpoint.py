@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from attnspan.train.errors import CheckpointError
 
@@ -66,7 +67,7 @@ class CheckpointStore:
         for stale in (draft, target):  # left by a process that was killed before it could say LATEST
             shutil.rmtree(stale, ignore_errors=True)
         with _single_process():
-            dcp.save(tensors, storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
+            save(tensors, storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
         _write(draft / _PROGRESS, json.dumps({"step": step, **progress}))
         _write(draft / _MANIFEST, json.dumps(_describe(draft), indent=2))
         _flush_folder(draft)
@@ -105,7 +106,7 @@ class CheckpointStore:
             )
         self._verify(name)
         with _single_process():
-            dcp.load(tensors, storage_reader=FileSystemReader(self.root / name), no_dist=True)
+            load(tensors, storage_reader=FileSystemReader(self.root / name), no_dist=True)
         progress = json.loads((self.root / name / _PROGRESS).read_text())
         self._kept = [name]
         return int(progress.pop("step")), progress

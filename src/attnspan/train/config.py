@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,15 @@ CHOICES = {
 }
 
 
-def _option(default: Any, comment: str) -> Any:
-    """A field with its comment; the command line shows the same text as help."""
-    return field(default=default, metadata={"help": comment})
+def _option(panel: str, default: Any, comment: str) -> Any:
+    """A field with its comment; the command line shows the same text as help, in a panel."""
+    return field(default=default, metadata={"help": comment, "panel": panel})
+
+
+_model = partial(_option, "The model")
+_data = partial(_option, "The data")
+_optimum = partial(_option, "The optimization")
+_how = partial(_option, "How it is computed")
 
 
 @dataclass(frozen=True)
@@ -37,38 +44,37 @@ class TrainConfig:
         8
     """
 
-    # The model.
-    dim: int = _option(256, "width of the residual stream")
-    layers: int = _option(4, "number of decoder blocks")
-    heads: int = _option(4, "query heads")
-    kv_heads: int = _option(2, "key/value heads; divides --heads")
-    head_dim: int = _option(64, "width of one head; even, for the rotation of pairs")
-    hidden: int = _option(704, "inner width of the SwiGLU feed-forward layer")
-    rope_theta: float = _option(10_000.0, "base of the rotary wavelengths")
-    norm_eps: float = _option(1e-5, "epsilon of RMSNorm")
-    # The data.
-    data: str | None = _option(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
-    tokenizer: str | None = _option(None, "local `tokenizers` JSON file; default: bytes")
-    seq_len: int = _option(2048, "tokens per packed row")
-    batch_size: int = _option(4, "packed rows per step")
-    held_out: float = _option(0.02, "share of the documents kept for evaluation")
-    eval_bytes: int = _option(131_072, "bytes of held-out text scored at the start and at the end")
-    # The optimisation.
-    steps: int = _option(300, "optimizer steps")
-    lr: float = _option(3e-3, "peak learning rate")
-    warmup: int = _option(20, "steps of linear warm-up, before the cosine")
-    min_lr: float = _option(0.1, "last learning rate, as a share of the peak")
-    weight_decay: float = _option(0.1, "AdamW decay, on matrices only")
-    clip: float = _option(1.0, "largest norm of the whole gradient")
-    seed: int = _option(0, "seed of the weights and of the document order")
-    # How it is computed.
-    attention: str = _option("attnspan", "attnspan, or sdpa (torch's own, with a dense mask)")
-    ac: str = _option("none", "activation checkpointing: none, selective (keeps attention) or full")
-    dtype: str = _option("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
-    compile: bool = _option(True, "compile each block with torch.compile(fullgraph=True)")
-    threads: int = _option(0, "CPU threads; 0 takes torch's default")
-    # What is kept.
-    checkpoint_every: int = _option(50, "steps between checkpoints; 0 keeps only the last")
+    dim: int = _model(256, "width of the residual stream")
+    layers: int = _model(4, "number of decoder blocks")
+    heads: int = _model(4, "query heads")
+    kv_heads: int = _model(2, "key/value heads; divides --heads")
+    head_dim: int = _model(64, "width of one head; even, for the rotation of pairs")
+    hidden: int = _model(704, "inner width of the SwiGLU feed-forward layer")
+    rope_theta: float = _model(10_000.0, "base of the rotary wavelengths")
+    norm_eps: float = _model(1e-5, "epsilon of RMSNorm")
+
+    data: str | None = _data(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
+    tokenizer: str | None = _data(None, "local `tokenizers` JSON file; default: bytes")
+    seq_len: int = _data(2048, "tokens per packed row")
+    batch_size: int = _data(4, "packed rows per step")
+    held_out: float = _data(0.02, "share of the documents kept for evaluation")
+    eval_bytes: int = _data(131_072, "bytes of held-out text scored at the start and at the end")
+
+    steps: int = _optimum(300, "optimizer steps")
+    lr: float = _optimum(3e-3, "peak learning rate")
+    warmup: int = _optimum(20, "steps of linear warm-up, before the cosine")
+    min_lr: float = _optimum(0.1, "last learning rate, as a share of the peak")
+    weight_decay: float = _optimum(0.1, "AdamW decay, on matrices only")
+    clip: float = _optimum(1.0, "largest norm of the whole gradient")
+    seed: int = _optimum(0, "seed of the weights and of the document order")
+
+    attention: str = _how("attnspan", "attnspan, or sdpa (torch's own, with a dense mask)")
+    ac: str = _how("none", "activation checkpointing: none, selective (keeps attention) or full")
+    dtype: str = _how("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
+    compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
+    threads: int = _how(0, "CPU threads; 0 takes torch's default")
+
+    checkpoint_every: int = _how(50, "steps between checkpoints; 0 keeps only the last")
 
     def __post_init__(self) -> None:
         _check_choices(self)

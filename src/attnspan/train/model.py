@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from attnspan import Prepared
 from attnspan.torch import checkpoint_policy
@@ -91,7 +91,8 @@ class Attention(nn.Module):
         # Views of the projection: attnspan takes any strides, so v is never copied.
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         out = attend(rotate(q, rotary), rotate(k, rotary), v, mask)
-        return self.out(out.reshape(batch, seq_len, self.heads * self.head_dim))
+        mixed: Tensor = self.out(out.reshape(batch, seq_len, self.heads * self.head_dim))
+        return mixed
 
 
 class FeedForward(nn.Module):
@@ -112,7 +113,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.out(functional.silu(gate) * up)
+        out: Tensor = self.out(functional.silu(gate) * up)
+        return out
+
+
+_keep_attention = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 
 
 class Block(nn.Module):
@@ -137,15 +142,15 @@ class Block(nn.Module):
     def layer(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
         """The layer itself, whatever is kept for backward; (B, S, E) to (B, S, E)."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        branch: Tensor = self.feed_forward(self.feed_forward_norm(x))
+        return x + branch
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
         if self.ac == "none":
             return self.layer(x, rotary, mask)
-        if self.ac == "full":
-            return checkpoint(self.layer, x, rotary, mask, use_reentrant=False)
-        keep = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        return checkpoint(self.layer, x, rotary, mask, use_reentrant=False, context_fn=keep)
+        context_fn = _keep_attention if self.ac == "selective" else noop_context_fn
+        out: Tensor = checkpoint(self.layer, x, rotary, mask, use_reentrant=False, context_fn=context_fn)
+        return out
 
 
 class Decoder(nn.Module):
@@ -207,7 +212,8 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, rotary, mask)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class StepFlops(NamedTuple):

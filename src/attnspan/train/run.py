@@ -197,16 +197,16 @@ def train(
     """
     began = time.perf_counter()
     console = console or Console()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    if config.dtype == "auto":
-        config = replace(config, dtype=faster_dtype())
+    config = _settle(config)
     ceiling = matmul_ceiling(getattr(torch, config.dtype))
     if not resume:
-        _start_folder(config, folder)
+        _refuse_second_start(folder)
     run = Run.open(config, folder)
     if resume:
         run.load(from_step)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save(folder / _CONFIG)
     _introduce(run, console, ceiling)
     before = Graphs.now()
     compile_seconds = run.stepper.warm_up(run.held_out[0])
@@ -241,18 +241,24 @@ def train(
     return summary
 
 
+def _settle(config: TrainConfig) -> TrainConfig:
+    """Decide what was left open, so that a resumed run computes as the first part did, bit by bit."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    config = replace(config, threads=torch.get_num_threads())
+    return replace(config, dtype=faster_dtype()) if config.dtype == "auto" else config
+
+
 def _middle(results: list[dict[str, float]], name: str) -> float:
     # A run that was resumed at its very end has taken no step.
     return median(figures[name] for figures in results) if results else 0.0
 
 
-def _start_folder(config: TrainConfig, folder: Path) -> None:
+def _refuse_second_start(folder: Path) -> None:
     if (folder / "checkpoints" / "LATEST").is_file():
         raise ConfigError(
             expected="a new run", got=f"{folder}, which holds one", remedy="pass --resume, or another --name"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save(folder / _CONFIG)
 
 
 def _introduce(run: Run, console: Console, ceiling: float) -> None:

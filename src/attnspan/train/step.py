@@ -112,7 +112,7 @@ class Stepper:
             group["lr"] = lr
         total, pairs = self.loss(batch)
         mean = total / max(1, batch.num_targets)
-        mean.backward()
+        torch.autograd.backward(mean)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -128,7 +128,7 @@ class Stepper:
             batch: Packed rows of the shape that training has.
         """
         start = time.perf_counter()
-        self.loss(batch)[0].backward()
+        torch.autograd.backward(self.loss(batch)[0])
         self.model.zero_grad(set_to_none=True)
         return time.perf_counter() - start
 
