@@ -104,7 +104,10 @@ def check_layout(layout: str, q: Any, k: Any, v: Any) -> None:
     """
     if layout not in LAYOUTS:
         raise OptionError(
-            "layout", expected=f"one of {', '.join(LAYOUTS)}", got=repr(layout), remedy="Name the order of q's dims"
+            "layout",
+            expected=f"one of {', '.join(LAYOUTS)}",
+            got=repr(layout),
+            remedy="Name the order of q's dims",
         )
     dims = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -205,11 +208,17 @@ def describe(q: Any, k: Any, v: Any, bounds: Any) -> Problem:
             raise ShapeError("bounds", expected=expected, got=f"shape {tuple(bounds.shape)}", remedy=remedy)
     if _dtype_name(bounds) != "int32":
         raise DtypeError(
-            "bounds", expected="int32", got=_dtype_name(bounds), remedy="Convert them; lowered masks are int32"
+            "bounds",
+            expected="int32",
+            got=_dtype_name(bounds),
+            remedy="Convert them; lowered masks are int32",
         )
     if _device(bounds) != _device(q):
         raise DeviceError(
-            "bounds", expected=f"device {_device(q)} (as q)", got=_device(bounds), remedy="Move the mask's arrays"
+            "bounds",
+            expected=f"device {_device(q)} (as q)",
+            got=_device(bounds),
+            remedy="Move the mask's arrays",
         )
     return Problem(
         batch=batch,
@@ -245,15 +254,23 @@ def _check_same_kind(q: Any, k: Any, v: Any) -> None:
 def _check_sizes(q: Any, k: Any, v: Any) -> None:
     got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.shape[1] == 0 or k.shape[1] == 0:
-        raise ShapeError("heads", expected="at least one query and one key head", got=got, remedy="Check the heads dim")
+        raise ShapeError(
+            "heads", expected="at least one query and one key head", got=got, remedy="Check the heads dim"
+        )
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise ShapeError("head_dim", expected="at least one element", got=got, remedy="Check the last dim")
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
-        raise ShapeError("batch", expected="the same batch size", got=got, remedy="Expand or index the batch dim")
+        raise ShapeError(
+            "batch", expected="the same batch size", got=got, remedy="Expand or index the batch dim"
+        )
     if k.shape[1] != v.shape[1]:
-        raise ShapeError("heads", expected="as many value as key heads", got=got, remedy="Check k and v, and the layout")
+        raise ShapeError(
+            "heads", expected="as many value as key heads", got=got, remedy="Check k and v, and the layout"
+        )
     if k.shape[2] != v.shape[2]:
-        raise ShapeError("k_len", expected="as many values as keys", got=got, remedy="Check k and v, and the layout")
+        raise ShapeError(
+            "k_len", expected="as many values as keys", got=got, remedy="Check k and v, and the layout"
+        )
     if q.shape[3] != k.shape[3]:
         raise ShapeError("head_dim", expected="the same for q and k", got=got, remedy="Check the projections")
     if q.shape[1] % k.shape[1] != 0:

@@ -57,11 +57,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> t
     kv_heads, k_len = k.shape[1], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
-    q_bhmd = q.to(wide).reshape(batch, kv_heads, -1, head_dim) * scale
+    q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
     scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
     scores = torch.where(visible_bhms, scores, -torch.inf)
     # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
-    top = scores.detach().amax(-1, keepdim=True) if k_len else scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    top = (
+        scores.detach().amax(-1, keepdim=True)
+        if k_len
+        else scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    )
     top = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
@@ -96,7 +100,8 @@ def _visible(bounds: Tensor, q_heads: int, kv_heads: int, k_len: int) -> tuple[T
     spread = (heads // grouped[1], q_len) if heads != 1 else (1, q_len)
     visible = visible.view(batch, grouped[1], *spread, k_len).expand(*grouped, k_len)
     illegal = illegal.view(batch, grouped[1], *spread).expand(grouped)
-    return visible.reshape(batch, grouped[1], -1, k_len), illegal.reshape(batch, grouped[1], -1, 1)
+    folded = (batch, grouped[1], group * q_len)
+    return visible.reshape(*folded, k_len), illegal.reshape(*folded, 1)
 
 
 class _PairProduct(torch.autograd.Function):
@@ -155,7 +160,8 @@ class _PairProductForwardMode(_PairProduct):
     def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Tensor:
         a, b, visible = ctx.saved_tensors
         return _sum_known(
-            None if da is None else _pair_product(da, b, visible), None if db is None else _pair_product(a, db, visible)
+            None if da is None else _pair_product(da, b, visible),
+            None if db is None else _pair_product(a, db, visible),
         )
 
 

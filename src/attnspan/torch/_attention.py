@@ -134,7 +134,9 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
         torch.Size([1, 4, 6, 16])
     """
-    _refuse_later_options(softcap=softcap, bias=bias, sinks=sinks, dropout_p=dropout_p or None, dropout_seed=dropout_seed)
+    _refuse_later_options(
+        softcap=softcap, bias=bias, sinks=sinks, dropout_p=dropout_p or None, dropout_seed=dropout_seed
+    )
     q, k, v, bounds, problem = lower_call(q, k, v, mask, q_index, k_index, layout)
     check_scale(scale)
     choice = choose(problem, BACKENDS, backend)
@@ -169,14 +171,20 @@ def warn_if_slow(choice: Choice) -> None:
     """Warn once per reason when the math backend stands in for a kernel."""
     if choice.name == "math":
         for name, reason in choice.refusals.items():
-            _warn_once(f"attention runs as plain framework code, which stores every score: backend {name!r} refused ({reason})")
+            _warn_once(
+                f"attention runs as plain framework code, which stores every score: backend {name!r} refused ({reason})"
+            )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(f'{message}. Pass backend="math" to choose it without this warning.', SlowPathWarning, stacklevel=3)
+        warnings.warn(
+            f'{message}. Pass backend="math" to choose it without this warning.',
+            SlowPathWarning,
+            stacklevel=3,
+        )
 
 
 def _refuse_later_options(**options: object) -> None:
@@ -210,11 +218,7 @@ def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
 
 def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None) -> Tensor:
     q_len, k_len = q.shape[2], k.shape[2]
-    if isinstance(mask, Mask):
-        spans = mask.spans(
-            q_len, k_len, batch=q.shape[0], heads=q.shape[1], q_index=q_index, k_index=k_index, like=q
-        )
-    elif isinstance(mask, (Prepared, Spans)):
+    if isinstance(mask, Prepared | Spans):
         if q_index is not None or k_index is not None:
             raise OptionError(
                 "q_index, k_index",
@@ -222,7 +226,11 @@ def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index:
                 got=f"indices and a {type(mask).__name__}",
                 remedy="Give the indices to prepare() or spans()",
             )
-        spans = mask.spans if isinstance(mask, Prepared) else mask
+        spans = mask.lowered if isinstance(mask, Prepared) else mask
+    elif isinstance(mask, Mask):
+        spans = mask.spans(
+            q_len, k_len, batch=q.shape[0], heads=q.shape[1], q_index=q_index, k_index=k_index, like=q
+        )
     else:
         raise DtypeError(
             "mask",
@@ -230,7 +238,9 @@ def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index:
             got=type(mask).__name__,
             remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in from_predicate(...)",
         )
-    if spans.k_len != k_len:
+    # A compiler would take the plain number for a constant and recompile at each length; kernels reject bounds beyond
+    # the keys in any case.
+    if not torch.compiler.is_compiling() and spans.k_len != k_len:
         raise OptionError(
             "mask",
             expected=f"spans over k_len={k_len} keys (as k)",

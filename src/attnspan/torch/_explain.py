@@ -43,7 +43,9 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        sizes = f"B={p.batch} H={p.q_heads}/{p.kv_heads} S={p.q_len}x{p.k_len} D={p.head_dim}/{p.v_dim} {p.dtype}"
+        sizes = (
+            f"B={p.batch} H={p.q_heads}/{p.kv_heads} S={p.q_len}x{p.k_len} D={p.head_dim}/{p.v_dim} {p.dtype}"
+        )
         where = f", {self.isa}" if self.isa else ""
         lines = [
             f"attention {sizes} on {p.device}",
@@ -97,7 +99,9 @@ def explain(
     total = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     return Explanation(
         backend=chosen,
-        refusals={name: _refusal(name, other, problem, chosen) for name, other in BACKENDS.items() if name != chosen},
+        refusals={
+            name: _refusal(name, other, problem, chosen) for name, other in BACKENDS.items() if name != chosen
+        },
         problem=problem,
         pairs=pairs,
         coverage=pairs / total if total else 0.0,

@@ -58,7 +58,14 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
 
 @register_flop_formula(torch.ops.attnspan.backward, get_raw=True)  # type: ignore[untyped-decorator]
 def backward_flops(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, **kwargs: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> int:
     """Floating-point operations of one backward call: 2.5 times the forward's.
 

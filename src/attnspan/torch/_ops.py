@@ -5,10 +5,12 @@ stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a 
 no guard ever depends on a stride. docs/design.md has the contract.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from ..kernels import cpu
@@ -17,7 +19,10 @@ from ..kernels import cpu
 _library = torch.library.Library("attnspan", "DEF")
 # Strides in the order of eager mode are what a unit last stride needs; exact ones would add copies.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_library.define("forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
 _library.define(
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out, Tensor lse, float scale)"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
@@ -45,22 +50,9 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise for dual numbers, whose tangents an opaque operator would silently drop."""
-    if forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                "forward-mode derivatives of attnspan::forward: expected reverse mode, which the kernel has; "
-                'got a dual tensor. Call attention(..., backend="math") for forward mode.'
-            )
-
-
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    _refuse_forward_mode(q, k, v)
     out, lse = _new_outputs(q, k, v)
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
     cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=torch.get_num_threads())
     return out, lse
 
@@ -76,9 +68,10 @@ def _backward_cpu(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_forward_mode(dout, dlse, q, k, v)
     dq, dk, dv = _new_gradients(q, k, v)
     dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
+    # Kept in names until the kernel is done: it is given addresses.
+    dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
     cpu.backward(
         dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv, scale=scale, num_threads=torch.get_num_threads()
     )
@@ -86,7 +79,6 @@ def _backward_cpu(
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    _refuse_forward_mode(q, k, v)
     return _new_outputs(q, k, v)
 
 
@@ -113,31 +105,90 @@ forward_op = torch.ops.attnspan.forward.default
 backward_op = torch.ops.attnspan.backward.default
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, scale = inputs
-    # An unused output then has gradient None, and the kernel skips the lse term.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, bounds, *output)
-    ctx.scale = scale
+class _Forward(torch.autograd.Function):
+    """The derivative of the forward operator."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd(forward_op, keyset, inputs)
+        # An unused output then has gradient None, and the kernel skips the lse term.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:4], out, lse)
+        ctx.scale = inputs[4]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bounds, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return None, None, None, None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        gradients = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
+        needed = ctx.needs_input_grad[1:4]
+        dq, dk, dv = (x if need else None for x, need in zip(gradients, needed, strict=True))
+        return None, dq, dk, dv, None, None
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bounds, out, lse = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return None, None, None, None, None
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
-    needed = ctx.needs_input_grad
-    return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, None, None
+class _Backward(torch.autograd.Function):
+    """A node that raises: without one, second derivatives would silently be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise NotImplementedError(
+            "second derivatives of attnspan::forward: expected at most first derivatives, which the kernel has; got a "
+            'derivative of attnspan::backward. Call attention(..., backend="math") for higher derivatives.'
+        )
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
-    raise NotImplementedError(
-        "second derivatives of attnspan::forward: expected at most first derivatives, which the kernel has; got a "
-        'derivative of attnspan::backward. Call attention(..., backend="math") for higher derivatives.'
-    )
+def _below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    below = keyset & torch._C._after_autograd_keyset
+    if torch._C._are_functorch_transforms_active():
+        # A Function's forward runs with derivatives off, which the outer levels of torch.func must not inherit.
+        with (
+            torch.enable_grad(),
+            forward_ad._set_fwd_grad_enabled(True),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            return op.redispatch(below, *inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(below, *inputs)
 
 
-torch.library.register_autograd("attnspan::forward", _differentiate, setup_context=_setup_context, lib=_library)
-# Without a formula, an opaque backward would be a constant to autograd and second derivatives silently zero.
-torch.library.register_autograd("attnspan::backward", _refuse_second_derivative, lib=_library)
+def _autograd_kernel(
+    op: torch._ops.OpOverload, function: type[torch.autograd.Function]
+) -> Callable[..., Any]:
+    """The operator's kernel at the autograd key.
+
+    Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the tangents of
+    dual tensors, so that forward mode gives zeros; and torch.func cannot differentiate it.
+    """
+    # The base class's apply: that of Function would hand the call to torch.func once more.
+    record = super(torch.autograd.Function, function).apply
+
+    def kernel(keyset: Any, *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+            raise NotImplementedError(
+                f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual tensor. "
+                'Call attention(..., backend="math") for forward mode.'
+            )
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+            return _below_autograd(op, keyset, inputs)
+        if torch._C._are_functorch_transforms_active():
+            # torch.func has peeled its level off before this kernel runs; one plain node is left to record.
+            with enable_single_level_autograd_function():
+                return record(keyset, *inputs)
+        return record(keyset, *inputs)
+
+    return kernel
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+_library.impl("forward", _autograd_kernel(forward_op, _Forward), "Autograd", with_keyset=True)
+_library.impl("backward", _autograd_kernel(backward_op, _Backward), "Autograd", with_keyset=True)

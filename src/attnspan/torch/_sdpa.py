@@ -96,7 +96,10 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, dims: int) -> AnyMa
         )
     if attn_mask.dtype != torch.bool:
         raise DtypeError(
-            "attn_mask", expected="torch.bool or a mask", got=str(attn_mask.dtype), remedy="Convert it with .bool()"
+            "attn_mask",
+            expected="torch.bool or a mask",
+            got=str(attn_mask.dtype),
+            remedy="Convert it with .bool()",
         )
     size = (q.shape[0], q.shape[2], k.shape[2]) if dims == 3 else (*q.shape[:3], k.shape[2])
     if dims > 4:

@@ -43,7 +43,9 @@ def register() -> None:
     _registered = True
 
 
-def _forward_strategies(q: Any, k: Any, v: Any, bounds: Any, scale: float) -> list[tuple[list[Any], list[Any]]]:
+def _forward_strategies(
+    q: Any, k: Any, v: Any, bounds: Any, scale: float
+) -> list[tuple[list[Any], list[Any]]]:
     _refuse_sharded_sequence(q=q, k=k, v=v)
     return [
         ([place, place], [place, place, place, bounds_place, None])

@@ -1,0 +1,161 @@
+"""The registered operators: their contract with everything that traces torch."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import counted_kernel_calls, make_sample
+
+from attnspan.kernels import cpu
+from attnspan.torch import attention
+from attnspan.torch._ops import backward_op, forward_op
+
+SAMPLES = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+    "mha": {"q_heads": 2},
+    "mqa": {"q_heads": 6, "kv_heads": 1},
+    "v_dim": {"v_dim": 24},
+    "R2": {"runs": 2},
+    "R4": {"runs": 4, "mask_batch": 2, "mask_heads": 4},
+    "no empty rows": {"empty": False},
+    "contiguous": {"transposed": False},
+    "mask per head": {"mask_heads": 4},
+    "mask per row": {"mask_batch": 2},
+    "decode": {"q_len": 1, "k_len": 33},
+    "no batch": {"batch": 0},
+    "no queries": {"q_len": 0},
+    "no keys": {"k_len": 0},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name: str) -> None:
+    sample = make_sample(**SAMPLES[name])
+    torch.library.opcheck(forward_op, sample.requires_grad().arguments)
+    out, lse = forward_op(*sample.arguments)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for lse_gradient in (dlse, None):
+        arguments = (dout, lse_gradient, *sample.arguments[:4], out, lse, sample.scale)
+        torch.library.opcheck(backward_op, arguments)
+
+
+def test_results_are_stored_as_bshd_whatever_comes_in() -> None:
+    for transposed, v_dim in itertools.product((True, False), (16, 24)):
+        sample = make_sample(transposed=transposed, v_dim=v_dim)
+        out, lse = forward_op(*sample.arguments)
+        gradients = backward_op(torch.ones_like(out), None, *sample.arguments[:4], out, lse, sample.scale)
+        for x in (out, *gradients):
+            assert x.transpose(1, 2).is_contiguous()
+        assert lse.is_contiguous()
+        assert lse.dtype == torch.float32
+
+
+def test_strided_views_reach_the_kernel_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = torch.randn(2, 9, 3, 4, 16)
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    pointers = []
+    original = cpu.forward
+
+    def spy(q, k, v, *rest, **options):  # type: ignore[no-untyped-def]
+        pointers.extend(x.data_ptr() for x in (q, k, v))
+        original(q, k, v, *rest, **options)
+
+    monkeypatch.setattr(cpu, "forward", spy)
+    attention(q, k, v)
+    assert pointers == [x.data_ptr() for x in (q, k, v)]
+
+
+def test_a_last_stride_other_than_one_is_copied_once_and_right() -> None:
+    sample = make_sample(k_len=7)
+    wanted, _ = forward_op(*sample.arguments)
+    q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (sample.q, sample.k, sample.v))
+    assert q.stride(-1) != 1
+    got, _ = forward_op(q, k, v, sample.bounds, sample.scale)
+    assert torch.equal(got, wanted)
+
+
+def test_an_expanded_gradient_is_taken() -> None:
+    sample = make_sample().requires_grad()
+    inputs = (sample.q, sample.k, sample.v)
+    expanded = torch.autograd.grad(forward_op(*sample.arguments)[0].sum(), inputs)
+    out = forward_op(*sample.arguments)[0]
+    plain = torch.autograd.grad(out, inputs, torch.ones(out.shape))
+    assert all(torch.equal(a, b) for a, b in zip(expanded, plain, strict=True))
+
+
+def test_only_lse_used_or_only_some_inputs_differentiable() -> None:
+    sample = make_sample(empty=False).requires_grad()
+    dq, dv = torch.autograd.grad(forward_op(*sample.arguments)[1].sum(), (sample.q, sample.v))
+    assert dq.abs().sum() > 0
+    assert dv.abs().sum() == 0
+    frozen = make_sample()
+    q = frozen.q.clone().requires_grad_()
+    with counted_kernel_calls() as calls:
+        forward_op(q, *frozen.arguments[1:])[0].sum().backward()
+    assert q.grad is not None
+    assert calls == ["forward", "backward"]
+
+
+def test_same_bits_twice() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        sample = make_sample(q_len=130, k_len=257, runs=2, dtype=dtype).requires_grad()
+        runs = []
+        for _ in range(2):
+            out, lse = forward_op(*sample.arguments)
+            gradients = torch.autograd.grad(out.float().square().sum(), (sample.q, sample.k, sample.v))
+            runs.append((out, lse, *gradients))
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_second_derivatives_raise_by_name() -> None:
+    sample = make_sample().requires_grad()
+    out, _ = forward_op(*sample.arguments)
+    (dq,) = torch.autograd.grad(out.square().sum(), sample.q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'second derivatives.*backend="math"'):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_forward_mode_raises_by_name(differentiable: bool) -> None:
+    sample = make_sample()
+    k = sample.k.requires_grad_(differentiable)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return forward_op(q, k, *sample.arguments[2:])[0]
+
+    with pytest.raises(NotImplementedError, match=r'forward-mode.*backend="math"'):
+        torch.func.jvp(call, (sample.q,), (torch.ones_like(sample.q),))
+
+
+@pytest.mark.parametrize(
+    "row", [[[0, -1]], [[3, 2]], [[0, 10]], [[-1, 3]], [[4, 6], [0, 2]], [[0, 3], [2, 5]]], ids=str
+)
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+def test_illegal_bounds_raise(row: list[list[int]], backend: str) -> None:
+    from attnspan import Spans
+
+    x = torch.randn(1, 2, 3, 8)
+    bounds = torch.zeros(1, 1, 3, len(row), 2, dtype=torch.int32)
+    bounds[:, :, 1] = torch.tensor(row)
+    with pytest.raises(ValueError, match="row 1"):
+        attention(x, x, x, mask=Spans(bounds, 3), backend=backend)
+
+
+def test_gradients_of_illegal_bounds_raise_too() -> None:
+    sample = make_sample()
+    out, lse = forward_op(*sample.arguments)
+    bad = sample.bounds.clone()
+    bad[0, 0, 2, 0] = torch.tensor([0, 10**6])
+    with pytest.raises(ValueError, match="row 2"):
+        backward_op(out, None, *sample.arguments[:3], bad, out, lse, sample.scale)
+
+
+def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(cpu, "forward", lambda *_, num_threads, **__: asked.append(num_threads))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    x = torch.randn(1, 1, 2, 8)
+    attention(x, x, x)
+    assert asked == [7]
