@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ._intervals import (
@@ -129,11 +129,11 @@ class Mask:
             >>> from attnspan import causal
             >>> causal().show(4)
             causal()
-                key 0  3
-                   ┌────┐
-            query 0│▀▄  │
-                  2│██▀▄│
-                   └────┘
+              key 0
+            query┌────┐
+                0│█▄  │
+                2│███▄│
+                 └────┘
             4 queries x 4 keys, R = 1, 62.5 % visible
         """
         from .picture import show
@@ -155,6 +155,10 @@ class Mask:
         """Length of the global key sequence, where an array of the mask says it."""
         return None
 
+    def _row_len(self) -> int | None:
+        """Number of query rows, where an array of the mask has one entry for each."""
+        return None
+
     def _anchor(self) -> tuple[Any, ...] | None:
         """What determines the default `q_index`, as objects compared by identity; None for the usual one."""
         return None
@@ -167,9 +171,13 @@ class Mask:
         return None
 
     def __repr__(self) -> str:
-        shown = [_short(getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-        while shown and shown[-1] == "None":
-            shown.pop()
+        shown = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.default is MISSING:
+                shown.append(_short(value))
+            elif is_array(value) or value != field.default:
+                shown.append(f"{field.name}={_short(value)}")
         return f"{type(self).__name__.lower()}({', '.join(shown)})"
 
 
@@ -298,6 +306,9 @@ class Prepared(Mask):
 
     def _key_len(self) -> int | None:
         return self.lowered.k_len
+
+    def _row_len(self) -> int | None:
+        return self.lowered.q_len
 
     def _example(self) -> object:
         return self.lowered.bounds

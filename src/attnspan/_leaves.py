@@ -29,7 +29,7 @@ class Causal(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Window(Mask):
     left: int | None
-    right: int | None
+    right: int | None = 0
 
     def _lower(self, low: Lowering) -> Rows:
         lo = hi = None
@@ -45,12 +45,15 @@ class Window(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
     q_ids: Array
-    kv_ids: Array | None
-    padding_id: int | None
-    max_runs: int
+    kv_ids: Array | None = None
+    padding_id: int | None = None
+    max_runs: int = 1
 
     def _key_len(self) -> int:
         return int((self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1])
+
+    def _row_len(self) -> int | None:
+        return None if self.kv_ids is None else int(self.q_ids.shape[-1])
 
     def _lower(self, low: Lowering) -> Rows:
         q_ids = low.per_batch("segments: q_ids", self.q_ids, "int64")
@@ -113,7 +116,7 @@ def _id_rows(
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     cu_seqlens_q: Array
-    cu_seqlens_k: Array | None
+    cu_seqlens_k: Array | None = None
 
     def _anchor(self) -> tuple[Any, ...] | None:
         return None if self.cu_seqlens_k is None else ("documents", self.cu_seqlens_q, self.cu_seqlens_k)
@@ -151,7 +154,7 @@ class Documents(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefix(Mask):
     lengths: int | Array
-    cu_seqlens: Array | None
+    cu_seqlens: Array | None = None
 
     def _lower(self, low: Lowering) -> Rows:
         if self.cu_seqlens is None:
@@ -178,7 +181,7 @@ class Prefix(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyPadding(Mask):
     lengths: int | Array
-    side: str
+    side: str = "right"
 
     def __repr__(self) -> str:
         return super().__repr__().replace("keypadding", "key_padding")

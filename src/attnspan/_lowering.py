@@ -53,9 +53,9 @@ class Lowering:
         for known, rows in self.lowered:
             if known is mask:
                 return rows
-        rows: Rows = mask._lower(self)
-        self.lowered.append((mask, rows))
-        return rows
+        lowered: Rows = mask._lower(self)
+        self.lowered.append((mask, lowered))
+        return lowered
 
     def per_batch(self, what: str, x: Array, dtype: str) -> Array:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""

@@ -21,9 +21,7 @@ def begin(
     if not arrays.tracing():
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if size < 0 or size > INT32_MAX:
-                raise OptionError(
-                    name, expected=f"0 to {INT32_MAX}", got=str(size), remedy="Indices are int32"
-                )
+                raise OptionError(name, expected=f"0 to {INT32_MAX}", got=str(size), remedy="Use fewer")
     if k_index is not None:
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         if k_index.shape[0] != k_len:

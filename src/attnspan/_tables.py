@@ -36,6 +36,9 @@ class SpansLargerThanMask(UserWarning):
 class Explicit(Mask):
     bounds: Array
 
+    def _row_len(self) -> int:
+        return int(self.bounds.shape[2])
+
     def _lower(self, low: Lowering) -> Rows:
         low.check_rows("spans: bounds", self.bounds.shape[2])
         low.check_axis("spans: bounds", "batch", self.bounds.shape[0], low.batch)
@@ -59,6 +62,9 @@ class Dense(Mask):
 
     def _key_len(self) -> int:
         return int(self.visible.shape[-1])
+
+    def _row_len(self) -> int:
+        return int(self.visible.shape[-2])
 
     def _lower(self, low: Lowering) -> Rows:
         _require_values(low, "from_dense", self.visible)

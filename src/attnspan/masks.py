@@ -373,7 +373,7 @@ def parse(text: str) -> Mask:
 
     Example:
         >>> parse("causal & (window(128) | global_keys(4))")
-        causal() & (window(128, 0) | global_keys(4))
+        causal() & (window(128) | global_keys(4))
     """
     return parse_with(text, _BY_NAME)
 

@@ -19,8 +19,8 @@ Float = np.ndarray[Any, np.dtype[np.float64]]
 def forward(q: Any, k: Any, v: Any, bounds: Any, scale: float) -> tuple[Float, Float]:
     """Softmax attention over the visible keys of each row.
 
-    With s_j = scale * q_i . k_j: lse_i = log sum_j exp(s_j) and out_i = sum_j exp(s_j - lse_i) v_j (Vaswani et al.
-    2017, equation 1, restricted to visible keys).
+    With s_j = scale * q_i . k_j: lse_i = log sum_j exp(s_j) and out_i = sum_j exp(s_j - lse_i) v_j (Vaswani
+    et al. 2017, equation 1, restricted to visible keys).
 
     Args:
         q: (B, Hq, Sq, D), anything `np.asarray` takes.
@@ -56,9 +56,9 @@ def backward(
 ) -> tuple[Float, Float, Float]:
     """Gradients of sum(out * dout) + sum(lse * dlse).
 
-    With p the row's probabilities and dp_j = dout_i . v_j: ds_j = p_j (dp_j - sum_l p_l dp_l + dlse_i), dq_i = scale *
-    sum_j ds_j k_j, dk_j = scale * sum_i ds_j q_i, dv_j = sum_i p_j dout_i (Dao et al. 2022, appendix B.2, with the term
-    of dlse, since d lse / d s_j = p_j).
+    With p the row's probabilities and dp_j = dout_i . v_j: ds_j = p_j (dp_j - sum_l p_l dp_l + dlse_i), dq_i
+    = scale * sum_j ds_j k_j, dk_j = scale * sum_i ds_j q_i, dv_j = sum_i p_j dout_i (Dao et al. 2022,
+    appendix B.2, with the term of dlse, since d lse / d s_j = p_j).
 
     Args:
         dout: (B, Hq, Sq, Dv).

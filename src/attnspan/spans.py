@@ -11,6 +11,11 @@ from ._intervals import sweep
 from .arrays import Array, Arrays, arrays_for, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError
 
+_PROMISES = (
+    "(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form more than "
+    "max_runs runs, or a length or index beyond the keys. Raise max_runs or mend the data"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Spans:
@@ -151,10 +156,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             f"spans of batch {b}, head {h}, row {i}",
             expected=f"ascending, disjoint spans in [0, {self.k_len}]",
             got=", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else ""),
-            remedy="(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form "
-            "more than max_runs runs, or a length or index beyond the keys. Raise max_runs or mend them"
-            if marker
-            else "Clip and sort the bounds",
+            remedy=_PROMISES if marker else "Clip and sort the bounds",
         )
 
     def dense(self) -> Array:
@@ -200,23 +202,25 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         cost = self._arrays.to_numpy(self.cost())
         return float(cost.sum()) / max(cost.size * self.k_len, 1)
 
-    def block_states(self, q_block: int, k_block: int) -> Array:
-        """What a tile of the mask holds: 0 nothing, 1 some, 2 all of its pairs. Exact.
+    def block_pairs(self, q_block: int, k_block: int) -> Array:
+        """Visible pairs of each tile of the mask.
 
-        The visible pairs of all tiles follow from each span's two ends: O(q_len * R + tiles), never O(q_len *
-        k_len).
+        They follow from each span's two ends: O(q_len * R + tiles), never O(q_len * k_len).
 
         Args:
             q_block: rows of a tile, at least 1; the last tile may be smaller.
             k_block: keys of a tile, at least 1.
 
         Returns:
-            int32 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+            int64 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+
+        Raises:
+            OptionError: for a block size below 1.
 
         Example:
             >>> from attnspan import causal
-            >>> causal().spans(4, 4).block_states(2, 2)[0, 0].tolist()
-            [[1, 0], [2, 1]]
+            >>> causal().spans(4, 4).block_pairs(2, 2)[0, 0].tolist()
+            [[3, 0], [4, 3]]
         """
         for name, value in (("q_block", q_block), ("k_block", k_block)):
             if value < 1:
@@ -239,7 +243,25 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         ends = arrays.scatter_add(tiles, at, signs).reshape(shape)
         rest = arrays.scatter_add(tiles, at, remainders).reshape(shape)[..., :nk]
         later = arrays.sum(ends)[..., None] - arrays.cumsum(ends)[..., :nk]
-        pairs = later * k_block + rest
+        return later * k_block + rest
+
+    def block_states(self, q_block: int, k_block: int) -> Array:
+        """What each tile of the mask holds: 0 nothing, 1 some, 2 all of its pairs. Exact.
+
+        Args:
+            q_block, k_block: tile sizes, as for `block_pairs`.
+
+        Returns:
+            int32 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().spans(4, 4).block_states(2, 2)[0, 0].tolist()
+            [[1, 0], [2, 1]]
+        """
+        arrays, q_len = self._arrays, self.bounds.shape[2]
+        pairs = self.block_pairs(q_block, k_block)
+        nq, nk = pairs.shape[2:]
         rows = arrays.minimum(q_len - arrays.arange(nq) * q_block, q_block)
         keys = arrays.minimum(self.k_len - arrays.arange(nk) * k_block, k_block)
         whole = arrays.cast(rows[:, None], "int64") * keys
@@ -249,7 +271,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         """For each block of queries the range of key blocks it touches, or the transpose.
 
         Args:
-            q_block, k_block: tile sizes, as for `block_states`.
+            q_block, k_block: tile sizes, as for `block_pairs`.
             transpose: for each block of keys, the range of query blocks that touch it (the backward pass of
                 dk, dv).
 
