@@ -215,7 +215,8 @@ def _show_command() -> Callable[..., None]:
             return
         from attnspan.picture import svg as draw
 
-        svg.write_text(draw(mask, q_len, q_len if k_len is None else k_len))
+        lowered = mask.spans(q_len, q_len if k_len is None else k_len)
+        svg.write_text(draw(lowered, title=repr(mask)))
         print(svg)
 
     return show

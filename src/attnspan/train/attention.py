@@ -5,16 +5,18 @@ Shapes: B rows, S tokens of a row, H query heads, G key/value heads, D head dime
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy
 
 from attnspan import Prepared, causal, segments
-from attnspan.torch import attention
+from attnspan.torch import attention, checkpoint_policy
 from attnspan.train.packing import PADDING
 
-__all__ = ["StepMask", "attend", "prepare_mask"]
+__all__ = ["StepMask", "attend", "keep_attention", "prepare_mask"]
 
 
 class StepMask(NamedTuple):
@@ -25,7 +27,6 @@ class StepMask(NamedTuple):
         pairs: Visible (query, key) pairs of the batch, for one head.
 
     Example:
-        >>> import torch
         >>> prepare_mask(torch.tensor([[0, 0, 1]], dtype=torch.int32), "attnspan").pairs
         4
     """
@@ -42,7 +43,6 @@ def prepare_mask(ids: Tensor, kind: str) -> StepMask:
         kind: "attnspan" or "sdpa".
 
     Example:
-        >>> import torch
         >>> prepare_mask(torch.tensor([[0, 0, 1]], dtype=torch.int32), "sdpa").mask.int().tolist()
         [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     """
@@ -65,7 +65,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Prepared | Tensor) -> Tensor:
         (B, S, H, D).
 
     Example:
-        >>> import torch
         >>> ids = torch.tensor([[0, 1]], dtype=torch.int32)
         >>> q, k, v = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
         >>> out = attend(q, k, v, prepare_mask(ids, "sdpa").mask)
@@ -78,3 +77,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Prepared | Tensor) -> Tensor:
         )
         return out.transpose(1, 2)
     return attention(q, k, v, mask=mask, layout="bshd")
+
+
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy of selective checkpointing: attnspan's, which keeps results of attention, and the same for SDPA.
+
+    Args:
+        ctx: Torch's context of the policy.
+        op: The operator about to run.
+        *args: Its arguments.
+        **kwargs: Its keywords.
+
+    Example:
+        >>> keep_attention(None, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default).name
+        'MUST_SAVE'
+    """
+    if op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return CheckpointPolicy.MUST_SAVE
+    return checkpoint_policy(ctx, op, *args, **kwargs)

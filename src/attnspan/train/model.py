@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import Prepared
-from attnspan.torch import checkpoint_policy
-from attnspan.train.attention import attend
+from attnspan.train.attention import attend, keep_attention
 from attnspan.train.config import TrainConfig
 
 __all__ = ["Decoder", "StepFlops", "matmul_parameters", "step_flops"]
@@ -117,7 +116,7 @@ class FeedForward(nn.Module):
         return out
 
 
-_keep_attention = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+_keep_attention = partial(create_selective_checkpoint_contexts, keep_attention)
 
 
 class Block(nn.Module):
@@ -148,8 +147,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
         if self.ac == "none":
             return self.layer(x, rotary, mask)
-        context_fn = _keep_attention if self.ac == "selective" else noop_context_fn
-        out: Tensor = checkpoint(self.layer, x, rotary, mask, use_reentrant=False, context_fn=context_fn)
+        keep: dict[str, Any] = {"context_fn": _keep_attention} if self.ac == "selective" else {}
+        out: Tensor = checkpoint(self.layer, x, rotary, mask, use_reentrant=False, **keep)
         return out
 
 

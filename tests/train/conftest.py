@@ -1,0 +1,47 @@
+"""A model and a data set small enough to train within a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnspan.train.config import TrainConfig
+
+TINY: dict[str, Any] = {
+    "dim": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "hidden": 48,
+    "seq_len": 48,
+    "batch_size": 2,
+    "steps": 12,
+    "warmup": 2,
+    "eval_bytes": 256,
+    "dtype": "float32",
+    "compile": False,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty documents of very uneven length."""
+    folder = tmp_path_factory.mktemp("documents")
+    rng = np.random.default_rng(0)
+    for index, length in enumerate(np.geomspace(1, 400, 40).astype(int)):
+        (folder / f"{index:02}.md").write_bytes(bytes(rng.integers(97, 123, length).tolist()))
+    return folder
+
+
+@pytest.fixture
+def tiny(text_folder: Path) -> Callable[..., TrainConfig]:
+    def build(**changes: Any) -> TrainConfig:
+        return TrainConfig(**(TINY | {"data": str(text_folder)} | changes))
+
+    return build
