@@ -73,7 +73,7 @@ def test_gradients_equal_finite_differences(seed):
         ahead[which] = inputs[which] + step * direction
         behind[which] = inputs[which] - step * direction
         slope = (loss(*ahead) - loss(*behind)) / (2 * step)
-        # A central difference is exact to O(step**2) of a curvature of order one, and to eps / step of rounding.
+        # Exact to O(step**2) times third derivatives of order one, and to eps / step of rounding.
         assert abs(slope - (grad * direction).sum()) < 100 * step**2 * np.linalg.norm(direction) ** 2
 
 

@@ -47,7 +47,7 @@ def _key_len(leaves: list[Any], k_len: int, sharded: bool) -> int | None:
                 repr(leaf),
                 expected=f"arrays that describe {known} keys",
                 got=str(length),
-                remedy="Key-side arrays describe the global sequence; pass k_index if only some keys are here",
+                remedy="They describe the whole, global sequence; pass k_index if only some keys are here",
             )
         known = length
     return known

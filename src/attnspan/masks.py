@@ -159,7 +159,8 @@ def prefix(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
         lengths: int or integer (B,), keys of each batch row; with `cu_seqlens`, int or (n,) or (B, n), of
             each document. More than there are keys means all of them.
         cu_seqlens: integer (n + 1,) or (B, n + 1), as for `documents`: a query sees the first keys of its
-            document.
+            document. Pass the very array that `documents` gets: then `(causal() | prefix(n, cu)) &
+            documents(cu)` has R = 1, else 2.
 
     Raises:
         DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank, or negative.

@@ -145,9 +145,10 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
     shapes = _exact_shapes(plane) if scale == 1 else _shaded_shapes(plane, scale)
     if scale == 1 and cell >= 5:
         shapes.append(_grid(rows, columns))
-    left, top = 46, 44
+    left, top = 70, 44
     wide, tall = columns * cell, rows * cell
-    total = max(left + wide + 16, 300)
+    # Wide enough for the caption, and for a title in letters of about 8 pixels.
+    total = max(left + wide + 16, left + 8 * len(title) + 8, 300)
     full = top + tall + 34
     ink = 'fill="currentColor" font-family="system-ui, sans-serif" font-size="11"'
     heading = f'font-size="13" font-weight="600">{html.escape(title)}</text>'
@@ -157,7 +158,8 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
         f'width="{total:.0f}" height="{full:.0f}"><g {ink}><text x="{left}" y="16" {heading}{labels}'
         f'<text x="{left}" y="{full - 12:.0f}" opacity="0.75">{_caption(spans, plane)}</text></g>'
         f'<g transform="translate({left} {top}) scale({cell:.6g})" shape-rendering="crispEdges">'
-        f'<rect width="{columns}" height="{rows}" fill="#8a94a6" fill-opacity="0.16"/>{"".join(shapes)}</g></svg>'
+        f'<rect width="{columns}" height="{rows}" fill="#8a94a6" fill-opacity="0.16"/>'
+        f"{''.join(shapes)}</g></svg>"
     )
 
 
@@ -191,7 +193,8 @@ def _plane(spans: Spans, at: tuple[int, int]) -> Spans:
 
 
 def _caption(spans: Spans, plane: Spans) -> str:
-    return f"{plane.q_len} queries x {plane.k_len} keys, R = {spans.runs}, {100 * plane.coverage():.1f} % visible"
+    visible = f"{100 * plane.coverage():.1f} % visible"
+    return f"{plane.q_len} queries x {plane.k_len} keys, R = {spans.runs}, {visible}"
 
 
 def _coverage(plane: Spans, q_block: int, k_block: int) -> np.ndarray[Any, Any]:
@@ -267,4 +270,5 @@ def _labels(plane: Spans, scale: int, cell: float, left: int, top: int) -> str:
         f'<text x="{left - 6}" y="{top + at(i) + 4:.1f}" text-anchor="end">{i}</text>'
         for i in ticks(plane.q_len)
     )
-    return keys + rows
+    corner = f'<text x="{left - 6}" y="{top - 6}" text-anchor="end" opacity="0.75">query \\ key</text>'
+    return corner + keys + rows
