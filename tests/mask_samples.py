@@ -1,5 +1,6 @@
 """One sample or more of each mask whose rows are known by global index, with its definition pair by pair."""
 
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ def _same(ids: np.ndarray, i: int, j: int) -> bool:
 
 @dataclass(frozen=True)
 class Sample:
-    """`build(*arrays)` is the mask; `sees(b, i, j)` says whether index i sees key j in batch row b; `runs` is R."""
+    """`build(*arrays)` is the mask; `sees(b, i, j)`: index i of batch row b sees key j; `runs` is R."""
 
     name: str
     arrays: tuple[np.ndarray, ...]

@@ -1,5 +1,6 @@
 """Each mask against its definition, pair by pair, in every way it can be lowered."""
 
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 import numpy as np
 import pytest
 import torch

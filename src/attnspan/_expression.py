@@ -151,12 +151,14 @@ class Mask:
     def _leaves(self) -> Iterator[Mask]:
         yield self
 
-    def _key_len(self) -> int | None:
-        """Length of the global key sequence, where an array of the mask says it."""
+    # Sizes may be symbolic while a compiler reads this code; int() would fix them to one value.
+
+    def _key_len(self) -> Any:
+        """Length of the global key sequence, where an array of the mask says it, else None."""
         return None
 
-    def _row_len(self) -> int | None:
-        """Number of query rows, where an array of the mask has one entry for each."""
+    def _row_len(self) -> Any:
+        """Number of query rows, where an array of the mask has one entry for each, else None."""
         return None
 
     def _anchor(self) -> tuple[Any, ...] | None:
@@ -304,10 +306,10 @@ class Prepared(Mask):
         _check_fit(self.lowered, q_len, k_len, batch, heads)
         return self.lowered
 
-    def _key_len(self) -> int | None:
+    def _key_len(self) -> Any:
         return self.lowered.k_len
 
-    def _row_len(self) -> int | None:
+    def _row_len(self) -> Any:
         return self.lowered.q_len
 
     def _example(self) -> object:

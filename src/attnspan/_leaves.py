@@ -49,11 +49,11 @@ class Segments(Mask):
     padding_id: int | None = None
     max_runs: int = 1
 
-    def _key_len(self) -> int:
-        return int((self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1])
+    def _key_len(self) -> Any:
+        return (self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1]
 
-    def _row_len(self) -> int | None:
-        return None if self.kv_ids is None else int(self.q_ids.shape[-1])
+    def _row_len(self) -> Any:
+        return None if self.kv_ids is None else self.q_ids.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
         q_ids = low.per_batch("segments: q_ids", self.q_ids, "int64")
@@ -75,8 +75,8 @@ class Segments(Mask):
 class Groups(Mask):
     ids: Array
 
-    def _key_len(self) -> int:
-        return int(self.ids.shape[-1])
+    def _key_len(self) -> Any:
+        return self.ids.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
         ids = low.per_batch("groups: ids", self.ids, "int64")

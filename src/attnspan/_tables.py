@@ -36,8 +36,8 @@ class SpansLargerThanMask(UserWarning):
 class Explicit(Mask):
     bounds: Array
 
-    def _row_len(self) -> int:
-        return int(self.bounds.shape[2])
+    def _row_len(self) -> Any:
+        return self.bounds.shape[2]
 
     def _lower(self, low: Lowering) -> Rows:
         low.check_rows("spans: bounds", self.bounds.shape[2])
@@ -60,11 +60,11 @@ class Explicit(Mask):
 class Dense(Mask):
     visible: Array
 
-    def _key_len(self) -> int:
-        return int(self.visible.shape[-1])
+    def _key_len(self) -> Any:
+        return self.visible.shape[-1]
 
-    def _row_len(self) -> int:
-        return int(self.visible.shape[-2])
+    def _row_len(self) -> Any:
+        return self.visible.shape[-2]
 
     def _lower(self, low: Lowering) -> Rows:
         _require_values(low, "from_dense", self.visible)

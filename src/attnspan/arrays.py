@@ -312,7 +312,10 @@ class TorchArrays(Arrays):
         return self.torch.index_select(x, axis, index)
 
     def take_along(self, x: Array, index: Array) -> Array:
-        return self.torch.take_along_dim(x, index.to(self.torch.int64), dim=-1)
+        # Not take_along_dim: its broadcasting would fix dynamic sizes to the ones it sees.
+        lead = self.torch.broadcast_shapes(x.shape[:-1], index.shape[:-1])
+        index = index.to(self.torch.int64).expand(*lead, index.shape[-1])
+        return self.torch.gather(x.expand(*lead, x.shape[-1]), -1, index)
 
     def searchsorted(self, table: Array, values: Array, *, right: bool = False) -> Array:
         if table.ndim > 1:

@@ -64,12 +64,12 @@ class Spans:
     @property
     def q_len(self) -> int:
         """Number of query rows."""
-        return int(self.bounds.shape[2])
+        return self.bounds.shape[2]  # type: ignore[no-any-return]
 
     @property
     def runs(self) -> int:
         """Spans per row, R."""
-        return int(self.bounds.shape[3])
+        return self.bounds.shape[3]  # type: ignore[no-any-return]
 
     @property
     def _arrays(self) -> Arrays:
