@@ -1,7 +1,7 @@
 """One error style for every front end: what was expected, what came, how to mend it."""
 
 
-class _Explained:
+class _Explained(Exception):
     """Builds the message, so that no error can leave out one of its three parts."""
 
     def __init__(self, what: str, *, expected: str, got: str, remedy: str) -> None:

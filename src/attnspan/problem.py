@@ -1,8 +1,8 @@
 """One attention call as numbers, and the one validation that every front end uses.
 
-Nothing here knows a framework: an array is whatever has ``shape`` and ``dtype`` (and ``device``, unless it is NumPy's).
-A comparison of two sizes becomes a guard when a compiler traces it, so sizes are compared only where they must be equal
-and are never converted.
+Nothing here knows a framework: an array is whatever has ``shape`` and ``dtype`` (and ``device``, unless it is
+NumPy's). A comparison of two sizes becomes a guard when a compiler traces it, so sizes are compared only
+where they must be equal and are never converted.
 """
 
 import math
@@ -64,10 +64,11 @@ class Problem:
         return self.q_heads // self.kv_heads
 
     def flops(self, pairs: int) -> int:
-        """Floating-point operations of the forward pass over ``pairs`` visible (query, key) pairs.
+        """Floating-point operations of the forward pass over ``pairs`` visible pairs.
 
-        Two products, each one multiplication and one addition per element (FlashAttention-2, arXiv:2307.08691,
-        section 4.1, with the two head dims apart); the backward pass has five and costs 2.5 times as much.
+        Two products, each one multiplication and one addition per element (FlashAttention-2,
+        arXiv:2307.08691, section 4.1, with the two head dims apart); the backward pass has five and costs 2.5
+        times as much.
 
         Args:
             pairs: Visible pairs over all batch rows and query heads.
@@ -100,14 +101,14 @@ def check_layout(layout: str, q: Any, k: Any, v: Any) -> None:
         >>> q = np.zeros((1, 1, 1, 1))
         >>> check_layout("sdpa", q, q, q)
         Traceback (most recent call last):
-        attnspan.errors.OptionError: layout: expected one of bhsd, bshd, thd, got 'sdpa'. Name the order of q's dims.
+        attnspan.errors.OptionError: layout: expected one of bhsd, bshd, thd, got 'sdpa'. Name the order.
     """
     if layout not in LAYOUTS:
         raise OptionError(
             "layout",
             expected=f"one of {', '.join(LAYOUTS)}",
             got=repr(layout),
-            remedy="Name the order of q's dims",
+            remedy="Name the order",
         )
     dims = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -157,7 +158,7 @@ def check_scale(scale: Any) -> None:
         >>> check_scale(0.125)
         >>> check_scale(float("nan"))
         Traceback (most recent call last):
-        attnspan.errors.OptionError: scale: expected a finite number, got nan. Leave it out for 1/sqrt(head_dim).
+        attnspan.errors.OptionError: scale: expected a finite number, got nan. Leave it out for 1/sqrt(D).
     """
     if scale is None:
         return
@@ -170,7 +171,7 @@ def check_scale(scale: Any) -> None:
         )
     if not -math.inf < scale < math.inf:
         raise OptionError(
-            "scale", expected="a finite number", got=str(scale), remedy="Leave it out for 1/sqrt(head_dim)"
+            "scale", expected="a finite number", got=str(scale), remedy="Leave it out for 1/sqrt(D)"
         )
 
 
@@ -198,14 +199,18 @@ def describe(q: Any, k: Any, v: Any, bounds: Any) -> Problem:
         1
     """
     batch, q_heads, q_len, head_dim = q.shape
-    expected = f"(B|1, H|1, q_len, R, 2) with B={batch}, H={q_heads}, q_len={q_len}"
-    remedy = "Lower the mask for these q and k"
-    if len(bounds.shape) != 5 or bounds.shape[4] != 2 or bounds.shape[2] != q_len or bounds.shape[3] < 1:
-        raise ShapeError("bounds", expected=expected, got=f"shape {tuple(bounds.shape)}", remedy=remedy)
+    shape = bounds.shape
     # 1 first: a traced size that is known to be 1 then needs no guard against the batch.
-    for size, full in ((bounds.shape[0], batch), (bounds.shape[1], q_heads)):
-        if size != 1 and size != full:
-            raise ShapeError("bounds", expected=expected, got=f"shape {tuple(bounds.shape)}", remedy=remedy)
+    fits = len(shape) == 5 and all(
+        size == 1 or size == full for size, full in ((shape[0], batch), (shape[1], q_heads))
+    )
+    if not fits or shape[2] != q_len or shape[3] < 1 or shape[4] != 2:
+        raise ShapeError(
+            "bounds",
+            expected=f"(B|1, H|1, q_len, R, 2) with B={batch}, H={q_heads}, q_len={q_len}",
+            got=f"shape {tuple(shape)}",
+            remedy="Lower the mask for these q and k",
+        )
     if _dtype_name(bounds) != "int32":
         raise DtypeError(
             "bounds",
@@ -252,33 +257,29 @@ def _check_same_kind(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_sizes(q: Any, k: Any, v: Any) -> None:
-    got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    # Texts are made when an error is raised, not before: putting a traced size into one would make it a
+    # constant.
+    def misfit(what: str, expected: str, remedy: str) -> ShapeError:
+        got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as (B, H, S, D)"
+        return ShapeError(what, expected=expected, got=got, remedy=remedy)
+
     if q.shape[1] == 0 or k.shape[1] == 0:
-        raise ShapeError(
-            "heads", expected="at least one query and one key head", got=got, remedy="Check the heads dim"
-        )
+        raise misfit("heads", "at least one query and one key head", "Check the heads dim")
     if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ShapeError("head_dim", expected="at least one element", got=got, remedy="Check the last dim")
+        raise misfit("head_dim", "at least one element", "Check the last dim")
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
-        raise ShapeError(
-            "batch", expected="the same batch size", got=got, remedy="Expand or index the batch dim"
-        )
+        raise misfit("batch", "the same batch size", "Expand or index the batch dim")
     if k.shape[1] != v.shape[1]:
-        raise ShapeError(
-            "heads", expected="as many value as key heads", got=got, remedy="Check k and v, and the layout"
-        )
+        raise misfit("heads", "as many value as key heads", "Check k and v, and the layout")
     if k.shape[2] != v.shape[2]:
-        raise ShapeError(
-            "k_len", expected="as many values as keys", got=got, remedy="Check k and v, and the layout"
-        )
+        raise misfit("k_len", "as many values as keys", "Check k and v, and the layout")
     if q.shape[3] != k.shape[3]:
-        raise ShapeError("head_dim", expected="the same for q and k", got=got, remedy="Check the projections")
+        raise misfit("head_dim", "the same for q and k", "Check the projections")
     if q.shape[1] % k.shape[1] != 0:
-        raise ShapeError(
+        raise misfit(
             "heads",
-            expected="a number of query heads that key heads divide",
-            got=got,
-            remedy="Grouped-query attention needs q_heads % kv_heads == 0; check the layout",
+            "a multiple of the key heads as query heads",
+            "Grouped-query attention needs q_heads % kv_heads == 0; check the layout",
         )
 
 

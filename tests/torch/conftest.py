@@ -39,7 +39,7 @@ def _own_spans() -> Tensor:
     return bounds.to(torch.int32).view(1, 1, Q_LEN, 2, 2)
 
 
-#: Every kind of mask, for BATCH rows of Q_LEN == K_LEN tokens. A new one each time: masks change at every step.
+#: Every kind of mask, for BATCH rows of Q_LEN == K_LEN tokens; a new one at each call.
 MASKS: dict[str, Callable[[], attnspan.Mask]] = {
     "full": attnspan.full,
     "causal": attnspan.causal,

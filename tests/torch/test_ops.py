@@ -117,6 +117,7 @@ def test_second_derivatives_raise_by_name() -> None:
         dq.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func's own
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_forward_mode_raises_by_name(differentiable: bool) -> None:
     sample = make_sample()

@@ -1,7 +1,7 @@
 """Backends, one file each, and the explicit choice between them.
 
-A backend is a module with ``supports(problem) -> None | reason`` and its forward and backward. Backends never import each
-other; a front end lists the ones it can drive, fastest first, and `choose` picks from that list.
+A backend is a module with ``supports(problem) -> None | reason`` and its forward and backward. Backends never
+import each other; a front end lists the ones it can drive, fastest first, and `choose` picks from that list.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def choose(problem: Problem, backends: Mapping[str, Backend], requested: str | N
             got=repr(requested),
             remedy="Leave it out to take the fastest that can run the call",
         )
-    refusals = {}
+    refusals: dict[str, str] = {}
     for name in backends if requested is None else (requested,):
         reason = backends[name].supports(problem)
         if reason is None:

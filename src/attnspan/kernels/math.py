@@ -1,10 +1,11 @@
 """Attention as plain framework code: every score is stored, every derivative exists.
 
-Memory is O(q_len * k_len), so this is the backend for derivatives of higher order, forward mode, float64 and devices
-without a kernel. Products skip masked pairs in the sense that matters: a NaN or inf of a key, a query or an incoming
-gradient reaches only what may see it, where a plain matmul would give 0 * NaN = NaN.
+Memory is O(q_len * k_len), so this is the backend for derivatives of higher order, forward mode, float64 and
+devices without a kernel. Products skip masked pairs in the sense that matters: a NaN or inf of a key, a query
+or an incoming gradient reaches only what may see it, where a plain matmul would give 0 * NaN = NaN.
 
-Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim, r spans.
+Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim, r
+spans.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
+from ..spans import Spans
 
 
 def supports(problem: Problem) -> str | None:
@@ -33,13 +35,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) ->
         q: Shape (B, Hq, Sq, D), floating.
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
-        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span gives NaN.
+        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span raises where its
+            values can be read (CPU, eager) and gives NaN elsewhere.
         scale: Factor of the scores.
 
     Returns:
-        ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural logarithm of the
-        row's sum of exponentials, of shape (B, Hq, Sq), float64 for float64 inputs and else float32. A row that sees
-        nothing has out 0 and lse -inf.
+        ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural
+        logarithm of the row's sum of exponentials, of shape (B, Hq, Sq), float64 for float64 inputs and else
+        float32. A row that sees nothing has out 0 and lse -inf.
+
+    Raises:
+        OptionError: Illegal spans, naming the row.
 
     Example:
         >>> x = torch.randn(1, 2, 3, 8)
@@ -48,6 +54,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) ->
         >>> torch.allclose(out[:, :, 0], x[:, :, 0])
         True
     """
+    # Where values can be read at no cost, the row is named; elsewhere it becomes NaN.
+    if bounds.device.type == "cpu" and not torch.compiler.is_compiling():
+        Spans(bounds, k.shape[2]).validate()
     with torch.autocast(q.device.type, enabled=False):
         return _forward(q, k, v, bounds, scale)
 
@@ -95,7 +104,8 @@ def _visible(bounds: Tensor, q_heads: int, kv_heads: int, k_len: int) -> tuple[T
         end = torch.where(filled, hi[..., r], end)
     group = q_heads // kv_heads
     batch, heads, q_len = illegal.shape
-    # Query heads of one group are folded into rows: products are then plain 4-d ones, without a broadcast to sum over.
+    # Query heads of one group are folded into rows: products are then plain 4-d ones, without a broadcast to
+    # sum over.
     grouped = (batch, kv_heads, group, q_len) if heads != 1 else (batch, 1, group, q_len)
     spread = (heads // grouped[1], q_len) if heads != 1 else (1, q_len)
     visible = visible.view(batch, grouped[1], *spread, k_len).expand(*grouped, k_len)
@@ -115,6 +125,7 @@ class _PairProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        del output
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
@@ -140,6 +151,7 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        del output
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 

@@ -1,5 +1,6 @@
 """attnspan for PyTorch."""
 
+from . import _pytrees as _pytrees  # registers the masks
 from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
 from ._checkpoint import SAVE_OPS as SAVE_OPS

@@ -96,8 +96,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
-    Arguments may have any strides with a unit last stride; no copy is made of them. Under autocast q, k and v are cast
-    to autocast's dtype, as torch's own attention does (float64 is left alone).
+    Arguments may have any strides with a unit last stride; no copy is made of them. Under autocast q, k and v
+    are cast to autocast's dtype, as torch's own attention does (float64 is left alone).
 
     Args:
         q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
@@ -110,16 +110,17 @@ def attention(
         sinks: Of a later release.
         dropout_p: Of a later release.
         dropout_seed: Of a later release.
-        q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the keys.
+        q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the
+            keys.
         k_index: Shape (Sk,) or (B, Sk), ascending integers: global indices of the keys.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
         backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
 
     Returns:
-        The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)); with ``return_lse`` also ``lse``, float32
-        (float64 for float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A row that may see nothing has
-        output 0 and lse -inf.
+        The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)); with ``return_lse`` also
+        ``lse``, float32 (float64 for float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A row
+        that may see nothing has output 0 and lse -inf.
 
     Raises:
         ValueError: Shapes, devices, options or bounds do not fit; no backend can run the call.
@@ -159,7 +160,7 @@ def lower_call(
     k_index: Tensor | None,
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Problem]:
-    """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), bounds, and the problem."""
+    """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), and bounds."""
     check_layout(layout, q, k, v)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
@@ -172,7 +173,8 @@ def warn_if_slow(choice: Choice) -> None:
     if choice.name == "math":
         for name, reason in choice.refusals.items():
             _warn_once(
-                f"attention runs as plain framework code, which stores every score: backend {name!r} refused ({reason})"
+                "attention runs as plain framework code, which stores every score: "
+                f"backend {name!r} refused ({reason})"
             )
 
 
@@ -191,8 +193,8 @@ def _refuse_later_options(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name}: expected None, as this release has no {name}; got {value!r}. Leave it out, or wait for the "
-                "release that has it: an option is never accepted and ignored."
+                f"{name}: expected None, as this release has no {name}; got {value!r}. Leave it out, or wait "
+                "for the release that has it: an option is never accepted and ignored."
             )
 
 
@@ -236,10 +238,11 @@ def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index:
             "mask",
             expected="a mask expression, a Prepared or a Spans",
             got=type(mask).__name__,
-            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in from_predicate(...)",
+            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in "
+            "from_predicate(...)",
         )
-    # A compiler would take the plain number for a constant and recompile at each length; kernels reject bounds beyond
-    # the keys in any case.
+    # A compiler would take the plain number for a constant and recompile at each length; kernels reject
+    # bounds beyond the keys in any case.
     if not torch.compiler.is_compiling() and spans.k_len != k_len:
         raise OptionError(
             "mask",

@@ -14,8 +14,8 @@ SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op,)
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the results of attention, recompute everything else.
 
-    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the forward kernel then runs once per step
-    instead of twice.
+    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the forward kernel then runs once per
+    step instead of twice.
 
     Args:
         ctx: Torch's context of the policy, unused.

@@ -100,7 +100,7 @@ def explain(
     return Explanation(
         backend=chosen,
         refusals={
-            name: _refusal(name, other, problem, chosen) for name, other in BACKENDS.items() if name != chosen
+            name: _refusal(other, problem, chosen) for name, other in BACKENDS.items() if name != chosen
         },
         problem=problem,
         pairs=pairs,
@@ -111,6 +111,6 @@ def explain(
     )
 
 
-def _refusal(name: str, backend: Any, problem: Problem, chosen: str) -> str:
+def _refusal(backend: Any, problem: Problem, chosen: str) -> str:
     reason = backend.supports(problem)
     return f"slower than {chosen}" if reason is None else str(reason)

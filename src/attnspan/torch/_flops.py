@@ -84,7 +84,8 @@ def backward_flops(
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 8)
-        >>> backward_flops(x, None, x, x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
+        >>> bounds = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2)
+        >>> backward_flops(x, None, x, x, x, bounds)
         240
     """
     del dout, dlse, args, kwargs

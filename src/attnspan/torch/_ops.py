@@ -1,8 +1,8 @@
-"""The two operators ``attnspan::forward`` and ``attnspan::backward``, as everything that traces torch sees them.
+"""The operators ``attnspan::forward`` and ``attnspan::backward``, as all that traces torch sees them.
 
-Schemas, CPU kernels, fake kernels, autograd. Tensors are in (B, H, S, D) order with a unit last stride; results are
-stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a fake kernel does no stride arithmetic and
-no guard ever depends on a stride. docs/design.md has the contract.
+Schemas, CPU kernels, fake kernels, autograd. Tensors are in (B, H, S, D) order with a unit last stride;
+results are stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a fake kernel does
+no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
 """
 
 from collections.abc import Callable
@@ -10,22 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
+    enable_single_level_autograd_function,
+)
 from torch.autograd import forward_ad
 
 from ..kernels import cpu
 
 # The plain Library instead of the custom_op decorator: the decorator adds Python wrappers to every call.
-_library = torch.library.Library("attnspan", "DEF")
+_library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
 # Strides in the order of eager mode are what a unit last stride needs; exact ones would add copies.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_library.define(
+_library.define(  # type: ignore[no-untyped-call]
     "forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
-_library.define(
-    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out, Tensor lse, float scale)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+_library.define(  # type: ignore[no-untyped-call]
+    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out, Tensor lse,"
+    " float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
 
@@ -35,7 +37,7 @@ def _stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
     return like.new_empty((like.shape[0], length, heads, dim)).transpose(1, 2)
 
 
-def _new_outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = q.shape
     return _stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
@@ -47,11 +49,11 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _readable(x: Tensor) -> Tensor:
     """The tensor itself where its last stride is 1, else the one explicit copy that the kernel needs."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = _new_outputs(q, k, v)
+    out, lse = _new_outputs(q, v)
     q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
     cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=torch.get_num_threads())
     return out, lse
@@ -69,6 +71,8 @@ def _backward_cpu(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = _new_gradients(q, k, v)
+    if lse.numel() == 0:  # No query, so no key has a gradient; the kernel has nothing to walk over.
+        return dq, dk.zero_(), dv.zero_()
     dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
@@ -79,7 +83,8 @@ def _backward_cpu(
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _new_outputs(q, k, v)
+    del k, bounds, scale
+    return _new_outputs(q, v)
 
 
 def _backward_fake(
@@ -93,11 +98,12 @@ def _backward_fake(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    del dout, dlse, bounds, out, lse, scale
     return _new_gradients(q, k, v)
 
 
-_library.impl("forward", _forward_cpu, "CPU")
-_library.impl("backward", _backward_cpu, "CPU")
+_library.impl("forward", _forward_cpu, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("backward", _backward_cpu, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("attnspan::forward", _forward_fake, lib=_library)
 torch.library.register_fake("attnspan::backward", _backward_fake, lib=_library)
 
@@ -134,20 +140,23 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        del ctx
         return _below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
+        del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::forward: expected at most first derivatives, which the kernel has; got a "
-            'derivative of attnspan::backward. Call attention(..., backend="math") for higher derivatives.'
+            "second derivatives of attnspan::forward: expected first ones, which the kernel has; got a "
+            'derivative of attnspan::backward. Call attention(..., backend="math") for higher ones.'
         )
 
 
 def _below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
     below = keyset & torch._C._after_autograd_keyset
     if torch._C._are_functorch_transforms_active():
-        # A Function's forward runs with derivatives off, which the outer levels of torch.func must not inherit.
+        # A Function's forward runs with derivatives off, which the outer levels of torch.func must not
+        # inherit.
         with (
             torch.enable_grad(),
             forward_ad._set_fwd_grad_enabled(True),
@@ -163,17 +172,17 @@ def _autograd_kernel(
 ) -> Callable[..., Any]:
     """The operator's kernel at the autograd key.
 
-    Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the tangents of
-    dual tensors, so that forward mode gives zeros; and torch.func cannot differentiate it.
+    Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the
+    tangents of dual tensors, so that forward mode gives zeros; and torch.func cannot differentiate it.
     """
     # The base class's apply: that of Function would hand the call to torch.func once more.
-    record = super(torch.autograd.Function, function).apply
+    record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
             raise NotImplementedError(
-                f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual tensor. "
-                'Call attention(..., backend="math") for forward mode.'
+                f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual "
+                'tensor. Call attention(..., backend="math") for forward mode.'
             )
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return _below_autograd(op, keyset, inputs)
@@ -187,8 +196,8 @@ def _autograd_kernel(
 
 
 def _has_tangent(x: Any) -> bool:
-    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-_library.impl("forward", _autograd_kernel(forward_op, _Forward), "Autograd", with_keyset=True)
-_library.impl("backward", _autograd_kernel(backward_op, _Backward), "Autograd", with_keyset=True)
+for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
+    _library.impl(_op, _autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ def scaled_dot_product_attention(
         query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims.
         key: Shape (..., H, S, E).
         value: Shape (..., H, S, Ev).
-        attn_mask: A boolean tensor that broadcasts to (..., Hq, L, S), True where a query may see a key, or a mask.
+        attn_mask: A boolean tensor that broadcasts to (..., Hq, L, S), True where a query may see a key, or a
+            mask.
         dropout_p: Of a later release.
         is_causal: Query i sees keys 0..i, also where L != S; excludes ``attn_mask``.
         scale: Factor of the scores; 1/sqrt(E) by default.
@@ -39,9 +40,10 @@ def scaled_dot_product_attention(
         NotImplementedError: ``attn_mask`` is floating (an additive bias) or ``dropout_p`` is not 0.
 
     Example:
-        >>> q, k = torch.randn(1, 2, 3, 8, dtype=torch.float32), torch.randn(1, 2, 5, 8)
+        >>> q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
         >>> ours = scaled_dot_product_attention(q, k, k, is_causal=True)
-        >>> torch.allclose(ours, torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True), atol=1e-5)
+        >>> theirs = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+        >>> torch.allclose(ours, theirs, atol=1e-5)
         True
     """
     _check(query, key, value, enable_gqa)
@@ -91,8 +93,8 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, dims: int) -> AnyMa
         return attn_mask
     if attn_mask.is_floating_point():
         raise NotImplementedError(
-            f"attn_mask: expected a boolean tensor or a mask, got {attn_mask.dtype}, an additive bias. Pass mask > -inf if "
-            "it only hides keys; other biases come in a later release."
+            f"attn_mask: expected a boolean tensor or a mask, got {attn_mask.dtype}, an additive bias. Pass "
+            "mask > -inf if it only hides keys; other biases come in a later release."
         )
     if attn_mask.dtype != torch.bool:
         raise DtypeError(

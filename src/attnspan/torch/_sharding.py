@@ -1,7 +1,7 @@
 """DTensor: how the operators may be sharded over a mesh axis.
 
-Batch and heads shard freely; a bounds dim of size 1 is shared by all and stays replicated. The sequence does not: each rank
-would see a part of the keys and be wrong without any error, so it is refused by name.
+Batch and heads shard freely; a bounds dim of size 1 is shared by all and stays replicated. The sequence does
+not: each rank would see a part of the keys and be wrong without any error, so it is refused by name.
 """
 
 import sys
@@ -17,7 +17,7 @@ _registered = False
 
 
 def like(bounds: Tensor, q: Tensor) -> Tensor:
-    """Give the bounds q's mesh if q is a DTensor: every rank lowered the same mask, so they are replicated."""
+    """Give the bounds q's mesh if q is a DTensor; every rank lowered the same mask."""
     if type(q) is Tensor or type(q) is torch.nn.Parameter or "torch.distributed.tensor" not in sys.modules:
         return bounds
     from torch.distributed.tensor import DTensor, Replicate
@@ -46,34 +46,34 @@ def register() -> None:
 def _forward_strategies(
     q: Any, k: Any, v: Any, bounds: Any, scale: float
 ) -> list[tuple[list[Any], list[Any]]]:
+    del scale
     _refuse_sharded_sequence(q=q, k=k, v=v)
     return [
         ([place, place], [place, place, place, bounds_place, None])
-        for place, bounds_place in _placements(q, k, bounds)
+        for place, bounds_place in _placements(bounds)
     ]
 
 
 def _backward_strategies(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float
 ) -> list[tuple[list[Any], list[Any]]]:
+    del dout, out, lse, scale
     _refuse_sharded_sequence(q=q, k=k, v=v)
     return [
         (
             [place, place, place],
             [place, None if dlse is None else place, place, place, place, bounds_place, place, place, None],
         )
-        for place, bounds_place in _placements(q, k, bounds)
+        for place, bounds_place in _placements(bounds)
     ]
 
 
-def _placements(q: Any, k: Any, bounds: Any) -> list[tuple[Any, Any]]:
+def _placements(bounds: Any) -> list[tuple[Any, Any]]:
     """Placement of q, k, v and of the bounds, for each way to use one mesh axis."""
     from torch.distributed.tensor import Replicate, Shard
 
-    choices: list[tuple[Any, Any]] = [(Replicate(), Replicate())]
-    for dim in (0, 1):
-        choices.append((Shard(dim), Replicate() if bounds.shape[dim] == 1 else Shard(dim)))
-    return choices
+    shards = [(Shard(dim), Replicate() if bounds.shape[dim] == 1 else Shard(dim)) for dim in (0, 1)]
+    return [(Replicate(), Replicate()), *shards]
 
 
 def _refuse_sharded_sequence(**specs: Any) -> None:

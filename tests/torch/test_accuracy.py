@@ -1,0 +1,132 @@
+"""Errors against the float64 oracle, next to those of ATen's own CPU kernels on the same inputs.
+
+At most 1.5 times ATen's error is allowed. Rounding the exact result to the dtype is the least error that
+any kernel has, so where ATen is luckier than that on a small problem the rounding error stands in.
+"""
+
+import pytest
+import torch
+from conftest import Sample, make_sample, oracle, relative_error
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
+from torch.nn.functional import scaled_dot_product_attention as aten
+
+from attnspan import Spans
+from attnspan.torch import attention
+
+FACTOR = 1.5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ("out", "dq", "dk", "dv")
+
+SHAPES = {
+    "square": {"q_len": 96, "k_len": 96, "head_dim": 64, "v_dim": 64},
+    "odd": {"q_len": 61, "k_len": 173, "head_dim": 40, "v_dim": 40, "runs": 2},
+    "decode": {"q_len": 1, "k_len": 259, "head_dim": 64, "v_dim": 64, "q_heads": 8, "kv_heads": 1},
+    "long queries": {"q_len": 150, "k_len": 33, "head_dim": 72, "v_dim": 72},
+    "D8": {"q_len": 45, "k_len": 70, "head_dim": 8, "v_dim": 8, "runs": 4},
+    "D128": {"q_len": 70, "k_len": 131, "head_dim": 128, "v_dim": 128, "runs": 3},
+    "D256": {"q_len": 35, "k_len": 67, "head_dim": 256, "v_dim": 256, "q_heads": 2},
+    "odd D": {"q_len": 37, "k_len": 53, "head_dim": 37, "v_dim": 37},
+    "v_dim": {"q_len": 50, "k_len": 90, "head_dim": 48, "v_dim": 80},
+    "gqa8": {"q_len": 40, "k_len": 60, "head_dim": 32, "v_dim": 32, "q_heads": 8, "kv_heads": 1},
+    "mask per head": {"q_len": 40, "k_len": 60, "mask_batch": 2, "mask_heads": 4, "runs": 2},
+    "large logits": {"q_len": 64, "k_len": 80, "head_dim": 64, "v_dim": 64, "logits": 2500.0},
+}
+
+
+def _results(out: Tensor, sample: Sample, dout: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, (sample.q, sample.k, sample.v), dout)]
+
+
+def _ours(sample: Sample, dout: Tensor) -> list[Tensor]:
+    sample = sample.requires_grad()
+    mask = Spans(sample.bounds, sample.k.shape[2])
+    out = attention(sample.q, sample.k, sample.v, mask=mask, scale=sample.scale, backend="cpu")
+    return _results(out, sample, dout)
+
+
+def _atens(sample: Sample, dout: Tensor) -> list[Tensor]:
+    """The same by ATen's flash kernel, which wants D == Dv (columns of zeros change nothing) and a dense mask."""
+    sample = sample.requires_grad()
+    dense = Spans(sample.bounds, sample.k.shape[2]).dense()
+    dense = None if bool(dense.all()) else dense.expand(sample.q.shape[0], sample.q.shape[1], -1, -1)
+    v_dim = sample.v.shape[3]
+    dim = max(sample.q.shape[3], v_dim)
+    q, k, v = (pad(x, (0, dim - x.shape[3])) for x in (sample.q, sample.k, sample.v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = aten(q, k, v, attn_mask=dense, scale=sample.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _results(out[..., :v_dim], sample, dout)
+
+
+def _assert_no_worse(samples: list[Sample]) -> None:
+    """Pool the errors of several samples: on a single small one, who rounds better is luck."""
+    ours, atens, exact = [], [], []
+    for seed, sample in enumerate(samples):
+        shape = (*sample.q.shape[:3], sample.v.shape[3])
+        dout = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(sample.q.dtype)
+        out, _, *gradients = oracle(sample, dout)
+        exact.append([out, *gradients])
+        ours.append(_ours(sample, dout))
+        atens.append(_atens(sample, dout))
+    for name, our, their, true in zip(NAMES, _pooled(ours), _pooled(atens), _pooled(exact), strict=True):
+        least = relative_error(true.to(our.dtype), true)
+        allowed = FACTOR * max(relative_error(their, true), least)
+        error = relative_error(our, true)
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _pooled(results: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.cat([x.flatten() for x in column]) for column in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_less_accurate_than_aten(shape: str, dtype: torch.dtype) -> None:
+    samples = 24 if shape == "decode" else 6
+    _assert_no_worse(
+        [make_sample(seed=10 + i, dtype=dtype, empty=False, **SHAPES[shape]) for i in range(samples)]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [64, 257])
+def test_no_less_accurate_than_aten_where_all_is_visible(length: int, dtype: torch.dtype) -> None:
+    samples = [
+        make_sample(seed=i, dtype=dtype, q_len=length, k_len=length, head_dim=64, v_dim=64, batch=1)
+        for i in range(3)
+    ]
+    for sample in samples:
+        sample.bounds = torch.tensor([0, length], dtype=torch.int32).expand(1, 1, length, 1, 2)
+    _assert_no_worse(samples)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
+    sample = make_sample(seed=5, dtype=dtype, q_len=41, k_len=59, runs=2).requires_grad()
+    out, lse = attention(
+        sample.q, sample.k, sample.v, mask=Spans(sample.bounds, 59), scale=sample.scale, return_lse=True
+    )
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(dtype)
+    seen = lse.isfinite()
+    dlse = torch.where(seen, 0.7, 5.0)  # what comes into an empty row must not matter
+    gradients = torch.autograd.grad([out, lse], (sample.q, sample.k, sample.v), [dout, dlse])
+    exact_out, exact_lse, *exact = oracle(sample, dout, torch.where(seen, dlse, 0.0))
+    assert (out[:, :, ::5] == 0).all()
+    assert (lse[:, :, ::5] == -torch.inf).all()
+    assert (gradients[0][:, :, ::5] == 0).all()
+    assert torch.equal(seen, exact_lse.isfinite())
+    # A sum of 59 products: errors grow at most linearly with the terms, from the roundoff of inputs and results.
+    bound = 59 * torch.finfo(dtype).eps
+    assert relative_error(out, exact_out) <= bound
+    assert relative_error(lse[seen], exact_lse[seen]) <= bound
+    for got, true in zip(gradients, exact, strict=True):
+        assert relative_error(got, true) <= bound
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_any_finite_scale(scale: float) -> None:
+    samples = [make_sample(seed=i, q_len=33, k_len=65, empty=False) for i in range(6)]
+    for sample in samples:
+        sample.scale = scale
+    _assert_no_worse(samples)
