@@ -255,7 +255,8 @@ class TorchArrays(Arrays):
         return self.torch.as_tensor(x, device=self.device).to(self._dtype(dtype))
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
-        return np.asarray(x.detach().cpu().numpy())
+        # NumPy indices may come with torch bounds.
+        return np.asarray(x.detach().cpu().numpy() if _is_torch(x) else x)
 
     def arange(self, n: int) -> Array:
         return self.torch.arange(n, dtype=self.torch.int32, device=self.device)

@@ -1,0 +1,130 @@
+"""Imports point one way, and the package itself loads no framework."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import attnspan
+
+PACKAGE = Path(attnspan.__file__).parent
+
+# Lower rooms first. A module may import from its own room and from those below; what is not listed is a new room, which
+# must be given its place here.
+ROOMS = [
+    {"errors", "_errors"},
+    {"arrays"},
+    {"_intervals"},
+    {"spans"},
+    {"picture"},
+    {"_lowering", "_runs", "_start"},
+    {"_expression"},
+    {"_leaves", "_tables", "_parse", "_pytrees", "_arguments"},
+    {"masks"},
+    {"problem"},
+    {"reference"},
+    {"_core"},
+    {"kernels"},
+    {"torch", "jax"},
+    {"parallel"},
+    {"integrations"},
+    {"train"},
+    {"bench", "tune", "doctor"},
+    {"report"},
+    {"cli"},
+    {"__main__"},
+]
+HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
+FRAMEWORKS = {"torch", "jax", "jaxlib"}
+
+
+def _modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts != ("__init__",):
+            yield path, parts
+
+
+def _imports(path, parts):
+    """Absolute dotted names that a module imports, at its top or inside a function."""
+    package = ["attnspan", *parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from . import name` may import a module of that name, `from .module import name` only the module.
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "attnspan" else [module]
+            yield from names
+
+
+def _room(name):
+    """The room of a dotted name; of a public name of the package itself, the room that it comes from."""
+    parts = name.split(".")
+    if parts[0] != "attnspan":
+        return None
+    if len(parts) == 1:
+        return "masks"
+    return parts[1] if parts[1] in HEIGHT else "masks"
+
+
+def test_every_module_has_a_room():
+    homeless = {parts[0] for _, parts in _modules()} - set(HEIGHT)
+    assert not homeless, f"give {sorted(homeless)} a place in ROOMS"
+
+
+def test_imports_point_one_way():
+    upward = []
+    for path, parts in _modules():
+        for name in _imports(path, parts):
+            room = _room(name)
+            if room is not None and HEIGHT[room] > HEIGHT[parts[0]]:
+                upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not upward
+
+
+def test_only_the_front_ends_know_a_framework():
+    knowing = {
+        "kernels",
+        "torch",
+        "jax",
+        "parallel",
+        "integrations",
+        "train",
+        "bench",
+        "tune",
+        "doctor",
+        "cli",
+    }
+    found = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path, parts in _modules()
+        for name in _imports(path, parts)
+        if name.split(".")[0] in FRAMEWORKS and parts[0] not in knowing
+    ]
+    assert not found
+
+
+def test_kernels_do_not_import_each_other():
+    kernels = {path.stem for path, parts in _modules() if parts[0] == "kernels"} - {"__init__"}
+    for path, parts in _modules():
+        if parts[0] == "kernels" and path.stem != "__init__":
+            others = {f"attnspan.kernels.{kernel}" for kernel in kernels - {path.stem}}
+            assert not others & {name for name in _imports(path, parts)}, path
+
+
+def test_only_the_torch_room_registers_operators():
+    for path, parts in _modules():
+        if parts[0] != "torch":
+            assert not any(name.startswith("torch.library") for name in _imports(path, parts)), path
+
+
+def test_importing_attnspan_loads_no_framework():
+    code = (
+        "import sys, attnspan, attnspan.masks, attnspan.spans, attnspan.picture, attnspan.reference\n"
+        "attnspan.causal().prepare(4, 4)._repr_svg_()\n"
+        f"print(sorted({FRAMEWORKS!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

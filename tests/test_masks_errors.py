@@ -1,0 +1,115 @@
+"""What is said about masks that cannot be: expected, got, remedy."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
+
+import numpy as np
+import pytest
+import torch
+
+import attnspan as a
+
+IDS = np.array([0, 0, 1, 1])
+
+AT_ONCE = [
+    (lambda: a.window(-1), "window: left: expected 0 to 2147483647, got -1"),
+    (lambda: a.window(2**31), "window: left: expected 0 to 2147483647, got 2147483648"),
+    (lambda: a.window(1.5), "window: left: expected an int, got float"),
+    (lambda: a.window(True), "window: left: expected an int, got bool"),
+    (lambda: a.global_keys(-1), "global_keys: expected 0 to"),
+    (lambda: a.segments(IDS, max_runs=0), "segments: max_runs: expected 1 to"),
+    (lambda: a.segments(IDS.astype(float)), "segments: q_ids: expected an integer array, got float64"),
+    (lambda: a.segments(torch.zeros(4)), "segments: q_ids: expected an integer array, got torch.float32"),
+    (lambda: a.segments(IDS > 0), "expected an integer array, got bool"),
+    (lambda: a.segments(IDS[None, None]), r"an array with 1 or 2 axes, got \(1, 1, 4\)"),
+    (lambda: a.segments("0011"), "expected an integer array, got str"),
+    (lambda: a.segments(IDS, padding_id="no"), "segments: padding_id: expected an int, got str"),
+    (lambda: a.documents([3]), "documents: cu_seqlens_q: expected at least 2 offsets"),
+    (lambda: a.documents([0, 3], [0, 1, 2]), "as many documents for keys as for queries, 1, got 2"),
+    (lambda: a.prefix([1, 2], [0, 4]), "prefix: lengths: expected one length per document, 1, got 2"),
+    (lambda: a.prefix(-2), "prefix: lengths: expected 0 to"),
+    (lambda: a.key_padding(3, side="top"), 'key_padding: side: expected "right" or "left", got \'top\''),
+    (lambda: a.groups(IDS + 0.5), "groups: ids: expected an integer array"),
+    (lambda: a.from_dense(IDS), "from_dense: expected a bool array, got int64"),
+    (lambda: a.from_dense(IDS > 0), r"with 2 or 3 or 4 axes, got \(4,\)"),
+    (lambda: a.from_predicate(3), "from_predicate: expected a function"),
+    (lambda: a.from_block_mask(3), "from_block_mask: mask_mod: expected a function"),
+    (lambda: a.spans(np.zeros((2, 2), int)), "Spans: expected bounds of shape"),
+]
+
+WHEN_LOWERED = [
+    (a.segments(IDS[:3]), {}, r"segments\(int64\[3\]\): expected arrays that describe 4 keys, got 3"),
+    (a.segments(np.zeros((3, 4), int)), {}, "q_ids: expected 1 or 2 along the batch axis, got 3"),
+    (a.segments(IDS[:3], IDS), {}, "segments: q_ids: expected one entry per query row, 4, got 3"),
+    (a.segments(IDS), {"q_index": np.array([0, 1, 2, 4])}, "q_index: expected indices below 4"),
+    (a.documents([0, 3, 2]), {}, "cu_seqlens_q: expected ascending offsets that start at 0 and end at 4"),
+    (a.documents([1, 4]), {}, "ascending offsets that start at 0"),
+    (a.documents([0, -1, 4]), {}, "ascending offsets that start at 0"),
+    (a.documents([0, 5]), {}, "end at 4 or before"),
+    (a.documents([0, 4], [0, 5]), {}, "cu_seqlens_k: expected ascending offsets .* end at 4"),
+    (a.prefix([-1, 2]), {}, "prefix: lengths: expected lengths of at least 0, got"),
+    (a.prefix([-1], [0, 4]), {}, "prefix: lengths: expected lengths of at least 0, got"),
+    (a.key_padding([5, 4]), {}, "key_padding: lengths: expected lengths of at least 0 and at most 4"),
+    (a.key_padding(5), {}, "key_padding: expected a length of at least 0 and at most 4.*, got 5"),
+    (a.key_padding([1, 2, 3]), {}, "1 or 2 along the batch axis, got 3"),
+    (a.cache([5, 4]), {}, "cache: lengths: expected lengths of at least 0 and at most 4"),
+    (a.cache(2) & a.cache(3), {}, r"q_index: expected one default .* got one from cache\(2\) and another"),
+    (a.cache([2, 2]) & a.documents([0, 4], [0, 4]), {}, "q_index: expected one default"),
+    (a.from_dense(np.ones((3, 4), bool)), {}, "from_dense: expected one entry per query row, 4, got 3"),
+    (a.from_dense(np.ones((1, 3, 4, 4), bool)), {}, "1 or 1 along the heads axis, got 3"),
+    (a.from_predicate(lambda b, h, q, k: q > k and k > 2), {}, "from_predicate: .* Write it with &"),
+    (a.spans(np.full((1, 1, 4, 1, 2), 5)), {}, r"row 0: expected .* in \[0, 4\], got \(5, 5\). Clip"),
+    (a.spans(np.zeros((1, 1, 3, 1, 2), int)), {}, "spans: bounds: expected one entry per query row, 4"),
+    (a.causal().prepare(3, 4), {}, "prepared mask: expected spans for batch 2"),
+    (a.causal(), {"q_index": np.zeros(3, int)}, r"q_index: expected shape \(4,\) or \(2, 4\), got \(3,\)"),
+    (a.causal(), {"q_index": np.zeros(4)}, "q_index: expected an integer array, got float64"),
+    (a.causal(), {"q_index": np.full(4, 2**31)}, "q_index: expected int32 indices"),
+    (a.causal(), {"k_index": np.array([0, 1, 1, 2])}, "k_index: expected strictly ascending"),
+    (a.causal(), {"k_index": np.array([0, 1, 2])}, "k_index: expected one index per key, 4, got 3"),
+    (
+        a.segments(IDS),
+        {"q_index": IDS, "k_index": np.array([0, 1, 2, 4])},
+        r"take_keys: expected indices in \[0, 4\)",
+    ),
+    (
+        a.from_predicate(lambda b, h, q, k: q >= k),
+        {"k_index": np.arange(4)},
+        "from_predicate: .* k_index alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), AT_ONCE, ids=[x[1] for x in AT_ONCE])
+def test_a_mask_that_cannot_be_is_refused_where_it_is_made(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(("mask", "options", "message"), WHEN_LOWERED, ids=[x[2] for x in WHEN_LOWERED])
+def test_a_mask_that_does_not_fit_is_refused_where_it_is_lowered(mask, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        mask.spans(4, 4, batch=2, **options)
+
+
+@pytest.mark.parametrize("sizes", [(2**31, 4), (4, 2**31), (-1, 4)])
+def test_sizes_beyond_int32(sizes):
+    with pytest.raises(ValueError, match=r"[qk]_len: expected 0 to 2147483647, got"):
+        a.causal().spans(*sizes)
+
+
+def test_explicit_rows_settle_what_two_defaults_cannot():
+    both = a.cache(2) & a.cache(3)
+    assert both.spans(1, 4, q_index=np.array([1])).bounds.tolist() == [[[[[0, 2]]]]]
+
+
+def test_arrays_in_two_places():
+    mask = a.segments(IDS) & a.groups(torch.zeros(4, dtype=torch.long, device="meta"))
+    other = mask & a.groups(torch.zeros(4, dtype=torch.long))
+    with pytest.raises(
+        ValueError, match="arrays of one framework on one device, got torch on meta and torch on cpu"
+    ):
+        other.spans(4, 4)
+
+
+def test_values_on_a_device_are_not_waited_for():
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    assert a.key_padding(lengths).spans(4, 4, batch=2).bounds.shape == (2, 1, 4, 1, 2)

@@ -1,0 +1,113 @@
+"""Pictures, read back, are the masks they show."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import torch
+from mask_samples import BATCH, IDS, KEYS, SAMPLES
+
+import attnspan as a
+from attnspan.picture import svg, text
+
+_UPPER, _LOWER = {" ": 0, "▀": 1, "▄": 0, "█": 1}, {" ": 0, "▀": 0, "▄": 1, "█": 1}
+
+
+def _cells(picture):
+    return [line[line.index("│") + 1 : -1] for line in picture.splitlines() if line.endswith("│")]
+
+
+def _read_text(picture, q_len):
+    rows = [[part[c] for c in line] for line in _cells(picture) for part in (_UPPER, _LOWER)]
+    return np.array(rows[:q_len], bool)
+
+
+def _read_svg(picture, q_len, k_len):
+    image = np.zeros((q_len, k_len), int)
+    for path in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}path"):
+        for x, y, wide, tall, back in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)h-(\d+)z", path.get("d")):
+            assert wide == back
+            image[int(y) : int(y) + int(tall), int(x) : int(x) + int(wide)] += 1
+    assert image.max(initial=0) <= 1
+    return image.astype(bool)
+
+
+@pytest.mark.parametrize("q_len", [KEYS, 7])
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_a_picture_is_the_dense_form(sample, q_len):
+    spans = sample.mask().spans(q_len, KEYS, batch=BATCH)
+    want = sample.dense(sample.default_q_index(q_len), np.arange(KEYS))[:, 0]
+    for b in range(BATCH):
+        np.testing.assert_array_equal(_read_text(text(spans, at=(b, 0)), q_len), want[b])
+        np.testing.assert_array_equal(_read_svg(svg(spans, at=(b, 0)), q_len, KEYS), want[b])
+
+
+def test_a_large_picture_shades_by_coverage():
+    spans = (a.causal() & a.segments(np.repeat(np.arange(4), [40, 8, 100, 52]))).spans(200, 200)
+    dense = np.asarray(spans.dense())[0, 0]
+    cells = _cells(text(spans, width=50, height=100))
+    assert len(cells) == 25
+    for i, line in enumerate(cells):
+        assert len(line) == 50
+        for j, shade in enumerate(line):
+            coverage = dense[8 * i : 8 * i + 8, 4 * j : 4 * j + 4].mean()
+            low, high = {" ": (0, 0), "░": (0, 1 / 3), "▒": (1 / 3, 2 / 3), "▓": (2 / 3, 1), "█": (1, 1)}[
+                shade
+            ]
+            assert low <= coverage <= high
+            assert (coverage == 0) == (shade == " ")
+            assert (coverage == 1) == (shade == "█")
+
+
+def test_a_large_svg_shades_by_coverage_and_stays_small():
+    length = 1 << 14
+    spans = (a.causal() & a.window(3000)).spans(length, length)
+    picture = svg(spans)
+    assert len(picture) < 40_000
+    root = ElementTree.fromstring(picture)
+    shades = [float(x.get("fill-opacity")) for x in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert shades == sorted(set(shades))
+    assert shades[-1] == 1
+    image = _read_svg(picture, 256, 256)
+    np.testing.assert_array_equal(image, np.asarray(spans.block_states(64, 64))[0, 0] > 0)
+
+
+def test_show_prints_the_expression_and_the_caption(capsys):
+    (a.causal() & a.window(1)).show(5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "causal() & window(1)"
+    assert lines[1:3] == ["  key 0", "query┌─────┐"]
+    assert lines[-1] == "5 queries x 5 keys, R = 1, 36.0 % visible"
+    mask = a.segments(torch.arange(300).reshape(2, 150) // 100)
+    mask.show(150, batch=2, at=(1, 0))
+    assert capsys.readouterr().out.endswith(
+        "150 queries x 150 keys, R = 1, 55.6 % visible, a character is 6 x 3\n"
+    )
+
+
+def test_axis_numbers_are_those_of_the_cells():
+    lines = text(a.causal().spans(20, 20)).splitlines()
+    assert lines[0] == "  key 0       8       16"
+    assert [line[:5].strip() for line in lines[2:-2]] == ["0", "", "", "", "8", "", "", "", "16", ""]
+
+
+def test_notebooks_draw_masks_at_the_size_of_their_arrays():
+    picture = (a.causal() & a.segments(np.arange(30) // 7))._repr_svg_()
+    assert "30 queries x 30 keys" in picture
+    assert "causal() &amp; segments(int64[30])" in picture
+    assert "64 queries x 64 keys" in a.causal()._repr_svg_()
+    assert "3 queries x 5 keys" in a.from_dense(np.ones((3, 5), bool))._repr_svg_()
+    assert "2 queries x 5 keys" in a.segments([1, 2], [1, 1, 1, 2, 2])._repr_svg_()
+    assert "3 queries x 4 keys" in a.causal().prepare(3, 4)._repr_svg_()
+    # The batch size is not the mask's to know: the notebook shows the expression instead.
+    assert a.cache([1, 2, 3])._repr_svg_() is None
+
+
+def test_pictures_refuse_what_they_cannot_show():
+    with pytest.raises(ValueError, match="picture: expected width and height of at least 1, got 0, 3"):
+        text(a.causal().spans(4, 4), width=0, height=3)
+    broken = a.segments([1, 0, 1]).spans(3, 3)
+    for draw in (text, svg):
+        with pytest.raises(ValueError, match="row 0: expected ascending, disjoint spans"):
+            draw(broken)

@@ -1,0 +1,220 @@
+"""The lowered form against dense masks: sub-sets of rows and keys, cost, tiles, canonical form; and the algebra."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnspan as a
+from attnspan import Spans
+from attnspan._tables import encode
+
+KEYS = 12
+CONVERT = {"numpy": np.asarray, "torch": torch.from_numpy}
+
+
+@st.composite
+def dense_masks(draw, batch=2, heads=2):
+    q_len, k_len = draw(st.integers(1, 9)), draw(st.integers(1, KEYS))
+    density = draw(st.sampled_from([0.05, 0.5, 0.95]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    return np.random.default_rng(seed).random((batch, heads, q_len, k_len)) < density
+
+
+def _spans(visible, framework="numpy"):
+    return Spans(CONVERT[framework](encode(visible)), visible.shape[-1])
+
+
+def _dense(spans):
+    return np.asarray(spans.validate().dense())
+
+
+def _subset(n, seed):
+    return np.flatnonzero(np.random.default_rng(seed).random(n) < 0.6)
+
+
+@pytest.mark.parametrize("framework", CONVERT)
+@given(visible=dense_masks(), seed=st.integers(0, 99))
+def test_taking_rows_and_keys_is_exact(framework, visible, seed):
+    spans = _spans(visible, framework)
+    rows = np.random.default_rng(seed).integers(0, visible.shape[2], 5)
+    keys = _subset(visible.shape[3], seed)
+    convert = CONVERT[framework]
+    np.testing.assert_array_equal(_dense(spans.take_queries(convert(rows))), visible[:, :, rows])
+    taken = spans.take_keys(convert(keys))
+    assert taken.bounds.shape == spans.bounds.shape
+    np.testing.assert_array_equal(_dense(taken), visible[..., keys])
+    both = spans.take_keys(convert(keys)).take_queries(convert(rows))
+    np.testing.assert_array_equal(_dense(both), visible[:, :, rows][..., keys])
+
+
+@given(visible=dense_masks(), seed=st.integers(0, 99))
+def test_taking_keys_twice_is_taking_them_once(visible, seed):
+    first = _subset(visible.shape[3], seed)
+    second = _subset(len(first), seed + 1)
+    spans = _spans(visible)
+    twice, once = spans.take_keys(first).take_keys(second), spans.take_keys(first[second])
+    np.testing.assert_array_equal(twice.bounds, once.bounds)
+
+
+@pytest.mark.parametrize("framework", CONVERT)
+@given(visible=dense_masks(), q_block=st.integers(1, 5), k_block=st.integers(1, 5))
+def test_cost_and_tiles(framework, visible, q_block, k_block):
+    spans = _spans(visible, framework)
+    cost = np.asarray(spans.cost())
+    assert cost.dtype == np.int64
+    np.testing.assert_array_equal(cost, visible.sum(-1))
+    assert spans.coverage() == pytest.approx(visible.mean(), rel=1e-15)
+    *lead, q_len, k_len = visible.shape
+    tiles = [
+        [visible[..., i : i + q_block, j : j + k_block] for j in range(0, k_len, k_block)]
+        for i in range(0, q_len, q_block)
+    ]
+    states = np.array([[x.any((-1, -2)).astype(int) + x.all((-1, -2)) for x in row] for row in tiles])
+    states = states.transpose(2, 3, 0, 1)
+    np.testing.assert_array_equal(np.asarray(spans.block_states(q_block, k_block)), states)
+    for transpose, touched in ((False, states > 0), (True, states.swapaxes(-1, -2) > 0)):
+        ranges = np.asarray(spans.block_ranges(q_block, k_block, transpose=transpose))
+        assert ranges.dtype == np.int32
+        for index in np.ndindex(*touched.shape[:-1]):
+            hits = np.flatnonzero(touched[index])
+            want = [hits[0], hits[-1] + 1] if len(hits) else [0, 0]
+            assert ranges[index].tolist() == want
+
+
+@given(visible=dense_masks(), seed=st.integers(0, 99))
+def test_compact_is_the_smallest_canonical_form(visible, seed):
+    spans = _spans(visible)
+    rng = np.random.default_rng(seed)
+    # Split each span at a random key, so that neighbours touch, and add empty spans between.
+    lo, hi = spans.bounds[..., 0], spans.bounds[..., 1]
+    middle = lo + (rng.random(lo.shape) * (hi - lo + 1)).astype(np.int32)
+    pieces = [np.stack([lo, middle], -1), np.zeros_like(spans.bounds), np.stack([middle, hi], -1)]
+    loose = np.stack(pieces, axis=4).reshape(*lo.shape[:3], -1, 2)
+    for framework, convert in CONVERT.items():
+        compact = Spans(convert(loose), visible.shape[-1]).validate().compact()
+        np.testing.assert_array_equal(np.asarray(compact.bounds), encode(visible), err_msg=framework)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[(0, 6)], [(-1, 2)], [(3, 2)], [(2, 4), (0, 1)], [(0, 3), (2, 5)], [(0, 3), (1, 1), (2, 5)], [(0, -1)]],
+)
+@pytest.mark.parametrize("framework", CONVERT)
+def test_illegal_rows_are_named_and_stay_illegal(row, framework):
+    bounds = np.zeros((1, 2, 3, len(row), 2), np.int32)
+    bounds[0, 1, 2] = row
+    spans = Spans(CONVERT[framework](bounds), 5)
+    with pytest.raises(ValueError, match=r"batch 0, head 1, row 2: expected .* in \[0, 5\], got \("):
+        spans.validate()
+    with pytest.raises(ValueError, match="row 2"):
+        spans.dense()
+    for illegal in (spans.take_keys(np.array([0, 3])), spans.compact()):
+        assert (np.asarray(illegal.bounds)[0, 1, 2] == [0, -1]).all()
+        assert (np.asarray(illegal.bounds)[0, 0] == 0).all()
+    assert np.asarray(spans.take_queries(np.array([2])).bounds)[0, 1, 0].tolist() == [list(x) for x in row]
+
+
+@pytest.mark.parametrize("row", [[(0, 0), (0, 5)], [(4, 4), (0, 1)], [(0, 2), (1, 1), (2, 5)]])
+def test_empty_spans_may_stand_anywhere(row):
+    Spans(np.array(row).reshape(1, 1, 1, -1, 2), 5).validate()
+
+
+def test_bad_arguments_are_named():
+    spans = a.causal().spans(4, 4)
+    cases = [
+        (lambda: spans.take_keys(np.array([1, 0])), "take_keys: expected strictly ascending"),
+        (lambda: spans.take_keys(np.array([1, 1])), "take_keys: expected strictly ascending"),
+        (lambda: spans.take_keys(np.array([0, 4])), r"take_keys: expected indices in \[0, 4\), got 0..4"),
+        (lambda: spans.take_queries(np.array([-1])), r"take_queries: expected indices in \[0, 4\)"),
+        (lambda: spans.take_queries(np.array([0.0])), "an integer array of indices, got float64"),
+        (lambda: spans.take_queries(np.array([[0]])), r"an index of shape \(n,\), got \(1, 1\)"),
+        (lambda: spans.block_states(0, 2), "q_block: expected at least 1, got 0"),
+        (lambda: Spans(np.zeros((4, 1, 2), int), 3), r"bounds of shape .*, got \(4, 1, 2\)"),
+        (lambda: Spans(np.zeros((1, 1, 4, 1, 2)), 3), "Spans: expected int32 bounds, got float64"),
+        (lambda: Spans([[0, 1]], 3), "Spans: expected an int32 array, got list"),
+    ]
+    for call, message in cases:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+
+
+_SCATTERED = np.array([0, 0, 1, 1, 0, 2, 2, 2, 1, 0, 0, 3])
+_DENSE = np.random.default_rng(5).random((2, 1, KEYS, KEYS)) < 0.5
+LEAVES = [
+    a.full(),
+    a.causal(),
+    a.window(2, 1),
+    a.window(None, 3),
+    a.segments(np.repeat([3, 1, 2], 4)),
+    a.segments(np.array([[0] * 6 + [1] * 6, [5] * 2 + [1] * 10]), padding_id=0),
+    a.segments(_SCATTERED, max_runs=3),
+    a.documents(np.array([0, 4, 9])),
+    a.prefix(np.array([3, 0])),
+    a.prefix(np.array([2, 9]), np.array([0, 4, 9])),
+    a.groups(np.array([-1, -1, 0, 0, 0, -1, 4, 4, -1, 2, -1, -1])),
+    a.key_padding(np.array([10, 7])),
+    a.key_padding(9, side="left"),
+    a.global_keys(2),
+    a.from_predicate(lambda b, h, q, k: (q + k + b) % 3 > 0),
+    a.from_dense(_DENSE),
+]
+LOWERED = [leaf.spans(KEYS, KEYS, batch=2) for leaf in LEAVES]
+
+
+@st.composite
+def expressions(draw, depth=4):
+    """A mask, its dense form from those of its leaves, and the largest R that its structure allows."""
+    if depth == 0 or draw(st.integers(0, 3)) == 0:
+        k = draw(st.integers(0, len(LEAVES) - 1))
+        dense = np.broadcast_to(np.asarray(LOWERED[k].dense()), _DENSE.shape)
+        return LEAVES[k], dense, LOWERED[k].runs
+    left, left_dense, left_runs = draw(expressions(depth=depth - 1))
+    right, right_dense, right_runs = draw(expressions(depth=depth - 1))
+    if draw(st.booleans()):
+        return left & right, left_dense & right_dense, left_runs + right_runs - 1
+    return left | right, left_dense | right_dense, left_runs + right_runs
+
+
+@given(expressions(), st.integers(0, 99))
+def test_expressions_are_what_their_operands_are(expression, seed):
+    mask, dense, runs = expression
+    spans = mask.spans(KEYS, KEYS, batch=2)
+    np.testing.assert_array_equal(np.broadcast_to(_dense(spans), dense.shape), dense, err_msg=repr(mask))
+    assert spans.runs <= runs
+    keys = _subset(KEYS, seed)
+    taken = spans.take_keys(keys).compact()
+    np.testing.assert_array_equal(
+        np.broadcast_to(_dense(taken), (*dense.shape[:3], len(keys))), dense[..., keys]
+    )
+
+
+@given(expressions(depth=3), expressions(depth=3))
+def test_illegal_rows_are_illegal_in_every_expression(left, right):
+    broken = a.segments(np.array([1, 0, 1, *[2] * 9]))
+    for mask in (
+        broken & left[0],
+        left[0] | broken,
+        (left[0] | broken) & right[0],
+        left[0] & broken | right[0],
+    ):
+        bounds = mask.spans(KEYS, KEYS, batch=2).bounds
+        assert (bounds[:, :, [0, 2]] == [0, -1]).all()
+        legal = Spans(bounds[:, :, [1, *range(3, KEYS)]], KEYS)
+        legal.validate()
+        with pytest.raises(ValueError, match=r"\(0, -1\) marks a row whose mask data break a promise"):
+            mask.prepare(KEYS, KEYS, batch=2)
+
+
+def test_lowering_takes_memory_for_rows_not_for_pairs():
+    import tracemalloc
+
+    length = 1 << 16
+    mask = a.causal() & a.segments(np.arange(length) // 3)
+    tracemalloc.start()
+    mask.spans(length, length)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A couple of dozen arrays of int64 with an entry per row; (S, S) booleans would be 4 GiB.
+    assert peak < 24 * 8 * length
