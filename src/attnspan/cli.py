@@ -42,10 +42,10 @@ def main() -> None:
     try:
         build_app()(prog_name="attnspan")
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        _fail(f"{error.name} is not installed: pip install 'attnspan[{extra}]'")
+        _fail(f"{package} is not installed: pip install 'attnspan[{_EXTRAS[package]}]'")
     except (ValueError, TypeError, OSError) as error:
         # What attnspan raises is the user's to mend; anything else is a defect and keeps its traceback.
         if not type(error).__module__.startswith("attnspan."):

@@ -55,6 +55,23 @@ class Corpus:
         """Tokens to predict in one pass: all but the leading end marker of each document."""
         return len(self.tokens) - len(self)
 
+    def parts(self, longest: int) -> NDArray[np.int64]:
+        """Documents as ranges of inputs, longer ones cut into several, (n, 2) int64.
+
+        Args:
+            longest: Most inputs of a part.
+
+        Example:
+            >>> Corpus.from_documents([[5, 6], [7]], end=9, num_bytes=3).parts(2).tolist()
+            [[0, 2], [2, 3], [4, 6]]
+        """
+        starts, stops = self.offsets[:-1], self.offsets[1:] - 1
+        counts = -(-(stops - starts) // longest)
+        document = np.repeat(np.arange(len(self)), counts)
+        number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = starts[document] + number * longest
+        return np.stack([begins, np.minimum(begins + longest, stops[document])], axis=1)
+
     @classmethod
     def from_documents(
         cls,
@@ -154,17 +171,17 @@ def _stack(rows: Sequence[_Row]) -> Batch:
 
 
 class _Cursor:
-    """A place in a sequence of documents: which one, and how many of its inputs are already used."""
+    """A place in a sequence of parts, (n, 2) ranges of inputs: which part, and how much of it is used."""
 
-    def __init__(self, corpus: Corpus, order: NDArray[np.int64], position: int = 0, offset: int = 0) -> None:
-        self.corpus, self.order, self.position, self.offset = corpus, order, position, offset
+    def __init__(self, corpus: Corpus, parts: NDArray[np.int64], position: int = 0, offset: int = 0) -> None:
+        self.corpus, self.parts, self.position, self.offset = corpus, parts, position, offset
 
     def take(self, room: int) -> Iterator[tuple[int, NDArray[Any]]]:
         """Pieces that fill ``room`` inputs, or all there is: (count, inputs and the next token)."""
-        while room and self.position < len(self.order):
-            document = self.order[self.position]
-            start = int(self.corpus.offsets[document]) + self.offset
-            available = int(self.corpus.offsets[document + 1]) - 1 - start
+        while room and self.position < len(self.parts):
+            start, stop = (int(end) for end in self.parts[self.position])
+            start += self.offset
+            available = stop - start
             count = min(room, available)
             yield count, self.corpus.tokens[start : start + count + 1]
             room -= count
@@ -174,9 +191,11 @@ class _Cursor:
 
 
 class PackedStream:
-    """Endless batches over a corpus, shuffled by document anew in each epoch.
+    """Endless batches over a corpus, shuffled anew in each epoch.
 
-    The order of an epoch is drawn from (seed, epoch), so four integers are the whole state.
+    What is shuffled are documents, and parts of S tokens of longer ones: a document of a megabyte would
+    otherwise be hundreds of steps in a row. The order of an epoch is drawn from (seed, epoch), so that four
+    integers are the whole state.
 
     Args:
         corpus: The documents.
@@ -197,11 +216,12 @@ class PackedStream:
     def __init__(self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int) -> None:
         self.corpus, self.seq_len, self.batch_size, self.seed = corpus, seq_len, batch_size, seed
         self.epoch = 0
+        self._parts = corpus.parts(seq_len)
         self._cursor = self._start()
 
     def _start(self, position: int = 0, offset: int = 0) -> _Cursor:
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.corpus))
-        return _Cursor(self.corpus, order, position, offset)
+        parts = np.random.default_rng([self.seed, self.epoch]).permutation(self._parts)
+        return _Cursor(self.corpus, parts, position, offset)
 
     def _pieces(self) -> Iterator[tuple[int, NDArray[Any]]]:
         room = self.seq_len
@@ -223,7 +243,7 @@ class PackedStream:
         return _stack(rows)
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the data: seed, epoch, position in the epoch's order, inputs used of that document.
+        """The place in the data: seed, epoch, position in the epoch's order, inputs used of that part.
 
         Example:
             >>> corpus = Corpus.from_documents([[1, 2]], end=9, num_bytes=2)
@@ -270,7 +290,7 @@ def pack_once(corpus: Corpus, *, seq_len: int, batch_size: int) -> list[Batch]:
         >>> [batch.tokens.tolist() for batch in pack_once(corpus, seq_len=3, batch_size=1)]
         [[[9, 1, 2]], [[3, 9, 9]]]
     """
-    cursor = _Cursor(corpus, np.arange(len(corpus)))
+    cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
     batches = []
     while cursor.position < len(corpus):
         rows = [_Row.blank(seq_len, corpus.end) for _ in range(batch_size)]

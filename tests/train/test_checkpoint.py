@@ -1,0 +1,120 @@
+"""A checkpoint is whole or absent; a damaged one is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnspan.train import checkpoint
+from attnspan.train.checkpoint import CheckpointStore
+from attnspan.train.errors import CheckpointError
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    return store.save(step, {"weight": torch.full((1000,), float(step))}, {"note": f"at {step}"})
+
+
+def load(store: CheckpointStore, step: int | None = None) -> tuple[int, str, float]:
+    weight = torch.zeros(1000)
+    at, progress = store.load({"weight": weight}, step)
+    assert (weight == weight[0]).all()
+    return at, progress["note"], float(weight[0])
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    save(CheckpointStore(tmp_path), 7)
+    assert load(CheckpointStore(tmp_path)) == (7, "at 7", 7.0)
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000003", "step-00000004"]
+    assert load(CheckpointStore(tmp_path))[0] == 4
+    assert load(CheckpointStore(tmp_path), 3) == (3, "at 3", 3.0)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("moment", ["save", "_describe", "_write", "_flush_folder", "_digest"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_death_at_any_moment_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, count: int
+) -> None:
+    save(CheckpointStore(tmp_path), 1)
+    calls, original = [], getattr(checkpoint, moment)
+
+    def dying(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        result = original(*args, **kwargs)
+        if len(calls) == count:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, moment, dying)
+        try:
+            save(CheckpointStore(tmp_path), 2)
+        except Killed:
+            assert len(calls) == count
+    assert load(CheckpointStore(tmp_path)) in [(1, "at 1", 1.0), (2, "at 2", 2.0)]
+    store = CheckpointStore(tmp_path)
+    load(store)
+    save(store, 2)
+    assert load(CheckpointStore(tmp_path)) == (2, "at 2", 2.0)
+    assert not list(tmp_path.glob(".*")), "what was left over is gone"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "progress.json", "manifest.json"])
+def test_a_damaged_file_is_named_with_the_older_checkpoint(
+    tmp_path: Path, damage: Callable[[Path], None], file: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    damage(tmp_path / "step-00000002" / file)
+    with pytest.raises(CheckpointError, match="--resume --from-step 1") as caught:
+        load(CheckpointStore(tmp_path))
+    assert file in str(caught.value) or file == "manifest.json"
+    fresh = CheckpointStore(tmp_path)
+    assert load(fresh, 1) == (1, "at 1", 1.0)
+    save(fresh, 2)
+    assert load(CheckpointStore(tmp_path)) == (2, "at 2", 2.0)
+
+
+def test_the_only_checkpoint_damaged_means_anew(tmp_path: Path) -> None:
+    truncate(save(CheckpointStore(tmp_path), 1) / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"bytes instead of.*Start the run anew"):
+        load(CheckpointStore(tmp_path))
+
+
+def test_absence_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"got none\. Start the run without --resume"):
+        load(CheckpointStore(tmp_path / "nowhere"))
+    save(CheckpointStore(tmp_path), 1)
+    with pytest.raises(CheckpointError, match=r"no folder step-00000009.*--from-step"):
+        load(CheckpointStore(tmp_path), 9)
+
+
+def test_the_manifest_lists_every_other_file(tmp_path: Path) -> None:
+    folder = save(CheckpointStore(tmp_path), 1)
+    listed = set(json.loads((folder / "manifest.json").read_text()))
+    assert listed == {path.name for path in folder.iterdir()} - {"manifest.json"}
