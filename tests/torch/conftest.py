@@ -51,7 +51,7 @@ MASKS: dict[str, Callable[[], attnspan.Mask]] = {
     "prefix": lambda: attnspan.causal() | attnspan.prefix(torch.tensor([4, 9])),
     "groups": lambda: attnspan.causal() | attnspan.groups(_ids([[4, 6, 14], [12, 2, 10]])),
     "key_padding": lambda: attnspan.key_padding(torch.tensor([20, 0])),
-    "cache": lambda: attnspan.causal() & attnspan.cache(torch.tensor([24, 24])),
+    "cache": lambda: attnspan.causal() & attnspan.cache(torch.tensor([24, 13])),
     "global_keys": lambda: attnspan.causal() & (attnspan.window(3) | attnspan.global_keys(2)),
     "spans": lambda: attnspan.spans(_own_spans()),
     "from_predicate": lambda: attnspan.from_predicate(_blocks),

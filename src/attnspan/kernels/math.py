@@ -55,8 +55,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) ->
         True
     """
     # Where values can be read at no cost, the row is named; elsewhere it becomes NaN.
-    if bounds.device.type == "cpu" and not torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if bounds.device.type == "cpu" and not traced:
         Spans(bounds, k.shape[2]).validate()
+    if not torch.amp.is_autocast_available(q.device.type):
+        return _forward(q, k, v, bounds, scale)
     with torch.autocast(q.device.type, enabled=False):
         return _forward(q, k, v, bounds, scale)
 

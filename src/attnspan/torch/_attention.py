@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from .._leaves import Causal, Full, GlobalKeys, Window
 from ..errors import DtypeError, OptionError
 from ..kernels import Choice, choose, cpu
 from ..kernels import math as math_kernel
@@ -164,7 +165,7 @@ def lower_call(
     check_layout(layout, q, k, v)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
-    bounds = _lower(mask, q, k, q_index, k_index)
+    bounds = _lower(mask, q, k, q_index, k_index, layout)
     return q, k, v, bounds, describe(q, k, v, bounds)
 
 
@@ -200,7 +201,7 @@ def _refuse_later_options(**options: object) -> None:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -218,7 +219,9 @@ def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
 
 
-def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None) -> Tensor:
+def _lower(
+    mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, layout: Layout
+) -> Tensor:
     q_len, k_len = q.shape[2], k.shape[2]
     if isinstance(mask, Prepared | Spans):
         if q_index is not None or k_index is not None:
@@ -230,6 +233,8 @@ def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index:
             )
         spans = mask.lowered if isinstance(mask, Prepared) else mask
     elif isinstance(mask, Mask):
+        if layout == "thd":
+            _check_packed(mask)
         spans = mask.spans(
             q_len, k_len, batch=q.shape[0], heads=q.shape[1], q_index=q_index, k_index=k_index, like=q
         )
@@ -252,3 +257,13 @@ def _lower(mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index:
         )
     bounds = spans.bounds
     return bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
+
+
+def _check_packed(mask: Mask) -> None:
+    if all(isinstance(leaf, Causal | Full | GlobalKeys | Window) for leaf in mask._leaves()):
+        raise OptionError(
+            "mask with layout='thd'",
+            expected="one that keeps packed documents apart",
+            got=f"{mask!r}, under which they see each other",
+            remedy="Combine it with documents(cu_seqlens) or segments(ids)",
+        )

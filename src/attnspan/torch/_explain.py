@@ -100,7 +100,9 @@ def explain(
     return Explanation(
         backend=chosen,
         refusals={
-            name: _refusal(other, problem, chosen) for name, other in BACKENDS.items() if name != chosen
+            name: _refusal(other, problem, chosen, backend is not None)
+            for name, other in BACKENDS.items()
+            if name != chosen
         },
         problem=problem,
         pairs=pairs,
@@ -111,6 +113,8 @@ def explain(
     )
 
 
-def _refusal(backend: Any, problem: Problem, chosen: str) -> str:
+def _refusal(backend: Any, problem: Problem, chosen: str, asked: bool) -> str:
     reason = backend.supports(problem)
-    return f"slower than {chosen}" if reason is None else str(reason)
+    if reason is not None:
+        return str(reason)
+    return "not asked for" if asked else f"slower than {chosen}"
