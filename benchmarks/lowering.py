@@ -1,7 +1,7 @@
 """Time of lowering `causal() & segments(ids)`: python benchmarks/lowering.py [--tokens N]
 
-The minimum and median of 20 calls on one thread, for ids as documents have them (a few long runs), for runs of three
-tokens, and as a compiled function would lower them (no value read).
+The minimum and median of 20 calls on one thread, for ids as documents have them (a few long runs), for
+runs of three tokens, and as a compiled function lowers them (no value read).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import attnspan
 
 PACKAGE = Path(attnspan.__file__).parent
 
-# Lower rooms first. A module may import from its own room and from those below; what is not listed is a new room, which
-# must be given its place here.
+# Lower rooms first. A module may import from its own room and from those below; what is not listed is a
+# new room, which must be given its place here.
 ROOMS = [
     {"errors", "_errors"},
     {"arrays"},
@@ -54,7 +54,7 @@ def _imports(path, parts):
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from . import name` may import a module of that name, `from .module import name` only the module.
+            # `from . import name` may import a module of that name.
             names = [f"{module}.{alias.name}" for alias in node.names] if module == "attnspan" else [module]
             yield from names
 
@@ -111,7 +111,7 @@ def test_kernels_do_not_import_each_other():
     for path, parts in _modules():
         if parts[0] == "kernels" and path.stem != "__init__":
             others = {f"attnspan.kernels.{kernel}" for kernel in kernels - {path.stem}}
-            assert not others & {name for name in _imports(path, parts)}, path
+            assert not others & set(_imports(path, parts)), path
 
 
 def test_only_the_torch_room_registers_operators():

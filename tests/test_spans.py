@@ -1,4 +1,4 @@
-"""The lowered form against dense masks: sub-sets of rows and keys, cost, tiles, canonical form; and the algebra."""
+"""The lowered form against dense masks: subsets of rows and keys, cost, tiles, canonical form, algebra."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_cost_and_tiles(framework, visible, q_block, k_block):
     assert cost.dtype == np.int64
     np.testing.assert_array_equal(cost, visible.sum(-1))
     assert spans.coverage() == pytest.approx(visible.mean(), rel=1e-15)
-    *lead, q_len, k_len = visible.shape
+    q_len, k_len = visible.shape[2:]
     tiles = [
         [visible[..., i : i + q_block, j : j + k_block] for j in range(0, k_len, k_block)]
         for i in range(0, q_len, q_block)
@@ -157,7 +157,7 @@ LEAVES = [
     a.key_padding(np.array([10, 7])),
     a.key_padding(9, side="left"),
     a.global_keys(2),
-    a.from_predicate(lambda b, h, q, k: (q + k + b) % 3 > 0),
+    a.from_predicate(lambda b, _h, q, k: (q + k + b) % 3 > 0),
     a.from_dense(_DENSE),
 ]
 LOWERED = [leaf.spans(KEYS, KEYS, batch=2) for leaf in LEAVES]

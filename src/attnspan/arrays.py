@@ -113,7 +113,7 @@ class Arrays:
         return self.xp.clip(x, low, high)
 
     def cast(self, x: Array, dtype: str) -> Array:
-        return x.astype(dtype)
+        return x.astype(dtype, copy=False)
 
     def cumsum(self, x: Array) -> Array:
         return self.xp.cumsum(x, axis=-1)
