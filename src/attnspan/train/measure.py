@@ -92,8 +92,11 @@ def attention_share(stepper: Stepper, batches: Sequence[Batch]) -> AttentionShar
         batches: One per step.
 
     Example:
-        >>> attention_share.__name__
-        'attention_share'
+        >>> from attnspan.train.packing import Corpus, pack_once
+        >>> config = TrainConfig(dim=16, layers=1, hidden=16, seq_len=8, compile=False, dtype="float32")
+        >>> batches = pack_once(Corpus.from_documents([[1, 2]], end=3, num_bytes=2), seq_len=8, batch_size=1)
+        >>> 0 < attention_share(Stepper(config, vocab_size=4), batches).share < 1
+        True
     """
     # The profiler's own chatter on stderr; it reads this at its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -148,8 +151,12 @@ def compare(trained: Stepper, batches: Iterator[Batch], rounds: int) -> Comparis
         rounds: Steps of each, 2 or more.
 
     Example:
-        >>> compare.__name__
-        'compare'
+        >>> from attnspan.train.packing import Corpus, PackedStream
+        >>> config = TrainConfig(dim=16, layers=1, hidden=16, seq_len=8, compile=False, dtype="float32")
+        >>> corpus = Corpus.from_documents([[1, 2]], end=3, num_bytes=2)
+        >>> stream = PackedStream(corpus, seq_len=8, batch_size=1, seed=0)
+        >>> compare(Stepper(config, vocab_size=4), stream, rounds=2).ratio > 0
+        True
     """
     rivals = {kind: _copy(trained, replace(trained.config, attention=kind)) for kind in ("attnspan", "sdpa")}
     batch = next(batches)

@@ -109,8 +109,12 @@ class Reporter:
         steps: Steps in all.
 
     Example:
-        >>> Reporter.__name__
-        'Reporter'
+        >>> import tempfile
+        >>> from attnspan.train.model import StepFlops
+        >>> figures = metrics(1, StepResult(2.0, 1.0, 1e-3, 100, 0.5, StepFlops(3e9, 1e9)), ceiling=16e9)
+        >>> with Reporter(Console(width=100), Path(tempfile.mkdtemp()), step=0, steps=1) as reporter:
+        ...     reporter.update(figures)  # doctest: +ELLIPSIS
+        step 1/1  loss 2.000  200 tok/s  attention 2 GFLOP/s  MFU 50%  ... GiB
     """
 
     def __init__(self, console: Console, folder: Path, step: int, steps: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -265,7 +266,7 @@ def _introduce(run: Run, console: Console, ceiling: float) -> None:
     config, data = run.config, run.data
     parameters = sum(parameter.numel() for parameter in run.stepper.model.parameters())
     lines = {
-        "data": f"{data.source}: {len(data.train):,} documents, {data.train.num_bytes / 1e6:.1f} MB; "
+        "data": f"{data.source}: {len(data.train):,} documents, {decimal(data.train.num_bytes)}; "
         f"{len(data.held_out):,} held out for the score",
         "model": f"{parameters / 1e6:.2f} M parameters, {config.layers} blocks, {config.heads} heads "
         f"on {config.kv_heads}, rows of {config.seq_len:,} tokens",

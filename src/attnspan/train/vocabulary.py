@@ -73,8 +73,9 @@ class TokenizerVocabulary:
         >>> from tokenizers import Tokenizer, models
         >>> path = Path(tempfile.mkdtemp()) / "tokenizer.json"
         >>> Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(path))
-        >>> TokenizerVocabulary(path).end
-        2
+        >>> vocabulary = TokenizerVocabulary(path)
+        >>> vocabulary.end, vocabulary.encode(b"a").tolist(), vocabulary.decode([0, 2])
+        (2, [0], 'a')
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,22 +99,12 @@ class TokenizerVocabulary:
         self.end = int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: bytes) -> NDArray[Any]:
-        """Token ids of a text, (N,) uint32; broken UTF-8 becomes U+FFFD first.
-
-        Example:
-            >>> TokenizerVocabulary.encode.__name__
-            'encode'
-        """
+        """Token ids of a text, (N,) uint32; broken UTF-8 becomes U+FFFD first."""
         decoded = text.decode("utf-8", errors="replace")
         return np.array(self._tokenizer.encode(decoded, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; end markers are dropped.
-
-        Example:
-            >>> TokenizerVocabulary.decode.__name__
-            'decode'
-        """
+        """Text of token ids; end markers are dropped."""
         return str(self._tokenizer.decode([token for token in tokens if token < self.end]))
 
 
