@@ -146,8 +146,8 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over norm of the expected, in float64."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     assert torch.isfinite(got).all(), "a result is not finite"
-    difference = (got.detach().double() - expected.detach().double()).norm()
-    norm = float(expected.double().norm())
+    got, expected = got.detach().double(), expected.detach().double()
+    difference, norm = (got - expected).norm(), float(expected.norm())
     return float(difference) / norm if norm else float(difference)
 
 

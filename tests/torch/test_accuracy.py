@@ -115,12 +115,14 @@ def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
     assert (lse[:, :, ::5] == -torch.inf).all()
     assert (gradients[0][:, :, ::5] == 0).all()
     assert torch.equal(seen, exact_lse.isfinite())
-    # A sum of 59 products: errors grow at most linearly with the terms, from the roundoff of inputs and results.
-    bound = 59 * torch.finfo(dtype).eps
-    assert relative_error(out, exact_out) <= bound
-    assert relative_error(lse[seen], exact_lse[seen]) <= bound
-    for got, true in zip(gradients, exact, strict=True):
-        assert relative_error(got, true) <= bound
+    # ATen has no rows without keys: its error on the same inputs, where every row sees some, sets the bound.
+    seeing = make_sample(seed=5, dtype=dtype, q_len=41, k_len=59, runs=2, empty=False)
+    true, _, *true_gradients = oracle(seeing, dout)
+    atens = zip(_atens(seeing, dout), [true, *true_gradients], strict=True)
+    allowed = FACTOR * max(relative_error(their, exactly) for their, exactly in atens)
+    assert relative_error(lse[seen], exact_lse[seen]) <= allowed
+    for got, exactly in zip([out, *gradients], [exact_out, *exact], strict=True):
+        assert relative_error(got, exactly) <= allowed
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])

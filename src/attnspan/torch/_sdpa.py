@@ -54,15 +54,12 @@ def scaled_dot_product_attention(
             got="both",
             remedy="Combine masks with causal() & mask, and pass the result as attn_mask",
         )
-    lead = query.shape[:-3] if query.dim() > 3 else query.shape[:-2]
     q, k, v = (_to_4d(x) for x in (query, key, value))
-    mask, q_index = full() if attn_mask is None else _mask(attn_mask, q, k, query.dim()), None
+    mask, q_index = full() if attn_mask is None else _mask(attn_mask, q, k, query.shape[:-2]), None
     if is_causal:
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
     out = attention(q, k, v, mask=mask, scale=scale, dropout_p=dropout_p, q_index=q_index)
-    if query.dim() == 4:
-        return out
-    return out.reshape(*lead, *out.shape[-2:]) if query.dim() == 3 else out.reshape(*lead, *out.shape[-3:])
+    return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -88,7 +85,7 @@ def _to_4d(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, dims: int) -> AnyMask:
+def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -> AnyMask:
     if not isinstance(attn_mask, Tensor):
         return attn_mask
     if attn_mask.is_floating_point():
@@ -103,13 +100,14 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, dims: int) -> AnyMa
             got=str(attn_mask.dtype),
             remedy="Convert it with .bool()",
         )
-    size = (q.shape[0], q.shape[2], k.shape[2]) if dims == 3 else (*q.shape[:3], k.shape[2])
-    if dims > 4:
+    size = (*lead, q.shape[2], k.shape[2])
+    try:
+        dense = attn_mask.expand(size)
+    except RuntimeError:
         raise ShapeError(
             "attn_mask",
-            expected="at most one batch dim beside a boolean mask",
-            got=f"queries of {dims} dims",
-            remedy="Flatten the batch dims, or pass a mask expression",
-        )
-    dense = attn_mask.expand(size)
-    return from_dense(dense.unsqueeze(1) if dims == 3 else dense)
+            expected=f"a shape that broadcasts to {size}",
+            got=f"{tuple(attn_mask.shape)}",
+            remedy="Its last dims are queries and keys",
+        ) from None
+    return from_dense(dense.reshape(q.shape[0], -1, q.shape[2], k.shape[2]))

@@ -84,6 +84,6 @@ def _refuse_sharded_sequence(**specs: Any) -> None:
                 raise OptionError(
                     f"{name} as a DTensor",
                     expected="Shard(0) (batch), Shard(1) (heads) or Replicate()",
-                    got=f"{place}, which splits {dim}",
+                    got=f"{place!r}, which splits {dim}",
                     remedy="Redistribute it; splitting the sequence needs an exchange of keys",
                 )

@@ -1,0 +1,79 @@
+"""The drop-in against torch's own function."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+from attnspan import causal, window
+from attnspan.torch import attention
+from attnspan.torch import scaled_dot_product_attention as ours
+
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
+    "plain": ((2, 4, 9, 16), (2, 4, 9, 16), {}),
+    "causal": ((2, 4, 9, 16), (2, 4, 9, 16), {"is_causal": True}),
+    "causal, more keys": ((2, 4, 5, 16), (2, 4, 9, 16), {"is_causal": True}),
+    "causal, more queries": ((2, 4, 9, 16), (2, 4, 5, 16), {"is_causal": True}),
+    "scale": ((2, 4, 9, 16), (2, 4, 9, 16), {"scale": 0.7}),
+    "gqa": ((2, 4, 9, 16), (2, 2, 7, 16), {"enable_gqa": True}),
+    "three dims": ((3, 9, 16), (3, 7, 16), {}),
+    "three dims, causal": ((3, 9, 16), (3, 7, 16), {"is_causal": True}),
+    "five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"is_causal": True}),
+    "mask": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (2, 1, 9, 7)}),
+    "mask of two dims": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (9, 7)}),
+    "mask per head": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (4, 9, 7)}),
+    "mask of keys": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (2, 1, 1, 7)}),
+    "three dims, mask": ((3, 9, 16), (3, 7, 16), {"attn_mask": (3, 9, 7)}),
+    "five dims, mask": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"attn_mask": (2, 3, 1, 9, 7)}),
+    "five dims, shared mask": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"attn_mask": (3, 1, 9, 7)}),
+}
+
+
+def _run(function: Callable[..., Tensor], inputs: list[Tensor], options: dict) -> list[Tensor]:
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = function(*inputs, **options)
+    return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity(name: str) -> None:
+    q_shape, k_shape, options = CASES[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in (q_shape, k_shape, k_shape)]
+    options = dict(options)
+    if "attn_mask" in options:
+        # One key of each row stays, as torch's own versions differ on rows without any.
+        mask = torch.rand(options["attn_mask"]) < 0.5
+        mask[..., 0] = True
+        options["attn_mask"] = mask
+    for got, wanted in zip(_run(ours, inputs, options), _run(torchs, inputs, options), strict=True):
+        # Each is within a few roundings of the exact result, per product of at most 16 terms.
+        assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
+
+
+def test_mask_expressions_are_taken() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    assert torch.equal(
+        ours(q, q, q, attn_mask=causal() & window(3)), attention(q, q, q, mask=causal() & window(3))
+    )
+
+
+def test_bad_input() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match=r"attn_mask: .* got torch.float32, an additive bias"):
+        ours(q, q, q, attn_mask=torch.zeros(8, 8))
+    with pytest.raises(TypeError, match=r"attn_mask: expected torch.bool or a mask, got torch.int64"):
+        ours(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.int64))
+    with pytest.raises(ValueError, match="attn_mask: expected a shape that broadcasts"):
+        ours(q, q, q, attn_mask=torch.ones(8, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="is_causal: expected no attn_mask beside it"):
+        ours(q, q, q, attn_mask=causal(), is_causal=True)
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        ours(q, q[:, :1], q[:, :1])
+    with pytest.raises(ValueError, match="the same number of dims, at least 3"):
+        ours(q, q[0], q[0])
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        ours(q, q, q, dropout_p=0.1)
