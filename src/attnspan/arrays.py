@@ -191,21 +191,27 @@ class JaxArrays(Arrays):
             return False
         return all(device.platform == "cpu" for device in x.devices())
 
-    def asarray(self, x: Any, dtype: str) -> Array:
+    def _dtype(self, name: str) -> Any:
         # JAX keeps 32 bits unless told otherwise, and warns when asked for more.
-        return self.xp.asarray(x, dtype=self.jax.dtypes.canonicalize_dtype(dtype))
+        return self.jax.dtypes.canonicalize_dtype(name)
+
+    def asarray(self, x: Any, dtype: str) -> Array:
+        return self.xp.asarray(x, dtype=self._dtype(dtype))
+
+    def full(self, shape: Sequence[int], value: int, dtype: str = "int32") -> Array:
+        return self.xp.full(tuple(shape), value, dtype=self._dtype(dtype))
 
     def contiguous(self, x: Array) -> Array:
         return x
 
     def cast(self, x: Array, dtype: str) -> Array:
-        return x.astype(self.jax.dtypes.canonicalize_dtype(dtype))
+        return x.astype(self._dtype(dtype))
 
     def cummax(self, x: Array) -> Array:
         return self.jax.lax.cummax(x, axis=x.ndim - 1)
 
     def sum(self, x: Array) -> Array:
-        return self.xp.sum(x, axis=-1, dtype=self.jax.dtypes.canonicalize_dtype("int64"))
+        return self.xp.sum(x, axis=-1, dtype=self._dtype("int64"))
 
     def argsort(self, x: Array) -> Array:
         return self.xp.argsort(x, axis=-1, stable=True)
@@ -220,7 +226,7 @@ class JaxArrays(Arrays):
         return search(table, values)
 
     def scatter_add(self, size: int, index: Array, values: Array) -> Array:
-        zeros = self.xp.zeros(size, self.jax.dtypes.canonicalize_dtype("int64"))
+        zeros = self.xp.zeros(size, self._dtype("int64"))
         return zeros.at[index].add(values)
 
 
