@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import MASKS, make_sample, oracle, relative_error
+from samples import MASKS, make_sample, oracle, relative_error
 from torch import Tensor
 
 import attnspan

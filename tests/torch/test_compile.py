@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import K_LEN, MASKS, Q_LEN
+from samples import K_LEN, MASKS, Q_LEN
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_sample
+from samples import make_sample
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 

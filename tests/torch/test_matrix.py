@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import K_LEN, MASKS, Q_LEN, counted_kernel_calls, relative_error
+from samples import K_LEN, MASKS, Q_LEN, counted_kernel_calls, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import counted_kernel_calls, make_sample
+from samples import counted_kernel_calls, make_sample
 
 from attnspan.kernels import cpu
 from attnspan.torch import attention

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import relative_error
+from samples import relative_error
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torchs
 

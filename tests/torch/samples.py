@@ -1,0 +1,172 @@
+"""Sample calls, the float64 oracle and derived tolerances, shared by the tests of the torch front end."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import attnspan
+from attnspan import reference
+
+BATCH, Q_LEN, K_LEN = 2, 24, 24
+
+
+def _ids(lengths: list[list[int]]) -> Tensor:
+    return torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    )
+
+
+def _blocks(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query // 5 == key // 5
+
+
+def _dense() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(BATCH, 1, Q_LEN, K_LEN, generator=generator) < 0.8
+
+
+def _own_spans() -> Tensor:
+    rows = torch.arange(Q_LEN)
+    bounds = torch.stack([torch.stack([rows // 4, rows // 2], -1), torch.stack([rows // 2, rows], -1)], -2)
+    bounds[5] = 0  # a row that sees nothing
+    return bounds.to(torch.int32).view(1, 1, Q_LEN, 2, 2)
+
+
+#: Every kind of mask, for BATCH rows of Q_LEN == K_LEN tokens; a new one at each call.
+MASKS: dict[str, Callable[[], attnspan.Mask]] = {
+    "full": attnspan.full,
+    "causal": attnspan.causal,
+    "window": lambda: attnspan.window(5, 2),
+    "segments": lambda: attnspan.causal() & attnspan.segments(_ids([[9, 15], [3, 21]])),
+    "documents": lambda: (
+        attnspan.causal() & attnspan.documents(torch.tensor([0, 7, 11, 24], dtype=torch.int32))
+    ),
+    "prefix": lambda: attnspan.causal() | attnspan.prefix(torch.tensor([4, 9])),
+    "groups": lambda: attnspan.causal() | attnspan.groups(_ids([[4, 6, 14], [12, 2, 10]])),
+    "key_padding": lambda: attnspan.key_padding(torch.tensor([20, 0])),
+    "cache": lambda: attnspan.causal() & attnspan.cache(torch.tensor([24, 13])),
+    "global_keys": lambda: attnspan.causal() & (attnspan.window(3) | attnspan.global_keys(2)),
+    "spans": lambda: attnspan.spans(_own_spans()),
+    "from_predicate": lambda: attnspan.from_predicate(_blocks),
+    "from_dense": lambda: attnspan.from_dense(_dense()),
+}
+
+
+@dataclass
+class Sample:
+    """One call of the operator; `arguments` are (q, k, v, bounds, scale)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bounds: Tensor
+    scale: float
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        return self.q, self.k, self.v, self.bounds, self.scale
+
+    def requires_grad(self) -> "Sample":
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        return Sample(q, k, v, self.bounds, self.scale)
+
+
+def random_bounds(
+    generator: torch.Generator, batch: int, heads: int, q_len: int, k_len: int, runs: int, empty: bool = True
+) -> Tensor:
+    """Random legal spans; every fifth row sees nothing if ``empty``, else every row sees a key."""
+    cuts = torch.randint(0, k_len + 1, (batch, heads, q_len, 2 * runs), generator=generator).sort(-1).values
+    bounds = cuts.view(batch, heads, q_len, runs, 2).to(torch.int32)
+    if empty:
+        bounds[:, :, ::5] = 0
+    elif k_len:
+        nothing = (bounds[..., 1] == bounds[..., 0]).all(-1)
+        bounds[nothing] = 0
+        bounds[..., -1, :][nothing] = torch.tensor([0, k_len], dtype=torch.int32)
+    return bounds
+
+
+def make_sample(
+    seed: int = 0,
+    *,
+    batch: int = 2,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 7,
+    k_len: int = 9,
+    head_dim: int = 16,
+    v_dim: int = 16,
+    runs: int = 1,
+    mask_batch: int = 1,
+    mask_heads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    empty: bool = True,
+    logits: float = 1.0,
+    transposed: bool = True,
+) -> Sample:
+    """Standard-normal q, k, v (scores are multiplied by ``logits``) under random spans."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(heads: int, length: int, dim: int) -> Tensor:
+        if transposed:
+            return torch.randn(batch, length, heads, dim, generator=generator).to(dtype).transpose(1, 2)
+        return torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
+
+    return Sample(
+        normal(q_heads, q_len, head_dim),
+        normal(kv_heads, k_len, head_dim),
+        normal(kv_heads, k_len, v_dim),
+        random_bounds(generator, mask_batch, mask_heads, q_len, k_len, runs, empty),
+        logits * head_dim**-0.5,
+    )
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+def oracle(sample: Sample, dout: Tensor, dlse: Tensor | None = None) -> list[Tensor]:
+    """out, lse, dq, dk, dv in float64 of the inputs as they are, rounded to their dtype."""
+    q, k, v = (to_numpy(x) for x in (sample.q, sample.k, sample.v))
+    bounds = sample.bounds.numpy()
+    out, lse = reference.forward(q, k, v, bounds, sample.scale)
+    zeros = np.zeros_like(lse) if dlse is None else to_numpy(dlse)
+    grads = reference.backward(to_numpy(dout), zeros, q, k, v, bounds, sample.scale)
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in (out, lse, *grads)]
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over norm of the expected, in float64."""
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    assert torch.isfinite(got).all(), "a result is not finite"
+    got, expected = got.detach().double(), expected.detach().double()
+    difference, norm = (got - expected).norm(), float(expected.norm())
+    return float(difference) / norm if norm else float(difference)
+
+
+@contextmanager
+def counted_kernel_calls() -> Iterator[list[str]]:
+    """Collect the names of the kernel's entry points as they are called."""
+    from attnspan.kernels import cpu
+
+    calls: list[str] = []
+    originals = {name: getattr(cpu, name) for name in ("forward", "backward")}
+
+    def counted(name: str) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            calls.append(name)
+            originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(cpu, name, counted(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(cpu, name, original)
