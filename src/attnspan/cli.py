@@ -131,8 +131,16 @@ def _train_command() -> Callable[..., None]:
     own = [
         parameter for parameter in inspect.signature(train).parameters.values() if parameter.name != "options"
     ]
+    train.__signature__ = inspect.Signature([*own, *_config_options()])  # type: ignore[attr-defined]
+    return train
+
+
+def _config_options() -> list[inspect.Parameter]:
+    """One option for each field of `TrainConfig`, whose comment is the help."""
+    import typer
+
     types = get_type_hints(TrainConfig)
-    derived = [
+    return [
         inspect.Parameter(
             field.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -144,8 +152,6 @@ def _train_command() -> Callable[..., None]:
         )
         for field in fields(TrainConfig)
     ]
-    train.__signature__ = inspect.Signature([*own, *derived])  # type: ignore[attr-defined]
-    return train
 
 
 def _is_given(context: "typer.Context", name: str) -> bool:

@@ -200,14 +200,7 @@ def train(
     console = console or Console()
     config = _settle(config)
     ceiling = matmul_ceiling(getattr(torch, config.dtype))
-    if not resume:
-        _refuse_second_start(folder)
-    run = Run.open(config, folder)
-    if resume:
-        run.load(from_step)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save(folder / _CONFIG)
+    run = _resumed(config, folder, from_step) if resume else _started(config, folder)
     _introduce(run, console, ceiling)
     before = Graphs.now()
     compile_seconds = run.stepper.warm_up(run.held_out[0])
@@ -242,6 +235,24 @@ def train(
     return summary
 
 
+def _started(config: TrainConfig, folder: Path) -> Run:
+    if (folder / "checkpoints" / "LATEST").is_file():
+        raise ConfigError(
+            expected="a new run", got=f"{folder}, which holds one", remedy="pass --resume, or another --name"
+        )
+    run = Run.open(config, folder)
+    # Only now, so that data which cannot be read leave no empty folder behind.
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save(folder / _CONFIG)
+    return run
+
+
+def _resumed(config: TrainConfig, folder: Path, from_step: int | None) -> Run:
+    run = Run.open(config, folder)
+    run.load(from_step)
+    return run
+
+
 def _settle(config: TrainConfig) -> TrainConfig:
     """Decide what was left open, so that a resumed run computes as the first part did, bit by bit."""
     if config.threads:
@@ -253,13 +264,6 @@ def _settle(config: TrainConfig) -> TrainConfig:
 def _middle(results: list[dict[str, float]], name: str) -> float:
     # A run that was resumed at its very end has taken no step.
     return median(figures[name] for figures in results) if results else 0.0
-
-
-def _refuse_second_start(folder: Path) -> None:
-    if (folder / "checkpoints" / "LATEST").is_file():
-        raise ConfigError(
-            expected="a new run", got=f"{folder}, which holds one", remedy="pass --resume, or another --name"
-        )
 
 
 def _introduce(run: Run, console: Console, ceiling: float) -> None:
