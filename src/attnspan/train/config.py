@@ -56,13 +56,13 @@ class TrainConfig:
     data: str | None = _data(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
     tokenizer: str | None = _data(None, "local `tokenizers` JSON file; default: bytes")
     seq_len: int = _data(2048, "tokens per packed row")
-    batch_size: int = _data(2, "packed rows per step")
+    batch_size: int = _data(1, "packed rows per step")
     held_out: float = _data(0.02, "share of the documents kept for evaluation")
     eval_bytes: int = _data(131_072, "bytes of held-out text scored at the start and at the end")
 
-    steps: int = _optimum(600, "optimizer steps")
+    steps: int = _optimum(1200, "optimizer steps")
     lr: float = _optimum(3e-3, "peak learning rate")
-    warmup: int = _optimum(20, "steps of linear warm-up, before the cosine")
+    warmup: int = _optimum(60, "steps of linear warm-up, before the cosine")
     min_lr: float = _optimum(0.1, "last learning rate, as a share of the peak")
     weight_decay: float = _optimum(0.1, "AdamW decay, on matrices only")
     clip: float = _optimum(1.0, "largest norm of the whole gradient")
@@ -74,7 +74,7 @@ class TrainConfig:
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
     threads: int = _how(0, "CPU threads; 0 takes torch's default")
 
-    checkpoint_every: int = _how(100, "steps between checkpoints; 0 keeps only the last")
+    checkpoint_every: int = _how(200, "steps between checkpoints; 0 keeps only the last")
 
     def __post_init__(self) -> None:
         _check_choices(self)
