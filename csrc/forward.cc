@@ -14,7 +14,8 @@ template <class T, class E>
 class Forward {
   using C = typename E::Element;
   static constexpr int64_t block_rows = 4 * E::strip, block_keys = 256, pack_keys = 512, few_rows = 8;
-  static constexpr int64_t lds = block_keys + 16, ldp = block_keys + 32;  // off powers of two: fewer cache conflicts
+  // Off powers of two: fewer cache conflicts. Probabilities overwrite the scores of their row, which keeps the strip in L1.
+  static constexpr int64_t lds = block_keys + 16, ldp = lds * 4 / sizeof(C);
 
  public:
   explicit Forward(const ForwardArgs& args)
@@ -65,7 +66,7 @@ class Forward {
  private:
   struct Strip {
     C* q;
-    float *scores, *out, *maximum, *sum;
+    float *scores, *out, *maximum, *sums;
     C* p;
   };
 
@@ -81,10 +82,10 @@ class Forward {
     Strip s;
     s.q = carver.take<C>(block_rows * depth);
     s.scores = carver.take<float>(E::strip * lds);
-    s.p = sizeof(C) == 4 ? reinterpret_cast<C*>(s.scores) : carver.take<C>(E::strip * ldp);
+    s.p = reinterpret_cast<C*>(s.scores);
     s.out = carver.take<float>(block_rows * v_cols);
     s.maximum = carver.take<float>(block_rows);
-    s.sum = carver.take<float>(block_rows);
+    s.sums = carver.take<float>(block_rows * Vec::width);
     return s;
   }
 
@@ -125,7 +126,10 @@ class Forward {
     const float c = a.scale == 0.0f ? 1.0f : std::fabs(a.scale) * log2_e;
     Packer<T, C>::rows(q_row(b, h, first), a.q.row, rows, a.scale == 0.0f ? 0 : a.head_dim, s.q, depth,
                        strips * E::strip, a.scale < 0.0f);
-    for (int64_t i = 0; i < rows; ++i) s.maximum[i] = -infinity, s.sum[i] = 0.0f;
+    for (int64_t i = 0; i < block_rows; ++i) {
+      s.maximum[i] = -infinity;
+      store(s.sums + i * Vec::width, zero());
+    }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
     const int64_t kv = b * a.kv_heads + h / a.group();
@@ -144,17 +148,17 @@ class Forward {
                padded, n, depth, false);
     if (!seen.full)
       for (int64_t i = 0; i < rows; ++i) hide(s.scores + i * lds, seen.lo, n, spans + i * a.runs * 2, a.runs);
-    const int64_t ld = sizeof(C) == 4 ? lds : ldp;
-    softmax_strip<C>(s.scores, lds, s.p, ld, rows, n, c, {s.maximum + at, s.sum + at}, s.out + at * v_cols, v_cols,
-                     v_cols);
-    E::product(s.p, ld, packed_v + kv * v_head + seen.lo * panel, v_panel, s.out + at * v_cols, v_cols, padded, v_cols,
+    softmax_strip<C>(s.scores, lds, s.p, ldp, round_up(rows, 4), n, c, {s.maximum + at, s.sums + at * Vec::width},
+                     s.out + at * v_cols, v_cols);
+    E::product(s.p, ldp, packed_v + kv * v_head + seen.lo * panel, v_panel, s.out + at * v_cols, v_cols, padded, v_cols,
                n, true);
   }
 
   void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
     const bool sees = sees_any(spans, a.runs);
-    write_row(s.out + r * v_cols, sees ? 1.0f / s.sum[r] : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
-    *lse(b, h, i) = sees ? (s.maximum[r] + std::log2(s.sum[r])) * ln_2 : -infinity;
+    const float sum = reduce_add(load(s.sums + r * Vec::width));
+    write_row(s.out + r * v_cols, sees ? 1.0f / sum : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
+    *lse(b, h, i) = sees ? (s.maximum[r] + std::log2(sum)) * ln_2 : -infinity;
   }
 
   const ForwardArgs& a;

@@ -76,7 +76,7 @@ void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v
         total *= factor;
         top = now;
       }
-      total += exponentials<float>(s, s, padded, 1.0f, top == -infinity ? 0.0f : top);
+      total += reduce_add(exponentials<float>(s, s, padded, 1.0f, top == -infinity ? 0.0f : top));
       int64_t j = 0;
       for (; j + 4 <= n; j += 4) add_scaled4(s + j, v + (at + j) * v_stride, v_stride, sum_v, v_dim);
       for (; j < n; ++j) add_scaled(s[j], v + (at + j) * v_stride, sum_v, v_dim);

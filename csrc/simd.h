@@ -91,9 +91,18 @@ inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
-inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-inline Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+// x - floor(x), 0 for infinities; and p * 2^floor(x) with p for p = 1 and x = -inf exactly 0: no clamp is needed.
+inline Vec fraction(Vec x) { return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+inline Vec scale_by_floor(Vec p, Vec x) { return {_mm512_scalef_ps(p.v, x.v)}; }
 inline Vec select(Mask m, Vec yes, Vec no) { return {_mm512_mask_mov_ps(no.v, m, yes.v)}; }
+// The maxima of four vectors at once.
+inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+  const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+  const __m512 x = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  _mm_storeu_ps(to, _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
 inline Mask none() { return 0; }
 inline Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
 inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
@@ -117,6 +126,11 @@ inline __m256i round_bf16(Vec a) {
 #endif
 }
 inline void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+#if defined(__AVX512BF16__)
+inline void store_two(bf16* p, Vec a, Vec b) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
+}
+#endif
 inline void store(f16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -148,7 +162,7 @@ inline float reduce_max(Vec a) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-inline Vec round(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec floor(Vec a) { return {_mm256_floor_ps(a.v)}; }
 inline Vec scale_exponent(Vec p, Vec n) {
   // Two factors, so that n down to -252 keeps its subnormal results; a NaN in p survives the products.
   const __m256i i = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(i, 1), rest = _mm256_sub_epi32(i, half);
@@ -213,11 +227,12 @@ inline float reduce_max(Vec a) {
   const float x = a.v[0] > a.v[2] ? a.v[0] : a.v[2], y = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
   return x > y ? x : y;
 }
-inline Vec round(Vec a) {
+inline Vec floor(Vec a) {
   // Adding and taking away 1.5 * 2^23 rounds |a| < 2^22 to the nearest integer; no caller goes beyond.
   const f32x4 magic = set(12582912.0f).v;
   volatile f32x4 shifted = a.v + magic;  // keeps the compiler from folding the pair away
-  return {shifted - magic};
+  const f32x4 nearest = shifted - magic;
+  return {nearest - (nearest > a.v ? set(1.0f).v : f32x4{})};
 }
 inline Vec scale_exponent(Vec p, Vec n) {
   const i32x4 i = __builtin_convertvector(n.v, i32x4), half = i >> 1, rest = i - half;
@@ -249,6 +264,23 @@ inline void store(f16* p, Vec a) {
   for (int i = 0; i < 4; ++i) from_float(a.v[i], p + i);
 }
 
+#endif
+
+inline void store_two(float* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + Vec::width, b);
+}
+
+#if !defined(__AVX512F__)
+inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  to[0] = reduce_max(a), to[1] = reduce_max(b), to[2] = reduce_max(c), to[3] = reduce_max(d);
+}
+
+// The same two steps without the instructions: clamped, so that the exponent stays representable. 2^-150 rounds to 0; a NaN passes
+// (the order of vmax's operands matters).
+inline Vec clamped(Vec x) { return vmax(set(-150.0f), x); }
+inline Vec fraction(Vec x) { return clamped(x) - floor(clamped(x)); }
+inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, floor(clamped(x))); }
 #endif
 
 // The first n < width elements; the others are zero.

@@ -7,29 +7,28 @@ namespace attnspan::ATTNSPAN_ISA {
 
 inline constexpr float log2_e = 1.44269504088896340736f, ln_2 = 0.69314718055994530942f;
 
-// Polynomials for 2^f on [-1/2, 1/2], minimax in relative error: degree 5 to 7.5e-8 for float, degree 3 to 7.5e-5 for values that
-// are rounded to bfloat16 (whose half unit is 2e-3) right after.
+// Polynomials for 2^f on [0, 1], minimax in relative error: degree 5 to 1.6e-7 with its roundings for float; degree 4, exact at both
+// ends, to 3.3e-6 for values that are rounded to bfloat16 right after but summed for lse as they are.
 template <class C>
 inline Vec exp2_fraction(Vec f) {
   if constexpr (sizeof(C) == 4) {
-    Vec p = fma(set(0x1.5c08e6p-10f), f, set(0x1.3d0c54p-7f));
-    p = fma(p, f, set(0x1.c6b6e4p-5f));
-    p = fma(p, f, set(0x1.ebf918p-3f));
-    p = fma(p, f, set(0x1.62e428p-1f));
-    return fma(p, f, set(1.0f));
+    Vec p = fma(set(0x1.ec320ap-10f), f, set(0x1.26900cp-7f));
+    p = fma(p, f, set(0x1.c95446p-5f));
+    p = fma(p, f, set(0x1.ebd5a8p-3f));
+    p = fma(p, f, set(0x1.62e4f6p-1f));
+    return fma(p, f, set(0x1.fffffep-1f));
   } else {
-    Vec p = fma(set(0x1.c3f760p-5f), f, set(0x1.f0de1ap-3f));
-    p = fma(p, f, set(0x1.62f31ap-1f));
-    return fma(p, f, set(0x1.fff692p-1f));
+    Vec p = fma(set(0x1.bc31dap-7f), f, set(0x1.aa3fcap-5f));
+    p = fma(p, f, set(0x1.ee5884p-3f));
+    p = fma(p, f, set(0x1.62d51cp-1f));
+    return fma(p, f, set(1.0f));
   }
 }
 
-// 2^x for x <= 128; exactly 0 below -150, NaN for NaN (the order of vmax's operands matters).
+// 2^x for x <= 128: 0 for -inf, NaN for NaN.
 template <class C>
 inline Vec exp2(Vec x) {
-  x = vmax(set(-150.0f), x);
-  const Vec n = round(x);
-  return scale_exponent(exp2_fraction<C>(x - n), n);
+  return scale_by_floor(exp2_fraction<C>(fraction(x)), x);
 }
 
 // Scores of keys that a row may not see become -inf: everything outside the row's spans.
@@ -46,44 +45,34 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
   for (; at < cols; ++at) s[at] = -infinity;
 }
 
-// State of the online softmax of one strip; `maximum` is in units of log2.
+// State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial sums.
 struct Running {
   float* maximum;
-  float* sum;
+  float* sums;
 };
 
 inline Vec row_maximum(const float* s, int64_t cols) {
-  constexpr int w = Vec::width;
-  Vec a = load(s), b = load(s + w);
-  int64_t j = 2 * w;
-  for (; j + 2 * w <= cols; j += 2 * w) {
+  Vec a = load(s), b = load(s + Vec::width);
+  for (int64_t j = 2 * Vec::width; j < cols; j += 2 * Vec::width) {
     a = vmax(load(s + j), a);
-    b = vmax(load(s + j + w), b);
+    b = vmax(load(s + j + Vec::width), b);
   }
-  for (; j < cols; j += w) a = vmax(load(s + j), a);
   return vmax(a, b);
 }
 
-// p = 2^(s * c - shift) for one row, returned sum; p may be s itself.
+// p = 2^(s * c - shift) for one row of whole vector pairs, summed; p may be s itself.
 template <class C>
-inline float exponentials(const float* s, C* p, int64_t cols, float c, float shift) {
+inline Vec exponentials(const float* s, C* p, int64_t cols, float c, float shift) {
   constexpr int w = Vec::width;
-  const Vec cv = set(c), sv = set(-shift);
+  const Vec factor = set(c), offset = set(-shift);
   Vec a = zero(), b = zero();
-  int64_t j = 0;
-  for (; j + 2 * w <= cols; j += 2 * w) {
-    const Vec x = exp2<C>(fma(load(s + j), cv, sv)), y = exp2<C>(fma(load(s + j + w), cv, sv));
+  for (int64_t j = 0; j < cols; j += 2 * w) {
+    const Vec x = exp2<C>(fma(load(s + j), factor, offset)), y = exp2<C>(fma(load(s + j + w), factor, offset));
     a = a + x;
     b = b + y;
-    store(p + j, x);
-    store(p + j + w, y);
+    store_two(p + j, x, y);
   }
-  for (; j < cols; j += w) {
-    const Vec x = exp2<C>(fma(load(s + j), cv, sv));
-    a = a + x;
-    store(p + j, x);
-  }
-  return reduce_add(a + b);
+  return a + b;
 }
 
 inline void scale_row(float* o, int64_t n, float factor) {
@@ -91,24 +80,34 @@ inline void scale_row(float* o, int64_t n, float factor) {
   for (int64_t j = 0; j < n; j += Vec::width) store(o + j, load(o + j) * f);
 }
 
-// Turns a strip of scores (rows x cols, hidden ones -inf) into probabilities relative to the new running maximum and rescales
-// the accumulated output of rows whose maximum rose (Milakov & Gimelshein 2018, eq. 3). c > 0.
+// Turns a strip of scores (rows x cols, hidden ones -inf; rows a multiple of 4) into probabilities relative to the new running maximum
+// and rescales the accumulated output of rows whose maximum rose (Milakov & Gimelshein 2018, eq. 3). c > 0.
 template <class C>
 inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows, int64_t cols, float c, Running run,
-                          float* out, int64_t ldo, int64_t v_cols) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const float before = run.maximum[i];
-    const float top = reduce_max(row_maximum(s + i * lds, cols)) * c;
-    const float now = top > before ? top : before;
-    const float shift = now == -infinity ? 0.0f : now;
-    const float sum = exponentials<C>(s + i * lds, p + i * ldp, cols, c, shift);
-    if (now > before) {
-      const float factor = before == -infinity ? 0.0f : std::exp2(before - now);
-      run.sum[i] *= factor;
-      scale_row(out + i * ldo, v_cols, factor);
-      run.maximum[i] = now;
+                          float* out, int64_t v_cols) {
+  for (int64_t i = 0; i < rows; i += 4) {
+    float *row = s + i * lds, *maximum = run.maximum + i;
+    float now[4], shift[4];
+    reduce_max4(row_maximum(row, cols), row_maximum(row + lds, cols), row_maximum(row + 2 * lds, cols),
+                row_maximum(row + 3 * lds, cols), now);
+    bool rose = false;
+    for (int r = 0; r < 4; ++r) {
+      now[r] = now[r] * c > maximum[r] ? now[r] * c : maximum[r];
+      rose |= now[r] > maximum[r];
+      shift[r] = now[r] == -infinity ? 0.0f : now[r];
     }
-    run.sum[i] += sum;
+    if (rose)
+      for (int r = 0; r < 4; ++r) {
+        // Nothing seen yet: the accumulators are zero, and -inf - -inf would be NaN.
+        const float factor = maximum[r] == -infinity ? 0.0f : std::exp2(maximum[r] - now[r]);
+        scale_row(out + (i + r) * v_cols, v_cols, factor);
+        scale_row(run.sums + (i + r) * Vec::width, Vec::width, factor);
+        maximum[r] = now[r];
+      }
+    for (int r = 0; r < 4; ++r) {
+      float* sum = run.sums + (i + r) * Vec::width;
+      store(sum, load(sum) + exponentials<C>(row + r * lds, p + (i + r) * ldp, cols, c, shift[r]));
+    }
   }
 }
 

@@ -163,8 +163,52 @@ struct AmxEngine {
     if constexpr (M2 && N2) _tile_stored(3, c1 + 16, row);
   }
 
+  // 32 rows times one panel, in either of two pairs of accumulators (tile numbers must be literals).
+  static void multiply_even(const bf16* a, int64_t lda, const bf16* b, int64_t k) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t s = 0; s < k; s += 32) {
+      _tile_loadd(6, b + s * panel, 64);
+      _tile_loadd(4, a + s, lda * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, a + 16 * lda + s, lda * 2);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+  }
+  static void store_even(float* c, int64_t ldc) {
+    _tile_stored(0, c, ldc * 4);
+    _tile_stored(1, c + 16 * ldc, ldc * 4);
+  }
+  static void multiply_odd(const bf16* a, int64_t lda, const bf16* b, int64_t k) {
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t s = 0; s < k; s += 32) {
+      _tile_loadd(7, b + s * panel, 64);
+      _tile_loadd(4, a + s, lda * 2);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, a + 16 * lda + s, lda * 2);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  static void store_odd(float* c, int64_t ldc) {
+    _tile_stored(2, c, ldc * 4);
+    _tile_stored(3, c + 16 * ldc, ldc * 4);
+  }
+
+  // A short product (k = head_dim) spends as long storing as multiplying: one pair of accumulators is stored while the other works.
+  static void short_product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t n, int64_t k) {
+    multiply_even(a, lda, b, k);
+    for (int64_t j = 0; j < n; j += 32) {
+      if (j + 16 < n) multiply_odd(a, lda, b + (j + 16) / panel * bs, k);
+      store_even(c + j, ldc);
+      if (j + 32 < n) multiply_even(a, lda, b + (j + 32) / panel * bs, k);
+      if (j + 16 < n) store_odd(c + j + 16, ldc);
+    }
+  }
+
   static void product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t m, int64_t n,
                       int64_t k, bool add) {
+    if (!add && m == 32) return short_product(a, lda, b, bs, c, ldc, n, k);
     for (int64_t j = 0; j < n; j += 32) {
       const bf16* bj = b + j / panel * bs;
       const bool n2 = n - j >= 32;

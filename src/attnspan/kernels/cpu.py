@@ -18,7 +18,9 @@ _core: ModuleType | None
 _core_error = ""
 try:
     _core = import_module("attnspan._core")
-except ImportError as error:  # A machine without a compiler: the other backends still work, and `supports` says why.
+except (
+    ImportError
+) as error:  # A machine without a compiler: the other backends still work, and `supports` says why.
     _core, _core_error = None, str(error)
 
 
@@ -70,9 +72,8 @@ def forward(
     """
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
-    _compiled().forward(
-        _array(q), _array(k), _array(v), _array(out), _array(lse), _array(_packed(bounds)), scale, num_threads
-    )
+    bounds = _packed(bounds)  # A name keeps a copy alive while the kernel reads it.
+    _compiled().forward(*(_array(x) for x in (q, k, v, out, lse, bounds)), scale, num_threads)
 
 
 def backward(
@@ -122,10 +123,11 @@ def backward(
     """
     if out.shape[0] * out.shape[1] == 0:
         return
+    bounds, dlse = _packed(bounds), None if dlse is None else _packed(dlse)
     _compiled().backward(
         _array(dout),
-        None if dlse is None else _array(_packed(dlse)),
-        *(_array(x) for x in (q, k, v, out, lse, _packed(bounds), dq, dk, dv)),
+        None if dlse is None else _array(dlse),
+        *(_array(x) for x in (q, k, v, out, lse, bounds, dq, dk, dv)),
         scale,
         num_threads,
     )
@@ -166,7 +168,9 @@ def threading() -> str:
 
 def _compiled() -> ModuleType:
     if _core is None:
-        raise ImportError(f"attnspan._core: expected the compiled module, got {_core_error}. Build it: pip install .")
+        raise ImportError(
+            f"attnspan._core: expected the compiled module, got {_core_error}. Build it: pip install ."
+        )
     return _core
 
 

@@ -1,0 +1,36 @@
+"""Every instruction-set level that this machine can run passes the tests of test_cpu.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnspan.kernels import cpu
+
+TESTS = Path(__file__).with_name("test_cpu.py")
+OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", OTHERS)
+def test_level(level: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS)]
+    done = subprocess.run(
+        command, env=os.environ | {"ATTNSPAN_ISA": level}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["avx1024", "AVX2"])
+def test_an_unknown_level_is_refused_by_name(name: str) -> None:
+    code = "from attnspan.kernels import cpu; cpu.isa()"
+    environment = os.environ | {"ATTNSPAN_ISA": name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "ATTNSPAN_ISA" in done.stderr
+    assert "isa_levels" in done.stderr
