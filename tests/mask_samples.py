@@ -177,6 +177,20 @@ SAMPLES = [
         runs=2,
     ),
     Sample(
+        "window and two prefixes",
+        (),
+        lambda: a.window(1) | a.prefix(2) | a.global_keys(3),
+        lambda b, i, j: i - 1 <= j <= i or j < 3,
+        runs=2,
+    ),
+    Sample(
+        "window and scattered segments",
+        (_SCATTERED,),
+        lambda ids: a.window(1) | a.segments(ids, max_runs=3),
+        lambda b, i, j: i - 1 <= j <= i or _same(_SCATTERED, i, j),
+        runs=4,
+    ),
+    Sample(
         "two unions",
         (_BLOCKS, _SCATTERED),
         lambda ids, scattered: (

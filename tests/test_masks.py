@@ -105,6 +105,8 @@ def test_documents_with_their_own_rows():
     q_index = np.array([4, 5, 6, 7, 8, -1])
     causal = same & (np.arange(9) <= q_index[:, None])
     _check((a.causal() & a.documents(cu_q, cu_k)).spans(6, 9), causal[None, None])
+    either = same | (np.arange(9) <= q_index[:, None])
+    _check((a.causal() | a.documents(cu_q, cu_k)).spans(6, 9), either[None, None])
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
