@@ -11,7 +11,7 @@ from samples import K_LEN, MASKS, Q_LEN
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnspan import Mask, Prepared, causal, segments, window
+from attnspan import Mask, Prepared, Spans, causal, segments, window
 from attnspan.torch import Attention, attention
 
 FRESH = """
@@ -172,3 +172,17 @@ def test_the_math_backend_compiles_in_full() -> None:
     (got,) = torch.autograd.grad(compiled.square().sum(), q)
     (wanted,) = torch.autograd.grad(run(q, k).square().sum(), q)
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_illegal_spans_are_never_plausible_when_compiled() -> None:
+    x = torch.randn(1, 1, 3, 8)
+    bounds = torch.tensor([[0, 1], [0, 7], [0, 3]], dtype=torch.int32).view(1, 1, 3, 1, 2)
+
+    def run(x: Tensor, bounds: Tensor, backend: str) -> Tensor:
+        return attention(x, x, x, mask=Spans(bounds, 3), backend=backend)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert compiled(x, bounds, "math").isnan().all(-1).flatten().tolist() == [False, True, False]
+    with pytest.raises(ValueError, match="row 1"):
+        compiled(x, bounds, "cpu")
