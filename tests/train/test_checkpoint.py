@@ -64,6 +64,8 @@ def test_death_at_any_moment_leaves_the_old_or_the_new(
             save(CheckpointStore(tmp_path), 2)
         except Killed:
             assert len(calls) == count
+    for folder in tmp_path.glob("step-*"):
+        assert (folder / "manifest.json").is_file(), "what has a checkpoint's name is whole"
     assert load(CheckpointStore(tmp_path)) in [(1, "at 1", 1.0), (2, "at 2", 2.0)]
     store = CheckpointStore(tmp_path)
     load(store)
