@@ -60,7 +60,7 @@ class TrainConfig:
     held_out: float = _data(0.02, "share of the documents kept for evaluation")
     eval_bytes: int = _data(131_072, "bytes of held-out text scored at the start and at the end")
 
-    steps: int = _optimum(1200, "optimizer steps")
+    steps: int = _optimum(1500, "optimizer steps")
     lr: float = _optimum(3e-3, "peak learning rate")
     warmup: int = _optimum(60, "steps of linear warm-up, before the cosine")
     min_lr: float = _optimum(0.1, "last learning rate, as a share of the peak")
