@@ -57,7 +57,8 @@ class Backward {
   struct Own {              // one thread's scratch
     C *q_keys, *dout_keys;  // one query head packed four ways; the names are pack.h's
     C *q_dims, *dout_dims;
-    float *lse, *delta;
+    float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
+    float* delta;
     Columns mask;
     float* dq;              // transposed: [query block][dim][query]
     float *dk, *dv;         // accumulators of a key block, or of the share's if several query heads add to them
@@ -74,6 +75,7 @@ class Backward {
     o.q_dims = carver.take<C>(cols / panel * column_panel);
     o.dout_dims = carver.take<C>(v_cols / panel * column_panel);
     o.lse = carver.take<float>(queries);
+    o.lse_rest = carver.take<float>(queries);
     o.delta = carver.take<float>(queries);
     o.mask = Columns::lay_out(carver, queries, a.runs);
     o.dq = carver.take<float>(shares == 1 ? head_dq : 0);
@@ -131,10 +133,12 @@ class Backward {
     const T *q = at<T>(a.q, b, h, 0), *dout = at<T>(a.dout, b, h, 0);
     const int64_t row = (b * a.q_heads + h) * a.q_len;
     for (int64_t i = 0; i < a.q_len; ++i) {
-      o.lse[i] = a.lse[row + i] * log2_e;
+      const double lse = static_cast<double>(a.lse[row + i]) * 1.44269504088896340736;
+      o.lse[i] = static_cast<float>(std::nearbyint(lse));
+      o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(lse - static_cast<double>(o.lse[i])) : 0.0f;
       o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
-    for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.delta[i] = 0.0f;
+    for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
     if (!tiles) return;
     Packer<T, C>::keys(q, a.q.row, a.q_len, a.head_dim, o.q_keys, depth * panel, 0, queries, depth);
@@ -216,18 +220,17 @@ class Backward {
     const Vec c = set(a.scale * log2_e);
     for (int64_t lane = 0; lane < panel; lane += Vec::width) {
       const int64_t q = query * panel + lane, col = from * panel + lane;
-      const Vec lse = load(o.lse + q), delta = load(o.delta + q);
+      const Vec lse = load(o.lse + q), rest = load(o.lse_rest + q), delta = load(o.delta + q);
       for (int64_t j = 0; j < strip; j += pair) {
         Vec ds[pair];
         for (int64_t i = 0; i < pair; ++i) {
           const int64_t at = (j + i) * ld_scores + col, to_at = (j + i) * ld_weights + col;
-          Vec x = fma(load(o.scores + at), c, zero() - lse);
+          Vec p = exp2_shifted<C>(fma(load(o.scores + at), c, zero() - rest), lse);
           Mask seen{};
           if constexpr (Masked) {
             seen = o.mask.see(first + s * strip + j + i, q);
-            x = select(seen, x, set(-infinity));
+            p = select(seen, p, zero());
           }
-          const Vec p = exp2<C>(x);
           ds[i] = p * (load(o.dp + at) - delta);
           if constexpr (Masked) ds[i] = select(seen, ds[i], zero());
           store(o.p + to_at, p);
@@ -263,7 +266,7 @@ class Backward {
     for (int64_t i = 0; i < a.q_len; ++i) {
       alignas(64) float row[max_dim] = {};
       backward_row(at<T>(a.q, b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row, at<T>(a.dout, b, h, i), a.head_dim,
-                   a.v_dim, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, first, last, a.scale, o.lse[i] * ln_2, o.delta[i], row, dk, cols,
+                   a.v_dim, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, first, last, a.scale, a.lse[(b * a.q_heads + h) * a.q_len + i], o.delta[i], row, dk, cols,
                    dv, v_cols);
       float* column = dq + i / block * dim_rows * block + i % block;
       for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];

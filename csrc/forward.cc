@@ -158,7 +158,7 @@ class Forward {
     const bool sees = sees_any(spans, a.runs);
     const float sum = reduce_add(load(s.sums + r * Vec::width));
     write_row(s.out + r * v_cols, sees ? 1.0f / sum : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
-    *lse(b, h, i) = sees ? (s.maximum[r] + std::log2(sum)) * ln_2 : -infinity;
+    *lse(b, h, i) = sees ? log_sum(s.maximum[r], sum) : -infinity;
   }
 
   const ForwardArgs& a;

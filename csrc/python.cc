@@ -57,6 +57,8 @@ template <class Item>
 Item* packed(const char* name, nb::handle x, int dtype, const std::vector<int64_t>& shape) {
   const Array a = checked(name, x, dtype, shape);
   int64_t stride = 1;
+  for (const int64_t n : shape)
+    if (n == 0) return static_cast<Item*>(a.data);
   for (size_t i = shape.size(); i-- > 0; stride *= shape[i])
     if (shape[i] > 1 && a.strides[i] != stride) fail(std::string(name) + ": expected a contiguous array");
   return static_cast<Item*>(a.data);

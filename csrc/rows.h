@@ -60,29 +60,31 @@ void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v
                  const int32_t* spans, int64_t runs, float scale, T* out, float* lse) {
   alignas(64) float query[max_dim], sum_v[max_dim] = {}, s[row_keys];
   widen(q, query, dim);
-  const float c = scale * log2_e;
+  // As in the tiles: -q for a negative scale, q = 0 for scale 0.
+  const float c = scale == 0.0f ? 1.0f : std::fabs(scale) * log2_e;
+  scale_row(query, round_up(dim, Vec::width), scale == 0.0f ? 0.0f : std::copysign(1.0f, scale));
   float top = -infinity, total = 0.0f;
   bool sees = false;
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys) {
       sees = true;
       const int64_t n = least(row_keys, hi - at), padded = round_up(n, 2 * Vec::width);
-      for (int64_t j = 0; j < n; ++j) s[j] = dot(query, k + (at + j) * k_stride, dim) * c;
+      for (int64_t j = 0; j < n; ++j) s[j] = dot(query, k + (at + j) * k_stride, dim);
       for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
-      const float block_top = reduce_max(row_maximum(s, padded)), now = block_top > top ? block_top : top;
+      const float block_top = reduce_max(row_maximum(s, padded)) * c, now = block_top > top ? block_top : top;
       if (now > top) {
         const float factor = top == -infinity ? 0.0f : std::exp2(top - now);
         if (top != -infinity) scale_row(sum_v, round_up(v_dim, Vec::width), factor);
         total *= factor;
         top = now;
       }
-      total += reduce_add(exponentials<float>(s, s, padded, 1.0f, top == -infinity ? 0.0f : top));
+      total += reduce_add(exponentials<float>(s, s, padded, c, top == -infinity ? 0.0f : top));
       int64_t j = 0;
       for (; j + 4 <= n; j += 4) add_scaled4(s + j, v + (at + j) * v_stride, v_stride, sum_v, v_dim);
       for (; j < n; ++j) add_scaled(s[j], v + (at + j) * v_stride, sum_v, v_dim);
     }
   write_row(sum_v, sees ? 1.0f / total : 0.0f, out, v_dim);
-  *lse = sees ? (top + std::log2(total)) * ln_2 : -infinity;
+  *lse = sees ? log_sum(top, total) : -infinity;
 }
 
 // One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`. As in the

@@ -91,6 +91,7 @@ inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
+inline Vec floor(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 // x - floor(x), 0 for infinities; and p * 2^floor(x) with p for p = 1 and x = -inf exactly 0: no clamp is needed.
 inline Vec fraction(Vec x) { return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 inline Vec scale_by_floor(Vec p, Vec x) { return {_mm512_scalef_ps(p.v, x.v)}; }
@@ -228,11 +229,8 @@ inline float reduce_max(Vec a) {
   return x > y ? x : y;
 }
 inline Vec floor(Vec a) {
-  // Adding and taking away 1.5 * 2^23 rounds |a| < 2^22 to the nearest integer; no caller goes beyond.
-  const f32x4 magic = set(12582912.0f).v;
-  volatile f32x4 shifted = a.v + magic;  // keeps the compiler from folding the pair away
-  const f32x4 nearest = shifted - magic;
-  return {nearest - (nearest > a.v ? set(1.0f).v : f32x4{})};
+  for (int i = 0; i < 4; ++i) a.v[i] = __builtin_floorf(a.v[i]);
+  return a;
 }
 inline Vec scale_exponent(Vec p, Vec n) {
   const i32x4 i = __builtin_convertvector(n.v, i32x4), half = i >> 1, rest = i - half;
@@ -276,9 +274,9 @@ inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
   to[0] = reduce_max(a), to[1] = reduce_max(b), to[2] = reduce_max(c), to[3] = reduce_max(d);
 }
 
-// The same two steps without the instructions: clamped, so that the exponent stays representable. 2^-150 rounds to 0; a NaN passes
-// (the order of vmax's operands matters).
-inline Vec clamped(Vec x) { return vmax(set(-150.0f), x); }
+// The same two steps without the instructions: clamped, so that the exponent stays representable. 2^-150 rounds to 0, 2^128 is
+// infinite; a NaN passes (the order of vmax's operands matters).
+inline Vec clamped(Vec x) { return zero() - vmax(set(-128.0f), zero() - vmax(set(-150.0f), x)); }
 inline Vec fraction(Vec x) { return clamped(x) - floor(clamped(x)); }
 inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, floor(clamped(x))); }
 #endif

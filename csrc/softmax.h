@@ -5,18 +5,19 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-inline constexpr float log2_e = 1.44269504088896340736f, ln_2 = 0.69314718055994530942f;
+inline constexpr float log2_e = 1.44269504088896340736f;
 
-// Polynomials for 2^f on [0, 1], minimax in relative error: degree 5 to 1.6e-7 with its roundings for float; degree 4, exact at both
-// ends, to 3.3e-6 for values that are rounded to bfloat16 right after but summed for lse as they are.
+// Polynomials for 2^f on [0, 1], exact at both ends and minimax in relative error between: degree 6 to 6.5e-8 with its roundings (one
+// unit in the last place) for float; degree 4 to 3.3e-6 for values that are rounded to bfloat16 right after but summed for lse as they are.
 template <class C>
 inline Vec exp2_fraction(Vec f) {
   if constexpr (sizeof(C) == 4) {
-    Vec p = fma(set(0x1.ec320ap-10f), f, set(0x1.26900cp-7f));
-    p = fma(p, f, set(0x1.c95446p-5f));
-    p = fma(p, f, set(0x1.ebd5a8p-3f));
-    p = fma(p, f, set(0x1.62e4f6p-1f));
-    return fma(p, f, set(0x1.fffffep-1f));
+    Vec p = fma(set(0x1.c765a8p-13f), f, set(0x1.462150p-10f));
+    p = fma(p, f, set(0x1.3d217cp-7f));
+    p = fma(p, f, set(0x1.c686b4p-5f));
+    p = fma(p, f, set(0x1.ebfd74p-3f));
+    p = fma(p, f, set(0x1.62e42ap-1f));
+    return fma(p, f, set(1.0f));
   } else {
     Vec p = fma(set(0x1.bc31dap-7f), f, set(0x1.aa3fcap-5f));
     p = fma(p, f, set(0x1.ee5884p-3f));
@@ -31,6 +32,13 @@ inline Vec exp2(Vec x) {
   return scale_by_floor(exp2_fraction<C>(fraction(x)), x);
 }
 
+// 2^(x - shift) for a shift that is a whole number: as exact as 2^x, however large the shift. x is finite.
+template <class C>
+inline Vec exp2_shifted(Vec x, Vec shift) {
+  const Vec whole = floor(x);
+  return scale_by_floor(exp2_fraction<C>(x - whole), whole - shift);
+}
+
 // Scores of keys that a row may not see become -inf: everything outside the row's spans.
 // `cols` keys from `first` on; spans are sorted and disjoint, an empty one may stand anywhere.
 inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, int64_t runs) {
@@ -43,6 +51,11 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
     if (at >= cols) return;
   }
   for (; at < cols; ++at) s[at] = -infinity;
+}
+
+// Natural logarithm of sum * 2^maximum, rounded once.
+inline float log_sum(float maximum, float sum) {
+  return static_cast<float>((static_cast<double>(maximum) + std::log2(static_cast<double>(sum))) * 0.69314718055994530942);
 }
 
 // State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial sums.

@@ -45,7 +45,7 @@ def test_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
     got, exact, allowed = arrays.run(), arrays.oracle(), budget(case)
     # Sums are accumulated in float32, whose roundings walk at random over as many terms as there are rows.
     walk = 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
-    exponential = 3.3e-6 if dtype == BF16 else 1.6e-7  # of its polynomial, see csrc/softmax.h
+    exponential = 3.3e-6 if dtype == BF16 else 6.5e-8  # of its polynomial, see csrc/softmax.h
     for name in exact:
         bound = 3 * (allowed[name] + walk + exponential)
         assert error(got[name], exact[name]) <= bound, (name, error(got[name], exact[name]), bound)
