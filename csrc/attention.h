@@ -17,7 +17,7 @@ struct Tensor {
 // What a query may see: int32 (B|1, H|1, q_len, runs, 2), each slice contiguous.
 struct Bounds {
   const int32_t* data;
-  int64_t batch, head;    // strides in elements, 0 where broadcast
+  int64_t batch, head;     // strides in elements, 0 where broadcast
   int64_t batches, heads;  // extents of the distinct slices
   const int32_t* slice(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };

@@ -1,8 +1,10 @@
-// Backward: five products for each visible tile (Dao 2023, FlashAttention-2, algorithm 2). Compiled once per instruction-set level.
+// Backward: five products for each visible tile (Dao 2023, FlashAttention-2, algorithm 2). Compiled once per
+// instruction-set level.
 //
-// Scores are held transposed, keys x queries, so that dK and dV take their probabilities as they lie and dQ^T takes them packed.
-// A unit of work is a share of one key head's key blocks: it owns its rows of dK and dV. Its dQ is complete where the head is one share;
-// otherwise each share keeps a dQ of its own and a last loop adds them in a fixed order. No atomics: same threads, same bits.
+// Scores are held transposed, keys x queries, so that dK and dV take their probabilities as they lie and dQ^T takes
+// them packed. A unit of work is a share of one key head's key blocks: it owns its rows of dK and dV. Its dQ is
+// complete where the head is one share; otherwise each share keeps a dQ of its own and a last loop adds them in a fixed
+// order. No atomics: same threads, same bits.
 #include "attention.h"
 #include "columns.h"
 #include "kernels.h"
@@ -14,7 +16,8 @@ namespace attnspan::ATTNSPAN_ISA {
 template <class T, class E>
 class Backward {
   using C = typename E::Element;
-  static constexpr int64_t block = 192, strip = E::strip, strips = block / strip, panels = block / panel, pair = E::pair;
+  static constexpr int64_t block = 192, strip = E::strip, strips = block / strip, panels = block / panel,
+                           pair = E::pair;
   static constexpr int64_t ld_scores = block + 16, ld_weights = sizeof(C) == 4 ? ld_scores : block + 32;
   static_assert(block % strip == 0 && block % key_step == 0);
 
@@ -50,7 +53,8 @@ class Backward {
       E::end();
     });
     if (shares > 1)
-      parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) { reduce(item / q_blocks, item % q_blocks, partial); });
+      parallel(a.batch * a.q_heads * q_blocks,
+               [&](int64_t item, int) { reduce(item / q_blocks, item % q_blocks, partial); });
   }
 
  private:
@@ -60,12 +64,12 @@ class Backward {
     float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
     float* delta;
     Columns mask;
-    float* dq;              // transposed: [query block][dim][query]
-    float *dk, *dv;         // accumulators of a key block, or of the share's if several query heads add to them
-    C *k, *v, *k_columns;   // one key block
-    float *scores, *dp;     // one strip
+    float* dq;             // transposed: [query block][dim][query]
+    float *dk, *dv;        // accumulators of a key block, or of the share's if several query heads add to them
+    C *k, *v, *k_columns;  // one key block
+    float *scores, *dp;    // one strip
     C *p, *ds;
-    C* ds_keys;             // one tile, packed for dQ
+    C* ds_keys;  // one tile, packed for dQ
   };
 
   Own lay_out(Carver& carver) const {
@@ -170,7 +174,8 @@ class Backward {
       if (all.begin >= all.end) continue;
       for (int64_t s = 0; s < used; ++s) {
         hide_outside(o.ds_keys, s, all, range[s]);
-        if (range[s].begin < range[s].end) strip_of_keys(o, qb, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
+        if (range[s].begin < range[s].end)
+          strip_of_keys(o, qb, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
       }
       add_dq(o, range, used, all, dq + qb * dim_rows * block);
     }
@@ -197,13 +202,16 @@ class Backward {
 
   static void hide_outside(C* ds_keys, int64_t s, Range all, Range seen) {
     for (int64_t p = all.begin; p < all.end; ++p)
-      if (p < seen.begin || p >= seen.end) std::memset(packed_line(ds_keys, p, s * strip), 0, strip * panel * sizeof(C));
+      if (p < seen.begin || p >= seen.end)
+        std::memset(packed_line(ds_keys, p, s * strip), 0, strip * panel * sizeof(C));
   }
 
   void strip_of_keys(const Own& o, int64_t qb, int64_t first, int64_t s, Range seen, float* dk, float* dv) const {
     const int64_t p0 = qb * panels + seen.begin, n = (seen.end - seen.begin) * panel;
-    E::product(o.k + s * strip * depth, depth, o.q_keys + p0 * depth * panel, depth * panel, o.scores, ld_scores, strip, n, depth, false);
-    E::product(o.v + s * strip * v_depth, v_depth, o.dout_keys + p0 * v_depth * panel, v_depth * panel, o.dp, ld_scores, strip, n, v_depth, false);
+    E::product(o.k + s * strip * depth, depth, o.q_keys + p0 * depth * panel, depth * panel, o.scores, ld_scores, strip,
+               n, depth, false);
+    E::product(o.v + s * strip * v_depth, v_depth, o.dout_keys + p0 * v_depth * panel, v_depth * panel, o.dp, ld_scores,
+               strip, n, v_depth, false);
     for (int64_t p = 0; p < seen.end - seen.begin; ++p)
       if (o.mask.covers(p0 + p, first + s * strip, first + (s + 1) * strip))
         weights<false>(o, p0 + p, p, seen.begin + p, first, s);
@@ -213,8 +221,8 @@ class Backward {
     E::product(o.ds, ld_weights, o.q_dims + p0 * panel * panel, column_panel, dk, cols, strip, cols, n, true);
   }
 
-  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and one panel of queries: panel `query` of the head, at panel `from`
-  // of the strip's arrays, at panel `to` of the packed tile.
+  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and one panel of queries: panel `query` of the head,
+  // at panel `from` of the strip's arrays, at panel `to` of the packed tile.
   template <bool Masked>
   void weights(const Own& o, int64_t query, int64_t from, int64_t to, int64_t first, int64_t s) const {
     const Vec c = set(a.scale * log2_e);
@@ -256,8 +264,8 @@ class Backward {
       for (int64_t s = 0; s < used; ++s)
         if (range[s].begin <= p && p < range[s].end) begin = least(begin, s), end = s + 1;
       if (begin < end)
-        E::product(o.k_columns + begin * strip, block, packed_line(o.ds_keys, p, begin * strip), block * panel, dq + p * panel, block,
-                   dim_rows, 2 * panel, (end - begin) * strip, true);
+        E::product(o.k_columns + begin * strip, block, packed_line(o.ds_keys, p, begin * strip), block * panel,
+                   dq + p * panel, block, dim_rows, 2 * panel, (end - begin) * strip, true);
     }
   }
 
@@ -265,9 +273,9 @@ class Backward {
     const int64_t hk = h / a.group(), first = kb * block, last = least(first + block, a.k_len);
     for (int64_t i = 0; i < a.q_len; ++i) {
       alignas(64) float row[max_dim] = {};
-      backward_row(at<T>(a.q, b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row, at<T>(a.dout, b, h, i), a.head_dim,
-                   a.v_dim, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, first, last, a.scale, a.lse[(b * a.q_heads + h) * a.q_len + i], o.delta[i], row, dk, cols,
-                   dv, v_cols);
+      backward_row(at<T>(a.q, b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row,
+                   at<T>(a.dout, b, h, i), a.head_dim, a.v_dim, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, first,
+                   last, a.scale, a.lse[(b * a.q_heads + h) * a.q_len + i], o.delta[i], row, dk, cols, dv, v_cols);
       float* column = dq + i / block * dim_rows * block + i % block;
       for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
     }
@@ -302,7 +310,8 @@ class Backward {
   }
 
   void reduce(int64_t head, int64_t qb, const float* partial) const {
-    write_dq(head / a.q_heads, head % a.q_heads, qb, partial + head * shares * head_dq + qb * dim_rows * block, shares, head_dq);
+    write_dq(head / a.q_heads, head % a.q_heads, qb, partial + head * shares * head_dq + qb * dim_rows * block, shares,
+             head_dq);
   }
 
   const BackwardArgs& a;
@@ -321,15 +330,15 @@ Kernels::BackwardPair backward_kernels(Dtype dtype) {
 #if defined(__AMX_BF16__)
   return dtype == Dtype::bf16 ? backward_pair<bf16, AmxEngine>() : Kernels::BackwardPair{};
 #elif defined(__AVX512BF16__)
-  return dtype == Dtype::bf16 ? backward_pair<bf16, VectorEngine<bf16>>() : Kernels::BackwardPair{};
+  return dtype == Dtype::bf16 ? backward_pair<bf16, VectorEngine<bf16> >() : Kernels::BackwardPair{};
 #else
   switch (dtype) {
     case Dtype::bf16:
-      return backward_pair<bf16, VectorEngine<float>>();
+      return backward_pair<bf16, VectorEngine<float> >();
     case Dtype::f16:
-      return backward_pair<f16, VectorEngine<float>>();
+      return backward_pair<f16, VectorEngine<float> >();
     default:
-      return backward_pair<float, VectorEngine<float>>();
+      return backward_pair<float, VectorEngine<float> >();
   }
 #endif
 }

@@ -5,8 +5,8 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// One head's spans with the queries innermost (lo and hi apart, `stride` queries for each run), and hulls for each panel of 16 queries.
-// Queries beyond q_len see nothing.
+// One head's spans with the queries innermost (lo and hi apart, `stride` queries for each run), and hulls for each
+// panel of 16 queries. Queries beyond q_len see nothing.
 struct Columns {
   struct PanelHull {
     int32_t lo, hi, all_lo, all_hi;  // as Hull, for one run

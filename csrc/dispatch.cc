@@ -15,9 +15,9 @@
 
 namespace attnspan {
 
-#define ATTNSPAN_LEVEL(name)                    \
-  namespace name {                              \
-  Kernels::ForwardPair forward_kernels(Dtype);  \
+#define ATTNSPAN_LEVEL(name)                     \
+  namespace name {                               \
+  Kernels::ForwardPair forward_kernels(Dtype);   \
   Kernels::BackwardPair backward_kernels(Dtype); \
   }
 ATTNSPAN_LEVEL(portable)

@@ -1,7 +1,8 @@
 // Forward: online softmax over key blocks for a block of query rows. Compiled once per instruction-set level.
 //
 // 1. K and V of each head are packed once (they are read by every query block of the head).
-// 2. Each item is one query block of one head, worked on in strips of rows. A strip touches only keys that some row of it may see.
+// 2. Each item is one query block of one head, worked on in strips of rows. A strip touches only keys that some row of
+// it may see.
 #include "attention.h"
 #include "kernels.h"
 #include "pack.h"
@@ -14,7 +15,8 @@ template <class T, class E>
 class Forward {
   using C = typename E::Element;
   static constexpr int64_t block_rows = 4 * E::strip, block_keys = 256, pack_keys = 512, few_rows = 8;
-  // Off powers of two: fewer cache conflicts. Probabilities overwrite the scores of their row, which keeps the strip in L1.
+  // Off powers of two: fewer cache conflicts. Probabilities overwrite the scores of their row, which keeps the strip in
+  // L1.
   static constexpr int64_t lds = block_keys + 16, ldp = lds * 4 / sizeof(C);
 
  public:
@@ -66,8 +68,8 @@ class Forward {
  private:
   struct Strip {
     C* q;
-    float *scores, *out, *maximum, *sums;
-    C* p;
+    float* scores[2];
+    float *out, *maximum, *sums;
   };
 
   bool by_rows() const { return a.q_len < few_rows; }
@@ -81,8 +83,7 @@ class Forward {
   Strip lay_out_thread(Carver& carver) const {
     Strip s;
     s.q = carver.take<C>(block_rows * depth);
-    s.scores = carver.take<float>(E::strip * lds);
-    s.p = reinterpret_cast<C*>(s.scores);
+    for (auto& scores : s.scores) scores = carver.take<float>(E::strip * lds);
     s.out = carver.take<float>(block_rows * v_cols);
     s.maximum = carver.take<float>(block_rows);
     s.sums = carver.take<float>(block_rows * Vec::width);
@@ -132,26 +133,77 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const int64_t kv = b * a.kv_heads + h / a.group();
-    for (int64_t key = round_down(all.lo, key_step); key < all.hi; key += block_keys)
-      for (int64_t t = 0; t < strips; ++t) {
-        const int64_t at = t * E::strip, n = least(E::strip, rows - at);
-        const Seen seen = look(spans + at * a.runs * 2, n, a.runs, hull[t], key, least(key + block_keys, keys));
-        if (seen.lo < seen.hi) strip(kv, spans + at * a.runs * 2, s, at, n, seen, c);
-      }
+    const Head head{b * a.kv_heads + h / a.group(), rows, spans, hull, all, c};
+    Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
+    if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
+    for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
+      const Job next = next_job(head, job);
+      if (!E::overlaps) scores(head, s, job, s.scores[0], 0, block_keys);
+      values(head, s, job, s.scores[side], next, s.scores[1 - side]);
+      job = next;
+    }
     for (int64_t i = 0; i < rows; ++i) finish(b, h, first + i, s, i, spans + i * a.runs * 2);
   }
 
-  void strip(int64_t kv, const int32_t* spans, const Strip& s, int64_t at, int64_t rows, Seen seen, float c) const {
-    const int64_t n = seen.hi - seen.lo, padded = round_up(rows, E::rows);
-    E::product(s.q + at * depth, depth, packed_k + kv * k_head + seen.lo / panel * k_panel, k_panel, s.scores, lds,
-               padded, n, depth, false);
-    if (!seen.full)
-      for (int64_t i = 0; i < rows; ++i) hide(s.scores + i * lds, seen.lo, n, spans + i * a.runs * 2, a.runs);
-    softmax_strip<C>(s.scores, lds, s.p, ldp, round_up(rows, 4), n, c, {s.maximum + at, s.sums + at * Vec::width},
-                     s.out + at * v_cols, v_cols);
-    E::product(s.p, ldp, packed_v + kv * v_head + seen.lo * panel, v_panel, s.out + at * v_cols, v_cols, padded, v_cols,
-               n, true);
+  // A block of query rows of one head.
+  struct Head {
+    int64_t kv, rows;
+    const int32_t* spans;
+    const Hull* hull;
+    const Hull& all;
+    float c;
+    int64_t strip_rows(int64_t t) const { return least(E::strip, rows - t * E::strip); }
+  };
+
+  // One strip of query rows with what it sees of one key block.
+  struct Job {
+    int64_t key, strip;
+    Seen seen;
+    bool valid(const Hull& all) const { return key < all.hi; }
+  };
+
+  // The one after `job`: strips innermost, so that they share the key block while it is in cache.
+  Job next_job(const Head& head, Job job) const {
+    const int64_t strips = (head.rows + E::strip - 1) / E::strip;
+    for (++job.strip; job.valid(head.all); job.key += block_keys, job.strip = 0)
+      for (; job.strip < strips; ++job.strip) {
+        const int32_t* spans = head.spans + job.strip * E::strip * a.runs * 2;
+        job.seen = look(spans, head.strip_rows(job.strip), a.runs, head.hull[job.strip], job.key,
+                        least(job.key + block_keys, keys));
+        if (job.seen.lo < job.seen.hi) return job;
+      }
+    return job;
+  }
+
+  // Scores of a job's keys [from, to), counted from the first that it sees.
+  void scores(const Head& head, const Strip& s, const Job& job, float* to_scores, int64_t from, int64_t to) const {
+    to = least(to, job.seen.hi - job.seen.lo);
+    if (from >= to) return;
+    const C* k = packed_k + head.kv * k_head + (job.seen.lo + from) / panel * k_panel;
+    E::product(s.q + job.strip * E::strip * depth, depth, k, k_panel, to_scores + from, lds,
+               round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
+  }
+
+  // Softmax and product with V of one job, whose scores are ready. An engine with a matrix unit computes the scores of
+  // the next one meanwhile, a few columns after each few rows of exponentials: the two run on different parts of the
+  // processor.
+  void values(const Head& head, const Strip& s, const Job& job, float* ready, const Job& next, float* ahead) const {
+    const int64_t at = job.strip * E::strip, rows = head.strip_rows(job.strip), n = job.seen.hi - job.seen.lo;
+    if (!job.seen.full)
+      for (int64_t i = 0; i < rows; ++i)
+        hide(ready + i * lds, job.seen.lo, n, head.spans + (at + i) * a.runs * 2, a.runs);
+    constexpr int64_t step = block_keys / (E::strip / 4);  // columns for each four rows
+    const bool prepare = E::overlaps && next.valid(head.all);
+    int64_t done = 0;
+    C* p = reinterpret_cast<C*>(ready);
+    softmax_strip<C>(ready, lds, p, ldp, round_up(rows, 4), n, head.c, {s.maximum + at, s.sums + at * Vec::width},
+                     s.out + at * v_cols, v_cols, [&] {
+                       if (prepare) scores(head, s, next, ahead, done, done + step);
+                       done += step;
+                     });
+    if (prepare) scores(head, s, next, ahead, done, block_keys);
+    E::product(p, ldp, packed_v + head.kv * v_head + job.seen.lo * panel, v_panel, s.out + at * v_cols, v_cols,
+               round_up(rows, E::rows), v_cols, n, true);
   }
 
   void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
@@ -179,15 +231,15 @@ Kernels::ForwardPair forward_kernels(Dtype dtype) {
 #if defined(__AMX_BF16__)
   return dtype == Dtype::bf16 ? forward_pair<bf16, AmxEngine>() : Kernels::ForwardPair{};
 #elif defined(__AVX512BF16__)
-  return dtype == Dtype::bf16 ? forward_pair<bf16, VectorEngine<bf16>>() : Kernels::ForwardPair{};
+  return dtype == Dtype::bf16 ? forward_pair<bf16, VectorEngine<bf16> >() : Kernels::ForwardPair{};
 #else
   switch (dtype) {
     case Dtype::bf16:
-      return forward_pair<bf16, VectorEngine<float>>();
+      return forward_pair<bf16, VectorEngine<float> >();
     case Dtype::f16:
-      return forward_pair<f16, VectorEngine<float>>();
+      return forward_pair<f16, VectorEngine<float> >();
     default:
-      return forward_pair<float, VectorEngine<float>>();
+      return forward_pair<float, VectorEngine<float> >();
   }
 #endif
 }

@@ -1,5 +1,6 @@
-// One query row at a time, over its visible keys only and straight from the arrays. Serves few query rows, where packing would cost
-// more than it saves, and heads with NaN or infinity, where 0 * inf in a masked tile would reach rows that may not see the key.
+// One query row at a time, over its visible keys only and straight from the arrays. Serves few query rows, where
+// packing would cost more than it saves, and heads with NaN or infinity, where 0 * inf in a masked tile would reach
+// rows that may not see the key.
 #pragma once
 
 #include "softmax.h"
@@ -87,8 +88,8 @@ void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v
   *lse = sees ? log_sum(top, total) : -infinity;
 }
 
-// One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`. As in the
-// tiles, dq and dk lack the factor `scale`.
+// One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`.
+// As in the tiles, dq and dk lack the factor `scale`.
 template <class T>
 void backward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* dout, int64_t dim,
                   int64_t v_dim, const int32_t* spans, int64_t runs, int64_t first, int64_t last, float scale,

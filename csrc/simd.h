@@ -274,8 +274,8 @@ inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
   to[0] = reduce_max(a), to[1] = reduce_max(b), to[2] = reduce_max(c), to[3] = reduce_max(d);
 }
 
-// The same two steps without the instructions: clamped, so that the exponent stays representable. 2^-150 rounds to 0, 2^128 is
-// infinite; a NaN passes (the order of vmax's operands matters).
+// The same two steps without the instructions: clamped, so that the exponent stays representable. 2^-150 rounds to 0,
+// 2^128 is infinite; a NaN passes (the order of vmax's operands matters).
 inline Vec clamped(Vec x) { return zero() - vmax(set(-128.0f), zero() - vmax(set(-150.0f), x)); }
 inline Vec fraction(Vec x) { return clamped(x) - floor(clamped(x)); }
 inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, floor(clamped(x))); }

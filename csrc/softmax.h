@@ -7,8 +7,9 @@ namespace attnspan::ATTNSPAN_ISA {
 
 inline constexpr float log2_e = 1.44269504088896340736f;
 
-// Polynomials for 2^f on [0, 1], exact at both ends and minimax in relative error between: degree 6 to 6.5e-8 with its roundings (one
-// unit in the last place) for float; degree 4 to 3.3e-6 for values that are rounded to bfloat16 right after but summed for lse as they are.
+// Polynomials for 2^f on [0, 1], exact at both ends and minimax in relative error between: degree 6 to 6.5e-8 with its
+// roundings (one unit in the last place) for float; degree 4 to 3.3e-6 for values that are rounded to bfloat16 right
+// after but summed for lse as they are.
 template <class C>
 inline Vec exp2_fraction(Vec f) {
   if constexpr (sizeof(C) == 4) {
@@ -55,10 +56,12 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
 
 // Natural logarithm of sum * 2^maximum, rounded once.
 inline float log_sum(float maximum, float sum) {
-  return static_cast<float>((static_cast<double>(maximum) + std::log2(static_cast<double>(sum))) * 0.69314718055994530942);
+  return static_cast<float>((static_cast<double>(maximum) + std::log2(static_cast<double>(sum))) *
+                            0.69314718055994530942);
 }
 
-// State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial sums.
+// State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial
+// sums.
 struct Running {
   float* maximum;
   float* sums;
@@ -93,11 +96,15 @@ inline void scale_row(float* o, int64_t n, float factor) {
   for (int64_t j = 0; j < n; j += Vec::width) store(o + j, load(o + j) * f);
 }
 
-// Turns a strip of scores (rows x cols, hidden ones -inf; rows a multiple of 4) into probabilities relative to the new running maximum
-// and rescales the accumulated output of rows whose maximum rose (Milakov & Gimelshein 2018, eq. 3). c > 0.
-template <class C>
+// Turns a strip of scores (rows x cols, hidden ones -inf; rows a multiple of 4) into probabilities relative to the new
+// running maximum and rescales the accumulated output of rows whose maximum rose (Milakov & Gimelshein 2018, eq. 3). c
+// > 0.
+//
+// The maximum is left alone while it rises by less than 2^8: any shift gives the same result, and rescaling is then
+// rare. `between` is called after each four rows.
+template <class C, class Between>
 inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows, int64_t cols, float c, Running run,
-                          float* out, int64_t v_cols) {
+                          float* out, int64_t v_cols, const Between& between) {
   for (int64_t i = 0; i < rows; i += 4) {
     float *row = s + i * lds, *maximum = run.maximum + i;
     float now[4], shift[4];
@@ -105,7 +112,7 @@ inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows
                 row_maximum(row + 3 * lds, cols), now);
     bool rose = false;
     for (int r = 0; r < 4; ++r) {
-      now[r] = now[r] * c > maximum[r] ? now[r] * c : maximum[r];
+      now[r] = now[r] * c > maximum[r] + 8.0f ? now[r] * c : maximum[r];
       rose |= now[r] > maximum[r];
       shift[r] = now[r] == -infinity ? 0.0f : now[r];
     }
@@ -121,6 +128,7 @@ inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows
       float* sum = run.sums + (i + r) * Vec::width;
       store(sum, load(sum) + exponentials<C>(row + r * lds, p + (i + r) * ldp, cols, c, shift[r]));
     }
+    between();
   }
 }
 

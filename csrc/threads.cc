@@ -20,7 +20,8 @@ using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 #if defined(__linux__)
 int look_for_runtime(dl_phdr_info* info, size_t, void* found) {
   const char* name = info->dlpi_name;
-  if (name == nullptr || (!std::strstr(name, "libgomp") && !std::strstr(name, "libomp") && !std::strstr(name, "libiomp5")))
+  if (name == nullptr ||
+      (!std::strstr(name, "libgomp") && !std::strstr(name, "libomp") && !std::strstr(name, "libiomp5")))
     return 0;
   void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return 0;

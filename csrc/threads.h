@@ -1,5 +1,5 @@
-// Runs a parallel loop for an edge: on the OpenMP runtime that the process already has (torch's, so that two pools do not fight),
-// else on threads of its own.
+// Runs a parallel loop for an edge: on the OpenMP runtime that the process already has (torch's, so that two pools do
+// not fight), else on threads of its own.
 #pragma once
 
 #include "attention.h"

@@ -4,8 +4,8 @@
 //   B  packed in panels of 16 columns: element (k, n) of a panel lies at [k / pair][n][k % pair]
 //   C  row-major float, any row stride
 //
-// `pair` is how many consecutive k one instruction consumes: 1 for float, 2 for bfloat16 dot products. An engine states the
-// multiples that m, n and k must have (`rows`, `cols`, `depth`); callers pad with zeros.
+// `pair` is how many consecutive k one instruction consumes: 1 for float, 2 for bfloat16 dot products. An engine states
+// the multiples that m, n and k must have (`rows`, `cols`, `depth`); callers pad with zeros.
 #pragma once
 
 #include "simd.h"
@@ -64,7 +64,8 @@ struct VectorEngine {
   static constexpr int tile_rows = 4, tile_panels = 1;
 #endif
   static constexpr int64_t rows = 12, cols = 16, depth = pair;
-  static constexpr int64_t strip = 24;  // rows of a softmax strip
+  static constexpr int64_t strip = 24;     // rows of a softmax strip
+  static constexpr bool overlaps = false;  // products use the units that exponentials need
 
   static void begin() {}
   static void end() {}
@@ -116,6 +117,7 @@ struct AmxEngine {
   using Element = bf16;
   static constexpr int pair = 2;
   static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32;
+  static constexpr bool overlaps = true;
 
   static void begin() {
     struct alignas(64) Config {
@@ -195,8 +197,10 @@ struct AmxEngine {
     _tile_stored(3, c + 16 * ldc, ldc * 4);
   }
 
-  // A short product (k = head_dim) spends as long storing as multiplying: one pair of accumulators is stored while the other works.
-  static void short_product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t n, int64_t k) {
+  // A short product (k = head_dim) spends as long storing as multiplying: one pair of accumulators is stored while the
+  // other works.
+  static void short_product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t n,
+                            int64_t k) {
     multiply_even(a, lda, b, k);
     for (int64_t j = 0; j < n; j += 32) {
       if (j + 16 < n) multiply_odd(a, lda, b + (j + 16) / panel * bs, k);
@@ -206,9 +210,9 @@ struct AmxEngine {
     }
   }
 
-  static void product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t m, int64_t n,
-                      int64_t k, bool add) {
-    if (!add && m == 32) return short_product(a, lda, b, bs, c, ldc, n, k);
+  static void product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t m,
+                      int64_t n, int64_t k, bool add) {
+    if (!add && m == 32 && n > 32) return short_product(a, lda, b, bs, c, ldc, n, k);
     for (int64_t j = 0; j < n; j += 32) {
       const bf16* bj = b + j / panel * bs;
       const bool n2 = n - j >= 32;
@@ -216,7 +220,8 @@ struct AmxEngine {
         const bf16* ai = a + i * lda;
         float* cij = c + i * ldc + j;
         if (m - i >= 32)
-          n2 ? block<true, true>(ai, lda, bj, bs, cij, ldc, k, add) : block<true, false>(ai, lda, bj, bs, cij, ldc, k, add);
+          n2 ? block<true, true>(ai, lda, bj, bs, cij, ldc, k, add)
+             : block<true, false>(ai, lda, bj, bs, cij, ldc, k, add);
         else
           n2 ? block<false, true>(ai, lda, bj, bs, cij, ldc, k, add)
              : block<false, false>(ai, lda, bj, bs, cij, ldc, k, add);
