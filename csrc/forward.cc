@@ -79,6 +79,7 @@ class Forward {
     packed_k = carver.take<C>(heads * k_head);
     packed_v = carver.take<C>(heads * v_head);
     is_finite = carver.take<uint8_t>(heads * packs);
+    k_norms = carver.take<float>(heads * packs);
   }
   Strip lay_out_thread(Carver& carver) const {
     Strip s;
@@ -92,6 +93,12 @@ class Forward {
 
   const T* q_row(int64_t b, int64_t h, int64_t i) const { return at<T>(a.q, b, h, i); }
 
+  float k_norm(int64_t kv) const {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < packs; ++i) largest = larger_or_nan(largest, k_norms[kv * packs + i]);
+    return largest;
+  }
+
   bool packed_finite(int64_t kv) const {
     for (int64_t i = 0; i < packs; ++i)
       if (!is_finite[kv * packs + i]) return false;
@@ -99,12 +106,21 @@ class Forward {
   }
 
   void pack(int64_t kv, int64_t part) {
-    const int64_t b = kv / a.kv_heads, h = kv % a.kv_heads, first = part * pack_keys;
-    const int64_t count = least(pack_keys, keys - first), valid = least(count, a.k_len - first);
+    const int64_t b = kv / a.kv_heads, h = kv % a.kv_heads, end = least((part + 1) * pack_keys, keys);
     const T *k = at<T>(a.k, b, h, 0), *v = at<T>(a.v, b, h, 0);
-    is_finite[kv * packs + part] = finite(v + first * a.v.row, a.v.row, valid, a.v_dim);
-    Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + kv * k_head, k_panel, first, count, depth);
-    Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + kv * v_head, v_panel, first, count, v_cols);
+    bool all_finite = true;
+    float norm = 0.0f;
+    // A few rows at a time, so that what looks at them and what copies them find them in L1.
+    for (int64_t i = part * pack_keys, count; i < end; i += count) {
+      count = least(64, end - i);
+      const int64_t valid = most(0, least(count, a.k_len - i));
+      all_finite &= finite(v + i * a.v.row, a.v.row, valid, a.v_dim);
+      norm = larger_or_nan(norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
+      Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + kv * k_head, k_panel, i, count, depth);
+      Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + kv * v_head, v_panel, i, count, v_cols);
+    }
+    is_finite[kv * packs + part] = all_finite;
+    k_norms[kv * packs + part] = norm;
   }
 
   void row(int64_t b, int64_t h, int64_t i) const {
@@ -133,7 +149,11 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const Head head{b * a.kv_heads + h / a.group(), rows, spans, hull, all, c};
+    const int64_t kv = b * a.kv_heads + h / a.group();
+    const bool bounded = within_range(largest_norm(q_row(b, h, first), a.q.row, rows, a.head_dim), k_norm(kv), c);
+    if (bounded)
+      for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
+    const Head head{kv, rows, spans, hull, all, c, bounded};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
     for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
@@ -152,6 +172,7 @@ class Forward {
     const Hull* hull;
     const Hull& all;
     float c;
+    bool bounded;
     int64_t strip_rows(int64_t t) const { return least(E::strip, rows - t * E::strip); }
   };
 
@@ -196,11 +217,14 @@ class Forward {
     const bool prepare = E::overlaps && next.valid(head.all);
     int64_t done = 0;
     C* p = reinterpret_cast<C*>(ready);
-    softmax_strip<C>(ready, lds, p, ldp, round_up(rows, 4), n, head.c, {s.maximum + at, s.sums + at * Vec::width},
-                     s.out + at * v_cols, v_cols, [&] {
-                       if (prepare) scores(head, s, next, ahead, done, done + step);
-                       done += step;
-                     });
+    const auto between = [&] {
+      if (prepare) scores(head, s, next, ahead, done, done + step);
+      done += step;
+    };
+    const Running run{s.maximum + at, s.sums + at * Vec::width};
+    const auto softmax =
+        head.bounded ? &softmax_strip<C, true, decltype(between)> : &softmax_strip<C, false, decltype(between)>;
+    softmax(ready, lds, p, ldp, round_up(rows, 4), n, head.c, run, s.out + at * v_cols, v_cols, between);
     if (prepare) scores(head, s, next, ahead, done, block_keys);
     E::product(p, ldp, packed_v + head.kv * v_head + job.seen.lo * panel, v_panel, s.out + at * v_cols, v_cols,
                round_up(rows, E::rows), v_cols, n, true);
@@ -217,6 +241,7 @@ class Forward {
   const int64_t depth, keys, v_cols, k_panel, v_panel, k_head, v_head, packs, blocks;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;
+  float* k_norms = nullptr;
 };
 
 template <class T, class E>

@@ -51,6 +51,14 @@ inline void transpose(Block& x) {
 #endif
 }
 
+// A line of 64 bytes, or the beginning of one. (A copy of unknown length is a call that costs more than the copy.)
+inline void copy_line(void* to, const void* from, int64_t bytes) {
+  if (bytes >= 64)
+    std::memcpy(to, from, 64);
+  else
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
 template <class T, class C>
 struct Packer {
   static constexpr int64_t pair = Step<C>::pair;
@@ -62,7 +70,7 @@ struct Packer {
     n = most(0, least(n, 16 * pair));
     if constexpr (same) {
       if (n < 32) std::memset(unit, 0, 64);
-      std::memcpy(unit, p, static_cast<size_t>(n) * 2);
+      copy_line(unit, p, n * 2);
     } else {
       float* x = reinterpret_cast<float*>(unit);
       int64_t j = 0;
@@ -101,12 +109,16 @@ struct Packer {
                    bool negate) {
     for (int64_t i = 0; i < padded_rows; ++i)
       for (int64_t d = 0; d < lda; d += 16 * pair) {
+        if (same && !negate && i < rows && dim - d >= 16 * pair) {
+          std::memcpy(a + i * lda + d, p + i * stride + d, 64);
+          continue;
+        }
         alignas(64) uint32_t unit[16];
         line(i < rows ? p + i * stride + d : p, i < rows ? dim - d : 0, unit);
         const uint32_t flip = same ? 0x80008000u : 0x80000000u;
         if (negate)
           for (auto& u : unit) u ^= flip;
-        std::memcpy(a + i * lda + d, unit, static_cast<size_t>(least(lda - d, 16 * pair)) * sizeof(C));
+        copy_line(a + i * lda + d, unit, (lda - d) * static_cast<int64_t>(sizeof(C)));
       }
   }
 
@@ -133,7 +145,8 @@ struct Packer {
           line(i + r < rows ? p + (i + r) * stride + d : p, i + r < rows ? dim - d : 0, x.unit[r]);
         transpose(x);
         C* to = b + i / panel * bs + d * panel;
-        std::memcpy(to, x.unit, static_cast<size_t>(least(depth - d, 16 * pair) / pair) * 64);
+        for (int64_t line = 0; line < least(16, (depth - d) / pair); ++line)
+          std::memcpy(to + line * 16 * pair, x.unit[line], 64);
       }
   }
 
@@ -162,6 +175,23 @@ inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
     for (; d < dim; d += Vec::width) a = fma(load_part(x + d, least(dim - d, Vec::width)), zero(), a);
   }
   return reduce_add(a + b) == 0.0f;
+}
+
+inline float larger_or_nan(float x, float y) { return y > x || y != y ? y : x; }
+
+// The largest squared norm of the rows; NaN if an element is.
+template <class T>
+inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < rows; ++i) {
+    Vec sum = zero();
+    for (int64_t d = 0; d < dim; d += Vec::width) {
+      const Vec x = dim - d >= Vec::width ? load(p + i * stride + d) : load_part(p + i * stride + d, dim - d);
+      sum = fma(x, x, sum);
+    }
+    largest = larger_or_nan(largest, reduce_add(sum));
+  }
+  return largest;
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -67,6 +67,12 @@ struct Running {
   float* sums;
 };
 
+// Are all scores c * q . k within 2^-60 .. 2^60 after the exponential, by the Cauchy-Schwarz bound on these squared
+// norms? Floats have room for sums of such terms, and relative precision does not depend on their size. False for NaN.
+inline bool within_range(float q_norm, float k_norm, float c) {
+  return std::sqrt(q_norm) * std::sqrt(k_norm) * c <= 60.0f;
+}
+
 inline Vec row_maximum(const float* s, int64_t cols) {
   Vec a = load(s), b = load(s + Vec::width);
   for (int64_t j = 2 * Vec::width; j < cols; j += 2 * Vec::width) {
@@ -102,11 +108,22 @@ inline void scale_row(float* o, int64_t n, float factor) {
 //
 // The maximum is left alone while it rises by less than 2^8: any shift gives the same result, and rescaling is then
 // rare. `between` is called after each four rows.
-template <class C, class Between>
+//
+// `Bounded`: no score exceeds 2^60 in either direction (see `within_range`). Then no maximum is needed at all: it stays
+// 0.
+template <class C, bool Bounded, class Between>
 inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows, int64_t cols, float c, Running run,
                           float* out, int64_t v_cols, const Between& between) {
   for (int64_t i = 0; i < rows; i += 4) {
     float *row = s + i * lds, *maximum = run.maximum + i;
+    if constexpr (Bounded) {
+      for (int r = 0; r < 4; ++r) {
+        float* sum = run.sums + (i + r) * Vec::width;
+        store(sum, load(sum) + exponentials<C>(row + r * lds, p + (i + r) * ldp, cols, c, 0.0f));
+      }
+      between();
+      continue;
+    }
     float now[4], shift[4];
     reduce_max4(row_maximum(row, cols), row_maximum(row + lds, cols), row_maximum(row + 2 * lds, cols),
                 row_maximum(row + 3 * lds, cols), now);
