@@ -1,7 +1,7 @@
 """The compiled CPU kernel: float32, bfloat16 and float16, forward and backward, any mask.
 
-Takes torch tensors and NumPy arrays alike; knows neither framework beyond their attributes. Results are written into
-arrays that the caller made.
+Takes torch tensors and NumPy arrays alike; knows neither framework beyond their attributes. Results are written
+into arrays that the caller made.
 """
 
 from importlib import import_module
@@ -50,12 +50,12 @@ def forward(
     """Attend, writing ``out`` and ``lse``.
 
     Args:
-        q: Shape (B, Hq, Sq, D), float32, bfloat16 or float16; any strides with a unit last one, as all that follow.
+        q: Shape (B, Hq, Sq, D), float32, bfloat16 or float16; any strides with a unit last one, as all others.
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32.
         out: Shape (B, Hq, Sq, Dv), written.
-        lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for a row that sees nothing.
+        lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for rows that see nothing.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
 
@@ -115,7 +115,7 @@ def backward(
     Example:
         >>> import numpy as np
         >>> x, lse = np.ones((1, 1, 1, 4), "float32"), np.zeros((1, 1, 1), "float32")
-        >>> bounds, dq, dk, dv = np.array([0, 1], "int32").reshape(1, 1, 1, 1, 2), *np.empty((3, 1, 1, 1, 4), "float32")
+        >>> bounds, dq, dk, dv = np.array([[[[[0, 1]]]]], "int32"), *np.empty((3, 1, 1, 1, 4), "float32")
         >>> forward(x, x, x, bounds, dq, lse, scale=1.0, num_threads=1)
         >>> backward(x, None, x, x, x, dq.copy(), lse, bounds, dq, dk, dv, scale=1.0, num_threads=1)
         >>> dv[0, 0, 0].tolist()
