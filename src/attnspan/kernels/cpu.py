@@ -1,7 +1,7 @@
 """The compiled CPU kernel: float32, bfloat16 and float16, forward and backward, any mask.
 
-Takes torch tensors and NumPy arrays alike; knows neither framework beyond their attributes. Results are written
-into arrays that the caller made.
+Takes torch tensors and NumPy arrays alike; knows neither framework beyond their attributes. Results are
+written into arrays that the caller made.
 """
 
 from importlib import import_module
@@ -50,12 +50,12 @@ def forward(
     """Attend, writing ``out`` and ``lse``.
 
     Args:
-        q: Shape (B, Hq, Sq, D), float32, bfloat16 or float16; any strides with a unit last one, as all others.
+        q: Shape (B, Hq, Sq, D), float32, bfloat16 or float16; any strides with a unit last one, as all.
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32.
         out: Shape (B, Hq, Sq, Dv), written.
-        lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for rows that see nothing.
+        lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for a row without keys.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
 
