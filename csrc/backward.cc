@@ -113,7 +113,8 @@ class Backward {
                            finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
     for (int64_t g = 0; g < a.group(); ++g) {
       const int64_t h = hk * a.group() + g;
-      const bool tiles = finite_kv && finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
+      const bool tiles = a.q_len >= few_rows && finite_kv &&
+                         finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
                          finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
       float* dq = shares == 1 ? o.dq : partial + ((b * a.q_heads + h) * shares + share) * head_dq;
       prepare(b, h, o, tiles);

@@ -14,7 +14,7 @@ namespace attnspan::ATTNSPAN_ISA {
 template <class T, class E>
 class Forward {
   using C = typename E::Element;
-  static constexpr int64_t block_rows = 4 * E::strip, block_keys = 256, pack_keys = 512, few_rows = 8;
+  static constexpr int64_t block_rows = 4 * E::strip, block_keys = 256, pack_keys = 512;
   // Off powers of two: fewer cache conflicts. Probabilities overwrite the scores of their row, which keeps the strip in
   // L1.
   static constexpr int64_t lds = block_keys + 16, ldp = lds * 4 / sizeof(C);

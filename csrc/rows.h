@@ -55,6 +55,7 @@ inline void write_row(const float* x, float factor, T* y, int64_t n) {
 }
 
 inline constexpr int64_t row_keys = 256, max_dim = 256;
+inline constexpr int64_t few_rows = 8;  // with fewer query rows, packing costs more than it saves
 
 template <class T>
 void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, int64_t dim, int64_t v_dim,
