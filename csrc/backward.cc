@@ -46,6 +46,7 @@ class Backward {
   void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
     float* partial = Carver(shared).take<float>(partial_dq());
     parallel(a.batch * a.kv_heads * shares, [&](int64_t item, int thread) {
+      const FlushSubnormals flush;
       Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
       const Own own = lay_out(carver);
       E::begin();

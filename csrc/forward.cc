@@ -43,6 +43,7 @@ class Forward {
   void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
     if (by_rows()) {
       parallel(a.batch * a.q_heads * a.q_len, [&](int64_t item, int) {
+        const FlushSubnormals flush;
         const int64_t head = item / a.q_len;
         row(head / a.q_heads, head % a.q_heads, item % a.q_len);
       });
@@ -52,6 +53,7 @@ class Forward {
     lay_out_shared(carver);
     parallel(a.batch * a.kv_heads * packs, [&](int64_t item, int) { pack(item / packs, item % packs); });
     parallel(a.batch * a.q_heads * blocks, [&](int64_t item, int thread) {
+      const FlushSubnormals flush;
       const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads;
       const int64_t first = (blocks - 1 - item % blocks) * block_rows;  // causal blocks: costly ones first
       if (!packed_finite(b * a.kv_heads + h / a.group())) {

@@ -178,3 +178,27 @@ def test_numpy_arrays_are_taken_too() -> None:
     cpu.forward(q, k, v, bounds, out, lse, scale=0.125, num_threads=1)
     np.testing.assert_array_equal(out, expected["out"].numpy())
     np.testing.assert_array_equal(lse, expected["lse"].numpy())
+
+
+def test_float16_subnormals_are_values_like_any_other() -> None:
+    arrays = make(Case(q_len=40, dtype=HALF, mask="causal"))
+    arrays.v = (arrays.v.float() * 2e-6).half()  # below 6.1e-5, the smallest normal number
+    assert (arrays.v != 0).any()
+    got, exact = arrays.run(), arrays.oracle()
+    # Half of the spacing of subnormals, 2^-24, is what the rounding of the output may take.
+    assert (got["out"].double() - exact["out"]).abs().max() <= 2**-25 * 1.01
+    assert error(got["dv"], exact["dv"]) < 1e-3
+
+
+def test_the_callers_own_subnormals_are_left_alone() -> None:
+    arrays = make(Case(threads=1))
+    arrays.run()
+    tiny = torch.full((64,), 1e-40)
+    assert (tiny * 1.0 != 0).all()
+
+
+def test_probabilities_far_below_the_maximum_vanish() -> None:
+    arrays = make(Case(q_len=64, mask="causal", scale=20.0))
+    got, exact = arrays.run(), arrays.oracle()
+    for name in ("out", "lse", "dv"):
+        assert error(got[name], exact[name]) < 1e-4, name
