@@ -1,7 +1,7 @@
 // Forward: online softmax over key blocks for a block of query rows. Compiled once per instruction-set level.
 //
 // 1. K and V of each head are packed once (they are read by every query block of the head).
-// 2. Each item is one query block of one head, worked on in strips of rows. A strip touches only keys that some row of
+// 2. A query block of one head is worked on in strips of rows. A strip touches only keys that some row of
 // it may see.
 #include "attention.h"
 #include "kernels.h"
@@ -20,7 +20,7 @@ class Forward {
   static constexpr int64_t lds = block_keys + 16, ldp = lds * 4 / sizeof(C);
 
  public:
-  explicit Forward(const ForwardArgs& args)
+  Forward(const ForwardArgs& args, int threads)
       : a(args),
         depth(round_up(a.head_dim, E::depth)),
         keys(round_up(a.k_len, key_step)),
@@ -30,7 +30,9 @@ class Forward {
         k_head(keys / panel * k_panel),
         v_head(v_cols / panel * v_panel),
         packs((keys + pack_keys - 1) / pack_keys),
-        blocks((a.q_len + block_rows - 1) / block_rows) {}
+        blocks((a.q_len + block_rows - 1) / block_rows),
+        by_heads(heads_suffice(threads)),
+        slots(by_heads ? threads : a.batch * a.kv_heads) {}
 
   Scratch scratch() {
     if (by_rows()) return {0, 0};
@@ -51,19 +53,24 @@ class Forward {
     }
     Carver carver(shared);
     lay_out_shared(carver);
-    parallel(a.batch * a.kv_heads * packs, [&](int64_t item, int) { pack(item / packs, item % packs); });
+    const auto work = [&](int64_t b, int64_t h, int64_t i, int64_t slot, int thread) {
+      Carver own(per_thread + static_cast<size_t>(thread) * thread_bytes);
+      query_block(b, h, (blocks - 1 - i) * block_rows, slot, lay_out_thread(own));  // causal blocks: costly ones first
+    };
+    if (by_heads) {
+      parallel(a.batch * a.kv_heads, [&](int64_t kv, int thread) {
+        const FlushSubnormals flush;
+        for (int64_t part = 0; part < packs; ++part) pack(kv, part, thread);
+        for (int64_t i = 0; i < a.group() * blocks; ++i)
+          work(kv / a.kv_heads, kv % a.kv_heads * a.group() + i / blocks, i % blocks, thread, thread);
+      });
+      return;
+    }
+    parallel(slots * packs, [&](int64_t item, int) { pack(item / packs, item % packs, item / packs); });
     parallel(a.batch * a.q_heads * blocks, [&](int64_t item, int thread) {
       const FlushSubnormals flush;
       const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads;
-      const int64_t first = (blocks - 1 - item % blocks) * block_rows;  // causal blocks: costly ones first
-      if (!packed_finite(b * a.kv_heads + h / a.group())) {
-        for (int64_t i = first; i < least(first + block_rows, a.q_len); ++i) row(b, h, i);
-        return;
-      }
-      Carver own(per_thread + static_cast<size_t>(thread) * thread_bytes);
-      E::begin();
-      block(b, h, first, lay_out_thread(own));
-      E::end();
+      work(b, h, item % blocks, b * a.kv_heads + h / a.group(), thread);
     });
   }
 
@@ -76,12 +83,20 @@ class Forward {
 
   bool by_rows() const { return a.q_len < few_rows; }
 
+  // Small heads that share out evenly over the threads: each thread packs the head that it then works on, and finds it
+  // in its own cache. Otherwise all heads are packed first, and all threads work on one head after the other.
+  bool heads_suffice(int threads) const {
+    constexpr int64_t cached = int64_t{1} << 20;
+    const int64_t heads = a.batch * a.kv_heads, rounds = (heads + threads - 1) / threads;
+    return heads * 10 >= rounds * threads * 9 && (k_head + v_head) * static_cast<int64_t>(sizeof(C)) <= cached;
+  }
+
+  // Room for `slots` packed heads: one for each thread, or all.
   void lay_out_shared(Carver& carver) {
-    const int64_t heads = a.batch * a.kv_heads;
-    packed_k = carver.take<C>(heads * k_head);
-    packed_v = carver.take<C>(heads * v_head);
-    is_finite = carver.take<uint8_t>(heads * packs);
-    k_norms = carver.take<float>(heads * packs);
+    packed_k = carver.take<C>(slots * k_head);
+    packed_v = carver.take<C>(slots * v_head);
+    is_finite = carver.take<uint8_t>(slots * packs);
+    k_norms = carver.take<float>(slots * packs);
   }
   Strip lay_out_thread(Carver& carver) const {
     Strip s;
@@ -95,19 +110,19 @@ class Forward {
 
   const T* q_row(int64_t b, int64_t h, int64_t i) const { return at<T>(a.q, b, h, i); }
 
-  float k_norm(int64_t kv) const {
+  float k_norm(int64_t slot) const {
     float largest = 0.0f;
-    for (int64_t i = 0; i < packs; ++i) largest = larger_or_nan(largest, k_norms[kv * packs + i]);
+    for (int64_t i = 0; i < packs; ++i) largest = larger_or_nan(largest, k_norms[slot * packs + i]);
     return largest;
   }
 
-  bool packed_finite(int64_t kv) const {
+  bool packed_finite(int64_t slot) const {
     for (int64_t i = 0; i < packs; ++i)
-      if (!is_finite[kv * packs + i]) return false;
+      if (!is_finite[slot * packs + i]) return false;
     return true;
   }
 
-  void pack(int64_t kv, int64_t part) {
+  void pack(int64_t kv, int64_t part, int64_t slot) {
     const int64_t b = kv / a.kv_heads, h = kv % a.kv_heads, end = least((part + 1) * pack_keys, keys);
     const T *k = at<T>(a.k, b, h, 0), *v = at<T>(a.v, b, h, 0);
     bool all_finite = true;
@@ -118,11 +133,11 @@ class Forward {
       const int64_t valid = most(0, least(count, a.k_len - i));
       all_finite &= finite(v + i * a.v.row, a.v.row, valid, a.v_dim);
       norm = larger_or_nan(norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
-      Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + kv * k_head, k_panel, i, count, depth);
-      Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + kv * v_head, v_panel, i, count, v_cols);
+      Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + slot * k_head, k_panel, i, count, depth);
+      Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + slot * v_head, v_panel, i, count, v_cols);
     }
-    is_finite[kv * packs + part] = all_finite;
-    k_norms[kv * packs + part] = norm;
+    is_finite[slot * packs + part] = all_finite;
+    k_norms[slot * packs + part] = norm;
   }
 
   void row(int64_t b, int64_t h, int64_t i) const {
@@ -133,7 +148,17 @@ class Forward {
 
   float* lse(int64_t b, int64_t h, int64_t i) const { return a.lse + (b * a.q_heads + h) * a.q_len + i; }
 
-  void block(int64_t b, int64_t h, int64_t first, Strip s) const {
+  void query_block(int64_t b, int64_t h, int64_t first, int64_t slot, Strip s) const {
+    if (packed_finite(slot)) {
+      E::begin();
+      block(b, h, first, slot, s);
+      E::end();
+    } else {
+      for (int64_t i = first; i < least(first + block_rows, a.q_len); ++i) row(b, h, i);
+    }
+  }
+
+  void block(int64_t b, int64_t h, int64_t first, int64_t slot, Strip s) const {
     const int64_t rows = least(block_rows, a.q_len - first), strips = (rows + E::strip - 1) / E::strip;
     const int32_t* spans = a.bounds.slice(b, h) + first * a.runs * 2;
     Hull hull[4], all;
@@ -151,11 +176,10 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const int64_t kv = b * a.kv_heads + h / a.group();
-    const bool bounded = within_range(largest_norm(q_row(b, h, first), a.q.row, rows, a.head_dim), k_norm(kv), c);
+    const bool bounded = within_range(largest_norm(q_row(b, h, first), a.q.row, rows, a.head_dim), k_norm(slot), c);
     if (bounded)
       for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
-    const Head head{kv, rows, spans, hull, all, c, bounded};
+    const Head head{slot, rows, spans, hull, all, c, bounded};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
     for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
@@ -169,7 +193,7 @@ class Forward {
 
   // A block of query rows of one head.
   struct Head {
-    int64_t kv, rows;
+    int64_t slot, rows;
     const int32_t* spans;
     const Hull* hull;
     const Hull& all;
@@ -202,7 +226,7 @@ class Forward {
   void scores(const Head& head, const Strip& s, const Job& job, float* to_scores, int64_t from, int64_t to) const {
     to = least(to, job.seen.hi - job.seen.lo);
     if (from >= to) return;
-    const C* k = packed_k + head.kv * k_head + (job.seen.lo + from) / panel * k_panel;
+    const C* k = packed_k + head.slot * k_head + (job.seen.lo + from) / panel * k_panel;
     E::product(s.q + job.strip * E::strip * depth, depth, k, k_panel, to_scores + from, lds,
                round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
   }
@@ -228,7 +252,7 @@ class Forward {
         head.bounded ? &softmax_strip<C, true, decltype(between)> : &softmax_strip<C, false, decltype(between)>;
     softmax(ready, lds, p, ldp, round_up(rows, 4), n, head.c, run, s.out + at * v_cols, v_cols, between);
     if (prepare) scores(head, s, next, ahead, done, block_keys);
-    E::product(p, ldp, packed_v + head.kv * v_head + job.seen.lo * panel, v_panel, s.out + at * v_cols, v_cols,
+    E::product(p, ldp, packed_v + head.slot * v_head + job.seen.lo * panel, v_panel, s.out + at * v_cols, v_cols,
                round_up(rows, E::rows), v_cols, n, true);
   }
 
@@ -241,6 +265,8 @@ class Forward {
 
   const ForwardArgs& a;
   const int64_t depth, keys, v_cols, k_panel, v_panel, k_head, v_head, packs, blocks;
+  const bool by_heads;
+  const int64_t slots;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;
   float* k_norms = nullptr;
@@ -248,9 +274,9 @@ class Forward {
 
 template <class T, class E>
 Kernels::ForwardPair forward_pair() {
-  return {[](const ForwardArgs& args, int) { return Forward<T, E>(args).scratch(); },
+  return {[](const ForwardArgs& args, int threads) { return Forward<T, E>(args, threads).scratch(); },
           [](const ForwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
-            Forward<T, E>(args).run(parallel, shared, own, bytes);
+            Forward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
           }};
 }
 
