@@ -43,12 +43,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/native/*.cc
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.cc csrc/*.h
+	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/native/*.cc
 
 bench: setup
 	$(BIN)/python benchmarks/flash.py $(ARGS)
@@ -56,11 +56,11 @@ bench: setup
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-# The kernel's tests under the address and undefined-behaviour sanitizers.
+# The kernel over random problems under the address and undefined-behaviour sanitizers.
 sanitize: setup
 	cmake --preset sanitize -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
-	cmake --build --preset sanitize
-	$(BIN)/python tests/sanitized.py build/sanitize
+	cmake --build --preset sanitize --target attnspan_memory_check
+	build/sanitize/attnspan_memory_check
 
 clean:
 	rm -rf build dist $(VENV)

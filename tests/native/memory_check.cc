@@ -1,0 +1,81 @@
+// Runs the kernel over random problems at every instruction-set level, for the sanitizers to watch: each array is a
+// heap block of exactly the size that the strides reach. Values are compared with the oracle elsewhere (tests/kernels).
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "../../csrc/attention.h"
+#include "../../csrc/threads.h"
+
+using namespace attnspan;
+
+namespace {
+
+std::mt19937 random_bits(0);
+
+int64_t pick(std::initializer_list<int64_t> values) { return values.begin()[random_bits() % values.size()]; }
+
+size_t element_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+// A (batch, heads, length, dim) array stored as (batch, length, heads, dim), of small numbers in any of the dtypes.
+struct Array {
+  std::vector<char> bytes;
+  Tensor tensor;
+  Array(Dtype dtype, int64_t batch, int64_t heads, int64_t length, int64_t dim)
+      : bytes(static_cast<size_t>(batch * heads * length * dim) * element_size(dtype)) {
+    for (size_t i = 0; i < bytes.size(); ++i)
+      bytes[i] = static_cast<char>(i % element_size(dtype) ? 0x3c : random_bits());
+    tensor = {bytes.data(), length * heads * dim, dim, heads * dim};
+  }
+};
+
+std::vector<int32_t> spans_of(int64_t slices, const Problem& p) {
+  std::vector<int32_t> bounds;
+  for (int64_t row = 0; row < slices * p.q_len; ++row) {
+    std::vector<int32_t> cuts(static_cast<size_t>(2 * p.runs));
+    for (auto& cut : cuts) cut = static_cast<int32_t>(random_bits() % static_cast<uint64_t>(p.k_len + 1));
+    std::sort(cuts.begin(), cuts.end());
+    bounds.insert(bounds.end(), cuts.begin(), cuts.end());
+  }
+  return bounds;
+}
+
+bool run_one(Isa level) {
+  Problem p{};
+  p.dtype = static_cast<Dtype>(random_bits() % 3);
+  p.batch = pick({1, 2}), p.kv_heads = pick({1, 2, 3}), p.q_heads = p.kv_heads * pick({1, 2, 4});
+  p.q_len = pick({1, 3, 8, 33, 97, 130, 200, 385}), p.k_len = pick({0, 1, 31, 64, 193, 257, 520});
+  p.head_dim = pick({1, 7, 16, 40, 64, 80, 128, 256}), p.v_dim = pick({1, 8, 33, 64, 128, 256});
+  p.runs = pick({1, 1, 2, 4}),
+  p.scale = static_cast<float>(pick({-1, 0, 1, 1})) / std::sqrt(static_cast<float>(p.head_dim));
+  const int64_t batches = pick({1, p.batch}), heads = pick({1, p.q_heads}), slice = p.q_len * p.runs * 2;
+  const std::vector<int32_t> bounds = spans_of(batches * heads, p);
+  p.bounds = {bounds.data(), batches == 1 ? 0 : heads * slice, heads == 1 ? 0 : slice, batches, heads};
+  const auto queries = [&](int64_t dim) { return Array(p.dtype, p.batch, p.q_heads, p.q_len, dim); };
+  const auto keys = [&](int64_t dim) { return Array(p.dtype, p.batch, p.kv_heads, p.k_len, dim); };
+  Array q = queries(p.head_dim), k = keys(p.head_dim), v = keys(p.v_dim), out = queries(p.v_dim),
+        dout = queries(p.v_dim);
+  Array dq = queries(p.head_dim), dk = keys(p.head_dim), dv = keys(p.v_dim);
+  p.q = q.tensor, p.k = k.tensor, p.v = v.tensor;
+  std::vector<float> lse(static_cast<size_t>(p.batch * p.q_heads * p.q_len));
+  const Parallel parallel = make_parallel(static_cast<int>(pick({1, 2, 5})));
+  ForwardArgs f{p, out.tensor, lse.data()};
+  BackwardArgs b{p, out.tensor, dout.tensor, dq.tensor, dk.tensor, dv.tensor, lse.data(), nullptr};
+  return forward(f, level, parallel).status == Status::ok && backward(b, level, parallel).status == Status::ok;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int problems = argc > 1 ? std::atoi(argv[1]) : 60;
+  for (int i = 0; i < isa_levels; ++i) {
+    const Isa level = static_cast<Isa>(i);
+    if (!isa_supported(level)) continue;
+    for (int n = 0; n < problems; ++n)
+      if (!run_one(level)) return std::fprintf(stderr, "%s: a legal problem was refused\n", isa_name(level)), 1;
+    std::printf("%s: %d problems\n", isa_name(level), problems);
+  }
+}
