@@ -125,16 +125,6 @@ class TrainConfig:
                 remedy="start a new run without --resume",
             ) from None
 
-    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
-        """Fields whose values differ, as (mine, theirs).
-
-        Example:
-            >>> TrainConfig(steps=5).differences(TrainConfig(steps=6))
-            {'steps': (5, 6)}
-        """
-        mine, theirs = asdict(self), asdict(other)
-        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
-
 
 def _check_choices(config: TrainConfig) -> None:
     for name, choices in CHOICES.items():
