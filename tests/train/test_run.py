@@ -167,6 +167,21 @@ def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_pat
         resume_config(tmp_path / "none")
 
 
+@pytest.mark.parametrize("change", ["another", "a document more", "none"])
+def test_a_run_is_resumed_only_on_its_own_data(tiny: Tiny, tmp_path: Path, change: str) -> None:
+    data, folder = tmp_path / "data.txt", tmp_path / "run"
+    documents = [f"document {index} of a few" for index in range(30)]
+    data.write_text("\n\n".join(documents))
+    train(tiny(steps=2, held_out=0.2, data=str(data)), folder, against_sdpa=False, console=quiet())
+    texts = {"another": ["Document 0 of a few", *documents[1:]], "a document more": [*documents, "last"]}
+    data.write_text("\n\n".join(texts.get(change, documents)))
+    if change == "none":
+        train(resume_config(folder), folder, resume=True, against_sdpa=False, console=quiet())
+        return
+    with pytest.raises(CheckpointError, match=r"documents that .*run was trained with.*Restore the data"):
+        train(resume_config(folder), folder, resume=True, against_sdpa=False, console=quiet())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

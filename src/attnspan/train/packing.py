@@ -11,8 +11,10 @@ true next token as target, so no token is lost and none is seen twice.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,19 @@ class Corpus:
     def num_targets(self) -> int:
         """Tokens to predict in one pass: all but the leading end marker of each document."""
         return len(self.tokens) - len(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Fingerprint of the tokens and of where documents begin.
+
+        Example:
+            >>> one, other = (Corpus.from_documents([[token]], end=9, num_bytes=1) for token in (5, 6))
+            >>> one.digest == other.digest
+            False
+        """
+        digest = hashlib.sha256(self.offsets.tobytes())
+        digest.update(np.ascontiguousarray(self.tokens).data)
+        return digest.hexdigest()
 
     def parts(self, longest: int) -> NDArray[np.int64]:
         """Documents as ranges of inputs, longer ones cut into several, (n, 2) int64.

@@ -115,7 +115,11 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the present state."""
-        progress = {"data": self.stream.state_dict(), "start_score": self.start_score}
+        progress = {
+            "data": self.stream.state_dict(),
+            "digests": _digests(self.data),
+            "start_score": self.start_score,
+        }
         self.store.save(self.done, {"state": _State(self.stepper)}, progress)
 
     def load(self, step: int | None) -> None:
@@ -125,11 +129,27 @@ class Run:
             step: Which one; None takes the latest.
 
         Raises:
-            CheckpointError: There is none, or it is damaged.
+            CheckpointError: There is none, it is damaged, or it was trained on other data.
         """
         self.done, progress = self.store.load({"state": _State(self.stepper)}, step)
+        self._refuse_other_data(progress.get("digests", {}))
         self.stream.load_state_dict(progress["data"])
         self.start_score = progress["start_score"]
+
+    def _refuse_other_data(self, stored: dict[str, str]) -> None:
+        for part, digest in _digests(self.data).items():
+            if stored.get(part) != digest:
+                raise CheckpointError(
+                    expected=f"the {part} documents that {self.folder} was trained with, sha256 "
+                    f"{stored.get(part, 'not recorded')}",
+                    got=f"{digest} from {self.data.source}",
+                    remedy="restore the data and the tokenizer file as they were, "
+                    "or start a new run under another --name",
+                )
+
+
+def _digests(data: Data) -> dict[str, str]:
+    return {"training": data.train.digest, "held-out": data.held_out.digest}
 
 
 def resume_config(folder: Path) -> TrainConfig:
