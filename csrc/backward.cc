@@ -98,9 +98,11 @@ class Backward {
     return o;
   }
 
-  // Enough shares of each head to keep the threads nine tenths busy.
+  // Enough shares of each head to keep the threads nine tenths busy, as far as 2 GiB of partial dQ go.
   int64_t choose_shares(int threads) const {
-    const int64_t heads = a.batch * a.kv_heads, limit = most(1, least(k_blocks, 16));
+    constexpr int64_t budget = int64_t{1} << 31;
+    const int64_t bytes = most(1, a.batch * a.q_heads * head_dq * static_cast<int64_t>(sizeof(float)));
+    const int64_t heads = a.batch * a.kv_heads, limit = most(1, least(least(k_blocks, 16), budget / bytes));
     for (int64_t n = 1; n <= limit; ++n) {
       const int64_t units = heads * n, rounds = (units + threads - 1) / threads;
       if (units * 10 >= rounds * threads * 9) return n;

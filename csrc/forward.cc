@@ -97,6 +97,7 @@ class Forward {
     packed_v = carver.take<C>(slots * v_head);
     is_finite = carver.take<uint8_t>(slots * packs);
     k_norms = carver.take<float>(slots * packs);
+    v_norms = carver.take<float>(slots * packs);
   }
   Strip lay_out_thread(Carver& carver) const {
     Strip s;
@@ -110,9 +111,9 @@ class Forward {
 
   const T* q_row(int64_t b, int64_t h, int64_t i) const { return at<T>(a.q, b, h, i); }
 
-  float k_norm(int64_t slot) const {
+  float largest_of(const float* norms, int64_t slot) const {
     float largest = 0.0f;
-    for (int64_t i = 0; i < packs; ++i) largest = larger_or_nan(largest, k_norms[slot * packs + i]);
+    for (int64_t i = 0; i < packs; ++i) largest = larger_or_nan(largest, norms[slot * packs + i]);
     return largest;
   }
 
@@ -126,18 +127,20 @@ class Forward {
     const int64_t b = kv / a.kv_heads, h = kv % a.kv_heads, end = least((part + 1) * pack_keys, keys);
     const T *k = at<T>(a.k, b, h, 0), *v = at<T>(a.v, b, h, 0);
     bool all_finite = true;
-    float norm = 0.0f;
+    float k_norm = 0.0f, v_norm = 0.0f;
     // A few rows at a time, so that what looks at them and what copies them find them in L1.
     for (int64_t i = part * pack_keys, count; i < end; i += count) {
       count = least(64, end - i);
       const int64_t valid = most(0, least(count, a.k_len - i));
       all_finite &= finite(v + i * a.v.row, a.v.row, valid, a.v_dim);
-      norm = larger_or_nan(norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
+      k_norm = larger_or_nan(k_norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
+      v_norm = larger_or_nan(v_norm, largest_norm(v + i * a.v.row, a.v.row, valid, a.v_dim));
       Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + slot * k_head, k_panel, i, count, depth);
       Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + slot * v_head, v_panel, i, count, v_cols);
     }
     is_finite[slot * packs + part] = all_finite;
-    k_norms[slot * packs + part] = norm;
+    k_norms[slot * packs + part] = k_norm;
+    v_norms[slot * packs + part] = v_norm;
   }
 
   void row(int64_t b, int64_t h, int64_t i) const {
@@ -176,10 +179,12 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const bool bounded = within_range(largest_norm(q_row(b, h, first), a.q.row, rows, a.head_dim), k_norm(slot), c);
+    const float q_norm = largest_norm(q_row(b, h, first), a.q.row, rows, a.head_dim),
+                v_norm = largest_of(v_norms, slot);
+    const bool bounded = within_range(q_norm, largest_of(k_norms, slot), v_norm, c);
     if (bounded)
       for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
-    const Head head{slot, rows, spans, hull, all, c, bounded};
+    const Head head{slot, rows, spans, hull, all, c, moderate(v_norm) ? 8.0f : 0.0f, bounded};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
     for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
@@ -197,7 +202,7 @@ class Forward {
     const int32_t* spans;
     const Hull* hull;
     const Hull& all;
-    float c;
+    float c, slack;
     bool bounded;
     int64_t strip_rows(int64_t t) const { return least(E::strip, rows - t * E::strip); }
   };
@@ -250,7 +255,7 @@ class Forward {
     const Running run{s.maximum + at, s.sums + at * Vec::width};
     const auto softmax =
         head.bounded ? &softmax_strip<C, true, decltype(between)> : &softmax_strip<C, false, decltype(between)>;
-    softmax(ready, lds, p, ldp, round_up(rows, 4), n, head.c, run, s.out + at * v_cols, v_cols, between);
+    softmax(ready, lds, p, ldp, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols, between);
     if (prepare) scores(head, s, next, ahead, done, block_keys);
     E::product(p, ldp, packed_v + head.slot * v_head + job.seen.lo * panel, v_panel, s.out + at * v_cols, v_cols,
                round_up(rows, E::rows), v_cols, n, true);
@@ -269,7 +274,7 @@ class Forward {
   const int64_t slots;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;
-  float* k_norms = nullptr;
+  float *k_norms = nullptr, *v_norms = nullptr;
 };
 
 template <class T, class E>

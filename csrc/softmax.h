@@ -67,10 +67,15 @@ struct Running {
   float* sums;
 };
 
-// Are all scores c * q . k within 2^-60 .. 2^60 after the exponential, by the Cauchy-Schwarz bound on these squared
-// norms? Floats have room for sums of such terms, and relative precision does not depend on their size. False for NaN.
-inline bool within_range(float q_norm, float k_norm, float c) {
-  return std::sqrt(q_norm) * std::sqrt(k_norm) * c <= 60.0f;
+// May terms 2^x * v be summed that are up to 2^40 greater than v, given the largest squared norm of the values? Floats
+// have room for 2^31 of them with |v| <= 2^50.
+inline bool moderate(float v_norm) { return v_norm <= 0x1p100f; }
+
+// Are all exponentials of c * q . k within 2^-40 .. 2^40, by the Cauchy-Schwarz bound on the largest squared norms?
+// Relative precision does not depend on their size, as long as their products with v neither overflow nor vanish. False
+// for NaN.
+inline bool within_range(float q_norm, float k_norm, float v_norm, float c) {
+  return std::sqrt(q_norm) * std::sqrt(k_norm) * c <= 40.0f && moderate(v_norm) && v_norm >= 0x1p-60f;
 }
 
 inline Vec row_maximum(const float* s, int64_t cols) {
@@ -106,14 +111,14 @@ inline void scale_row(float* o, int64_t n, float factor) {
 // running maximum and rescales the accumulated output of rows whose maximum rose (Milakov & Gimelshein 2018, eq. 3). c
 // > 0.
 //
-// The maximum is left alone while it rises by less than 2^8: any shift gives the same result, and rescaling is then
+// The maximum is left alone while it rises by at most `slack`: any shift gives the same result, and rescaling is then
 // rare. `between` is called after each four rows.
 //
-// `Bounded`: no score exceeds 2^60 in either direction (see `within_range`). Then no maximum is needed at all: it stays
-// 0.
+// `Bounded`: the exponential of every score is within 2^-40 .. 2^40 (see `within_range`). Then no maximum is needed at
+// all: it stays 0.
 template <class C, bool Bounded, class Between>
-inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows, int64_t cols, float c, Running run,
-                          float* out, int64_t v_cols, const Between& between) {
+inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows, int64_t cols, float c, float slack,
+                          Running run, float* out, int64_t v_cols, const Between& between) {
   for (int64_t i = 0; i < rows; i += 4) {
     float *row = s + i * lds, *maximum = run.maximum + i;
     if constexpr (Bounded) {
@@ -129,7 +134,7 @@ inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows
                 row_maximum(row + 3 * lds, cols), now);
     bool rose = false;
     for (int r = 0; r < 4; ++r) {
-      now[r] = now[r] * c > maximum[r] + 8.0f ? now[r] * c : maximum[r];
+      now[r] = now[r] * c > maximum[r] + slack ? now[r] * c : maximum[r];
       rose |= now[r] > maximum[r];
       shift[r] = now[r] == -infinity ? 0.0f : now[r];
     }

@@ -202,3 +202,20 @@ def test_probabilities_far_below_the_maximum_vanish() -> None:
     got, exact = arrays.run(), arrays.oracle()
     for name in ("out", "lse", "dv"):
         assert error(got[name], exact[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e25, 1e37])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_values_of_any_size_keep_their_precision(sign: float, size: float, dtype: torch.dtype) -> None:
+    arrays = make(Case(q_len=40, k_len=70, mask="full", dtype=dtype))
+    # Every score near 27: a kernel that leaves the maximum out must notice that sums could leave the range of floats.
+    direction = torch.ones(64)
+    arrays.q = (sign * 1.8 * direction + 0.05 * arrays.q.float()).to(dtype)
+    arrays.k = (1.8 * direction + 0.05 * arrays.k.float()).to(dtype)
+    usual = error(arrays.run()["out"], arrays.oracle()["out"])
+    arrays.v = (arrays.v.float() * size).clamp(-3e38, 3e38).to(dtype)
+    arrays.dout = (arrays.dout.float() / max(size, 1.0)).to(dtype)
+    got, exact = arrays.run(), arrays.oracle()
+    assert error(got["out"], exact["out"]) < 2 * usual
+    assert got["dq"].isfinite().all()
