@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from attnspan.train import checkpoint
 from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.errors import CheckpointError
+from attnspan.train.progress import MetricsLog
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -120,3 +124,118 @@ def test_the_manifest_lists_every_other_file(tmp_path: Path) -> None:
     folder = save(CheckpointStore(tmp_path), 1)
     listed = set(json.loads((folder / "manifest.json").read_text()))
     assert listed == {path.name for path in folder.iterdir()} - {"manifest.json"}
+
+
+CALLS = {"save": 1, "_describe": 1, "_write": 3, "_flush_folder": 3}  # in one saving
+
+
+@pytest.mark.parametrize("moment", list(CALLS))
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_write_that_fails_leaves_the_checkpoint_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, count: int
+) -> None:
+    save(CheckpointStore(tmp_path), 1)
+    calls, original = [], getattr(checkpoint, moment)
+
+    def failing(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) == count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, moment, failing)
+        # Some functions are called less often than the count says: then nothing fails.
+        fails = pytest.raises(CheckpointError, match=r"No space left.*Free space")
+        with fails if count <= CALLS[moment] else nullcontext():
+            save(CheckpointStore(tmp_path), 1)
+    assert load(CheckpointStore(tmp_path)) == (1, "at 1", 1.0)
+    assert not list(tmp_path.glob(".step-*.tmp")), "the room is given back"
+
+
+def test_death_between_the_two_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(CheckpointStore(tmp_path), 1)
+    original = Path.rename
+
+    def dying(path: Path, target: Path) -> Path:
+        result = original(path, target)
+        if path.name == "step-00000001":
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", dying)
+        with pytest.raises(Killed):
+            save(CheckpointStore(tmp_path), 1)
+    assert not (tmp_path / "step-00000001").exists()
+    assert load(CheckpointStore(tmp_path)) == (1, "at 1", 1.0)
+    store = CheckpointStore(tmp_path)
+    load(store)
+    save(store, 2)
+    assert not list(tmp_path.glob(".*")), "what was left over is gone"
+
+
+def test_pruning_removes_nothing_but_checkpoints(tmp_path: Path) -> None:
+    names = ["step-backup", "step-00000001-good", ".step-mine.tmp", "step-1"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *names, "LATEST", "step-00000002", "step-00000003"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("step-00000002/manifest.json", b"{}"),
+        ("step-00000002/manifest.json", b"[]"),
+        ("step-00000002/manifest.json", b"\xff\xfe"),
+        ("step-00000002/manifest.json", b'{"progress.json": 1, ".metadata": 2, "__0_0.distcp": 3}'),
+        ("LATEST", b"\xff\x00"),
+        ("LATEST", b""),
+        ("LATEST", b"step-old"),
+    ],
+)
+def test_damaged_descriptions_are_named(tmp_path: Path, file: str, content: bytes) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    (tmp_path / "step-old").mkdir()
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"--resume --from-step [12]\.") as caught:
+        load(CheckpointStore(tmp_path))
+    assert file in str(caught.value)
+
+
+def test_a_lost_pointer_is_said(tmp_path: Path) -> None:
+    (save(CheckpointStore(tmp_path), 1).parent / "LATEST").unlink()
+    with pytest.raises(CheckpointError, match=r"LATEST.*--resume --from-step 1\."):
+        load(CheckpointStore(tmp_path))
+
+
+def test_what_torch_cannot_read_is_a_checkpoint_error(tmp_path: Path) -> None:
+    save(CheckpointStore(tmp_path), 1)
+    with pytest.raises(CheckpointError, match=r"step-00000001 .*other"):
+        CheckpointStore(tmp_path).load({"other": torch.zeros(3)})
+
+
+def test_an_interrupt_while_torch_writes_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(CheckpointStore(tmp_path), 1)
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"3", b"{}", b"\xff", b'{"step": "1"}'])
+def test_a_bad_line_of_the_metrics_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics\.jsonl.*Remove that line"):
+        MetricsLog(path, 3)
+    assert path.read_bytes() == content

@@ -163,6 +163,9 @@ def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_pat
     train(tiny(steps=1), tmp_path / "run", against_sdpa=False, console=quiet())
     with pytest.raises(ConfigError, match=r"expected a new run, got .*run, which holds one\. Pass --resume"):
         train(tiny(steps=1), tmp_path / "run", against_sdpa=False, console=quiet())
+    (tmp_path / "run" / "checkpoints" / "LATEST").unlink()
+    with pytest.raises(ConfigError, match="expected a new run"):
+        train(tiny(steps=1), tmp_path / "run", against_sdpa=False, console=quiet())
     with pytest.raises(CheckpointError, match=r"expected a run to resume in .*none"):
         resume_config(tmp_path / "none")
 

@@ -1,7 +1,8 @@
 """Checkpoints that are either whole or absent, whenever the process dies.
 
 A checkpoint is written into a temporary folder, with a manifest of its files' sizes and hashes, flushed to
-the disk, and renamed; only then does the file ``LATEST`` name it, and only then are older ones removed.
+the disk, and renamed; only then does the file ``LATEST`` name it, and only then are older ones removed. One
+of the same step is renamed aside just before, and returns to its name if the process dies in between.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -16,18 +18,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from attnspan.train.errors import CheckpointError
 
-__all__ = ["CheckpointStore"]
+__all__ = ["CheckpointStore", "step_of"]
 
 _LATEST = "LATEST"
 _MANIFEST = "manifest.json"
 _PROGRESS = "progress.json"
 _KEPT = 2
+_NAME = re.compile(r"step-(\d{8})")
+_HIDDEN = re.compile(r"\.step-\d{8}\.(tmp|old)")  # a draft; what a draft is about to replace
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint, from the name of its folder; None when no checkpoint has such a name.
+
+    Example:
+        >>> step_of("step-00000012"), step_of("step-backup")
+        (12, None)
+    """
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class CheckpointStore:
@@ -60,27 +76,59 @@ class CheckpointStore:
 
         Returns:
             The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: It cannot be written. Those that were there before are still whole.
         """
         name = f"step-{step:08d}"
         target, draft = self.root / name, self.root / f".{name}.tmp"
         self.root.mkdir(parents=True, exist_ok=True)
-        for stale in (draft, target):  # left by a process that was killed before it could say LATEST
-            shutil.rmtree(stale, ignore_errors=True)
-        with _single_process():
-            save(tensors, storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
-        _write(draft / _PROGRESS, json.dumps({"step": step, **progress}))
-        _write(draft / _MANIFEST, json.dumps(_describe(draft), indent=2))
-        _flush_folder(draft)
-        draft.rename(target)
-        _flush_folder(self.root)
-        self._point_at(name)
+        self._restore()
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed while it wrote
+        try:
+            with _torch_alone():
+                save(tensors, storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
+            _write(draft / _PROGRESS, json.dumps({"step": step, **progress}))
+            _write(draft / _MANIFEST, json.dumps(_describe(draft), indent=2))
+            _flush_folder(draft)
+            self._replace(draft, target)
+            self._point_at(name)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                expected=f"to write {target}",
+                got=str(error),
+                remedy=f"free space on the disk of {self.root} and make it writable, then pass --resume",
+            ) from error
         self._prune(name)
         return target
 
     def latest(self) -> str | None:
-        """Name of the latest checkpoint, or None when there is none yet."""
+        """Name of the latest checkpoint, or None when there is none yet.
+
+        Raises:
+            CheckpointError: The file that has the name is damaged or lost.
+        """
         pointer = self.root / _LATEST
-        return pointer.read_text().strip() if pointer.is_file() else None
+        if not pointer.is_file() and not self.steps():
+            return None
+        try:
+            name = pointer.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise self._damaged(pointer, str(error)) from None
+        if step_of(name) is None:
+            raise self._damaged(pointer, f"it says {name!r}, which is no checkpoint's name")
+        return name
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are there, damaged or not, in order.
+
+        Example:
+            >>> CheckpointStore(Path("/none")).steps()
+            []
+        """
+        self._restore()
+        return sorted(step for path in _folders(self.root) if (step := step_of(path.name)) is not None)
 
     def load(self, tensors: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
         """Read a checkpoint into existing state.
@@ -95,6 +143,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: There is no such checkpoint, or one of its files is damaged.
         """
+        self._restore()
         name = self.latest() if step is None else f"step-{step:08d}"
         if name is None or not (self.root / name).is_dir():
             raise CheckpointError(
@@ -105,14 +154,36 @@ class CheckpointStore:
                 else "name one that exists with --from-step",
             )
         self._verify(name)
-        with _single_process():
-            load(tensors, storage_reader=FileSystemReader(self.root / name), no_dist=True)
+        try:
+            with _torch_alone():
+                load(tensors, storage_reader=FileSystemReader(self.root / name), no_dist=True)
+        except OSError as error:
+            raise self._unreadable(self.root / name, error) from error
         progress = json.loads((self.root / name / _PROGRESS).read_text())
         self._kept = [name]
         return int(progress.pop("step")), progress
 
     def _names(self) -> list[str]:
-        return sorted(path.name for path in self.root.glob("step-*")) if self.root.is_dir() else []
+        return [f"step-{step:08d}" for step in self.steps()]
+
+    def _restore(self) -> None:
+        """Give back its name to what was renamed aside by a process that died before the second rename."""
+        for path in _folders(self.root):
+            target = self.root / path.stem.removeprefix(".")
+            if _HIDDEN.fullmatch(path.name) and path.suffix == ".old" and not target.exists():
+                path.rename(target)
+
+    def _replace(self, draft: Path, target: Path) -> None:
+        aside = self.root / f".{target.name}.old"
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        try:
+            draft.rename(target)
+        except OSError:
+            self._restore()
+            raise
+        _flush_folder(self.root)
 
     def _verify(self, name: str) -> None:
         folder = self.root / name
@@ -120,6 +191,8 @@ class CheckpointStore:
             manifest = json.loads((folder / _MANIFEST).read_text())
         except (OSError, ValueError) as error:
             raise self._damaged(folder / _MANIFEST, str(error)) from None
+        if not _is_manifest(manifest, folder):
+            raise self._damaged(folder / _MANIFEST, "it does not list the checkpoint's files")
         for file, (size, digest) in manifest.items():
             path = folder / file
             if not path.is_file():
@@ -130,13 +203,25 @@ class CheckpointStore:
                 raise self._damaged(path, "its content has changed")
 
     def _damaged(self, path: Path, reason: str) -> CheckpointError:
-        others = [int(name.removeprefix("step-")) for name in self._names() if name != path.parent.name]
-        remedy = (
-            f"resume from an older one: --resume --from-step {others[-1]}" if others else "start the run anew"
-        )
         return CheckpointError(
-            expected=f"{path} as it was written", got=f"a damaged file: {reason}", remedy=remedy
+            expected=f"{path} as it was written",
+            got=f"a damaged file: {reason}",
+            remedy=self._without(path.parent.name),
         )
+
+    def _unreadable(self, folder: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            expected=f"{folder} to have the state of this configuration",
+            got=str(error),
+            remedy=f"restore the run's config.json if it was edited, or {self._without(folder.name)}",
+        )
+
+    def _without(self, name: str) -> str:
+        """What to do when a checkpoint, or the pointer to it, is of no use."""
+        others = [step for step in self.steps() if f"step-{step:08d}" != name]
+        if not others:
+            return "start the run anew, under another --name"
+        return f"resume from one that is there: --resume --from-step {others[-1]}"
 
     def _point_at(self, name: str) -> None:
         draft = self.root / f".{_LATEST}.tmp"
@@ -146,17 +231,42 @@ class CheckpointStore:
 
     def _prune(self, name: str) -> None:
         self._kept = [*self._kept, name][-_KEPT:]
-        for path in [*self.root.glob("step-*"), *self.root.glob(".step-*.tmp")]:
-            if path.name not in self._kept:
+        for path in _folders(self.root):
+            ours = step_of(path.name) is not None or _HIDDEN.fullmatch(path.name)
+            if ours and path.name not in self._kept:
                 shutil.rmtree(path)
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
-    """Without torch's warning that there is a single process: that is what ``no_dist`` says."""
+def _torch_alone() -> Iterator[None]:
+    """Without torch's warning that there is a single process: that is what ``no_dist`` says.
+
+    Its CheckpointException, which is no Exception, becomes an OSError; an interrupt inside it stays one.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            for cause in causes:
+                if not isinstance(cause, Exception):
+                    raise cause from None
+            raise OSError("; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)) from None
+
+
+def _folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+
+
+def _is_manifest(manifest: Any, folder: Path) -> bool:
+    """Whether it lists the files that every checkpoint has, and all that hold tensors."""
+    needed = {_PROGRESS, ".metadata", *(path.name for path in folder.glob("*.distcp"))}
+    return (
+        isinstance(manifest, dict)
+        and manifest.keys() >= needed
+        and all(isinstance(entry, list) and len(entry) == 2 for entry in manifest.values())
+    )
 
 
 def _describe(folder: Path) -> dict[str, tuple[int, str]]:

@@ -118,7 +118,7 @@ class TrainConfig:
         try:
             stored = json.loads(path.read_text())
             return cls(**stored)
-        except (OSError, TypeError, json.JSONDecodeError) as error:
+        except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 expected="a run configuration",
                 got=f"{path}: {error}",

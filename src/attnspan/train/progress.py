@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from attnspan.train.errors import CheckpointError
 from attnspan.train.machine import peak_memory
 from attnspan.train.step import StepResult
 
@@ -74,10 +75,10 @@ class MetricsLog:
         kept = []
         if path.is_file():
             # The last line may be cut short: then it has no newline.
-            whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            kept = [line for line in whole if json.loads(line)["step"] <= step]
+            whole = path.read_bytes().split(b"\n")[:-1]
+            kept = [line for number, line in enumerate(whole, 1) if _step(line, number, path) <= step]
         draft = path.with_suffix(".tmp")
-        draft.write_text("".join(kept))
+        draft.write_bytes(b"".join(line + b"\n" for line in kept))
         draft.replace(path)
         self._file = path.open("a")
 
@@ -97,6 +98,21 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _step(line: bytes, number: int, path: Path) -> int:
+    try:
+        figures = json.loads(line)
+    except ValueError:
+        figures = None
+    step = figures.get("step") if isinstance(figures, dict) else None
+    if not isinstance(step, int):
+        raise CheckpointError(
+            expected=f"line {number} of {path} to be a JSON object with a step",
+            got=repr(line[:80]),
+            remedy="remove that line, or move the file away; only the log of past steps is lost",
+        )
+    return step
 
 
 class Reporter:

@@ -256,7 +256,8 @@ def train(
 
 
 def _started(config: TrainConfig, folder: Path) -> Run:
-    if (folder / "checkpoints" / "LATEST").is_file():
+    store = folder / "checkpoints"
+    if (store / "LATEST").is_file() or CheckpointStore(store).steps():
         raise ConfigError(
             expected="a new run", got=f"{folder}, which holds one", remedy="pass --resume, or another --name"
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnspan.train.attention import prepare_mask
-from attnspan.train.checkpoint import CheckpointStore
+from attnspan.train.checkpoint import CheckpointStore, step_of
 from attnspan.train.config import TrainConfig
 from attnspan.train.errors import CheckpointError, ConfigError
 from attnspan.train.model import Decoder
@@ -69,8 +69,8 @@ def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: 
 
 def _load(path: Path) -> tuple[TrainConfig, Vocabulary, Decoder]:
     folder, step = path, None
-    if path.name.startswith("step-") and path.is_dir():
-        folder, step = path.resolve().parents[1], int(path.name.removeprefix("step-"))
+    if step_of(path.name) is not None and path.is_dir():
+        folder, step = path.resolve().parents[1], step_of(path.name)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             expected="a run's folder or a checkpoint",
