@@ -22,6 +22,7 @@ from attnspan.train.errors import CheckpointError, ConfigError
 from attnspan.train.machine import matmul_ceiling
 from attnspan.train.measure import Comparison, Graphs
 from attnspan.train.run import resume_config, train
+from attnspan.train.sample import generate
 
 Tiny = Callable[..., TrainConfig]
 
@@ -183,6 +184,18 @@ def test_a_run_is_resumed_only_on_its_own_data(tiny: Tiny, tmp_path: Path, chang
         return
     with pytest.raises(CheckpointError, match=r"documents that .*run was trained with.*Restore the data"):
         train(resume_config(folder), folder, resume=True, against_sdpa=False, console=quiet())
+
+
+def test_a_configuration_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"expected a run configuration, got .*config\.json"):
+        resume_config(tmp_path)
+
+
+def test_a_folder_beside_the_checkpoints_is_no_checkpoint_to_sample(tmp_path: Path) -> None:
+    (tmp_path / "step-backup").mkdir()
+    with pytest.raises(CheckpointError, match=r"a checkpoint, got .*step-backup"):
+        next(generate(tmp_path / "step-backup", "", tokens=1, temperature=0.0, seed=0))
 
 
 @pytest.mark.parametrize(
