@@ -209,7 +209,7 @@ def test_probabilities_far_below_the_maximum_vanish() -> None:
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_values_of_any_size_keep_their_precision(sign: float, size: float, dtype: torch.dtype) -> None:
     arrays = make(Case(q_len=40, k_len=70, mask="full", dtype=dtype))
-    # Every score near 27: a kernel that leaves the maximum out must notice that sums could leave the range of floats.
+    # Every score is near 27. Who leaves the maximum out must see that sums may leave the range of floats.
     direction = torch.ones(64)
     arrays.q = (sign * 1.8 * direction + 0.05 * arrays.q.float()).to(dtype)
     arrays.k = (1.8 * direction + 0.05 * arrays.k.float()).to(dtype)
