@@ -90,6 +90,33 @@ def test_a_mask_that_does_not_fit_is_refused_where_it_is_lowered(mask, options, 
         mask.spans(4, 4, batch=2, **options)
 
 
+BEYOND = [
+    (
+        lambda x: a.documents(x([0, 2**32 + 4])),
+        "documents: cu_seqlens_q: expected at most 2147483647, got 4294967300",
+    ),
+    (lambda x: a.documents(x([0, 4]), x([0, 2**32 + 4])), "cu_seqlens_k: expected at most 2147483647"),
+    (lambda x: a.key_padding(x([2**32 + 3, 2])), "key_padding: lengths: expected at most 2147483647"),
+    (lambda x: a.cache(x([2**32 + 3, 2])), "cache: lengths: expected at most 2147483647"),
+    (lambda x: a.prefix(x([2**32 + 3, 2])), "prefix: lengths: expected at most 2147483647"),
+    (lambda x: a.prefix(x([2**32 + 3, 2]), x([0, 2, 4])), "prefix: lengths: expected at most 2147483647"),
+    (lambda x: a.key_padding(x([-(2**32) + 3, 2])), "key_padding: lengths: .* got -4294967293"),
+]
+
+
+@pytest.mark.parametrize("make_array", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(("make", "message"), BEYOND, ids=[x[1] for x in BEYOND])
+def test_values_beyond_int32_do_not_wrap(make, message, make_array):
+    with pytest.raises(ValueError, match=message):
+        make(make_array).spans(4, 4, batch=2)
+
+
+@pytest.mark.parametrize("make", [a.key_padding, a.cache])
+def test_traced_values_beyond_int32_are_illegal(make):
+    run = torch.compile(lambda x: make(x).spans(4, 4, batch=2).bounds, fullgraph=True, backend="eager")
+    assert run(torch.tensor([2**32 + 3, 2]))[0, 0, 0, 0].tolist() == [0, -1]
+
+
 @pytest.mark.parametrize("sizes", [(2**31, 4), (4, 2**31), (-1, 4)])
 def test_sizes_beyond_int32(sizes):
     with pytest.raises(ValueError, match=r"[qk]_len: expected 0 to 2147483647, got"):

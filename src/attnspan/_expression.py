@@ -317,7 +317,7 @@ class Prepared(Mask):
 
     def _lower(self, low: Lowering) -> Rows:
         _check_fit(self.lowered, low.q_len, low.top, low.batch, low.heads)
-        bounds = low.arrays.asarray(self.lowered.bounds, "int32")
+        bounds = low.arrays.to_int32(self.lowered.bounds)
         return Rows(_split(bounds[..., 0], bounds[..., 1]), Spans(bounds, low.top)._illegal_rows())
 
     def __repr__(self) -> str:

@@ -164,6 +164,7 @@ class Prefix(Mask):
         own = low.documents("prefix: cu_seqlens", self.cu_seqlens)
         length, illegal = self.lengths, None
         if not isinstance(length, int):
+            low.check_int32("prefix: lengths", length)
             table = low.per_batch("prefix: lengths", length, "int32")
             illegal = low.broken(
                 "prefix: lengths",
@@ -227,7 +228,8 @@ def _lengths(low: Lowering, what: str, lengths: Any, below: int | None) -> tuple
                 what, expected=f"a length of at least 0{limit}", got=str(lengths), remedy=remedy
             )
         return lengths, None
-    values = low.arrays.asarray(lengths, "int32").reshape(-1, 1, 1)
+    low.check_int32(f"{what}: lengths", lengths)
+    values = low.arrays.to_int32(lengths).reshape(-1, 1, 1)
     low.check_axis(f"{what}: lengths", "batch", values.shape[0], low.batch)
     bad = values < 0 if below is None else (values < 0) | (values > below)
     expected = f"lengths of at least 0{limit}"

@@ -59,7 +59,7 @@ class Lowering:
 
     def per_batch(self, what: str, x: Array, dtype: str) -> Array:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""
-        x = self.arrays.asarray(x, dtype)
+        x = self.arrays.to_int32(x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
         self.check_axis(what, "batch", x.shape[0], self.batch)
         return x
@@ -89,6 +89,16 @@ class Lowering:
         if bool(bad.any()):
             raise OptionError(what, expected=expected, got="values outside that", remedy=remedy)
         return None
+
+    def check_int32(self, what: str, x: Array) -> None:
+        """Raise for values beyond int32 where they can be read; elsewhere they saturate."""
+        if not self.arrays.concrete(x):
+            return
+        values = self.arrays.to_numpy(x)
+        if values.size and not -INT32_MAX <= values.min() <= values.max() <= INT32_MAX:
+            far = max(values.min(), values.max(), key=lambda x: abs(int(x)))
+            remedy = "Lengths and indices are int32"
+            raise OptionError(what, expected=f"at most {INT32_MAX}", got=str(far), remedy=remedy)
 
     def take(self, x: Array) -> tuple[Array, Array | None, Array | None]:
         """`x` (1|B, n), which describes keys, at the rows' own indices.
@@ -132,6 +142,7 @@ class Lowering:
 
     def check_cu_seqlens(self, what: str, source: Array, cu: Array, total: int) -> Array | None:
         """Illegal rows (1|B, 1, 1), or None."""
+        self.check_int32(what, source)
         bad = self.arrays.any(cu[:, 1:] < cu[:, :-1]) | (cu[:, 0] != 0) | (cu[:, -1] > total)
         return self.broken(
             what,

@@ -63,6 +63,15 @@ def is_bool(x: Array) -> bool:
     return bool(x.dtype == np.bool_)
 
 
+def _saturated(x: Any) -> Any:
+    """Integers of NumPy or JAX, none beyond int32."""
+    x = x if is_array(x) else np.asarray(x)
+    kind, size = x.dtype.kind, x.dtype.itemsize
+    if kind == "u" and size >= 4:
+        return x.clip(None, INT32_MAX)
+    return x.clip(-INT32_MAX - 1, INT32_MAX) if kind == "i" and size > 4 else x
+
+
 class Arrays:
     """NumPy's functions under the names used here; the JAX form differs in a few signatures only."""
 
@@ -84,6 +93,10 @@ class Arrays:
 
     def asarray(self, x: Any, dtype: str) -> Array:
         return self.xp.asarray(x, dtype=dtype)
+
+    def to_int32(self, x: Any) -> Array:
+        """`x` as int32; values beyond it become its ends, never the plausible ones of a wrapped cast."""
+        return self.asarray(_saturated(x), "int32")
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
@@ -198,6 +211,10 @@ class JaxArrays(Arrays):
     def asarray(self, x: Any, dtype: str) -> Array:
         return self.xp.asarray(x, dtype=self._dtype(dtype))
 
+    def to_int32(self, x: Any) -> Array:
+        # NumPy's before they become JAX's, which may have no int64.
+        return self.asarray(_saturated(x), "int32")
+
     def full(self, shape: Sequence[int], value: int, dtype: str = "int32") -> Array:
         return self.xp.full(tuple(shape), value, dtype=self._dtype(dtype))
 
@@ -259,6 +276,15 @@ class TorchArrays(Arrays):
 
     def asarray(self, x: Any, dtype: str) -> Array:
         return self.torch.as_tensor(x, device=self.device).to(self._dtype(dtype))
+
+    def to_int32(self, x: Any) -> Array:
+        if not _is_torch(x):
+            return self.asarray(_saturated(x), "int32")
+        if x.dtype in (self.torch.uint32, self.torch.uint64):
+            x = x.to(self.torch.int64)
+        if x.dtype == self.torch.int64:
+            x = x.clamp(-INT32_MAX - 1, INT32_MAX)
+        return self.asarray(x, "int32")
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         # NumPy indices may come with torch bounds.

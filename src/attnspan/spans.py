@@ -388,4 +388,4 @@ def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, asc
                 got="unsorted ones",
                 remedy="Sort keys and index together",
             )
-    return arrays.asarray(index, "int32")
+    return arrays.to_int32(index)
