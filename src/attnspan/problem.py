@@ -11,7 +11,11 @@ from typing import Any
 
 from .errors import DeviceError, DtypeError, OptionError, ShapeError
 
-INT32_MAX = 2**31 - 1
+#: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
+MAX_LENGTH = 2**31 - 65
+
+#: Scales beyond this are infinite in float32, which kernels compute in.
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 #: The dims of q, k and v in each layout. ``thd`` packs the documents of a batch into one row of tokens.
 LAYOUTS = {
@@ -94,6 +98,7 @@ def check_layout(layout: str, q: Any, k: Any, v: Any) -> None:
 
     Raises:
         OptionError: The layout is unknown.
+        DtypeError: An argument is no array.
         ShapeError: An array has another rank than the layout.
 
     Example:
@@ -112,6 +117,8 @@ def check_layout(layout: str, q: Any, k: Any, v: Any) -> None:
         )
     dims = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise DtypeError(name, expected="an array", got=type(x).__name__, remedy="Pass a tensor or array")
         if len(x.shape) != len(dims):
             raise ShapeError(
                 name,
@@ -152,7 +159,7 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
 
 
 def check_scale(scale: Any) -> None:
-    """Raise unless ``scale`` is None or a finite number.
+    """Raise unless ``scale`` is None or a number that is finite in float32.
 
     Example:
         >>> check_scale(0.125)
@@ -169,10 +176,9 @@ def check_scale(scale: Any) -> None:
             got=type(scale).__name__,
             remedy="Multiply q by it if it is an array, or call .item()",
         )
-    if not -math.inf < scale < math.inf:
-        raise OptionError(
-            "scale", expected="a finite number", got=str(scale), remedy="Leave it out for 1/sqrt(D)"
-        )
+    if not -_FLOAT32_MAX <= scale <= _FLOAT32_MAX:
+        finite = "a finite number" if scale != scale or scale in (math.inf, -math.inf) else "a float32 number"
+        raise OptionError("scale", expected=finite, got=str(scale), remedy="Leave it out for 1/sqrt(D)")
 
 
 def describe(q: Any, k: Any, v: Any, bounds: Any) -> Problem:
@@ -285,10 +291,10 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 def _check_limits(q: Any, k: Any) -> None:
     for name, length in (("q_len", q.shape[2]), ("k_len", k.shape[2])):
-        if length > INT32_MAX:
+        if length > MAX_LENGTH:
             raise ShapeError(
                 name,
-                expected=f"at most {INT32_MAX} (bounds are int32)",
+                expected=f"at most {MAX_LENGTH} (bounds are int32)",
                 got=f"{length}",
                 remedy="Split the sequence",
             )

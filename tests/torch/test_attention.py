@@ -122,6 +122,7 @@ BAD = {
     ),
     "scale nan": ({"scale": math.nan}, ValueError, "scale: expected a finite number, got nan"),
     "scale inf": ({"scale": -math.inf}, ValueError, "scale: expected a finite number, got -inf"),
+    "scale beyond float32": ({"scale": 1e300}, ValueError, "scale: expected a float32 number, got 1e\\+300"),
     "scale tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale: expected a Python number, got Tensor"),
     "backend": ({"backend": "cuda"}, ValueError, "backend: expected None or one of cpu, math, got 'cuda'"),
     "mask": (
@@ -197,9 +198,9 @@ def test_bad_dtypes_and_devices() -> None:
         attention(q, k.to("meta"), v)
 
 
-def test_lengths_beyond_int32() -> None:
-    k = torch.empty(1, device="meta").expand(1, 1, 2**31, 8)
-    with pytest.raises(ValueError, match="k_len: expected at most 2147483647"):
+def test_lengths_beyond_the_kernels() -> None:
+    k = torch.empty(1, device="meta").expand(1, 1, 2**31 - 64, 8)
+    with pytest.raises(ValueError, match="k_len: expected at most 2147483583"):
         attention(torch.empty(1, 1, 1, 8, device="meta"), k, k)
 
 
@@ -238,3 +239,11 @@ def test_explain() -> None:
     assert (other.backend, other.isa) == ("math", None)
     assert "not float64" in other.refusals["cpu"]
     assert explain(q, k, v, backend="math").refusals["cpu"] == "not asked for"
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    q, k, v = _qkv()
+    with pytest.raises(TypeError, match=r"q: expected a torch\.Tensor, got str"):
+        attention("q", k, v)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"k: expected a torch\.Tensor, got ndarray"):
+        attention(q, k.numpy(), v)

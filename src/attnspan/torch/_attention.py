@@ -113,7 +113,7 @@ def attention(
         dropout_seed: Of a later release.
         q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the
             keys.
-        k_index: Shape (Sk,) or (B, Sk), ascending integers: global indices of the keys.
+        k_index: Shape (Sk,), ascending integers: global indices of the keys.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
         backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
@@ -162,11 +162,23 @@ def lower_call(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Problem]:
     """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), and bounds."""
+    _check_tensors(q=q, k=k, v=v)
     check_layout(layout, q, k, v)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
     bounds = _lower(mask, q, k, q_index, k_index, layout)
     return q, k, v, bounds, describe(q, k, v, bounds)
+
+
+def _check_tensors(**inputs: object) -> None:
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise DtypeError(
+                name,
+                expected="a torch.Tensor",
+                got=type(x).__name__,
+                remedy="Convert it with torch.as_tensor",
+            )
 
 
 def warn_if_slow(choice: Choice) -> None:
