@@ -5,7 +5,8 @@ class _Explained(Exception):
     """Builds the message, so that no error can leave out one of its three parts."""
 
     def __init__(self, what: str, *, expected: str, got: str, remedy: str) -> None:
-        super().__init__(f"{what}: expected {expected}, got {got}. {remedy}.")
+        # Not super().__init__(), which torch.compile cannot trace: the message would be lost there.
+        self.args = (f"{what}: expected {expected}, got {got}. {remedy}.",)
 
 
 class ShapeError(_Explained, ValueError):

@@ -8,7 +8,7 @@ from samples import relative_error
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
-from attnspan import causal, window
+from attnspan import causal, from_dense, window
 from attnspan.torch import attention
 from attnspan.torch import scaled_dot_product_attention as ours
 
@@ -22,6 +22,11 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "three dims": ((3, 9, 16), (3, 7, 16), {}),
     "three dims, causal": ((3, 9, 16), (3, 7, 16), {"is_causal": True}),
     "five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"is_causal": True}),
+    "one batch of keys": ((2, 4, 9, 16), (1, 4, 7, 16), {}),
+    "one batch of keys, causal": ((3, 9, 16), (1, 9, 16), {"is_causal": True}),
+    "five dims, one batch of keys": ((2, 3, 4, 9, 16), (2, 1, 4, 7, 16), {}),
+    "one batch of queries": ((1, 4, 9, 16), (2, 4, 7, 16), {}),
+    "one batch of keys, mask": ((2, 4, 9, 16), (1, 4, 7, 16), {"attn_mask": (2, 1, 9, 7)}),
     "mask": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (2, 1, 9, 7)}),
     "mask of two dims": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (9, 7)}),
     "mask per head": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (4, 9, 7)}),
@@ -75,5 +80,16 @@ def test_bad_input() -> None:
         ours(q, q[:, :1], q[:, :1])
     with pytest.raises(ValueError, match="the same number of dims, at least 3"):
         ours(q, q[0], q[0])
+    with pytest.raises(ValueError, match="expected batch dims that broadcast"):
+        ours(q.expand(3, 2, 8, 16), q.expand(2, 2, 8, 16), q)
     with pytest.raises(NotImplementedError, match="dropout_p"):
         ours(q, q, q, dropout_p=0.1)
+
+
+def test_a_dense_mask_in_a_compiled_function_is_refused_by_name() -> None:
+    q, visible = torch.randn(1, 2, 8, 16), torch.ones(8, 8, dtype=torch.bool)
+    with pytest.raises(Exception, match=r"(?s)attn_mask: expected a mask.*from_dense\(\.\.\.\)\.prepare"):
+        torch.compile(ours, fullgraph=True, backend="eager")(q, q, q, attn_mask=visible)
+    mask = from_dense(visible).prepare(8, 8, like=q)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, q, q, attn_mask=mask), ours(q, q, q, attn_mask=visible))

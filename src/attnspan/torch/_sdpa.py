@@ -22,10 +22,10 @@ def scaled_dot_product_attention(
 
     Args:
         query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims.
-        key: Shape (..., H, S, E).
+        key: Shape (..., H, S, E); batch dims of the three broadcast.
         value: Shape (..., H, S, Ev).
         attn_mask: A boolean tensor that broadcasts to (..., Hq, L, S), True where a query may see a key, or a
-            mask.
+            mask. The tensor is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
         dropout_p: Of a later release.
         is_causal: Query i sees keys 0..i, also where L != S; excludes ``attn_mask``.
         scale: Factor of the scores; 1/sqrt(E) by default.
@@ -54,6 +54,7 @@ def scaled_dot_product_attention(
             got="both",
             remedy="Combine masks with causal() & mask, and pass the result as attn_mask",
         )
+    query, key, value = _broadcast(query, key, value)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask, q_index = full() if attn_mask is None else _mask(attn_mask, q, k, query.shape[:-2]), None
     if is_causal:
@@ -79,6 +80,25 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
         )
 
 
+def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The inputs with one batch shape, that is all dims before the heads, or the first of three."""
+    own = 2 if inputs[0].dim() == 3 else 3
+    leads = [x.shape[:-own] for x in inputs]
+    # Sizes that are equal stay out of the way of a compiler.
+    if leads[0] == leads[1] == leads[2]:
+        return inputs
+    try:
+        lead = torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise ShapeError(
+            "query, key and value",
+            expected="batch dims that broadcast",
+            got=", ".join(str(tuple(x.shape)) for x in inputs),
+            remedy="Expand or index the batch dims",
+        ) from None
+    return tuple(x.expand(*lead, *x.shape[-own:]) for x in inputs)
+
+
 def _to_4d(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(1)
@@ -100,6 +120,8 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
             got=str(attn_mask.dtype),
             remedy="Convert it with .bool()",
         )
+    if torch.compiler.is_compiling():
+        _refuse_traced()
     size = (*lead, q.shape[2], k.shape[2])
     try:
         dense = attn_mask.expand(size)
@@ -111,3 +133,14 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
             remedy="Its last dims are queries and keys",
         ) from None
     return from_dense(dense.reshape(q.shape[0], -1, q.shape[2], k.shape[2]))
+
+
+# Run while a compiler reads the call: an error that is raised in what it reads would lose its message.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_traced() -> None:
+    raise OptionError(
+        "attn_mask",
+        expected="a mask: the number of spans of a boolean tensor depends on its data",
+        got="a traced tensor",
+        remedy="Encode it once outside the compiled function, with from_dense(...).prepare(...)",
+    )
