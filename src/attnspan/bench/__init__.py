@@ -1,0 +1,1 @@
+"""Measurement: what attention costs here, beside every peer that this machine has."""
