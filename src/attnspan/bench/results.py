@@ -111,6 +111,8 @@ class MonitorRecord:
         memory: Resident bytes of the process.
         device_memory: Bytes allocated on the accelerator, or None.
         utilisation: Busy share of the cores or of the device, 0..1, or None.
+        steps: Steps up to `step` that the other figures are means of (memory: the largest). Long runs are
+            thinned.
 
     Example:
         >>> MonitorRecord(1, seconds=0.5, tokens=1000, phases=PhaseShares()).tokens_per_second
@@ -128,6 +130,7 @@ class MonitorRecord:
     memory: int | None = None
     device_memory: int | None = None
     utilisation: float | None = None
+    steps: int = 1
 
     @property
     def tokens_per_second(self) -> float:
