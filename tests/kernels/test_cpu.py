@@ -160,6 +160,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.compiled_module("its Python edge checks the arrays")
 @pytest.mark.parametrize("name", MISFITS)
 def test_arrays_that_do_not_fit_are_refused_by_name(name: str) -> None:
     arrays = make(Case())

@@ -1,0 +1,146 @@
+// Runs one problem that it reads from standard input and writes the results to standard output, so that the tests of
+// the kernel can be held against one that was compiled for another machine (under an emulator) or with sanitizers.
+// tests/kernel_runner.py is the other end. Everything is little-endian:
+//
+//   request   Header, then bounds, q, k, v, out, lse, and for a backward pass dout, dq, dk, dv, dlse: a Frame and its
+//             bytes each
+//   response  status and the bad row as int64, then the bytes of out and lse, or of dq, dk and dv
+//
+// `attnspan_run_problem levels` prints the machine, the instruction-set level in use and all that it could use.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../../csrc/attention.h"
+#include "../../csrc/threads.h"
+
+using namespace attnspan;
+
+namespace {
+
+struct Header {
+  int64_t is_backward, dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs, bounds_batches,
+      bounds_heads, threads;
+  double scale;
+};
+
+// Before the bytes of an array: how many, and its strides in elements. An absent array has -1 bytes.
+struct Frame {
+  int64_t bytes, batch, head, row;
+};
+
+struct Response {
+  int64_t status, batch, head, row;
+};
+
+#if defined(__aarch64__)
+constexpr const char* machine = "aarch64";
+#elif defined(__x86_64__)
+constexpr const char* machine = "x86_64";
+#else
+constexpr const char* machine = "another machine";
+#endif
+
+[[noreturn]] void fail(const char* why) {
+  std::fprintf(stderr, "%s\n", why);
+  std::exit(1);
+}
+
+void read_bytes(void* to, size_t bytes) {
+  if (bytes > 0 && std::fread(to, bytes, 1, stdin) != 1) fail("the request ends before its last array");
+}
+
+void write_bytes(const void* from, size_t bytes) {
+  if (bytes > 0 && std::fwrite(from, bytes, 1, stdout) != 1) fail("the response cannot be written");
+}
+
+template <class T>
+T read_value() {
+  static_assert(std::is_trivially_copyable_v<T>);
+  T value;
+  read_bytes(&value, sizeof value);
+  return value;
+}
+
+// A heap block of exactly the bytes that the strides reach: a sanitizer sees a step beyond it.
+struct Array {
+  std::vector<char> bytes;
+  Tensor tensor;
+  bool present;
+
+  static Array read() {
+    const Frame frame = read_value<Frame>();
+    Array a{std::vector<char>(frame.bytes < 0 ? 0 : static_cast<size_t>(frame.bytes)), {}, frame.bytes >= 0};
+    read_bytes(a.bytes.data(), a.bytes.size());
+    a.tensor = {a.bytes.data(), frame.batch, frame.head, frame.row};
+    return a;
+  }
+  void write() const { write_bytes(bytes.data(), bytes.size()); }
+  template <class T>
+  T* items() {
+    return present ? reinterpret_cast<T*>(bytes.data()) : nullptr;
+  }
+};
+
+void fill(Problem& p, const Header& h, Array& bounds, const Array& q, const Array& k, const Array& v) {
+  p.dtype = static_cast<Dtype>(h.dtype);
+  p.batch = h.batch, p.q_heads = h.q_heads, p.kv_heads = h.kv_heads, p.q_len = h.q_len, p.k_len = h.k_len;
+  p.head_dim = h.head_dim, p.v_dim = h.v_dim, p.runs = h.runs, p.scale = static_cast<float>(h.scale);
+  const int64_t slice = h.q_len * h.runs * 2;
+  p.bounds = {bounds.items<int32_t>(), h.bounds_batches == 1 ? 0 : h.bounds_heads * slice,
+              h.bounds_heads == 1 ? 0 : slice, h.bounds_batches, h.bounds_heads};
+  p.q = q.tensor, p.k = k.tensor, p.v = v.tensor;
+}
+
+// The kernel treats subnormals as zero while it runs; whoever called it must find his own again.
+void check_subnormals() {
+  volatile float tiny = 1e-40f, one = 1.0f;
+  if (tiny * one == 0.0f) fail("the kernel left float subnormals flushed to zero");
+}
+
+void run() {
+  const Header header = read_value<Header>();
+  Array bounds = Array::read(), q = Array::read(), k = Array::read(), v = Array::read(), out = Array::read(),
+        lse = Array::read();
+  const Parallel parallel = make_parallel(static_cast<int>(header.threads));
+  std::vector<Array> results;
+  Result result;
+  if (header.is_backward == 0) {
+    ForwardArgs args{};
+    fill(args, header, bounds, q, k, v);
+    args.out = out.tensor, args.lse = lse.items<float>();
+    result = forward(args, isa_active(), parallel);
+    results.push_back(std::move(out));
+    results.push_back(std::move(lse));
+  } else {
+    Array dout = Array::read();
+    for (int i = 0; i < 3; ++i) results.push_back(Array::read());
+    Array dlse = Array::read();
+    BackwardArgs args{};
+    fill(args, header, bounds, q, k, v);
+    args.out = out.tensor, args.lse = lse.items<float>(), args.dout = dout.tensor, args.dlse = dlse.items<float>();
+    args.dq = results[0].tensor, args.dk = results[1].tensor, args.dv = results[2].tensor;
+    result = backward(args, isa_active(), parallel);
+  }
+  check_subnormals();
+  const Response response{static_cast<int64_t>(result.status), result.bad.batch, result.bad.head, result.bad.row};
+  write_bytes(&response, sizeof response);
+  for (const Array& array : results) array.write();
+}
+
+void print_levels() {
+  std::printf("%s %s", machine, isa_name(isa_active()));
+  for (int i = 0; i < isa_levels; ++i)
+    if (isa_supported(static_cast<Isa>(i))) std::printf(" %s", isa_name(static_cast<Isa>(i)));
+  std::printf("\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (const char* error = isa_request_error()) fail(error);
+  argc > 1 && std::strcmp(argv[1], "levels") == 0 ? print_levels() : run();
+}
