@@ -10,6 +10,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef ATTNSPAN_ISA
@@ -251,11 +253,17 @@ inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+// Of the other forms, compilers make scalar code with branches, here and for float16 below.
+#if defined(__aarch64__)
+inline float reduce_add(Vec a) { return vaddvq_f32(a.v); }
+inline float reduce_max(Vec a) { return vmaxvq_f32(a.v); }
+#else
 inline float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
 inline float reduce_max(Vec a) {
   const float x = a.v[0] > a.v[2] ? a.v[0] : a.v[2], y = a.v[1] > a.v[3] ? a.v[1] : a.v[3];
   return x > y ? x : y;
 }
+#endif
 inline Vec floor(Vec a) {
   for (int i = 0; i < 4; ++i) a.v[i] = __builtin_floorf(a.v[i]);
   return a;
@@ -282,13 +290,25 @@ inline Vec load_each(const T* p) {
   return {f32x4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
 }
 inline Vec load(const bf16* p) { return load_each(p); }
-inline Vec load(const f16* p) { return load_each(p); }
 inline void store(bf16* p, Vec a) {
   for (int i = 0; i < 4; ++i) from_float(a.v[i], p + i);
 }
+#if defined(__aarch64__)
+inline Vec load(const f16* p) {
+  float16x4_t half;
+  std::memcpy(&half, p, sizeof half);
+  return {vcvt_f32_f16(half)};
+}
+inline void store(f16* p, Vec a) {
+  const float16x4_t half = vcvt_f16_f32(a.v);
+  std::memcpy(p, &half, sizeof half);
+}
+#else
+inline Vec load(const f16* p) { return load_each(p); }
 inline void store(f16* p, Vec a) {
   for (int i = 0; i < 4; ++i) from_float(a.v[i], p + i);
 }
+#endif
 
 #endif
 
@@ -296,6 +316,15 @@ inline void store_two(float* p, Vec a, Vec b) {
   store(p, a);
   store(p + Vec::width, b);
 }
+
+// One step of depth in a panel of 16 columns: a row of floats, or two rows of bfloat16 side by side.
+inline void store_step(float* line, const Vec (&x)[1]) { store(line, x[0]); }
+#if defined(__AVX512BF16__)
+inline void store_step(bf16* line, const Vec (&x)[2]) {
+  const __m512i even = _mm512_cvtepu16_epi32(round_bf16(x[0])), odd = _mm512_cvtepu16_epi32(round_bf16(x[1]));
+  _mm512_storeu_si512(line, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+}
+#endif
 
 #if !defined(__AVX512F__)
 inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
