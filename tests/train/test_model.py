@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnspan.kernels import cpu
-from attnspan.train.attention import keep_attention, prepare_mask
+from attnspan.train.attention import attend, keep_attention, prepare_mask
 from attnspan.train.config import TrainConfig
 from attnspan.train.model import Decoder, Rotary, matmul_parameters, rotary_table, rotate, step_flops
 from attnspan.train.optimizer import build_optimizer, learning_rate
@@ -72,7 +72,29 @@ def test_attnspan_is_as_near_to_float64_as_sdpa(tiny: Tiny, ac: str) -> None:
         assert distance(mine, wanted) <= 2 * distance(their, wanted)
 
 
-@pytest.mark.parametrize("kind", ["attnspan", "sdpa"])
+@pytest.mark.parametrize("ac", ["none", "selective", "full"])
+def test_sdpa_per_document_is_sdpa_under_a_dense_mask(tiny: Tiny, ac: str) -> None:
+    config = tiny(attention="sdpa-documents", ac=ac)
+    batch = batch_of(config)
+    exact, exact_gradients = outcome(build(replace(config, attention="sdpa"), torch.float64), batch)
+    logits, gradients = outcome(build(config, torch.float64), batch)
+    # The sums are the same, in another order: some hundred roundings of float64.
+    tolerance = 1000 * torch.finfo(torch.float64).eps
+    assert distance(logits, exact) < tolerance
+    for mine, wanted in zip(gradients, exact_gradients, strict=True):
+        assert distance(mine, wanted) < tolerance
+
+
+def test_padding_attends_to_nothing_per_document_too() -> None:
+    ids = torch.tensor([[0, 0, PADDING]], dtype=torch.int32)
+    q, k, v = (torch.ones(1, 3, heads, 4) for heads in (2, 1, 1))
+    outs = [
+        attend(q, k, v, prepare_mask(ids, kind).mask)[0, :, 0, 0] for kind in ("attnspan", "sdpa-documents")
+    ]
+    assert outs[0].tolist() == outs[1].tolist() == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["attnspan", "sdpa", "sdpa-documents"])
 def test_a_document_does_not_depend_on_its_neighbours(tiny: Tiny, kind: str) -> None:
     config = tiny(attention=kind)
     model, batch = build(config), batch_of(config)

@@ -13,7 +13,7 @@ from attnspan.train.errors import ConfigError
 __all__ = ["TrainConfig"]
 
 CHOICES = {
-    "attention": ("attnspan", "sdpa"),
+    "attention": ("attnspan", "sdpa", "sdpa-documents"),
     "ac": ("none", "selective", "full"),
     "dtype": ("auto", "float32", "bfloat16"),
 }
@@ -68,7 +68,9 @@ class TrainConfig:
     clip: float = _optimum(1.0, "largest norm of the whole gradient")
     seed: int = _optimum(0, "seed of the weights and of the document order")
 
-    attention: str = _how("attnspan", "attnspan, or sdpa (torch's own, with a dense mask)")
+    attention: str = _how(
+        "attnspan", "attnspan, sdpa (torch's own, dense mask), or sdpa-documents (one call each)"
+    )
     ac: str = _how("none", "activation checkpointing: none, selective (keeps attention) or full")
     dtype: str = _how("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
@@ -16,16 +16,18 @@ from attnspan.train.config import TrainConfig
 from attnspan.train.packing import Batch
 from attnspan.train.step import Stepper
 
-__all__ = ["AttentionShare", "Comparison", "Graphs", "attention_share", "compare"]
+__all__ = ["AttentionShare", "Comparison", "Graphs", "attention_share", "compare", "step_times"]
 
+_SDPA = (
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
 # Names of the operators that do attention, as the profiler sees them.
 _OPERATORS = {
     "attnspan": ("attnspan::forward", "attnspan::backward"),
-    "sdpa": (
-        "aten::scaled_dot_product_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    ),
+    "sdpa": _SDPA,
+    "sdpa-documents": _SDPA,
 }
 
 
@@ -158,7 +160,34 @@ def compare(trained: Stepper, batches: Iterator[Batch], rounds: int) -> Comparis
         >>> compare(Stepper(config, vocab_size=4), stream, rounds=2).ratio > 0
         True
     """
-    rivals = {kind: _copy(trained, replace(trained.config, attention=kind)) for kind in ("attnspan", "sdpa")}
+    seconds = step_times(trained, batches, rounds, ("attnspan", "sdpa"))
+    return Comparison(seconds["attnspan"], seconds["sdpa"])
+
+
+def step_times(
+    trained: Stepper, batches: Iterator[Batch], rounds: int, kinds: Iterable[str]
+) -> dict[str, list[float]]:
+    """Seconds of the same steps with several kinds of attention, A B C A B C, from the same weights.
+
+    Args:
+        trained: Model to start from; it is left as it is.
+        batches: Source of ``rounds`` batches, and one more for compilation.
+        rounds: Steps of each kind.
+        kinds: Values of `TrainConfig.attention`.
+
+    Returns:
+        For each kind the seconds of its steps, in the order of the batches.
+
+    Example:
+        >>> from attnspan.train.packing import Corpus, PackedStream
+        >>> config = TrainConfig(dim=16, layers=1, hidden=16, seq_len=8, compile=False, dtype="float32")
+        >>> corpus = Corpus.from_documents([[1, 2]], end=3, num_bytes=2)
+        >>> stream = PackedStream(corpus, seq_len=8, batch_size=1, seed=0)
+        >>> times = step_times(Stepper(config, vocab_size=4), stream, 2, ("attnspan", "sdpa-documents"))
+        >>> [(kind, len(seconds)) for kind, seconds in times.items()]
+        [('attnspan', 2), ('sdpa-documents', 2)]
+    """
+    rivals = {kind: _copy(trained, replace(trained.config, attention=kind)) for kind in kinds}
     batch = next(batches)
     for rival in rivals.values():
         rival.warm_up(batch)
@@ -167,7 +196,7 @@ def compare(trained: Stepper, batches: Iterator[Batch], rounds: int) -> Comparis
     for _, batch in zip(range(rounds), batches, strict=False):
         for kind, rival in rivals.items():
             seconds[kind].append(rival.step(batch, trained.config.steps - 1).seconds)
-    return Comparison(seconds["attnspan"], seconds["sdpa"])
+    return seconds
 
 
 def _copy(trained: Stepper, config: TrainConfig) -> Stepper:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from attnspan import Prepared
-from attnspan.train.attention import attend, keep_attention
+from attnspan.train.attention import AnyMask, attend, keep_attention
 from attnspan.train.config import TrainConfig
 
 __all__ = ["Decoder", "StepFlops", "matmul_parameters", "step_flops"]
@@ -84,7 +83,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: AnyMask) -> Tensor:
         batch, seq_len, _ = x.shape
         qkv = self.qkv(x).view(batch, seq_len, self.heads + 2 * self.kv_heads, self.head_dim)
         # Views of the projection: attnspan takes any strides, so v is never copied.
@@ -138,13 +137,13 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def layer(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
+    def layer(self, x: Tensor, rotary: Rotary, mask: AnyMask) -> Tensor:
         """The layer itself, whatever is kept for backward; (B, S, E) to (B, S, E)."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         branch: Tensor = self.feed_forward(self.feed_forward_norm(x))
         return x + branch
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Prepared | Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: AnyMask) -> Tensor:
         if self.ac == "none":
             return self.layer(x, rotary, mask)
         keep: dict[str, Any] = {"context_fn": _keep_attention} if self.ac == "selective" else {}
@@ -190,13 +189,15 @@ class Decoder(nn.Module):
     def compile_blocks(self) -> None:
         """Compile each block by itself: all of them share one graph, which is small.
 
+        Calls of SDPA per document stay outside, as their shapes are never the same: two graphs around them.
+
         Example:
             >>> Decoder(TrainConfig(layers=1), vocab_size=257).compile_blocks()
         """
         for block in self.blocks:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=self.config.attention != "sdpa-documents")
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask: Prepared | Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, mask: AnyMask) -> Tensor:
         """Logits of the next token.
 
         Args:

@@ -91,13 +91,17 @@ class MetricsLog:
         self._file.write(json.dumps(figures) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
 
 
 def _step(line: bytes, number: int, path: Path) -> int:
@@ -159,7 +163,7 @@ class Reporter:
     ) -> None:
         self._bar.stop()
         self._board.close()
-        self._log.__exit__(kind, error, trace)
+        self._log.close()
 
     def update(self, figures: dict[str, float]) -> None:
         """Show and record one step.

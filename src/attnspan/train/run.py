@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import TrainConfig
 from attnspan.train.documents import Data, load_data
 from attnspan.train.errors import CheckpointError, ConfigError
+from attnspan.train.hooks import UNOBSERVED, Observer
 from attnspan.train.machine import faster_dtype, matmul_ceiling, peak_memory
 from attnspan.train.measure import Graphs, attention_share, compare
 from attnspan.train.packing import Batch, PackedStream, pack_once
@@ -184,6 +186,7 @@ def train(
     resume: bool = False,
     from_step: int | None = None,
     against_sdpa: bool = True,
+    observe: Callable[[float], AbstractContextManager[Observer]] | None = None,
     console: Console | None = None,
 ) -> Summary:
     """Train a model; at the end print and save what came of it.
@@ -194,6 +197,7 @@ def train(
         resume: Go on from a checkpoint.
         from_step: Which checkpoint to resume from; None takes the latest.
         against_sdpa: Time some steps against SDPA at the end.
+        observe: Makes the observer of the steps, from the measured ceiling in FLOP/s; it is open during them.
         console: Where people read; standard output by default.
 
     Returns:
@@ -227,7 +231,8 @@ def train(
     if not resume:
         run.start_score = run.score()
     warm = Graphs.now()
-    results = _loop(run, console, ceiling)
+    with observe(ceiling) if observe else nullcontext(UNOBSERVED) as observer:
+        results = _loop(run, console, ceiling, observer)
     peak = peak_memory()
     end_score = run.score()
     later = Graphs.now() - warm
@@ -305,14 +310,15 @@ def _introduce(run: Run, console: Console, ceiling: float) -> None:
         console.print("        compiling ...", soft_wrap=True, highlight=False)
 
 
-def _loop(run: Run, console: Console, ceiling: float) -> list[dict[str, float]]:
+def _loop(run: Run, console: Console, ceiling: float, observer: Observer) -> list[dict[str, float]]:
     """The steps that are left; figures of each."""
     config, results = run.config, []
     with Reporter(console, run.folder, run.done, config.steps) as reporter:
         if not run.done:
             reporter.scalar("held_out/bits_per_byte", run.start_score, 0)
-        for batch in _remaining(run):
-            result = run.stepper.step(batch, run.done)
+        for batch in observer.data(_remaining(run)):
+            with observer.step(number=run.done + 1, tokens=batch.tokens.numel()):
+                result = run.stepper.step(batch, run.done, observer)
             run.done += 1
             figures = metrics(run.done, result, ceiling)
             results.append(figures)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from attnspan.train.attention import prepare_mask
 from attnspan.train.config import TrainConfig
+from attnspan.train.hooks import UNOBSERVED, Observer
 from attnspan.train.model import Decoder, StepFlops, step_flops
 from attnspan.train.optimizer import build_optimizer, learning_rate
 from attnspan.train.packing import IGNORE, Batch
@@ -88,34 +89,39 @@ class Stepper:
         if config.compile:
             self.model.compile_blocks()
 
-    def loss(self, batch: Batch) -> tuple[Tensor, int]:
+    def loss(self, batch: Batch, observer: Observer = UNOBSERVED) -> tuple[Tensor, int]:
         """Summed loss of a batch, and the visible pairs of its mask.
 
         Args:
             batch: Packed rows.
+            observer: Told of the forward pass.
         """
         mask = prepare_mask(batch.ids, self.config.attention)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            logits = self.model(batch.tokens, batch.positions, mask.mask)
-        return token_loss(logits, batch.targets), mask.pairs
+        with observer.phase("forward"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+                logits = self.model(batch.tokens, batch.positions, mask.mask)
+            return token_loss(logits, batch.targets), mask.pairs
 
-    def step(self, batch: Batch, index: int) -> StepResult:
+    def step(self, batch: Batch, index: int, observer: Observer = UNOBSERVED) -> StepResult:
         """Forward, backward, clip, update.
 
         Args:
             batch: Packed rows.
             index: Steps taken before this one; it sets the learning rate.
+            observer: Told of the three phases.
         """
         start = time.perf_counter()
         lr = learning_rate(index, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total, pairs = self.loss(batch)
+        total, pairs = self.loss(batch, observer)
         mean = total / max(1, batch.num_targets)
-        torch.autograd.backward(mean)
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with observer.phase("backward"):
+            torch.autograd.backward(mean)
+        with observer.phase("optimizer"):
+            grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         loss = mean.item()
         tokens = batch.tokens.numel()
         seconds = time.perf_counter() - start
