@@ -80,7 +80,7 @@ def _named(dtype: str) -> Iterable[Workload]:
     yield work("window-1024", "window", "window(1024)", 8192, dim=128)
     for count in (8, 32):
         yield work(f"documents-{count}", "documents", f"causal & packed({count})", 8192)
-    yield work("documents-corpus", "documents", "causal & corpus(0)", 8192, note="heavy-tailed lengths")
+    yield work("documents-corpus", "documents", "causal & corpus(3)", 8192, note="heavy-tailed lengths")
     yield work("documents-corpus-32k", "documents", "causal & corpus(0)", 32768, note="heavy-tailed lengths")
     yield work("documents-both-ways", "documents", "packed(32)", 8192, note="bidirectional, as an encoder")
     yield work("prefix-512", "prefix", "causal | prefix(512)", 2048)
@@ -110,23 +110,18 @@ def grid() -> tuple[Workload, ...]:
         'grid-full-d32-s128'
     """
     return tuple(
-        Workload(
-            f"grid-{mask}-d{dim}-s{length}",
-            "grid",
-            1,
-            *([_GRID_HEADS if length < 16384 else 2] * 2),
-            length,
-            length,
-            dim,
-            dim,
-            dtype,
-            mask,
-        )
+        _grid_cell(mask, dtype, dim, length)
         for dtype in DTYPES
         for mask in ("full", "causal")
         for dim in GRID_HEAD_DIMS
         for length in GRID_LENGTHS
     )
+
+
+def _grid_cell(mask: str, dtype: str, dim: int, length: int) -> Workload:
+    heads = _GRID_HEADS if length < 16384 else 2
+    name = f"grid-{mask}-d{dim}-s{length}"
+    return Workload(name, "grid", 1, heads, heads, length, length, dim, dim, dtype, mask)
 
 
 def mask_of(workload: Workload) -> Mask:
@@ -201,7 +196,7 @@ def visible_pairs(workload: Workload) -> int:
     )
     batch, heads = spans.bounds.shape[:2]
     repeats = (workload.batch // batch) * (workload.q_heads // heads)
-    return int(np.asarray(spans.cost()).sum(dtype=np.int64)) * repeats
+    return int(np.asarray(spans.cost(), np.int64).sum()) * repeats
 
 
 def total_flops(workload: Workload, mode: str, pairs: int) -> float:

@@ -1,0 +1,252 @@
+"""What every peer is given: one workload's inputs, and the facts about its mask that decide who can do it.
+
+Inputs are as a model makes them: (B, S, H, D) in memory, seen as (B, H, S, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attnspan._expression import And, Prepared
+from attnspan._leaves import Causal, Documents, Window
+from attnspan.bench.cells import Workload
+from attnspan.bench.devices import Device
+from attnspan.bench.workloads import mask_of
+from attnspan.masks import Mask
+
+__all__ = ["Job", "Peer", "Ready", "differentiated", "enough_memory"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One workload in one mode, with its inputs on a device.
+
+    Args:
+        workload: What to compute.
+        mode: "forward" or "forward+backward".
+        device: "cpu" or "cuda".
+        q: (B, Hq, Sq, D).
+        k: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, Dv).
+        dout: Gradient of the output, (B, Hq, Sq, Dv).
+        threads: CPU threads that a peer may use.
+
+    Example:
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> job = Job.make(work, "forward", "cpu")
+        >>> job.q.shape, job.is_causal, job.is_full
+        (torch.Size([1, 2, 4, 8]), True, False)
+    """
+
+    workload: Workload
+    mode: str
+    device: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    threads: int
+
+    @classmethod
+    def make(cls, workload: Workload, mode: str, device: str, seed: int = 0) -> Job:
+        """Draw standard-normal inputs.
+
+        Args:
+            workload: Gives sizes and dtype.
+            mode: "forward" or "forward+backward"; with the latter, q, k and v require gradients.
+            device: "cpu" or "cuda".
+            seed: Of the draw.
+        """
+        w = workload
+        draw = torch.Generator().manual_seed(seed)
+        needs_grad = mode == "forward+backward"
+
+        def tensor(length: int, heads: int, dim: int, grad: bool) -> Tensor:
+            x = torch.randn(w.batch, length, heads, dim, generator=draw)
+            return x.to(device, getattr(torch, w.dtype)).transpose(1, 2).requires_grad_(grad)
+
+        q = tensor(w.q_len, w.q_heads, w.head_dim, needs_grad)
+        k = tensor(w.k_len, w.kv_heads, w.head_dim, needs_grad)
+        v = tensor(w.k_len, w.kv_heads, w.v_dim, needs_grad)
+        dout = tensor(w.q_len, w.q_heads, w.v_dim, False)
+        return cls(w, mode, device, q, k, v, dout, torch.get_num_threads())
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are wanted."""
+        return self.mode == "forward+backward"
+
+    @cached_property
+    def mask(self) -> Mask:
+        """The mask as an expression."""
+        return mask_of(self.workload)
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The mask lowered on the device, once."""
+        w = self.workload
+        return self.mask.prepare(w.q_len, w.k_len, batch=w.batch, heads=w.q_heads, like=self.q.detach())
+
+    @property
+    def grouped(self) -> bool:
+        """Whether query heads share key heads."""
+        return self.workload.q_heads != self.workload.kv_heads
+
+    @cached_property
+    def is_full(self) -> bool:
+        """Whether every query sees every key, as in a decoding step of one token."""
+        return self.prepared.lowered.coverage() == 1.0
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is the plain causal one of a square problem, on which all conventions agree."""
+        return isinstance(self.mask, Causal) and self.workload.q_len == self.workload.k_len
+
+    @property
+    def window(self) -> Window | None:
+        """The mask where it is a plain sliding window, bounded on both sides, of a square problem."""
+        mask, square = self.mask, self.workload.q_len == self.workload.k_len
+        bounded = isinstance(mask, Window) and mask.left is not None and mask.right is not None
+        return mask if isinstance(mask, Window) and bounded and square else None
+
+    @cached_property
+    def documents(self) -> tuple[int, ...] | None:
+        """Cumulative lengths where the mask is "within documents", causal or not; else None."""
+        parts = self.mask.operands if isinstance(self.mask, And) else (self.mask,)
+        found = [part for part in parts if isinstance(part, Documents)]
+        others = [part for part in parts if not isinstance(part, Documents | Causal)]
+        if len(found) != 1 or others or self.workload.batch != 1:
+            return None
+        return tuple(int(x) for x in found[0].cu_seqlens_q)
+
+    @property
+    def documents_causal(self) -> bool:
+        """Whether `documents` are causal inside."""
+        return any(isinstance(leaf, Causal) for leaf in self.mask._leaves())
+
+    def dense_mask(self) -> Tensor:
+        """The mask as a bool tensor (B|1, H|1, Sq, Sk)."""
+        dense: Tensor = torch.as_tensor(self.prepared.lowered.dense(), device=self.device)
+        return dense
+
+    @property
+    def square_bytes(self) -> int:
+        """Bytes of a score for each query, key, head and batch row, in float32."""
+        w = self.workload
+        return 4 * w.batch * w.q_heads * w.q_len * w.k_len
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of a dense bool mask and of the additive one that torch makes from it."""
+        rows, heads = self.prepared.lowered.bounds.shape[:2]
+        w = self.workload
+        return int(rows * heads * w.q_len * w.k_len * (1 + self.q.element_size()))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A peer, prepared for one job.
+
+    Args:
+        call: Computes the job once: the output, or the output and the gradients of q, k and v.
+        device: Where it runs.
+        to_torch: Brings a result into (B, H, S, D) torch tensors, for the comparison.
+        trace_seconds: Of tracing ahead of the first call, where the peer shows it.
+        compile_seconds: Of compiling ahead of the first call, where the peer shows it.
+        around: Makes a context for the calls.
+        note: What runs in truth.
+
+    Example:
+        >>> from attnspan.bench.devices import HostDevice
+        >>> Ready(lambda: torch.zeros(1), HostDevice()).note
+        ''
+    """
+
+    call: Callable[[], Any]
+    device: Device
+    to_torch: Callable[[Any], Sequence[Tensor]] = lambda result: (
+        result if isinstance(result, tuple | list) else (result,)
+    )
+    trace_seconds: float | None = None
+    compile_seconds: float | None = None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    note: str = ""
+
+
+class Peer(Protocol):
+    """Something that computes attention.
+
+    Attributes:
+        name: Unique among the peers.
+    """
+
+    name: str
+
+    def refuses(self, job: Job) -> str | None:
+        """Return None, or why it cannot do the job."""
+
+    def prepare(self, job: Job) -> Ready:
+        """Bring masks and inputs into the peer's natural form, outside of what is timed."""
+
+
+def differentiated(
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor], job: Job
+) -> Callable[[], Tensor | tuple[Tensor, ...]]:
+    """The call of a torch peer: its forward, or forward and gradients.
+
+    Args:
+        forward: Takes q, k and v.
+        job: Gives the inputs and the mode.
+
+    Example:
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> call = differentiated(lambda q, k, v: q + k + v, Job.make(work, "forward+backward", "cpu"))
+        >>> len(call())
+        4
+    """
+    q, k, v, dout = job.q, job.k, job.v, job.dout
+    if not job.backward:
+        return lambda: forward(q, k, v)
+
+    def both() -> tuple[Tensor, ...]:
+        out = forward(q, k, v)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    return both
+
+
+def enough_memory(job: Job, needed: float, what: str) -> str | None:
+    """None, or that ``what`` would need more than half of the memory that is free.
+
+    Args:
+        job: Says on which device.
+        needed: Bytes.
+        what: Names the memory in the reason.
+
+    Example:
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> enough_memory(Job.make(work, "forward", "cpu"), 2.0**60, "a dense mask")[:40]
+        'a dense mask would need 1073741824.0 GiB'
+    """
+    free = _free_bytes(job.device)
+    if free is None or needed <= free / 2:
+        return None
+    return f"{what} would need {needed / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB that are free"
+
+
+def _free_bytes(device: str) -> float | None:
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            table = dict(line.split(":", 1) for line in lines)
+    except OSError:  # No such file outside Linux: the peer is tried.
+        return None
+    return float(table["MemAvailable"].split()[0]) * 1024
