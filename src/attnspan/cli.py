@@ -14,6 +14,8 @@ from attnspan.train.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import typer
 
+    from attnspan.bench.results import Results
+
 __all__ = ["build_app", "main"]
 
 # Which extra brings a module that may be missing.
@@ -24,6 +26,8 @@ _EXTRAS = {
     "datasets": "train",
     "tokenizers": "train",
     "tensorboard": "train",
+    "jinja2": "bench",
+    "plotly": "bench",
 }
 
 
@@ -66,7 +70,7 @@ def build_app() -> "typer.Typer":
 
     Example:
         >>> [command.name for command in build_app().registered_commands]
-        ['train', 'sample', 'show']
+        ['train', 'sample', 'show', 'tune']
     """
     import typer
 
@@ -86,6 +90,7 @@ def build_app() -> "typer.Typer":
     app.command("train", help="Train a language model on packed documents.")(_train_command())
     app.command("sample", help="Continue a text with a trained model.")(_sample_command())
     app.command("show", help="Draw a mask.")(_show_command())
+    app.command("tune", help="Find the fastest configurations on this machine.")(_tune_command())
     return app
 
 
@@ -226,3 +231,14 @@ def _show_command() -> Callable[..., None]:
         print(svg)
 
     return show
+
+
+def _tune_command() -> Callable[..., None]:
+    from attnspan.tune.command import command
+
+    def write_page(results: "Results", path: Path) -> None:
+        from attnspan.report import write_page
+
+        write_page(results, path)
+
+    return command(write_page)

@@ -1,0 +1,1 @@
+"""Search: which configuration of a kernel is fastest here, and where that is kept."""
