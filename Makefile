@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup train test lint format bench wheel sanitize clean
+.PHONY: help setup train test lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text, about five minutes"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   compare with torch's own CPU kernels on this machine"
 	@echo "make wheel   build the wheel into dist/"
+	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
 	@echo "make clean   remove what was built"
 
 setup: $(STAMP)
@@ -61,6 +62,17 @@ sanitize: setup
 	cmake --preset sanitize -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	cmake --build --preset sanitize --target attnspan_memory_check
 	build/sanitize/attnspan_memory_check
+
+# The kernel compiled for aarch64, and its tests against that program under user-mode emulation.
+AARCH64_RUNNER := qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/attnspan_run_problem
+
+aarch64: setup
+	@command -v cmake >/dev/null && command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || { \
+	  echo "make aarch64 needs cmake, a compiler for aarch64 (aarch64-linux-gnu-g++) and an emulator (qemu-aarch64)."; \
+	  echo "Debian, Ubuntu: sudo apt-get install cmake g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	cmake --preset aarch64
+	cmake --build --preset aarch64 --target attnspan_run_problem
+	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest tests/kernels/test_cpu.py $(ARGS)
 
 clean:
 	rm -rf build dist $(VENV)

@@ -9,12 +9,16 @@ import math
 import struct
 import subprocess
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-#: (address, dtype code, shape, strides in elements), as attnspan.kernels.cpu makes it.
+#: (address, dtype code, shape, strides in elements): what the compiled module takes beside tensors.
 Array = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+Config = tuple[int, int, int]  # block_q, block_k, threads
 
-ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4}  # bytes by dtype code: float32, bfloat16, float16, int32
-OK, BAD_BOUNDS, OUT_OF_MEMORY = range(3)
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
+ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4}  # bytes by dtype code
+OK, BAD_BOUNDS, BAD_CONFIG = range(3)
+HEADER = "<16qd"
 
 
 class Runner:
@@ -26,36 +30,42 @@ class Runner:
 
     def forward(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        bounds: Array,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        bounds: Any,
         scale: float,
         num_threads: int,
+        config: Config | None = None,
     ) -> None:
-        header = _header(False, q, k, v, bounds, scale, num_threads)
+        q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
+        header = _header(False, q, k, v, bounds, scale, num_threads, config)
         self._solve(header, [bounds, q, k, v, out, lse], [out, lse])
 
     def backward(
         self,
-        dout: Array,
-        dlse: Array | None,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        lse: Array,
-        bounds: Array,
-        dq: Array,
-        dk: Array,
-        dv: Array,
+        dout: Any,
+        dlse: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        bounds: Any,
+        dq: Any,
+        dk: Any,
+        dv: Any,
         scale: float,
         num_threads: int,
+        config: Config | None = None,
     ) -> None:
-        header = _header(True, q, k, v, bounds, scale, num_threads)
-        self._solve(header, [bounds, q, k, v, out, lse, dout, dq, dk, dv, dlse], [dq, dk, dv])
+        q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
+        grads = [_described(x) for x in (dq, dk, dv)]
+        header = _header(True, q, k, v, bounds, scale, num_threads, config)
+        given = [bounds, q, k, v, out, lse, _described(dout), *grads]
+        self._solve(header, [*given, None if dlse is None else _described(dlse)], grads)
 
     def isa_levels(self) -> list[str]:
         return self._levels
@@ -68,21 +78,21 @@ class Runner:
 
     def _solve(self, header: bytes, given: list[Array | None], written: list[Array]) -> None:
         response = self._run([], b"".join([header, *(part for x in given for part in _parts(x))]))
-        status, batch, head, row = struct.unpack_from("<4q", response)
+        outcome, batch, head, row = struct.unpack_from("<4q", response)
         at = struct.calcsize("<4q")
         assert len(response) == at + sum(map(_bytes, written))
         for array in written:
             ctypes.memmove(array[0], response[at : at + _bytes(array)], _bytes(array))
             at += _bytes(array)
-        if status == OUT_OF_MEMORY:
-            raise MemoryError
-        if status == BAD_BOUNDS:
-            k_len = struct.unpack_from("<7q", header)[6]
+        if outcome == BAD_BOUNDS:
+            k_len = struct.unpack_from(HEADER, header)[6]
             raise ValueError(
                 f"mask bounds: expected spans within 0 <= lo <= hi <= k_len = {k_len}; "
                 f"row {row} (batch {batch}, head {head}) breaks this"
             )
-        assert status == OK
+        if outcome == BAD_CONFIG:
+            raise ValueError("config: expected blocks that the kernel has")
+        assert outcome == OK
 
     def _run(self, arguments: list[str], request: bytes) -> bytes:
         done = subprocess.run([*self.command, *arguments], input=request, capture_output=True, check=False)
@@ -94,14 +104,27 @@ class Runner:
         return done.stdout
 
 
+def _described(x: Any) -> Array:
+    if isinstance(x, tuple):
+        return x
+    return x.data_ptr(), CODES[str(x.dtype).removeprefix("torch.")], tuple(x.shape), x.stride()
+
+
 def _header(
-    backward: bool, q: Array, k: Array, v: Array, bounds: Array, scale: float, num_threads: int
+    backward: bool,
+    q: Array,
+    k: Array,
+    v: Array,
+    bounds: Array,
+    scale: float,
+    num_threads: int,
+    config: Config | None,
 ) -> bytes:
     batch, q_heads, q_len, head_dim = q[2]
     kv_heads, k_len, v_dim = k[2][1], k[2][2], v[2][3]
     runs, batches, heads = bounds[2][3], bounds[2][0], bounds[2][1]
     sizes = (batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs, batches, heads)
-    return struct.pack("<13qd", backward, q[1], *sizes, num_threads, scale)
+    return struct.pack(HEADER, backward, q[1], *sizes, num_threads, *(config or (0, 0, 0)), scale)
 
 
 def _parts(array: Array | None) -> Iterator[bytes]:

@@ -4,7 +4,7 @@
 //
 //   request   Header, then bounds, q, k, v, out, lse, and for a backward pass dout, dq, dk, dv, dlse: a Frame and its
 //             bytes each
-//   response  status and the bad row as int64, then the bytes of out and lse, or of dq, dk and dv
+//   response  Response, then the bytes of out and lse, or of dq, dk and dv
 //
 // `attnspan_run_problem levels` prints the machine, the instruction-set level in use and all that it could use.
 #include <cstdio>
@@ -23,7 +23,7 @@ namespace {
 
 struct Header {
   int64_t is_backward, dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs, bounds_batches,
-      bounds_heads, threads;
+      bounds_heads, threads, config_block_q, config_block_k, config_threads;
   double scale;
 };
 
@@ -32,8 +32,11 @@ struct Frame {
   int64_t bytes, batch, head, row;
 };
 
+enum class Outcome : int64_t { ok, bad_bounds, bad_config };
+
 struct Response {
-  int64_t status, batch, head, row;
+  Outcome outcome;
+  int64_t batch, head, row;
 };
 
 #if defined(__aarch64__)
@@ -93,12 +96,27 @@ void fill(Problem& p, const Header& h, Array& bounds, const Array& q, const Arra
   p.bounds = {bounds.items<int32_t>(), h.bounds_batches == 1 ? 0 : h.bounds_heads * slice,
               h.bounds_heads == 1 ? 0 : slice, h.bounds_batches, h.bounds_heads};
   p.q = q.tensor, p.k = k.tensor, p.v = v.tensor;
+  p.config = {h.config_block_q, h.config_block_k, h.config_threads};
 }
 
 // The kernel treats subnormals as zero while it runs; whoever called it must find his own again.
 void check_subnormals() {
   volatile float tiny = 1e-40f, one = 1.0f;
   if (tiny * one == 0.0f) fail("the kernel left float subnormals flushed to zero");
+}
+
+Outcome outcome_of(Status status) {
+  switch (status) {
+    case Status::ok:
+      return Outcome::ok;
+    case Status::bad_bounds:
+      return Outcome::bad_bounds;
+    case Status::bad_config:
+      return Outcome::bad_config;
+    case Status::out_of_memory:
+      fail("out of memory");
+  }
+  fail("unknown status");
 }
 
 void run() {
@@ -126,7 +144,7 @@ void run() {
     result = backward(args, isa_active(), parallel);
   }
   check_subnormals();
-  const Response response{static_cast<int64_t>(result.status), result.bad.batch, result.bad.head, result.bad.row};
+  const Response response{outcome_of(result.status), result.bad.batch, result.bad.head, result.bad.row};
   write_bytes(&response, sizeof response);
   for (const Array& array : results) array.write();
 }
