@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from attnspan.bench.environment import describe_environment
 from attnspan.bench.monitor.clocks import Clock, CudaClock, HostClock
 from attnspan.bench.monitor.log import RecordLog
 from attnspan.bench.monitor.probes import (
@@ -92,8 +93,11 @@ class Monitor:
             )
         self._folder, self._ceiling, self._every, self._save_seconds = log_dir, ceiling, every, save_seconds
         self._attention = attention
-        default_clock, default_probe = _instruments(torch.device(device))
+        device = torch.device(device)
+        default_clock, default_probe = _instruments(device)
         self._clock, self._probe = clock or default_clock, probe or default_probe
+        self._environment = describe_environment(device.type)
+        self._environment["utilisation"] = self._probe.utilisation_source
         self._log: RecordLog | None = None
         self._step: WatchedStep | None = None
         self._phases: list[Interval] = []
@@ -181,7 +185,7 @@ class Monitor:
 
     def results(self) -> Results:
         """The records so far, with the environment: what `attnspan.report` makes a page of."""
-        return Results(environment=self._environment()) if self._log is None else self._log.results()
+        return Results(environment=self._environment) if self._log is None else self._log.results()
 
     @property
     def overhead(self) -> float:
@@ -203,9 +207,6 @@ class Monitor:
         self._write_known()
         if self._log is not None:
             self._log.close()
-
-    def _environment(self) -> dict[str, object]:
-        return {"monitor utilisation": self._probe.utilisation_source}
 
     def _watch(self) -> None:
         """Begin to watch, unless that is done."""
@@ -238,7 +239,7 @@ class Monitor:
                 taken=number - 1,
                 every=self._every,
                 save_seconds=self._save_seconds,
-                environment=self._environment(),
+                environment=self._environment,
             )
         self._step = WatchedStep(number, tokens, self._begin, self._attention())
 

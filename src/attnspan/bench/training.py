@@ -1,0 +1,175 @@
+"""Whole training steps beside single calls: the reference job with each of its kinds of attention."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from attnspan.bench.results import Rate, Ratio, Timing, TrainingCell
+from attnspan.errors import OptionError
+from attnspan.train.config import CHOICES, TrainConfig
+from attnspan.train.documents import load_data
+from attnspan.train.machine import faster_dtype, peak_memory
+from attnspan.train.measure import step_times
+from attnspan.train.packing import PackedStream
+from attnspan.train.step import Stepper
+from attnspan.train.vocabulary import load_vocabulary
+
+__all__ = ["measure_training", "steps_peak", "training_peak"]
+
+KINDS = CHOICES["attention"]
+
+# An interval wider than this leaves open which side is faster by how much.
+_NARROW = 0.04
+_PEAK_STEPS = 3
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def measure_training(
+    config: TrainConfig, rounds: int = 20, *, memory: bool = True, kinds: Sequence[str] = KINDS
+) -> tuple[TrainingCell, ...]:
+    """Time the reference job's step with several kinds of attention, in turn, on the same batches.
+
+    All start from the same weights and are compiled alike, before any step is timed. A step is everything
+    from the preparation of the mask to the optimizer.
+
+    Args:
+        config: The job; its own kind of attention does not matter. With dtype "auto" the faster one is taken.
+        rounds: Timed steps of each kind, 2 or more.
+        memory: Measure peak memory too, each kind in a process of its own.
+        kinds: Values of `TrainConfig.attention`; attnspan is measured in any case, as the first.
+
+    Returns:
+        A cell for each kind, attnspan's first.
+
+    Raises:
+        OptionError: Too few rounds, or an unknown kind.
+        DataError: The data cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "data.txt"
+        >>> _ = path.write_text("one document\\n\\nanother one\\n\\na third")
+        >>> config = TrainConfig(
+        ...     dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16, seq_len=16, batch_size=1,
+        ...     compile=False, dtype="float32", data=str(path),
+        ... )
+        >>> cells = measure_training(config, rounds=2, memory=False)
+        >>> [(cell.attention, cell.ratio is None, len(cell.seconds.samples)) for cell in cells]
+        [('attnspan', True, 2), ('sdpa', False, 2), ('sdpa-documents', False, 2)]
+    """
+    kinds = ("attnspan", *(kind for kind in kinds if kind != "attnspan"))
+    _check(rounds, kinds)
+    config = _settled(config)
+    stepper, stream = _job(config)
+    seconds = step_times(stepper, stream, rounds, kinds)
+    return tuple(_cell(config, kind, seconds, memory) for kind in kinds)
+
+
+def _check(rounds: int, kinds: Sequence[str]) -> None:
+    if rounds < 2:
+        raise OptionError("rounds", expected="2 or more", got=str(rounds), remedy="Take more steps")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise OptionError(
+                "attention", expected=f"one of {', '.join(KINDS)}", got=repr(kind), remedy="Name one of these"
+            )
+
+
+def _settled(config: TrainConfig) -> TrainConfig:
+    """The options with what is decided at start-up, so that all processes do the same."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dtype = faster_dtype() if config.dtype == "auto" else config.dtype
+    return replace(config, threads=torch.get_num_threads(), dtype=dtype)
+
+
+def _job(config: TrainConfig) -> tuple[Stepper, PackedStream]:
+    vocabulary = load_vocabulary(config.tokenizer)
+    data = load_data(config, vocabulary)
+    stream = PackedStream(data.train, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    return Stepper(config, vocabulary.end + 1), stream
+
+
+def _cell(config: TrainConfig, kind: str, seconds: dict[str, list[float]], with_memory: bool) -> TrainingCell:
+    peak, trouble = training_peak(replace(config, attention=kind)) if with_memory else (None, "")
+    ratio = None if kind == "attnspan" else Ratio.of(seconds["attnspan"], seconds[kind])
+    tokens = config.batch_size * config.seq_len
+    return TrainingCell(
+        attention=kind,
+        seconds=Timing(tuple(seconds[kind])),
+        tokens_per_second=Rate(tuple(tokens / each for each in seconds[kind])),
+        peak_memory=peak,
+        ratio=ratio,
+        noisy=ratio is not None and ratio.width > _NARROW,
+        note="; ".join(filter(None, (_describe(config), trouble))),
+    )
+
+
+def _describe(config: TrainConfig) -> str:
+    return (
+        f"{config.layers} blocks of width {config.dim}, {config.heads} heads on {config.kv_heads}, "
+        f"{config.batch_size} x {config.seq_len:,} tokens, {config.dtype}, ac {config.ac}, "
+        f"{'compiled' if config.compile else 'eager'}, {config.threads} threads"
+    )
+
+
+def training_peak(config: TrainConfig) -> tuple[int | None, str]:
+    """Peak memory of training steps in a fresh process.
+
+    Args:
+        config: The job, with dtype and threads settled.
+
+    Returns:
+        (bytes, "") or (None, why there is no figure).
+
+    Example:
+        >>> training_peak(TrainConfig(data="/none", dtype="float32", threads=1))  # doctest: +ELLIPSIS
+        (None, 'no peak memory: attnspan.train.errors.DataError: data: ...')
+    """
+    code = "import sys; from attnspan.bench.training import steps_peak; steps_peak(sys.argv[1])"
+    command = [sys.executable, "-c", code, json.dumps(asdict(config))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return None, f"no peak memory: {last}"
+    return int(done.stdout.split()[-1]), ""
+
+
+def steps_peak(options: str) -> None:
+    """Take some steps in this process and print the largest resident size during them, bytes.
+
+    What compiling needed before is not in it, where the system lets a process forget its peak (Linux).
+
+    Args:
+        options: Fields of the configuration, as JSON.
+    """
+    config = TrainConfig(**json.loads(options))
+    torch.set_num_threads(config.threads)
+    stepper, stream = _job(config)
+    stepper.warm_up(next(stream))
+    stepper.step(next(stream), config.steps - 1)
+    _forget_peak()
+    for _ in range(_PEAK_STEPS):
+        stepper.step(next(stream), config.steps - 1)
+    print(_peak())
+
+
+def _forget_peak() -> None:
+    if _RESET.exists():
+        _RESET.write_text("5")
+
+
+def _peak() -> int:
+    # Not getrusage: on some systems its figure is not reset.
+    if _STATUS.exists():
+        return next(
+            int(line.split()[1]) * 1024 for line in _STATUS.read_text().splitlines() if "VmHWM" in line
+        )
+    return peak_memory()
