@@ -3,6 +3,9 @@
 import os
 import shlex
 
+# Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
+os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
+
 import hypothesis
 import pytest
 from kernel_runner import Runner

@@ -6,6 +6,7 @@ file into place by a rename, so that a reader sees the old file or the new one a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -157,7 +158,8 @@ def _write(path: Path, device: str, entries: Iterable[Entry]) -> None:
 
 
 def _draft(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
+    """Where the next file is written, by who holds the lock; what a killed process left is overwritten."""
+    return path.with_name(f"{path.name}.part")
 
 
 @contextmanager
@@ -166,6 +168,8 @@ def _locked(path: Path) -> Iterator[None]:
     lock = path.with_name(f"{path.name}.lock")
     with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if fcntl is not None:
             file = lock.open("a")
     if fcntl is None:

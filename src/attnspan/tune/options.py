@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["Options"]
 
 
-def _option(panel: str, default: Any, text: str, *names: str) -> Any:
-    return field(default=default, metadata={"help": text, "names": names, "panel": panel})
+def _shown(panel: str, help: str, *names: str) -> dict[str, Any]:
+    """What the command line shows of a field; ``names`` where there shall be no --no-name beside --name."""
+    return {"panel": panel, "help": help, "names": names}
 
 
-_calls = partial(_option, "Which calls")
-_search = partial(_option, "The search")
-_cache = partial(_option, "The cache")
-_output = partial(_option, "Output")
+_calls = partial(_shown, "Which calls")
+_search = partial(_shown, "The search")
+_cache = partial(_shown, "The cache")
+_output = partial(_shown, "Output")
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,31 @@ class Options:
         attnspan.errors.OptionError: --seconds: expected more than 0, got 0. Pass more.
     """
 
-    dtypes: str = _calls("float32,bfloat16", "element types, with commas between")
-    head_dims: str = _calls("64,128", "head dims")
-    lengths: str = _calls("512,1024,2048,4096,8192", "numbers of keys")
-    masks: str = _calls("dense,half,sparse,decode", 'kinds of masks, or masks like "causal & window(99)"')
-    modes: str = _calls("forward,backward", "forward, backward, or both")
-    heads: int = _calls(8, "heads of a call; fewer where a call would be long")
-    threads: int | None = _calls(None, "threads that a call may use; default: torch's number")
-    seconds: float = _search(3.0, "for each kind of call, s")
-    minutes: float = _search(10.0, "for all of them; the next run goes on with what is left")
-    seed: int = _search(0, "of the order of the candidates")
-    cache: Path | None = _cache(None, "file; default: ATTNSPAN_TUNE_CACHE, or one in ~/.cache/attnspan")
-    dry_run: bool = _cache(False, "search, but write no cache", "--dry-run")
-    show: bool = _cache(False, "print the cache in use, and end", "--show")
-    clear: bool = _cache(False, "remove the cache in use, and end", "--clear")
-    json: Path | None = _output(None, "also write what was gained to this file")
-    html: Path | None = _output(None, "also write a page of what was gained")
+    dtypes: str = field(default="float32,bfloat16", metadata=_calls("element types, with commas between"))
+    head_dims: str = field(default="64,128", metadata=_calls("head dims"))
+    lengths: str = field(default="512,1024,2048,4096,8192", metadata=_calls("numbers of keys"))
+    masks: str = field(
+        default="dense,half,sparse,decode",
+        metadata=_calls('kinds of masks, or masks like "causal & window(99)"'),
+    )
+    modes: str = field(default="forward,backward", metadata=_calls("forward, backward, or both"))
+    heads: int = field(default=8, metadata=_calls("heads of a call; fewer where a call would be long"))
+    threads: int | None = field(
+        default=None, metadata=_calls("threads that a call may use; default: torch's number")
+    )
+    seconds: float = field(default=3.0, metadata=_search("for each kind of call, s"))
+    minutes: float = field(
+        default=10.0, metadata=_search("for all of them; the next run goes on with what is left")
+    )
+    seed: int = field(default=0, metadata=_search("of the order of the candidates"))
+    cache: Path | None = field(
+        default=None, metadata=_cache("file; default: ATTNSPAN_TUNE_CACHE, or one in ~/.cache/attnspan")
+    )
+    dry_run: bool = field(default=False, metadata=_cache("search, but write no cache", "--dry-run"))
+    show: bool = field(default=False, metadata=_cache("print the cache in use, and end", "--show"))
+    clear: bool = field(default=False, metadata=_cache("remove the cache in use, and end", "--clear"))
+    json: Path | None = field(default=None, metadata=_output("also write what was gained to this file"))
+    html: Path | None = field(default=None, metadata=_output("also write a page of what was gained"))
 
     def __post_init__(self) -> None:
         for name in ("seconds", "minutes", "threads"):

@@ -154,14 +154,16 @@ class _Run:
         candidates = [config for config in space if dict(config) != dict(self.default)]
         order.shuffle(candidates)
         sides, passes = self._enter(candidates), 1
+        beaten: list[_Side] = []  # They are asked again if the last one fails in the final.
         while len(sides) > 1 and self.meter.clock() < self.halving_end:
             for _ in range(passes):
                 order.shuffle(sides)
                 sides = self._pass(sides)
             sides.sort(key=lambda side: side.rank)
-            sides = sides[: (len(sides) + 1) // 2]
+            half = (len(sides) + 1) // 2
+            sides, beaten = sides[:half], sides[half:] + beaten
             passes *= 2
-        for side in sorted(sides, key=lambda side: side.rank):
+        for side in [*sorted(sides, key=lambda side: side.rank), *beaten]:
             try:
                 return self._final(side)
             except _CandidateFailed:
