@@ -60,6 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert "step 3/3" in done.stdout
     assert "held-out bits per byte" in done.stdout
+    assert "monitor: runs/first/monitor.html" in done.stdout
     assert not done.stderr, "nothing chatters"
     return folder
 
@@ -68,6 +69,42 @@ def test_train_writes_a_summary(trained: Path) -> None:
     summary = json.loads((trained / "runs" / "first" / "summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["comparison"] is None
+
+
+def test_train_leaves_a_page_of_its_steps_unless_told_not_to(attnspan: Command, trained: Path) -> None:
+    folder = trained / "runs" / "first"
+    assert [record["step"] for record in json.loads((folder / "monitor.json").read_text())["monitor"]] == [
+        1,
+        2,
+        3,
+    ]
+    assert "Steps 1 to 3 of a watched training" in (folder / "monitor.html").read_text()
+    args = ["train", "--name", "alone", "--data", "data.txt", *TINY, "--no-compare", "--no-monitor"]
+    code, out, _ = attnspan(*args, cwd=trained)
+    assert code == 0
+    assert "monitor" not in out
+    assert not list((trained / "runs" / "alone").glob("monitor*"))
+
+
+def test_a_run_that_fails_leaves_a_page_of_the_steps_before(
+    attnspan: Command, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnspan.train.step import Stepper
+
+    step = Stepper.step
+
+    def failing(self: Stepper, batch: object, index: int, *rest: object) -> object:
+        if index == 2:
+            raise MemoryError
+        return step(self, batch, index, *rest)
+
+    monkeypatch.setattr(Stepper, "step", failing)
+    monkeypatch.chdir(trained)
+    args = ["train", "--name", "failed", "--data", "data.txt", *TINY, "--no-compare"]
+    monkeypatch.setattr(sys, "argv", ["attnspan", *args])
+    with pytest.raises(MemoryError):
+        main()
+    assert "Steps 1 to 2 of a watched training" in (trained / "runs" / "failed" / "monitor.html").read_text()
 
 
 def test_resume_takes_the_last_run_and_its_options(attnspan: Command, trained: Path) -> None:
@@ -136,6 +173,7 @@ def test_a_users_error_is_one_message_without_a_traceback(
         (["show", "causal"], "typer", "cli"),
         (["train", *TINY], "torch", "train"),
         (["train", *TINY], "tensorboard", "train"),
+        (["train", *TINY], "plotly", "bench"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

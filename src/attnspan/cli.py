@@ -3,8 +3,10 @@
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -14,6 +16,7 @@ from attnspan.train.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import typer
 
+    from attnspan.bench.monitor import Monitor
     from attnspan.bench.results import Results
 
 __all__ = ["build_app", "main"]
@@ -115,6 +118,7 @@ def _train_command() -> Callable[..., None]:
         ] = False,
         from_step: Annotated[int | None, typer.Option(help="with --resume: an older checkpoint")] = None,
         compare: Annotated[bool, typer.Option(help="at the end, time some steps against SDPA")] = True,
+        monitor: Annotated[bool, typer.Option(help="record where the time of each step goes")] = True,
         **options: Any,
     ) -> None:
         from attnspan.train.run import train as run_training
@@ -131,13 +135,41 @@ def _train_command() -> Callable[..., None]:
                 got="it alone",
                 remedy="add --resume, or leave it away",
             )
-        run_training(config, folder, resume=resume, from_step=from_step, against_sdpa=compare)
+        with _monitored(folder) if monitor else nullcontext() as observe:
+            run_training(
+                config, folder, resume=resume, from_step=from_step, against_sdpa=compare, observe=observe
+            )
 
     own = [
         parameter for parameter in inspect.signature(train).parameters.values() if parameter.name != "options"
     ]
     train.__signature__ = inspect.Signature([*own, *_config_options()])  # type: ignore[attr-defined]
     return train
+
+
+@contextmanager
+def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
+    """Make the monitor that the job asks for; in the end write its page, also of a run that was cut short."""
+    for package in ("jinja2", "plotly"):
+        if find_spec(package) is None:  # Said before the training, not after it.
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    from attnspan.bench.monitor import Monitor
+    from attnspan.report import write_page
+
+    made: list[Monitor] = []
+
+    def observe(ceiling: float) -> Monitor:
+        made.append(Monitor(folder, ceiling=ceiling))
+        return made[0]
+
+    try:
+        yield observe
+    finally:
+        # A run that is resumed at its very end takes no step, and keeps the page that it has.
+        if made and made[0].results().monitor:
+            page = folder / "monitor.html"
+            write_page(made[0].results(), page)
+            print(f"monitor: {page}; it took {made[0].overhead:.2%} of the time of the steps")
 
 
 def _config_options() -> list[inspect.Parameter]:

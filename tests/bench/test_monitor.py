@@ -248,13 +248,14 @@ def test_the_results_file_is_replaced_when_it_is_due(world: World, tmp_path: Pat
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(world: World, tmp_path: Path) -> None:
-    with world.monitor(tmp_path) as monitor:
+    with world.monitor(tmp_path, every=1) as monitor:
         for _ in range(4):
             take_step(world, monitor)
     with (tmp_path / "monitor.jsonl").open("a") as file:
         file.write('{"step": 5, "sec')  # the process died amid a line
-    with world.monitor(tmp_path) as monitor:
+    with world.monitor(tmp_path, every=1) as monitor:
         take_step(world, monitor, number=3)
+    assert [event.step for event in board(tmp_path).Scalars("step/seconds")] == [1, 2, 3]
     assert [line["step"] for line in journal(tmp_path)] == [1, 2, 3]
     assert [record.step for record in Results.load(tmp_path / "monitor.json").monitor] == [1, 2, 3]
 

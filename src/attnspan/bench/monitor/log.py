@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter
 
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.monitor.steps import mean_record
@@ -17,6 +19,7 @@ from attnspan.train.progress import MetricsLog
 __all__ = ["RecordLog", "Thinned", "scalars"]
 
 _MOST_RECORDS = 2048
+_BOARD_SECONDS = 30
 
 
 class Thinned:
@@ -128,7 +131,9 @@ class RecordLog:
         for number, line in enumerate((folder / "monitor.jsonl").read_text().splitlines(), 1):
             where = f"{folder / 'monitor.jsonl'} line {number}"
             self._records.add(from_plain(MonitorRecord, json.loads(line), where))
-        self._board = SummaryWriter(str(folder / "tensorboard" / "monitor"), purge_step=taken + 1)
+        self._board = FileWriter(str(folder / "tensorboard" / "monitor"), flush_secs=_BOARD_SECONDS)
+        # TensorBoard drops what an earlier process wrote from this step on.
+        self._board.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=taken + 1)
         self._every, self._unshown = every, list[MonitorRecord]()
         self._save_seconds, self._saved = save_seconds, time.monotonic()
         self._environment = environment
@@ -166,6 +171,7 @@ class RecordLog:
 
     def _show(self) -> None:
         mean = mean_record(self._unshown)
-        for tag, figure in scalars(mean).items():
-            self._board.add_scalar(tag, figure, mean.step)
+        # One event for all of them: each one wakes the writer's thread.
+        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in scalars(mean).items()]
+        self._board.add_summary(Summary(value=values), mean.step)
         self._unshown = []

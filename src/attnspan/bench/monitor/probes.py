@@ -54,10 +54,10 @@ def attention_totals() -> AttentionTotals | None:
         >>> before is None or (attention_totals() - before).flops == 0
         True
     """
-    counters = getattr(cpu, "counters", None)
-    if counters is None:
+    try:
+        directions = cpu.counters().values()
+    except ImportError:
         return None
-    directions = counters().values()
     return AttentionTotals(
         sum(direction["seconds"] for direction in directions),
         sum(direction["flops"] for direction in directions),
