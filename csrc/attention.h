@@ -22,12 +22,20 @@ struct Bounds {
   const int32_t* slice(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };
 
+// How a kernel cuts a problem up. 0 leaves a choice to the kernel. The meaning of a result does not depend on it.
+struct Config {
+  int64_t block_q = 0, block_k = 0;  // rows and keys of a block
+  int64_t threads = 0;               // use at most so many
+  bool any() const { return block_q != 0 || block_k != 0 || threads != 0; }
+};
+
 struct Problem {
   Dtype dtype;
   int64_t batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs;
   float scale;
   Bounds bounds;
   Tensor q, k, v;
+  Config config = {};
   int64_t group() const { return q_heads / kv_heads; }
 };
 
@@ -62,12 +70,16 @@ struct BadRow {
   int64_t batch, head, row;
 };
 
-enum class Status { ok, bad_bounds, out_of_memory };
+enum class Status { ok, bad_bounds, bad_config, out_of_memory };
 
 struct Result {
   Status status = Status::ok;
   BadRow bad{};
 };
+
+enum class Direction : int { forward = 0, backward = 1 };
+inline constexpr const char* direction_names[] = {"forward", "backward"};
+inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32"};
 
 enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
 inline constexpr int isa_levels = 5;
@@ -80,6 +92,23 @@ const char* isa_request_error();  // why ATTNSPAN_ISA cannot be honoured, or nul
 Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel);
 Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel);
 
+// Totals over all calls of the process so far; `flops` counts visible pairs only.
+struct Totals {
+  int64_t calls;
+  double seconds, flops;
+};
+Totals totals(Direction direction);
+
+// Legal blocks: multiples of `step` up to `most`. Where `square`, both blocks are of one size.
+struct BlockRange {
+  int64_t step, most;
+};
+struct Blocks {
+  BlockRange q, k;
+  bool square;
+};
+Blocks blocks_of(Direction direction, Dtype dtype, Isa level);
+
 // What one instruction-set level provides. Scratch comes from the caller: `shared_bytes` once and
 // `thread_bytes` for each thread, both 64-byte aligned.
 struct Scratch {
@@ -88,15 +117,23 @@ struct Scratch {
 
 struct Kernels {
   struct ForwardPair {
+    Blocks blocks = {};
     Scratch (*scratch)(const ForwardArgs&, int threads) = nullptr;
     void (*run)(const ForwardArgs&, const Parallel&, char* shared, char* per_thread, size_t thread_bytes) = nullptr;
   };
   struct BackwardPair {
+    Blocks blocks = {};
     Scratch (*scratch)(const BackwardArgs&, int threads) = nullptr;
     void (*run)(const BackwardArgs&, const Parallel&, char* shared, char* per_thread, size_t thread_bytes) = nullptr;
   };
   ForwardPair (*forward)(Dtype);
   BackwardPair (*backward)(Dtype);
+};
+
+// Loops for peak.cc: FLOPs done by so many rounds of each kind (null where a level lacks it), and a read of memory.
+struct PeakLoops {
+  double (*compute[3])(int64_t rounds);
+  void (*read)(const char* data, int64_t bytes);
 };
 
 }  // namespace attnspan

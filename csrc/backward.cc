@@ -16,14 +16,20 @@ namespace attnspan::ATTNSPAN_ISA {
 template <class T, class E>
 class Backward {
   using C = typename E::Element;
-  static constexpr int64_t block = 192, strip = E::strip, strips = block / strip, panels = block / panel,
-                           pair = E::pair;
-  static constexpr int64_t ld_scores = block + 16, ld_weights = sizeof(C) == 4 ? ld_scores : block + 32;
-  static_assert(block % strip == 0 && block % key_step == 0);
+  using Pack = PackerFor<T, E>;
+  static constexpr int64_t strip = E::strip, pair = E::pair, pieces = E::pieces, block_step = 96, most_block = 384,
+                           most_strips = most_block / strip;
+  static_assert(block_step % strip == 0 && block_step % key_step == 0);
 
  public:
+  static constexpr Blocks blocks_allowed = {{block_step, most_block}, {block_step, most_block}, true};
+
   Backward(const BackwardArgs& args, int threads)
       : a(args),
+        block(args.config.block_k ? args.config.block_k : 192),
+        panels(block / panel),
+        ld_scores(block + 16),
+        ld_weights(sizeof(C) == 4 ? ld_scores : block + 32),
         depth(round_up(a.head_dim, E::depth)),
         v_depth(round_up(a.v_dim, E::depth)),
         cols(round_up(a.head_dim, panel)),
@@ -34,6 +40,15 @@ class Backward {
         queries(q_blocks * block),
         column_panel((queries + 2) * panel),
         head_dq(q_blocks * dim_rows * block),
+        key_plane(queries * depth),
+        v_key_plane(queries * v_depth),
+        dim_plane(cols / panel * column_panel),
+        v_dim_plane(v_cols / panel * column_panel),
+        k_plane(block * depth),
+        v_plane(block * v_depth),
+        k_column_plane(dim_rows * block),
+        weight_plane(strip * ld_weights),
+        tile_plane(block * block),
         shares(choose_shares(threads)) {}
 
   Scratch scratch() const {
@@ -75,10 +90,10 @@ class Backward {
 
   Own lay_out(Carver& carver) const {
     Own o;
-    o.q_keys = carver.take<C>(queries * depth);
-    o.dout_keys = carver.take<C>(queries * v_depth);
-    o.q_dims = carver.take<C>(cols / panel * column_panel);
-    o.dout_dims = carver.take<C>(v_cols / panel * column_panel);
+    o.q_keys = carver.take<C>(pieces * key_plane);
+    o.dout_keys = carver.take<C>(pieces * v_key_plane);
+    o.q_dims = carver.take<C>(pieces * dim_plane);
+    o.dout_dims = carver.take<C>(pieces * v_dim_plane);
     o.lse = carver.take<float>(queries);
     o.lse_rest = carver.take<float>(queries);
     o.delta = carver.take<float>(queries);
@@ -87,14 +102,14 @@ class Backward {
     const int64_t held = a.group() == 1 ? 1 : (k_blocks + shares - 1) / shares;
     o.dk = carver.take<float>(held * block * cols);
     o.dv = carver.take<float>(held * block * v_cols);
-    o.k = carver.take<C>(block * depth);
-    o.v = carver.take<C>(block * v_depth);
-    o.k_columns = carver.take<C>(dim_rows * block);
+    o.k = carver.take<C>(pieces * k_plane);
+    o.v = carver.take<C>(pieces * v_plane);
+    o.k_columns = carver.take<C>(pieces * k_column_plane);
     o.scores = carver.take<float>(strip * ld_scores);
     o.dp = carver.take<float>(strip * ld_scores);
-    o.p = sizeof(C) == 4 ? reinterpret_cast<C*>(o.scores) : carver.take<C>(strip * ld_weights);
-    o.ds = sizeof(C) == 4 ? reinterpret_cast<C*>(o.dp) : carver.take<C>(strip * ld_weights);
-    o.ds_keys = carver.take<C>(block * block);
+    o.p = sizeof(C) == 4 ? reinterpret_cast<C*>(o.scores) : carver.take<C>(pieces * weight_plane);
+    o.ds = sizeof(C) == 4 ? reinterpret_cast<C*>(o.dp) : carver.take<C>(pieces * weight_plane);
+    o.ds_keys = carver.take<C>(pieces * tile_plane);
     return o;
   }
 
@@ -149,10 +164,10 @@ class Backward {
     for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
     if (!tiles) return;
-    Packer<T, C>::keys(q, a.q.row, a.q_len, a.head_dim, o.q_keys, depth * panel, 0, queries, depth);
-    Packer<T, C>::keys(dout, a.dout.row, a.q_len, a.v_dim, o.dout_keys, v_depth * panel, 0, queries, v_depth);
-    Packer<T, C>::dims(q, a.q.row, a.q_len, a.head_dim, o.q_dims, column_panel, 0, queries, cols);
-    Packer<T, C>::dims(dout, a.dout.row, a.q_len, a.v_dim, o.dout_dims, column_panel, 0, queries, v_cols);
+    Pack::keys(q, a.q.row, a.q_len, a.head_dim, {o.q_keys, key_plane}, depth * panel, 0, queries, depth);
+    Pack::keys(dout, a.dout.row, a.q_len, a.v_dim, {o.dout_keys, v_key_plane}, v_depth * panel, 0, queries, v_depth);
+    Pack::dims(q, a.q.row, a.q_len, a.head_dim, {o.q_dims, dim_plane}, column_panel, 0, queries, cols);
+    Pack::dims(dout, a.dout.row, a.q_len, a.v_dim, {o.dout_dims, v_dim_plane}, column_panel, 0, queries, v_cols);
   }
 
   float product_of_rows(const T* x, const T* y) const {
@@ -165,11 +180,11 @@ class Backward {
   void key_block(int64_t b, int64_t hk, int64_t kb, const Own& o, float* dq, float* dk, float* dv) const {
     const int64_t first = kb * block, keys = least(block, a.k_len - first), used = (keys + strip - 1) / strip;
     const T *k = at<T>(a.k, b, hk, first), *v = at<T>(a.v, b, hk, first);
-    Packer<T, C>::rows(k, a.k.row, keys, a.head_dim, o.k, depth, used * strip, false);
-    Packer<T, C>::rows(v, a.v.row, keys, a.v_dim, o.v, v_depth, used * strip, false);
-    Packer<T, C>::columns(k, a.k.row, keys, a.head_dim, o.k_columns, block, dim_rows);
+    Pack::rows(k, a.k.row, keys, a.head_dim, {o.k, k_plane}, depth, used * strip, false);
+    Pack::rows(v, a.v.row, keys, a.v_dim, {o.v, v_plane}, v_depth, used * strip, false);
+    Pack::columns(k, a.k.row, keys, a.head_dim, {o.k_columns, k_column_plane}, block, dim_rows);
     for (int64_t qb = 0; qb < q_blocks; ++qb) {
-      Range range[strips];
+      Range range[most_strips];
       Range all{panels, 0};
       for (int64_t s = 0; s < used; ++s) {
         range[s] = seen_panels(o.mask, qb, first + s * strip);
@@ -202,64 +217,76 @@ class Backward {
   }
 
   // dS of a tile, packed with keys as depth: [query panel][key / pair][query][key % pair].
-  static C* packed_line(C* ds_keys, int64_t p, int64_t key) { return ds_keys + p * block * panel + key * panel; }
+  C* packed_line(C* ds_keys, int64_t p, int64_t key) const { return ds_keys + p * block * panel + key * panel; }
 
-  static void hide_outside(C* ds_keys, int64_t s, Range all, Range seen) {
+  void hide_outside(C* ds_keys, int64_t s, Range all, Range seen) const {
     for (int64_t p = all.begin; p < all.end; ++p)
       if (p < seen.begin || p >= seen.end)
-        std::memset(packed_line(ds_keys, p, s * strip), 0, strip * panel * sizeof(C));
+        for (int64_t piece = 0; piece < pieces; ++piece)
+          std::memset(packed_line(ds_keys, p, s * strip) + piece * tile_plane, 0, strip * panel * sizeof(C));
   }
 
   void strip_of_keys(const Own& o, int64_t qb, int64_t first, int64_t s, Range seen, float* dk, float* dv) const {
     const int64_t p0 = qb * panels + seen.begin, n = (seen.end - seen.begin) * panel;
-    E::product(o.k + s * strip * depth, depth, o.q_keys + p0 * depth * panel, depth * panel, o.scores, ld_scores, strip,
-               n, depth, false);
-    E::product(o.v + s * strip * v_depth, v_depth, o.dout_keys + p0 * v_depth * panel, v_depth * panel, o.dp, ld_scores,
-               strip, n, v_depth, false);
-    for (int64_t p = 0; p < seen.end - seen.begin; ++p)
-      if (o.mask.covers(p0 + p, first + s * strip, first + (s + 1) * strip))
+    E::product({o.k + s * strip * depth, depth, k_plane}, {o.q_keys + p0 * depth * panel, depth * panel, key_plane},
+               o.scores, ld_scores, strip, n, depth, false);
+    E::product({o.v + s * strip * v_depth, v_depth, v_plane},
+               {o.dout_keys + p0 * v_depth * panel, v_depth * panel, v_key_plane}, o.dp, ld_scores, strip, n, v_depth,
+               false);
+    for (int64_t p = 0; p < seen.end - seen.begin; p += 2)
+      if (covers(o.mask, p0 + p, first + s * strip))
         weights<false>(o, p0 + p, p, seen.begin + p, first, s);
       else
         weights<true>(o, p0 + p, p, seen.begin + p, first, s);
-    E::product(o.p, ld_weights, o.dout_dims + p0 * panel * panel, column_panel, dv, v_cols, strip, v_cols, n, true);
-    E::product(o.ds, ld_weights, o.q_dims + p0 * panel * panel, column_panel, dk, cols, strip, cols, n, true);
+    E::product({o.p, ld_weights, weight_plane}, {o.dout_dims + p0 * panel * panel, column_panel, v_dim_plane}, dv,
+               v_cols, strip, v_cols, n, true);
+    E::product({o.ds, ld_weights, weight_plane}, {o.q_dims + p0 * panel * panel, column_panel, dim_plane}, dk, cols,
+               strip, cols, n, true);
   }
 
-  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and one panel of queries: panel `query` of the head,
-  // at panel `from` of the strip's arrays, at panel `to` of the packed tile.
+  static bool covers(const Columns& mask, int64_t p, int64_t key) {
+    return mask.covers(p, key, key + strip) && mask.covers(p + 1, key, key + strip);
+  }
+
+  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and two panels of queries: panels `query` and the next
+  // of the head, at panel `from` of the strip's arrays, at panel `to` of the packed tile.
   template <bool Masked>
   void weights(const Own& o, int64_t query, int64_t from, int64_t to, int64_t first, int64_t s) const {
     const Vec c = set(a.scale * log2_e);
     for (int64_t lane = 0; lane < panel; lane += Vec::width) {
-      const int64_t q = query * panel + lane, col = from * panel + lane;
-      const Vec lse = load(o.lse + q), rest = load(o.lse_rest + q), delta = load(o.delta + q);
+      Queries at[2];
+      for (int64_t side = 0; side < 2; ++side) {
+        const int64_t q = (query + side) * panel + lane;
+        at[side] = {q, load(o.lse + q), load(o.lse_rest + q), load(o.delta + q)};
+      }
       for (int64_t j = 0; j < strip; j += pair) {
-        Vec ds[pair];
+        Vec p[2], ds[2][pair];
         for (int64_t i = 0; i < pair; ++i) {
-          const int64_t at = (j + i) * ld_scores + col, to_at = (j + i) * ld_weights + col;
-          Vec p = exp2_shifted<C>(fma(load(o.scores + at), c, zero() - rest), lse);
-          Mask seen{};
-          if constexpr (Masked) {
-            seen = o.mask.see(first + s * strip + j + i, q);
-            p = select(seen, p, zero());
+          const int64_t group = (j + i) * ld_weights + from * panel;
+          for (int64_t side = 0; side < 2; ++side) {
+            const int64_t score = (j + i) * ld_scores + (from + side) * panel + lane;
+            const Queries& x = at[side];
+            p[side] = exp2_shifted<typename E::Exponential>(fma(load(o.scores + score), c, zero() - x.rest), x.lse);
+            Mask seen{};
+            if constexpr (Masked) {
+              seen = o.mask.see(first + s * strip + j + i, x.index);
+              p[side] = select(seen, p[side], zero());
+            }
+            ds[side][i] = p[side] * (load(o.dp + score) - x.delta);
+            if constexpr (Masked) ds[side][i] = select(seen, ds[side][i], zero());
           }
-          ds[i] = p * (load(o.dp + at) - delta);
-          if constexpr (Masked) ds[i] = select(seen, ds[i], zero());
-          store(o.p + to_at, p);
-          store(o.ds + to_at, ds[i]);
+          E::store_group(o.p + group, lane, weight_plane, p[0], p[1]);
+          E::store_group(o.ds + group, lane, weight_plane, ds[0][i], ds[1][i]);
         }
-        store_line(packed_line(o.ds_keys, to, s * strip + j) + lane * pair, ds);
+        for (int64_t side = 0; side < 2; ++side)
+          E::store_line(packed_line(o.ds_keys, to + side, s * strip + j) + lane * pair, tile_plane, ds[side]);
       }
     }
   }
-
-  static void store_line(float* line, const Vec (&x)[1]) { store(line, x[0]); }
-#if defined(__AVX512BF16__)
-  static void store_line(bf16* line, const Vec (&x)[2]) {
-    const __m512i even = _mm512_cvtepu16_epi32(round_bf16(x[0])), odd = _mm512_cvtepu16_epi32(round_bf16(x[1]));
-    _mm512_storeu_si512(line, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-  }
-#endif
+  struct Queries {
+    int64_t index;
+    Vec lse, rest, delta;
+  };
 
   // dQ^T += K^T dS^T, two query panels at a time over the strips that they see.
   void add_dq(const Own& o, const Range* range, int64_t used, Range all, float* dq) const {
@@ -268,8 +295,9 @@ class Backward {
       for (int64_t s = 0; s < used; ++s)
         if (range[s].begin <= p && p < range[s].end) begin = least(begin, s), end = s + 1;
       if (begin < end)
-        E::product(o.k_columns + begin * strip, block, packed_line(o.ds_keys, p, begin * strip), block * panel,
-                   dq + p * panel, block, dim_rows, 2 * panel, (end - begin) * strip, true);
+        E::product({o.k_columns + begin * strip, block, k_column_plane},
+                   {packed_line(o.ds_keys, p, begin * strip), block * panel, tile_plane}, dq + p * panel, block,
+                   dim_rows, 2 * panel, (end - begin) * strip, true);
     }
   }
 
@@ -319,12 +347,15 @@ class Backward {
   }
 
   const BackwardArgs& a;
-  const int64_t depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks, queries, column_panel, head_dq, shares;
+  const int64_t block, panels, ld_scores, ld_weights, depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks,
+      queries, column_panel, head_dq, key_plane, v_key_plane, dim_plane, v_dim_plane, k_plane, v_plane, k_column_plane,
+      weight_plane, tile_plane, shares;
 };
 
 template <class T, class E>
 Kernels::BackwardPair backward_pair() {
-  return {[](const BackwardArgs& args, int threads) { return Backward<T, E>(args, threads).scratch(); },
+  return {Backward<T, E>::blocks_allowed,
+          [](const BackwardArgs& args, int threads) { return Backward<T, E>(args, threads).scratch(); },
           [](const BackwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
             Backward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
           }};
@@ -332,7 +363,14 @@ Kernels::BackwardPair backward_pair() {
 
 Kernels::BackwardPair backward_kernels(Dtype dtype) {
 #if defined(__AMX_BF16__)
-  return dtype == Dtype::bf16 ? backward_pair<bf16, AmxEngine>() : Kernels::BackwardPair{};
+  switch (dtype) {
+    case Dtype::bf16:
+      return backward_pair<bf16, AmxEngine<1> >();
+    case Dtype::f16:
+      return backward_pair<f16, AmxEngine<2> >();
+    default:
+      return backward_pair<float, AmxEngine<3> >();
+  }
 #elif defined(__AVX512BF16__)
   return dtype == Dtype::bf16 ? backward_pair<bf16, VectorEngine<bf16> >() : Kernels::BackwardPair{};
 #else

@@ -1,9 +1,12 @@
 // Chooses the instruction-set level, checks the bounds, provides scratch memory.
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
 
 #include "attention.h"
+#include "tuned.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -180,29 +183,69 @@ ScratchPool& pool() {
   return *instance;
 }
 
-bool good_row(const int32_t* spans, int64_t runs, int64_t k_len) {
-  int64_t end = 0;
+// Keys that a row sees, or -1 for illegal spans.
+int64_t visible_keys(const int32_t* spans, int64_t runs, int64_t k_len) {
+  int64_t end = 0, visible = 0;
   for (int64_t r = 0; r < runs; ++r) {
     const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
-    if (lo < 0 || hi < lo || hi > k_len) return false;
+    if (lo < 0 || hi < lo || hi > k_len) return -1;
     if (lo == hi) continue;
-    if (lo < end) return false;
+    if (lo < end) return -1;
     end = hi;
+    visible += hi - lo;
   }
-  return true;
+  return visible;
 }
 
-bool find_bad_row(const Problem& p, BadRow* bad) {
+// Visible pairs of all heads, or -1 and the first bad row.
+int64_t visible_pairs(const Problem& p, BadRow* bad) {
+  int64_t pairs = 0;
   for (int64_t b = 0; b < p.bounds.batches; ++b)
     for (int64_t h = 0; h < p.bounds.heads; ++h) {
       const int32_t* spans = p.bounds.slice(b, h);
-      for (int64_t i = 0; i < p.q_len; ++i)
-        if (!good_row(spans + i * p.runs * 2, p.runs, p.k_len)) {
+      for (int64_t i = 0; i < p.q_len; ++i) {
+        const int64_t visible = visible_keys(spans + i * p.runs * 2, p.runs, p.k_len);
+        if (visible < 0) {
           *bad = {b, h, i};
-          return true;
+          return -1;
         }
+        pairs += visible;
+      }
     }
-  return false;
+  return pairs * (p.batch / p.bounds.batches) * (p.q_heads / p.bounds.heads);
+}
+
+bool within(int64_t size, BlockRange range) {
+  return size == 0 || (size > 0 && size % range.step == 0 && size <= range.most);
+}
+
+bool legal(const Config& c, const Blocks& blocks) {
+  return within(c.block_q, blocks.q) && within(c.block_k, blocks.k) && c.threads >= 0 &&
+         (!blocks.square || c.block_q == c.block_k);
+}
+
+class Counter {
+ public:
+  void add(std::chrono::steady_clock::duration spent, double flops) {
+    calls_.fetch_add(1, std::memory_order_relaxed);
+    ticks_.fetch_add(spent.count(), std::memory_order_relaxed);
+    flops_.fetch_add(static_cast<int64_t>(flops), std::memory_order_relaxed);
+  }
+  Totals totals() const {
+    return {calls_.load(std::memory_order_relaxed),
+            std::chrono::duration<double>(std::chrono::steady_clock::duration(ticks_.load(std::memory_order_relaxed)))
+                .count(),
+            static_cast<double>(flops_.load(std::memory_order_relaxed))};
+  }
+
+ private:
+  std::atomic<int64_t> calls_{0}, ticks_{0}, flops_{0};
+};
+Counter counters[2];
+
+double flops_of(const Problem& p, int64_t pairs, Direction direction) {
+  const double forward = 2.0 * static_cast<double>(pairs) * static_cast<double>(p.head_dim + p.v_dim);
+  return direction == Direction::forward ? forward : 2.5 * forward;
 }
 
 // The highest level up to `level` that has a kernel of its own for this dtype.
@@ -215,20 +258,34 @@ Pair best(Isa level, Dtype dtype, Pair (*Kernels::*member)(Dtype)) {
 }
 
 template <class Args, class Pair>
-Result launch(const Args& args, const Pair& pair, const Parallel& parallel) {
-  Result result;
-  if (find_bad_row(args, &result.bad)) {
-    result.status = Status::bad_bounds;
-    return result;
-  }
+Result run(const Args& args, const Pair& pair, const Parallel& parallel) {
   const Scratch need = pair.scratch(args, parallel.threads);
   const size_t shared = (need.shared_bytes + 4095) & ~size_t{4095}, own = (need.thread_bytes + 4095) & ~size_t{4095};
   const ScratchPool::Block block(pool(), shared + own * static_cast<size_t>(parallel.threads) + 4096);
-  if (block.data() == nullptr) {
-    result.status = Status::out_of_memory;
+  if (block.data() == nullptr) return {Status::out_of_memory};
+  pair.run(args, parallel, block.data(), block.data() + shared, own);
+  return {};
+}
+
+template <class Args, class Pair>
+Result launch(Args args, Direction direction, Isa level, const Pair& pair, Parallel parallel) {
+  const auto start = std::chrono::steady_clock::now();
+  Result result;
+  const int64_t pairs = visible_pairs(args, &result.bad);
+  if (pairs < 0) {
+    result.status = Status::bad_bounds;
     return result;
   }
-  pair.run(args, parallel, block.data(), block.data() + shared, own);
+  if (args.config.any()) {
+    if (!legal(args.config, pair.blocks)) return {Status::bad_config};
+  } else if (const Config tuned = tuned_for(direction, level, args, pairs); legal(tuned, pair.blocks)) {
+    args.config = tuned;
+  }
+  if (args.config.threads != 0 && args.config.threads < parallel.threads)
+    parallel.threads = static_cast<int>(args.config.threads);
+  result = run(args, pair, parallel);
+  counters[static_cast<int>(direction)].add(std::chrono::steady_clock::now() - start,
+                                            flops_of(args, pairs, direction));
   return result;
 }
 
@@ -240,11 +297,18 @@ Isa isa_active() { return selection().active; }
 const char* isa_request_error() { return selection().error; }
 
 Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel) {
-  return launch(args, best(level, args.dtype, &Kernels::forward), parallel);
+  return launch(args, Direction::forward, level, best(level, args.dtype, &Kernels::forward), parallel);
 }
 
 Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel) {
-  return launch(args, best(level, args.dtype, &Kernels::backward), parallel);
+  return launch(args, Direction::backward, level, best(level, args.dtype, &Kernels::backward), parallel);
+}
+
+Totals totals(Direction direction) { return counters[static_cast<int>(direction)].totals(); }
+
+Blocks blocks_of(Direction direction, Dtype dtype, Isa level) {
+  return direction == Direction::forward ? best(level, dtype, &Kernels::forward).blocks
+                                         : best(level, dtype, &Kernels::backward).blocks;
 }
 
 }  // namespace attnspan

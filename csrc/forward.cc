@@ -14,21 +14,30 @@ namespace attnspan::ATTNSPAN_ISA {
 template <class T, class E>
 class Forward {
   using C = typename E::Element;
-  static constexpr int64_t block_rows = 4 * E::strip, block_keys = 256, pack_keys = 512;
-  // Off powers of two: fewer cache conflicts. Probabilities overwrite the scores of their row, which keeps the strip in
-  // L1.
-  static constexpr int64_t lds = block_keys + 16, ldp = lds * 4 / sizeof(C);
+  using Pack = PackerFor<T, E>;
+  static constexpr int64_t pack_keys = 512, most_strips = 16;
+  static constexpr bool in_place = E::pieces == 1;  // probabilities overwrite the scores of their row: both stay in L1
 
  public:
+  static constexpr Blocks blocks_allowed = {{E::strip, most_strips * E::strip}, {64, 1024}, false};
+
   Forward(const ForwardArgs& args, int threads)
       : a(args),
+        block_rows(args.config.block_q ? args.config.block_q : 4 * E::strip),
+        block_keys(args.config.block_k ? args.config.block_k : 256),
+        lds(block_keys + 16),  // off powers of two: fewer cache conflicts
+        ldp(in_place ? lds * 4 / static_cast<int64_t>(sizeof(C)) : block_keys + 32),
         depth(round_up(a.head_dim, E::depth)),
         keys(round_up(a.k_len, key_step)),
         v_cols(round_up(a.v_dim, panel)),
         k_panel(depth * panel),
         v_panel((keys + 2) * panel),
-        k_head(keys / panel * k_panel),
-        v_head(v_cols / panel * v_panel),
+        k_plane(keys / panel * k_panel),
+        v_plane(v_cols / panel * v_panel),
+        q_plane(block_rows * depth),
+        p_plane(E::strip * ldp),
+        k_head(E::pieces * k_plane),
+        v_head(E::pieces * v_plane),
         packs((keys + pack_keys - 1) / pack_keys),
         blocks((a.q_len + block_rows - 1) / block_rows),
         by_heads(heads_suffice(threads)),
@@ -76,7 +85,7 @@ class Forward {
 
  private:
   struct Strip {
-    C* q;
+    C *q, *p;
     float* scores[2];
     float *out, *maximum, *sums;
   };
@@ -101,7 +110,8 @@ class Forward {
   }
   Strip lay_out_thread(Carver& carver) const {
     Strip s;
-    s.q = carver.take<C>(block_rows * depth);
+    s.q = carver.take<C>(E::pieces * q_plane);
+    s.p = carver.take<C>(in_place ? 0 : E::pieces * p_plane);
     for (auto& scores : s.scores) scores = carver.take<float>(E::strip * lds);
     s.out = carver.take<float>(block_rows * v_cols);
     s.maximum = carver.take<float>(block_rows);
@@ -135,8 +145,8 @@ class Forward {
       all_finite &= finite(v + i * a.v.row, a.v.row, valid, a.v_dim);
       k_norm = larger_or_nan(k_norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
       v_norm = larger_or_nan(v_norm, largest_norm(v + i * a.v.row, a.v.row, valid, a.v_dim));
-      Packer<T, C>::keys(k, a.k.row, a.k_len, a.head_dim, packed_k + slot * k_head, k_panel, i, count, depth);
-      Packer<T, C>::dims(v, a.v.row, a.k_len, a.v_dim, packed_v + slot * v_head, v_panel, i, count, v_cols);
+      Pack::keys(k, a.k.row, a.k_len, a.head_dim, {packed_k + slot * k_head, k_plane}, k_panel, i, count, depth);
+      Pack::dims(v, a.v.row, a.k_len, a.v_dim, {packed_v + slot * v_head, v_plane}, v_panel, i, count, v_cols);
     }
     is_finite[slot * packs + part] = all_finite;
     k_norms[slot * packs + part] = k_norm;
@@ -164,15 +174,15 @@ class Forward {
   void block(int64_t b, int64_t h, int64_t first, int64_t slot, Strip s) const {
     const int64_t rows = least(block_rows, a.q_len - first), strips = (rows + E::strip - 1) / E::strip;
     const int32_t* spans = a.bounds.slice(b, h) + first * a.runs * 2;
-    Hull hull[4], all;
+    Hull hull[most_strips], all;
     for (int64_t t = 0; t < strips; ++t) {
       hull[t] = hull_of(spans + t * E::strip * a.runs * 2, least(E::strip, rows - t * E::strip), a.runs);
       all.include(hull[t]);
     }
     // A negative scale is carried by -q, so that the larger score is the likelier key; scale 0 by q = 0.
     const float c = a.scale == 0.0f ? 1.0f : std::fabs(a.scale) * log2_e;
-    Packer<T, C>::rows(q_row(b, h, first), a.q.row, rows, a.scale == 0.0f ? 0 : a.head_dim, s.q, depth,
-                       strips * E::strip, a.scale < 0.0f);
+    Pack::rows(q_row(b, h, first), a.q.row, rows, a.scale == 0.0f ? 0 : a.head_dim, {s.q, q_plane}, depth,
+               strips * E::strip, a.scale < 0.0f);
     for (int64_t i = 0; i < block_rows; ++i) {
       s.maximum[i] = -infinity;
       store(s.sums + i * Vec::width, zero());
@@ -232,7 +242,7 @@ class Forward {
     to = least(to, job.seen.hi - job.seen.lo);
     if (from >= to) return;
     const C* k = packed_k + head.slot * k_head + (job.seen.lo + from) / panel * k_panel;
-    E::product(s.q + job.strip * E::strip * depth, depth, k, k_panel, to_scores + from, lds,
+    E::product({s.q + job.strip * E::strip * depth, depth, q_plane}, {k, k_panel, k_plane}, to_scores + from, lds,
                round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
   }
 
@@ -244,21 +254,21 @@ class Forward {
     if (!job.seen.full)
       for (int64_t i = 0; i < rows; ++i)
         hide(ready + i * lds, job.seen.lo, n, head.spans + (at + i) * a.runs * 2, a.runs);
-    constexpr int64_t step = block_keys / (E::strip / 4);  // columns for each four rows
+    const int64_t step = block_keys / (E::strip / 4);  // columns for each four rows
     const bool prepare = E::overlaps && next.valid(head.all);
     int64_t done = 0;
-    C* p = reinterpret_cast<C*>(ready);
+    C* p = in_place ? reinterpret_cast<C*>(ready) : s.p;
     const auto between = [&] {
       if (prepare) scores(head, s, next, ahead, done, done + step);
       done += step;
     };
     const Running run{s.maximum + at, s.sums + at * Vec::width};
     const auto softmax =
-        head.bounded ? &softmax_strip<C, true, decltype(between)> : &softmax_strip<C, false, decltype(between)>;
-    softmax(ready, lds, p, ldp, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols, between);
+        head.bounded ? &softmax_strip<E, true, decltype(between)> : &softmax_strip<E, false, decltype(between)>;
+    softmax(ready, lds, p, ldp, p_plane, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols, between);
     if (prepare) scores(head, s, next, ahead, done, block_keys);
-    E::product(p, ldp, packed_v + head.slot * v_head + job.seen.lo * panel, v_panel, s.out + at * v_cols, v_cols,
-               round_up(rows, E::rows), v_cols, n, true);
+    E::product({p, ldp, p_plane}, {packed_v + head.slot * v_head + job.seen.lo * panel, v_panel, v_plane},
+               s.out + at * v_cols, v_cols, round_up(rows, E::rows), v_cols, n, true);
   }
 
   void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
@@ -269,7 +279,8 @@ class Forward {
   }
 
   const ForwardArgs& a;
-  const int64_t depth, keys, v_cols, k_panel, v_panel, k_head, v_head, packs, blocks;
+  const int64_t block_rows, block_keys, lds, ldp, depth, keys, v_cols, k_panel, v_panel, k_plane, v_plane, q_plane,
+      p_plane, k_head, v_head, packs, blocks;
   const bool by_heads;
   const int64_t slots;
   C *packed_k = nullptr, *packed_v = nullptr;
@@ -279,7 +290,8 @@ class Forward {
 
 template <class T, class E>
 Kernels::ForwardPair forward_pair() {
-  return {[](const ForwardArgs& args, int threads) { return Forward<T, E>(args, threads).scratch(); },
+  return {Forward<T, E>::blocks_allowed,
+          [](const ForwardArgs& args, int threads) { return Forward<T, E>(args, threads).scratch(); },
           [](const ForwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
             Forward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
           }};
@@ -287,7 +299,14 @@ Kernels::ForwardPair forward_pair() {
 
 Kernels::ForwardPair forward_kernels(Dtype dtype) {
 #if defined(__AMX_BF16__)
-  return dtype == Dtype::bf16 ? forward_pair<bf16, AmxEngine>() : Kernels::ForwardPair{};
+  switch (dtype) {
+    case Dtype::bf16:
+      return forward_pair<bf16, AmxEngine<1> >();
+    case Dtype::f16:
+      return forward_pair<f16, AmxEngine<2> >();
+    default:
+      return forward_pair<float, AmxEngine<3> >();
+  }
 #elif defined(__AVX512BF16__)
   return dtype == Dtype::bf16 ? forward_pair<bf16, VectorEngine<bf16> >() : Kernels::ForwardPair{};
 #else

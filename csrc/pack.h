@@ -161,6 +161,118 @@ struct Packer {
   }
 };
 
+#if defined(__AMX_BF16__)
+// `n` elements as planes of bfloat16 pieces whose sum they are; up to `padded` zeros follow.
+template <class T, int Pieces>
+inline void split_row(const T* p, int64_t n, int64_t padded, bool negate, bf16* to, int64_t plane) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  for (int64_t d = 0; d < padded; d += Vec::width) {
+    Vec x = n - d >= Vec::width ? load(p + d) : n > d ? load_part(p + d, n - d) : zero();
+    if (negate) x = zero() - x;
+    for (int i = 0; i < Pieces; ++i) {
+      const __m512i bits = _mm512_castps_si512(x.v);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * plane + d),
+                          _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+      if (i + 1 < Pieces) x.v = _mm512_sub_ps(x.v, _mm512_castsi512_ps(_mm512_and_si512(bits, upper)));
+    }
+  }
+}
+#endif
+
+// Packs for an engine: every plane of it. `Target` is where a plane begins, and how far it is to the next.
+template <class C>
+struct Target {
+  C* data;
+  int64_t plane;
+};
+
+template <class T, class E>
+struct PackerFor {
+  using C = typename E::Element;
+  using Whole = Packer<T, C>;
+
+  static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
+                   int64_t padded_rows, bool negate) {
+    if constexpr (E::pieces == 1) return Whole::rows(p, stride, rows, dim, a.data, lda, padded_rows, negate);
+#if defined(__AMX_BF16__)
+    else
+      for (int64_t i = 0; i < padded_rows; ++i)
+        split_row<T, E::pieces>(p + i * stride, i < rows ? dim : 0, lda, negate, a.data + i * lda, a.plane);
+#endif
+  }
+
+  static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
+                      int64_t padded_dim) {
+    if constexpr (E::pieces == 1) return Whole::columns(p, stride, rows, dim, a.data, lda, padded_dim);
+#if defined(__AMX_BF16__)
+    else
+      for (int64_t i = 0; i < lda; i += chunk) {
+        const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
+        for (int n = 0; n < E::pieces; ++n)
+          x.columns(n, a.data + n * a.plane + i, lda, padded_dim);
+      }
+#endif
+  }
+
+  static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs, int64_t first,
+                   int64_t count, int64_t depth) {
+    if constexpr (E::pieces == 1) return Whole::keys(p, stride, rows, dim, b.data, bs, first, count, depth);
+#if defined(__AMX_BF16__)
+    else
+      for (int64_t i = first; i < first + count; i += chunk) {
+        const Pieces x(p + i * stride, stride, rows - i, dim, depth);
+        for (int n = 0; n < E::pieces; ++n)
+          Packer<bf16, bf16>::keys(x.plane(n), Pieces::width, chunk, depth, b.data + n * b.plane + i / panel * bs, bs,
+                                   0, least(chunk, first + count - i), depth);
+      }
+#endif
+  }
+
+  // Rows in the order in which `store_group` puts them: for an interleaving engine `first` is a multiple of 32.
+  static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs, int64_t first,
+                   int64_t count, int64_t padded_dim) {
+    if constexpr (E::pieces == 1) return Whole::dims(p, stride, rows, dim, b.data, bs, first, count, padded_dim);
+#if defined(__AMX_BF16__)
+    else
+      for (int64_t i = first; i < first + count; i += chunk) {
+        const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
+        for (int n = 0; n < E::pieces; ++n)
+          for (int64_t r = 0; r < chunk / 2; ++r)
+            for (int64_t d = 0; d < padded_dim; d += panel)
+              Packer<bf16, bf16>::step(
+                  x.plane(n) + r * Pieces::width + d, chunk / 2 * Pieces::width, 2, panel,
+                  reinterpret_cast<uint32_t*>(b.data + n * b.plane + d / panel * bs + (i + 2 * r) * panel));
+      }
+#endif
+  }
+
+#if defined(__AMX_BF16__)
+ private:
+  static constexpr int64_t chunk = 32;
+
+  // The planes of 32 rows, beyond whose valid part everything is zero.
+  struct Pieces {
+    static constexpr int64_t width = 256 + 32;
+    alignas(64) bf16 x[E::pieces][chunk * width];
+    Pieces(const T* p, int64_t stride, int64_t rows, int64_t dim, int64_t padded) {
+      for (int64_t r = 0; r < chunk; ++r)
+        split_row<T, E::pieces>(r < rows ? p + r * stride : p, r < rows ? dim : 0, round_up(padded, 32), false,
+                                x[0] + r * width, chunk * width);
+    }
+    const bf16* plane(int n) const { return x[n]; }
+    void columns(int n, C* a, int64_t lda, int64_t padded_dim) const {
+      Block block;
+      for (int64_t d = 0; d < padded_dim; d += 16) {
+        for (int64_t s = 0; s < 16; ++s)
+          Packer<bf16, bf16>::step(x[n] + 2 * s * width + d, width, 2, 16, block.unit[s]);
+        transpose(block);
+        for (int64_t r = 0; r < least(16, padded_dim - d); ++r) std::memcpy(a + (d + r) * lda, block.unit[r], 64);
+      }
+    }
+  };
+#endif
+};
+
 // Is every element finite? (x * 0 is NaN exactly where x is not.)
 template <class T>
 inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {

@@ -3,73 +3,38 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "attention.h"
+#include "peak.h"
 #include "threads.h"
+#include "tuned.h"
 
 namespace nb = nanobind;
 using namespace attnspan;
 
 namespace {
 
-// (address, dtype code, shape, strides in elements), as kernels/cpu.py makes it.
-struct Array {
-  void* data;
-  int dtype;
-  std::vector<int64_t> shape, strides;
-};
+constexpr int code_f32 = 0, code_i32 = 3;
 
-constexpr int code_i32 = 3;
-const char* const dtype_names[] = {"float32", "bfloat16", "float16", "int32"};
-
-[[noreturn]] void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
-
-std::string text_of(const std::vector<int64_t>& shape) {
-  std::string text = "(";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  return text + ")";
-}
-
-Array array_of(nb::handle x) {
-  const auto t = nb::cast<nb::tuple>(x);
-  return {reinterpret_cast<void*>(nb::cast<uintptr_t>(t[0])), nb::cast<int>(t[1]), nb::cast<std::vector<int64_t>>(t[2]),
-          nb::cast<std::vector<int64_t>>(t[3])};
-}
-
-Array checked(const char* name, nb::handle x, int dtype, const std::vector<int64_t>& shape) {
-  Array a = array_of(x);
-  if (a.dtype != dtype)
-    fail(std::string(name) + ": expected " + dtype_names[dtype] + ", got " +
-         (a.dtype >= 0 && a.dtype <= 3 ? dtype_names[a.dtype] : "an unknown dtype"));
-  if (a.shape != shape || a.strides.size() != shape.size())
-    fail(std::string(name) + ": expected shape " + text_of(shape) + ", got " + text_of(a.shape));
-  return a;
-}
-
-Tensor tensor_of(const char* name, nb::handle x, int dtype, const std::vector<int64_t>& shape) {
-  const Array a = checked(name, x, dtype, shape);
-  if (a.strides[3] != 1 && shape[3] > 1)
-    fail(std::string(name) + ": expected a unit last stride, got " + std::to_string(a.strides[3]));
-  return {a.data, a.strides[0], a.strides[1], a.strides[2]};
-}
-
-template <class Item>
-Item* packed(const char* name, nb::handle x, int dtype, const std::vector<int64_t>& shape) {
-  const Array a = checked(name, x, dtype, shape);
-  int64_t stride = 1;
-  for (const int64_t n : shape)
-    if (n == 0) return static_cast<Item*>(a.data);
-  for (size_t i = shape.size(); i-- > 0; stride *= shape[i])
-    if (shape[i] > 1 && a.strides[i] != stride) fail(std::string(name) + ": expected a contiguous array");
-  return static_cast<Item*>(a.data);
+void fill_bounds(Problem& p, nb::handle bounds) {
+  const Array a = array_of(bounds);
+  if (a.dtype != code_i32 || a.ndim != 5 || (a.shape[0] != 1 && a.shape[0] != p.batch) ||
+      (a.shape[1] != 1 && a.shape[1] != p.q_heads) || a.shape[2] != p.q_len || a.shape[3] < 1 || a.shape[4] != 2)
+    fail("bounds: expected int32 (batch or 1, heads or 1, q_len, runs, 2), got " + a.shape_text());
+  check_packed("bounds", a);
+  p.runs = a.shape[3];
+  const int64_t slice = p.q_len * p.runs * 2;
+  p.bounds = {static_cast<const int32_t*>(a.data), a.shape[0] == 1 ? 0 : a.shape[1] * slice,
+              a.shape[1] == 1 ? 0 : slice, a.shape[0], a.shape[1]};
 }
 
 void fill(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, float scale) {
-  const Array qa = array_of(q), ka = array_of(k), va = array_of(v), ba = array_of(bounds);
-  if (qa.shape.size() != 4 || ka.shape.size() != 4 || va.shape.size() != 4)
-    fail("q, k, v: expected 4 axes (batch, heads, length, dim)");
+  const Array qa = array_of(q), ka = array_of(k), va = array_of(v);
+  if (qa.ndim != 4 || ka.ndim != 4 || va.ndim != 4) fail("q, k, v: expected 4 axes (batch, heads, length, dim)");
   if (qa.dtype < 0 || qa.dtype > 2) fail("q: expected float32, bfloat16 or float16");
   p.dtype = static_cast<Dtype>(qa.dtype);
   p.batch = qa.shape[0], p.q_heads = qa.shape[1], p.q_len = qa.shape[2], p.head_dim = qa.shape[3];
@@ -80,17 +45,17 @@ void fill(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bound
   if (p.head_dim < 1 || p.head_dim > 256 || p.v_dim < 1 || p.v_dim > 256)
     fail("head_dim: expected 1 to 256, got " + std::to_string(p.head_dim) + " and " + std::to_string(p.v_dim));
   if (p.k_len > INT32_MAX - 64 || p.q_len > INT32_MAX - 64) fail("lengths: expected at most 2**31 - 65");
-  p.q = tensor_of("q", q, qa.dtype, qa.shape);
+  p.q = tensor_of("q", q, qa.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
   p.k = tensor_of("k", k, qa.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
   p.v = tensor_of("v", v, qa.dtype, {p.batch, p.kv_heads, p.k_len, p.v_dim});
-  if (ba.dtype != code_i32 || ba.shape.size() != 5 || (ba.shape[0] != 1 && ba.shape[0] != p.batch) ||
-      (ba.shape[1] != 1 && ba.shape[1] != p.q_heads) || ba.shape[2] != p.q_len || ba.shape[3] < 1 || ba.shape[4] != 2)
-    fail("bounds: expected int32 (batch or 1, heads or 1, q_len, runs, 2), got " + text_of(ba.shape));
-  p.runs = ba.shape[3];
-  const int64_t slice = p.q_len * p.runs * 2;
-  p.bounds = {packed<int32_t>("bounds", bounds, code_i32, ba.shape), ba.shape[0] == 1 ? 0 : ba.shape[1] * slice,
-              ba.shape[1] == 1 ? 0 : slice, ba.shape[0], ba.shape[1]};
+  fill_bounds(p, bounds);
   p.scale = scale;
+}
+
+float* rows_of(const char* name, nb::handle x, const Problem& p) {
+  const Array a = checked(name, x, code_f32, {p.batch, p.q_heads, p.q_len});
+  check_packed(name, a);
+  return static_cast<float*>(a.data);
 }
 
 Isa level() {
@@ -99,53 +64,143 @@ Isa level() {
   return isa_active();
 }
 
-void raise_unless_ok(const Result& result, int64_t k_len) {
+std::string text_of(const BlockRange& range) {
+  return "multiples of " + std::to_string(range.step) + " up to " + std::to_string(range.most);
+}
+
+void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
   if (result.status == Status::out_of_memory) throw std::bad_alloc();
   if (result.status == Status::bad_bounds)
     fail("mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
-         std::to_string(k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
+         std::to_string(p.k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
          std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
          ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
          "separate places: raise max_runs, or give each document an id of its own");
+  if (result.status == Status::bad_config) {
+    const Blocks blocks = blocks_of(direction, p.dtype, isa);
+    fail("config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +
+         (blocks.square ? ", both the same" : "") + ", got " + std::to_string(p.config.block_q) + " and " +
+         std::to_string(p.config.block_k) + " with " + std::to_string(p.config.threads) + " threads");
+  }
+}
+
+// None, or (block_q, block_k, threads).
+Config config_of(nb::handle x) {
+  if (x.is_none()) return {};
+  const auto t = nb::cast<nb::tuple>(x);
+  return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2])};
 }
 
 void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle bounds,
-                 float scale, int threads) {
+                 float scale, int threads, nb::handle config) {
   ForwardArgs args{};
   fill(args, q, k, v, bounds, scale);
+  args.config = config_of(config);
   args.out = tensor_of("out", out, static_cast<int>(args.dtype), {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.lse = packed<float>("lse", lse, 0, {args.batch, args.q_heads, args.q_len});
+  args.lse = rows_of("lse", lse, args);
   const Isa isa = level();
   Result result;
   {
     const nb::gil_scoped_release release;
     result = forward(args, isa, make_parallel(threads));
   }
-  raise_unless_ok(result, args.k_len);
+  raise_unless_ok(result, args, Direction::forward, isa);
 }
 
 void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                   nb::handle lse, nb::handle bounds, nb::handle dq, nb::handle dk, nb::handle dv, float scale,
-                  int threads) {
+                  int threads, nb::handle config) {
   BackwardArgs args{};
   fill(args, q, k, v, bounds, scale);
+  args.config = config_of(config);
   const int dtype = static_cast<int>(args.dtype);
-  const std::vector<int64_t> o = {args.batch, args.q_heads, args.q_len, args.v_dim},
-                             rows = {args.batch, args.q_heads, args.q_len};
-  args.dout = tensor_of("dout", dout, dtype, o);
-  args.out = tensor_of("out", out, dtype, o);
+  args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
   args.dq = tensor_of("dq", dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
   args.dk = tensor_of("dk", dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
   args.dv = tensor_of("dv", dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
-  args.lse = packed<float>("lse", lse, 0, rows);
-  args.dlse = dlse.is_none() ? nullptr : packed<float>("dlse", dlse, 0, rows);
+  args.lse = rows_of("lse", lse, args);
+  args.dlse = dlse.is_none() ? nullptr : rows_of("dlse", dlse, args);
   const Isa isa = level();
   Result result;
   {
     const nb::gil_scoped_release release;
     result = backward(args, isa, make_parallel(threads));
   }
-  raise_unless_ok(result, args.k_len);
+  raise_unless_ok(result, args, Direction::backward, isa);
+}
+
+// The index of a name among the first `count` of a list.
+int index_of(const char* what, const std::string& name, const char* const* names, int count) {
+  for (int i = 0; i < count; ++i)
+    if (name == names[i]) return i;
+  std::string known;
+  for (int i = 0; i < count; ++i) known += (i ? ", " : "") + std::string(names[i]);
+  fail(std::string(what) + ": expected one of " + known + ", got '" + name + "'");
+}
+
+Isa isa_named(const std::string& name) {
+  const char* names[isa_levels];
+  for (int i = 0; i < isa_levels; ++i) names[i] = isa_name(static_cast<Isa>(i));
+  return static_cast<Isa>(index_of("isa", name, names, isa_levels));
+}
+Direction direction_named(const std::string& name) {
+  return static_cast<Direction>(index_of("direction", name, direction_names, 2));
+}
+Dtype dtype_named(const std::string& name) { return static_cast<Dtype>(index_of("dtype", name, dtype_names, 3)); }
+
+// (direction, isa, dtype, head_dim, length_bucket, mask_kind, block_q, block_k, threads) each.
+void set_tuned_rows(const nb::list& rows) {
+  std::vector<TunedRow> table;
+  for (const nb::handle row : rows) {
+    const auto t = nb::cast<nb::tuple>(row);
+    if (t.size() != 9) fail("tuned row: expected 9 items, got " + std::to_string(t.size()));
+    const auto number = [&](size_t i) { return nb::cast<int64_t>(t[i]); };
+    const auto text = [&](size_t i) { return nb::cast<std::string>(t[i]); };
+    table.push_back({{direction_named(text(0)), isa_named(text(1)), dtype_named(text(2)), number(3), number(4),
+                      static_cast<MaskKind>(index_of("mask_kind", text(5), mask_kind_names, mask_kinds))},
+                     {number(6), number(7), number(8)}});
+  }
+  set_tuned(table);
+}
+
+nb::object tuned_lookup(const std::string& direction, const std::string& isa, const std::string& dtype,
+                        int64_t head_dim, int64_t k_len, const std::string& kind) {
+  Config config;
+  const bool found =
+      find_tuned({direction_named(direction), isa_named(isa), dtype_named(dtype), head_dim, length_bucket(k_len),
+                  static_cast<MaskKind>(index_of("mask_kind", kind, mask_kind_names, mask_kinds))},
+                 &config);
+  return found ? nb::object(nb::make_tuple(config.block_q, config.block_k, config.threads)) : nb::none();
+}
+
+nb::dict counters() {
+  nb::dict all;
+  for (const Direction direction : {Direction::forward, Direction::backward}) {
+    const Totals t = totals(direction);
+    nb::dict one;
+    one["calls"] = t.calls;
+    one["seconds"] = t.seconds;
+    one["flops"] = t.flops;
+    all[direction_names[static_cast<int>(direction)]] = one;
+  }
+  return all;
+}
+
+double peak(const std::string& kind, int threads, double seconds) {
+  const auto which = static_cast<PeakKind>(index_of("kind", kind, peak_kind_names, peak_kinds));
+  const Isa isa = level();
+  if (!has_peak(which, isa)) fail("kind: expected one of attnspan._core.peak_kinds(), got '" + kind + "'");
+  const nb::gil_scoped_release release;
+  return peak_rate(which, isa, make_parallel(threads), seconds);
+}
+
+double read_bandwidth(int64_t bytes, int threads, double seconds) {
+  if (bytes < 4096 * static_cast<int64_t>(threads)) fail("bytes: expected at least 4096 for each thread");
+  const Isa isa = level();
+  const nb::gil_scoped_release release;
+  std::vector<char> memory(static_cast<size_t>(bytes), 1);
+  return read_rate(isa, memory.data(), bytes, make_parallel(threads), seconds);
 }
 
 }  // namespace
@@ -153,10 +208,10 @@ void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, 
 NB_MODULE(_core, m) {
   m.doc() = "The CPU kernel. Use it through attnspan.kernels.cpu.";
   m.def("forward", &run_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("lse"),
-        nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"));
+        nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none());
   m.def("backward", &run_backward, nb::arg("dout"), nb::arg("dlse").none(), nb::arg("q"), nb::arg("k"), nb::arg("v"),
         nb::arg("out"), nb::arg("lse"), nb::arg("bounds"), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"),
-        nb::arg("scale"), nb::arg("num_threads"));
+        nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none());
   m.def("isa_levels", [] {
     std::vector<std::string> levels;
     for (int i = 0; i < isa_levels; ++i)
@@ -165,4 +220,20 @@ NB_MODULE(_core, m) {
   });
   m.def("active_isa", [] { return std::string(isa_name(level())); });
   m.def("threading", [] { return std::string(threading_name()); });
+  m.def("blocks", [](const std::string& direction, const std::string& dtype) {
+    const Blocks b = blocks_of(direction_named(direction), dtype_named(dtype), level());
+    return nb::make_tuple(b.q.step, b.q.most, b.k.step, b.k.most, b.square);
+  });
+  m.def("set_tuned", &set_tuned_rows, nb::arg("rows"));
+  m.def("tuned_lookup", &tuned_lookup, nb::arg("direction"), nb::arg("isa"), nb::arg("dtype"), nb::arg("head_dim"),
+        nb::arg("k_len"), nb::arg("mask_kind"));
+  m.def("counters", &counters);
+  m.def("peak_kinds", [] {
+    std::vector<std::string> kinds;
+    for (int i = 0; i < peak_kinds; ++i)
+      if (has_peak(static_cast<PeakKind>(i), level())) kinds.emplace_back(peak_kind_names[i]);
+    return kinds;
+  });
+  m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"), nb::arg("seconds"));
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads"), nb::arg("seconds"));
 }

@@ -80,7 +80,8 @@ void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v
         total *= factor;
         top = now;
       }
-      total += reduce_add(exponentials<float>(s, s, padded, c, top == -infinity ? 0.0f : top));
+      total += reduce_add(exponentials<float>(s, padded, c, top == -infinity ? 0.0f : top,
+                                              [&](int64_t j, Vec x, Vec y) { store_two(s + j, x, y); }));
       int64_t j = 0;
       for (; j + 4 <= n; j += 4) add_scaled4(s + j, v + (at + j) * v_stride, v_stride, sum_v, v_dim);
       for (; j < n; ++j) add_scaled(s[j], v + (at + j) * v_stride, sum_v, v_dim);

@@ -87,9 +87,9 @@ inline Vec row_maximum(const float* s, int64_t cols) {
   return vmax(a, b);
 }
 
-// p = 2^(s * c - shift) for one row of whole vector pairs, summed; p may be s itself.
-template <class C>
-inline Vec exponentials(const float* s, C* p, int64_t cols, float c, float shift) {
+// 2^(s * c - shift) for one row of whole vector pairs, summed; `put(j, x, y)` stores the two vectors from column j on.
+template <class C, class Put>
+inline Vec exponentials(const float* s, int64_t cols, float c, float shift, const Put& put) {
   constexpr int w = Vec::width;
   const Vec factor = set(c), offset = set(-shift);
   Vec a = zero(), b = zero();
@@ -97,9 +97,20 @@ inline Vec exponentials(const float* s, C* p, int64_t cols, float c, float shift
     const Vec x = exp2<C>(fma(load(s + j), factor, offset)), y = exp2<C>(fma(load(s + j + w), factor, offset));
     a = a + x;
     b = b + y;
-    store_two(p + j, x, y);
+    put(j, x, y);
   }
   return a + b;
+}
+
+// The same as a row of A of an engine's products; p may be s itself where an element is one piece.
+template <class E>
+inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c, float shift) {
+  return exponentials<typename E::Exponential>(s, cols, c, shift, [=](int64_t j, Vec x, Vec y) {
+    if constexpr (Vec::width == panel)
+      E::store_group(p + j, 0, plane, x, y);
+    else
+      store_two(p + j, x, y);
+  });
 }
 
 inline void scale_row(float* o, int64_t n, float factor) {
@@ -116,15 +127,16 @@ inline void scale_row(float* o, int64_t n, float factor) {
 //
 // `Bounded`: the exponential of every score is within 2^-40 .. 2^40 (see `within_range`). Then no maximum is needed at
 // all: it stays 0.
-template <class C, bool Bounded, class Between>
-inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows, int64_t cols, float c, float slack,
-                          Running run, float* out, int64_t v_cols, const Between& between) {
+template <class E, bool Bounded, class Between>
+inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t ldp, int64_t plane, int64_t rows,
+                          int64_t cols, float c, float slack, Running run, float* out, int64_t v_cols,
+                          const Between& between) {
   for (int64_t i = 0; i < rows; i += 4) {
     float *row = s + i * lds, *maximum = run.maximum + i;
     if constexpr (Bounded) {
       for (int r = 0; r < 4; ++r) {
         float* sum = run.sums + (i + r) * Vec::width;
-        store(sum, load(sum) + exponentials<C>(row + r * lds, p + (i + r) * ldp, cols, c, 0.0f));
+        store(sum, load(sum) + weights_of<E>(row + r * lds, p + (i + r) * ldp, plane, cols, c, 0.0f));
       }
       between();
       continue;
@@ -148,7 +160,7 @@ inline void softmax_strip(float* s, int64_t lds, C* p, int64_t ldp, int64_t rows
       }
     for (int r = 0; r < 4; ++r) {
       float* sum = run.sums + (i + r) * Vec::width;
-      store(sum, load(sum) + exponentials<C>(row + r * lds, p + (i + r) * ldp, cols, c, shift[r]));
+      store(sum, load(sum) + weights_of<E>(row + r * lds, p + (i + r) * ldp, plane, cols, c, shift[r]));
     }
     between();
   }

@@ -6,7 +6,11 @@
 //
 // `pair` is how many consecutive k one instruction consumes: 1 for float, 2 for bfloat16 dot products. An engine states
 // the multiples that m, n and k must have (`rows`, `cols`, `depth`); callers pad with zeros.
+//
+// An engine may hold each element in several pieces whose sum it is, one plane of elements for each (`pieces`).
 #pragma once
+
+#include <type_traits>
 
 #include "simd.h"
 
@@ -22,6 +26,14 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 inline int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// One side of a product: `stride` elements between rows of A or panels of B, `plane` between pieces.
+template <class C>
+struct Side {
+  const C* data;
+  int64_t stride, plane = 0;
+  Side from(int64_t offset) const { return {data + offset, stride, plane}; }
+};
 
 // Multiply-add of one broadcast step of A with vectors of B, for each compute type.
 template <class C>
@@ -54,6 +66,9 @@ struct Step<bf16> {
 template <class C>
 struct VectorEngine {
   using Element = C;
+  using Exponential = C;
+  static constexpr int pieces = 1;
+  static constexpr bool interleaved = false;
   static constexpr int pair = Step<C>::pair;
   static constexpr int per_panel = 16 / Vec::width;  // vectors in a panel's line
 #if defined(__AVX512F__)
@@ -96,28 +111,50 @@ struct VectorEngine {
       for (int j = 0; j < nv; ++j) store(c + i * ldc + j * Vec::width, acc[i][j]);
   }
 
-  // `bs`: elements from one panel to the next.
-  static void product(const C* a, int64_t lda, const C* b, int64_t bs, float* c, int64_t ldc, int64_t m, int64_t n,
-                      int64_t k, bool add) {
+  static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
     int64_t j = 0;
     for (; j + tile_panels * panel <= n; j += tile_panels * panel)
       for (int64_t i = 0; i < m; i += tile_rows)
-        micro<tile_panels>(a + i * lda, lda, b + j / panel * bs, bs, c + i * ldc + j, ldc, k, add);
+        micro<tile_panels>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j,
+                           ldc, k, add);
     if constexpr (tile_panels > 1)
       if (j < n)
         for (int64_t i = 0; i < m; i += tile_rows)
-          micro<1>(a + i * lda, lda, b + j / panel * bs, bs, c + i * ldc + j, ldc, k, add);
+          micro<1>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j, ldc, k,
+                   add);
   }
+
+  // Columns [lane, lane + width) and [16 + lane, 16 + lane + width) of a group of 32 in a row of A.
+  static void store_group(C* group, int64_t lane, int64_t, Vec x, Vec y) {
+    if constexpr (Vec::width == panel) {
+      store_two(group, x, y);
+    } else {
+      store(group + lane, x);
+      store(group + panel + lane, y);
+    }
+  }
+
+  // A line of B: one step of depth for `width` columns.
+  static void store_line(C* line, int64_t, const Vec (&x)[pair]) { store_step(line, x); }
 };
 
 #if defined(__AMX_BF16__)
 
-// Matrix tiles of 16 rows by 64 bytes; four accumulators, two operands of each side.
+// Four accumulators of 16 x 16 (tiles 0 1 / 2 3) and two operands of each side (4 5, 6 7).
+//
+// With one piece an element is a bfloat16. With two or three it is the exact sum of so many bfloat16 numbers: float16
+// takes two, float32 three of 8 bits each. A product then takes three or six products of pieces; those that are left
+// out are below 2^-16 and 2^-24 of the whole (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype For Higher-Precision Computations", section 3).
+template <int Pieces>
 struct AmxEngine {
   using Element = bf16;
-  static constexpr int pair = 2;
+  using Exponential = std::conditional_t<Pieces == 1, bf16, float>;
+  static constexpr int pair = 2, pieces = Pieces;
   static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32;
   static constexpr bool overlaps = true;
+  // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
+  static constexpr bool interleaved = Pieces > 1;
 
   static void begin() {
     struct alignas(64) Config {
@@ -130,23 +167,86 @@ struct AmxEngine {
   }
   static void end() { _tile_release(); }
 
-  template <bool M2, bool N2>
-  static void block(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t k, bool add) {
-    const int64_t row = ldc * 4, row_a = lda * 2;
-    float* c1 = c + 16 * ldc;
-    if (add) {
-      _tile_loadd(0, c, row);
-      if constexpr (N2) _tile_loadd(1, c + 16, row);
-      if constexpr (M2) _tile_loadd(2, c1, row);
-      if constexpr (M2 && N2) _tile_loadd(3, c1 + 16, row);
-    } else {
-      _tile_zero(0);
-      if constexpr (N2) _tile_zero(1);
-      if constexpr (M2) _tile_zero(2);
-      if constexpr (M2 && N2) _tile_zero(3);
+  static void product(Side<bf16> a, Side<bf16> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
+    if constexpr (Pieces == 1)
+      if (!add && m == 32 && n > 32) return short_product(a.data, a.stride, b.data, b.stride, c, ldc, n, k);
+    for (int64_t j = 0; j < n; j += 32) {
+      const Side<bf16> bj = b.from(j / panel * b.stride);
+      const bool n2 = n - j >= 32;
+      for (int64_t i = 0; i < m; i += 32) {
+        const Side<bf16> ai = a.from(i * a.stride);
+        float* cij = c + i * ldc + j;
+        if (m - i >= 32)
+          n2 ? block<true, true>(ai, bj, cij, ldc, k, add) : block<true, false>(ai, bj, cij, ldc, k, add);
+        else
+          n2 ? block<false, true>(ai, bj, cij, ldc, k, add) : block<false, false>(ai, bj, cij, ldc, k, add);
+      }
     }
+  }
+
+  // Columns [0, 16) and [16, 32) of a group of 32 in a row of A.
+  static void store_group(bf16* group, int64_t, int64_t plane, Vec x, Vec y) {
+    if constexpr (Pieces == 1)
+      store_two(group, x, y);
+    else
+      store_pieces(group, plane, x, y);
+  }
+
+  // A line of B: one step of depth, two rows of 16 columns.
+  static void store_line(bf16* line, int64_t plane, const Vec (&x)[2]) {
+    if constexpr (Pieces == 1)
+      store_step(line, x);
+    else
+      store_pieces(line, plane, x[0], x[1]);
+  }
+
+ private:
+  template <bool M2, bool N2>
+  static void block(Side<bf16> a, Side<bf16> b, float* c, int64_t ldc, int64_t k, bool add) {
+    if constexpr (Pieces == 1) {
+      add ? load_sums<M2, N2>(c, ldc) : zero_sums();
+      multiply<M2, N2>(a.data, a.stride, b.data, b.stride, k);
+      store_sums<M2, N2>(c, ldc);
+      return;
+    }
+    // Small products first, and sums from zero: their rounding then weighs less than that of one long float sum.
+    // Scores (not added to anything) are exponents, where an error is absolute: float16 keeps all four products.
+    zero_sums();
+    for (int order = Pieces == 2 && !add ? 2 : Pieces - 1; order >= 0; --order)
+      for (int i = order < Pieces ? order : Pieces - 1; i >= 0 && order - i < Pieces; --i)
+        multiply<M2, N2>(a.data + i * a.plane, a.stride, b.data + (order - i) * b.plane, b.stride, k);
+    if (!add) return store_sums<M2, N2>(c, ldc);
+    alignas(64) float sums[32 * 32];
+    store_sums<M2, N2>(sums, 32);
+    for (int i = 0; i < (M2 ? 32 : 16); ++i)
+      for (int j = 0; j < (N2 ? 32 : 16); j += 16) store(c + i * ldc + j, load(c + i * ldc + j) + load(sums + i * 32 + j));
+  }
+
+  static void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  template <bool M2, bool N2>
+  static void load_sums(const float* c, int64_t ldc) {
+    _tile_loadd(0, c, ldc * 4);
+    if constexpr (N2) _tile_loadd(1, c + 16, ldc * 4);
+    if constexpr (M2) _tile_loadd(2, c + 16 * ldc, ldc * 4);
+    if constexpr (M2 && N2) _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+  }
+  template <bool M2, bool N2>
+  static void store_sums(float* c, int64_t ldc) {
+    _tile_stored(0, c, ldc * 4);
+    if constexpr (N2) _tile_stored(1, c + 16, ldc * 4);
+    if constexpr (M2) _tile_stored(2, c + 16 * ldc, ldc * 4);
+    if constexpr (M2 && N2) _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+  }
+
+  template <bool M2, bool N2>
+  static void multiply(const bf16* a, int64_t lda, const bf16* b, int64_t bs, int64_t k) {
     for (int64_t s = 0; s < k; s += 32) {
-      _tile_loadd(4, a + s, row_a);
+      _tile_loadd(4, a + s, lda * 2);
       _tile_loadd(6, b + s * panel, 64);
       _tile_dpbf16ps(0, 4, 6);
       if constexpr (N2) {
@@ -154,15 +254,23 @@ struct AmxEngine {
         _tile_dpbf16ps(1, 4, 7);
       }
       if constexpr (M2) {
-        _tile_loadd(5, a + 16 * lda + s, row_a);
+        _tile_loadd(5, a + 16 * lda + s, lda * 2);
         _tile_dpbf16ps(2, 5, 6);
       }
       if constexpr (M2 && N2) _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, c, row);
-    if constexpr (N2) _tile_stored(1, c + 16, row);
-    if constexpr (M2) _tile_stored(2, c1, row);
-    if constexpr (M2 && N2) _tile_stored(3, c1 + 16, row);
+  }
+
+  // The pieces of x in the lower halves of 16 words and those of y in the upper ones, a plane for each piece.
+  static void store_pieces(bf16* p, int64_t plane, Vec x, Vec y) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    for (int i = 0; i < Pieces; ++i) {
+      const __m512i a = _mm512_castps_si512(x.v), b = _mm512_and_si512(_mm512_castps_si512(y.v), upper);
+      _mm512_storeu_si512(p + i * plane, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+      if (i + 1 == Pieces) break;
+      x.v = _mm512_sub_ps(x.v, _mm512_castsi512_ps(_mm512_and_si512(a, upper)));
+      y.v = _mm512_sub_ps(y.v, _mm512_castsi512_ps(b));
+    }
   }
 
   // 32 rows times one panel, in either of two pairs of accumulators (tile numbers must be literals).
@@ -207,25 +315,6 @@ struct AmxEngine {
       store_even(c + j, ldc);
       if (j + 32 < n) multiply_even(a, lda, b + (j + 32) / panel * bs, k);
       if (j + 16 < n) store_odd(c + j + 16, ldc);
-    }
-  }
-
-  static void product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t m,
-                      int64_t n, int64_t k, bool add) {
-    if (!add && m == 32 && n > 32) return short_product(a, lda, b, bs, c, ldc, n, k);
-    for (int64_t j = 0; j < n; j += 32) {
-      const bf16* bj = b + j / panel * bs;
-      const bool n2 = n - j >= 32;
-      for (int64_t i = 0; i < m; i += 32) {
-        const bf16* ai = a + i * lda;
-        float* cij = c + i * ldc + j;
-        if (m - i >= 32)
-          n2 ? block<true, true>(ai, lda, bj, bs, cij, ldc, k, add)
-             : block<true, false>(ai, lda, bj, bs, cij, ldc, k, add);
-        else
-          n2 ? block<false, true>(ai, lda, bj, bs, cij, ldc, k, add)
-             : block<false, false>(ai, lda, bj, bs, cij, ldc, k, add);
-      }
     }
   }
 };

@@ -4,11 +4,13 @@ Takes torch tensors and NumPy arrays alike; knows neither framework beyond their
 written into arrays that the caller made.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from ..problem import Problem
+from . import tuned
 
 MAX_HEAD_DIM = 256
 
@@ -22,6 +24,8 @@ except (
     ImportError
 ) as error:  # A machine without a compiler: the other backends still work, and `supports` says why.
     _core, _core_error = None, str(error)
+else:
+    tuned.load_once(_core)
 
 
 def supports(problem: Problem) -> str | None:
@@ -45,7 +49,16 @@ def supports(problem: Problem) -> str | None:
 
 
 def forward(
-    q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, *, scale: float, num_threads: int
+    q: Any,
+    k: Any,
+    v: Any,
+    bounds: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: float,
+    num_threads: int,
+    config: Mapping[str, int] | None = None,
 ) -> None:
     """Attend, writing ``out`` and ``lse``.
 
@@ -58,9 +71,10 @@ def forward(
         lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for a row without keys.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
+        config: One of `configs`; None takes the tuned one, or else the kernel's own choice.
 
     Raises:
-        ValueError: Illegal bounds, or arrays that do not fit each other.
+        ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
 
     Example:
         >>> import numpy as np
@@ -73,7 +87,17 @@ def forward(
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
     bounds = _packed(bounds)  # A name keeps a copy alive while the kernel reads it.
-    _compiled().forward(*(_array(x) for x in (q, k, v, out, lse, bounds)), scale, num_threads)
+    _compiled().forward(
+        _array(q),
+        _array(k),
+        _array(v),
+        _array(out),
+        _array(lse),
+        _array(bounds),
+        scale,
+        num_threads,
+        None if config is None else _config(config),
+    )
 
 
 def backward(
@@ -91,6 +115,7 @@ def backward(
     *,
     scale: float,
     num_threads: int,
+    config: Mapping[str, int] | None = None,
 ) -> None:
     """Write the gradients of `forward` into ``dq``, ``dk`` and ``dv``.
 
@@ -108,9 +133,10 @@ def backward(
         dv: Shape of v, written.
         scale: As in `forward`.
         num_threads: Threads to use. The same number gives the same bits.
+        config: As in `forward`.
 
     Raises:
-        ValueError: Illegal bounds, or arrays that do not fit each other.
+        ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
 
     Example:
         >>> import numpy as np
@@ -130,7 +156,112 @@ def backward(
         *(_array(x) for x in (q, k, v, out, lse, bounds, dq, dk, dv)),
         scale,
         num_threads,
+        None if config is None else _config(config),
     )
+
+
+def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
+    """The configurations that are worth trying for a problem, the kernel's own choice first.
+
+    Args:
+        problem: What is to be computed.
+        direction: "forward" or "backward".
+
+    Returns:
+        Values of ``block_q`` and ``block_k`` (rows and keys of a block) and ``threads`` (at most so many); 0
+        is the kernel's own choice.
+
+    Raises:
+        ValueError: Another direction.
+
+    Example:
+        >>> configs(Problem(1, 1, 1, 4096, 4096, 64, 64, 1, "float32", "cpu"), "forward")[0]
+        {'block_q': 0, 'block_k': 0, 'threads': 0}
+    """
+    q_step, q_most, k_step, k_most, square = _compiled().blocks(direction, problem.dtype)
+    keys = _sizes(k_step, k_most, problem.k_len)
+    pairs = (
+        [(k, k) for k in keys]
+        if square
+        else [(q, k) for q in _sizes(q_step, q_most, problem.q_len) for k in keys]
+    )
+    blocks = [{"block_q": q, "block_k": k, "threads": 0} for q, k in [(0, 0), *pairs]]
+    return [*blocks, {"block_q": 0, "block_k": 0, "threads": 1}]
+
+
+def _sizes(step: int, most: int, length: int) -> list[int]:
+    """Multiples of a step: each one at first, then ever more coarsely, as far as the length makes sense."""
+    sizes, size = [], step
+    while size <= most and (not sizes or sizes[-1] < length):
+        sizes.append(size)
+        size += step * max(1, size // (4 * step))
+    return sizes
+
+
+def counters() -> dict[str, dict[str, float]]:
+    """Totals over all calls of this process so far, by direction.
+
+    Returns:
+        For "forward" and "backward": ``calls``, ``seconds`` inside the kernel, and ``flops`` over visible
+        pairs, 2 * pairs * (D + Dv) forward and 2.5 times as many backward.
+
+    Example:
+        >>> sorted(counters()["forward"])
+        ['calls', 'flops', 'seconds']
+    """
+    return dict(_compiled().counters())
+
+
+def peak_kinds() -> list[str]:
+    """Return the kinds of multiply-add that the level in use has, for `peak`.
+
+    Example:
+        >>> peak_kinds()[0]
+        'fma_f32'
+    """
+    return list(_compiled().peak_kinds())
+
+
+def peak(kind: str, *, num_threads: int, seconds: float) -> float:
+    """Measure the machine's best rate of multiply-adds, on registers alone.
+
+    Args:
+        kind: One of `peak_kinds`.
+        num_threads: Threads to use.
+        seconds: About how long to measure.
+
+    Returns:
+        FLOP/s over all threads.
+
+    Raises:
+        ValueError: No such kind.
+
+    Example:
+        >>> peak("fma_f32", num_threads=1, seconds=0.01) > 0
+        True
+    """
+    return float(_compiled().peak(kind, num_threads, seconds))
+
+
+def read_bandwidth(size: int, *, num_threads: int, seconds: float) -> float:
+    """Measure how fast memory is read, each byte once.
+
+    Args:
+        size: Bytes of the array that is read; beyond the caches it is the memory's speed.
+        num_threads: Threads to use.
+        seconds: About how long to measure.
+
+    Returns:
+        Bytes/s over all threads.
+
+    Raises:
+        ValueError: Less than 4096 bytes for each thread.
+
+    Example:
+        >>> read_bandwidth(1 << 20, num_threads=1, seconds=0.01) > 0
+        True
+    """
+    return float(_compiled().read_bandwidth(size, num_threads, seconds))
 
 
 def isa() -> str:
@@ -181,8 +312,21 @@ def _packed(x: Any) -> Any:
     return x if x.flags.c_contiguous else x.copy()
 
 
-def _array(x: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """(address, dtype code, shape, strides in elements) of a torch tensor or a NumPy array."""
+def _config(config: Mapping[str, int]) -> tuple[int, int, int]:
+    unknown = sorted(set(config) - set(tuned.CONFIG_FIELDS))
+    if unknown:
+        raise ValueError(
+            f"config: expected the keys {', '.join(tuned.CONFIG_FIELDS)}, got {', '.join(unknown)} as well. "
+            "Take one of kernels.cpu.configs(...)"
+        )
+    block_q, block_k, threads = (config.get(name, 0) for name in tuned.CONFIG_FIELDS)
+    return block_q, block_k, threads
+
+
+def _array(x: Any) -> Any:
+    """What the compiled module reads: the array itself if it can, else (address, dtype, shape, strides)."""
+    if hasattr(type(x), "__dlpack_c_exchange_api__"):
+        return x
     if hasattr(x, "data_ptr"):
         return x.data_ptr(), _DTYPE_CODES.get(str(x.dtype)[6:], -1), tuple(x.shape), x.stride()
     strides = tuple(s // x.itemsize for s in x.strides)

@@ -1,0 +1,95 @@
+// The loops behind the ceilings, compiled once per instruction-set level.
+#include "attention.h"
+#include "kernels.h"
+#include "tile.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+namespace {
+
+// Keeps a value in a register: the compiler must neither fold the loop nor spill it.
+template <class V>
+inline void keep(V& x) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm volatile("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(x));
+#else
+  asm volatile("" : "+m"(x));
+#endif
+}
+
+constexpr int chains = 12;  // independent sums: more than latency times throughput of any processor so far
+
+double peak_fma(int64_t rounds) {
+  Vec sum[chains], a = set(0.999f), b = set(1e-3f);
+  for (auto& x : sum) x = set(1.0f);
+  keep(a.v), keep(b.v);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+    for (auto& x : sum) x = fma(x, a, b);
+#pragma GCC unroll 12
+    for (auto& x : sum) keep(x.v);
+  }
+  return static_cast<double>(rounds) * chains * Vec::width * 2;
+}
+
+#if defined(__AVX512BF16__)
+double peak_dot(int64_t rounds) {
+  __m512 sum[chains];
+  auto a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3c003c00));
+  for (auto& x : sum) x = _mm512_set1_ps(1.0f);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+    for (auto& x : sum) x = _mm512_dpbf16_ps(x, a, a);
+#pragma GCC unroll 12
+    for (auto& x : sum) keep(x);
+  }
+  return static_cast<double>(rounds) * chains * 16 * 4;
+}
+#endif
+
+#if defined(__AMX_BF16__)
+double peak_amx(int64_t rounds) {
+  alignas(64) static const bf16 operand[16 * 32] = {};
+  AmxEngine<1>::begin();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(4, operand, 64);
+  _tile_loadd(5, operand, 64);
+  for (int64_t i = 0; i < rounds; ++i) {
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 5);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  AmxEngine<1>::end();
+  return static_cast<double>(rounds) * 4 * 16 * 16 * 64;
+}
+#endif
+
+void read(const char* data, int64_t bytes) {
+  const float* p = reinterpret_cast<const float*>(data);
+  Vec sum[4] = {zero(), zero(), zero(), zero()};
+  for (int64_t i = 0; i + 4 * Vec::width <= bytes / 4; i += 4 * Vec::width)
+    for (int j = 0; j < 4; ++j) sum[j] = vmax(sum[j], load(p + i + j * Vec::width));
+  for (auto& x : sum) keep(x.v);
+}
+
+}  // namespace
+
+PeakLoops peak_loops() {
+  PeakLoops loops{{peak_fma, nullptr, nullptr}, read};
+#if defined(__AVX512BF16__)
+  loops.compute[1] = peak_dot;
+#endif
+#if defined(__AMX_BF16__)
+  loops.compute[2] = peak_amx;
+#endif
+  return loops;
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA
