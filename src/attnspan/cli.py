@@ -73,7 +73,7 @@ def build_app() -> "typer.Typer":
 
     Example:
         >>> [command.name for command in build_app().registered_commands]
-        ['train', 'sample', 'show', 'tune']
+        ['train', 'sample', 'show', 'tune', 'bench']
     """
     import typer
 
@@ -94,6 +94,7 @@ def build_app() -> "typer.Typer":
     app.command("sample", help="Continue a text with a trained model.")(_sample_command())
     app.command("show", help="Draw a mask.")(_show_command())
     app.command("tune", help="Find the fastest configurations on this machine.")(_tune_command())
+    app.command("bench", help="Measure attention beside its peers on this machine.")(_bench_command())
     return app
 
 
@@ -268,9 +269,16 @@ def _show_command() -> Callable[..., None]:
 def _tune_command() -> Callable[..., None]:
     from attnspan.tune.command import command
 
-    def write_page(results: "Results", path: Path) -> None:
-        from attnspan.report import write_page
+    return command(_write_page)
 
-        write_page(results, path)
 
-    return command(write_page)
+def _bench_command() -> Callable[..., None]:
+    from attnspan.bench.options import command
+
+    return command(_write_page)
+
+
+def _write_page(results: "Results", path: Path) -> None:
+    from attnspan.report import write_page
+
+    write_page(results, path)

@@ -29,7 +29,7 @@ class Options:
         device: "cpu" or "cuda".
         budget: When a comparison may stop.
         meter: The clocks.
-        memory: Measures the peak of a peer, in bytes, or returns None; not called where it is None.
+        memory: Measures the peak of a peer, in bytes; None leaves memory out.
 
     Example:
         >>> Options().device
@@ -39,7 +39,7 @@ class Options:
     device: str = "cpu"
     budget: Budget = field(default_factory=Budget)
     meter: Meter = field(default_factory=Meter)
-    memory: Callable[[Peer, Workload, str], int | None] | None = None
+    memory: Callable[[Peer, Workload, str], int] | None = None
 
 
 def peers_named(names: Sequence[str], peers: Sequence[Peer] = PEERS) -> tuple[Peer, ...]:
@@ -98,6 +98,7 @@ class _Entry:
     first_seconds: float = 0.0
     error: float | None = None
     memory: int | None = None
+    memory_note: str = ""
 
 
 def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: Options) -> Cell:
@@ -134,7 +135,7 @@ def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: 
     _release(entries)
     for entry in entries:
         if entry.reason is None and options.memory is not None:
-            entry.memory = options.memory(entry.peer, workload, mode)
+            _measure_memory(entry, workload, mode, options.memory)
     return Cell(
         workload,
         mode,
@@ -186,6 +187,7 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
         The error; infinite for another number of tensors or other shapes.
 
     Example:
+        >>> import torch
         >>> difference([torch.ones(4)], [torch.full((4,), 1.5)])
         0.5
     """
@@ -200,6 +202,15 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
         # NaN compares false with everything; it must not pass as a small error.
         worst = relative if not relative <= worst else worst
     return worst
+
+
+def _measure_memory(
+    entry: _Entry, workload: Workload, mode: str, memory: Callable[[Peer, Workload, str], int]
+) -> None:
+    try:
+        entry.memory = memory(entry.peer, workload, mode)
+    except Exception as error:  # The times are there; that the memory is not is said beside them.
+        entry.memory_note = f"memory: {_one_line(error)}"
 
 
 def _time(
@@ -245,7 +256,7 @@ def _run(entry: _Entry, measured: Measured | None) -> Run:
         ratio=measured.ratio,
         noisy=measured.noisy,
         error=entry.error,
-        note=ready.note,
+        note="; ".join(text for text in (ready.note, entry.memory_note) if text),
     )
 
 

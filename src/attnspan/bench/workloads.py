@@ -194,9 +194,9 @@ def visible_pairs(workload: Workload) -> int:
     spans = mask_of(workload).spans(
         workload.q_len, workload.k_len, batch=workload.batch, heads=workload.q_heads
     )
-    batch, heads = spans.bounds.shape[:2]
-    repeats = (workload.batch // batch) * (workload.q_heads // heads)
-    return int(np.asarray(spans.cost(), np.int64).sum()) * repeats
+    batch, heads = (int(size) for size in spans.bounds.shape[:2])
+    rows = np.asarray(spans.cost(), np.int64)
+    return int(rows.sum()) * (workload.batch // batch) * (workload.q_heads // heads)
 
 
 def total_flops(workload: Workload, mode: str, pairs: int) -> float:

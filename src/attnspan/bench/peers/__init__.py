@@ -24,3 +24,13 @@ PEERS: tuple[Peer, ...] = (
     JaxAttention("tokamax", "tokamax", "tokamax"),
     FlashAttn(),
 )
+
+
+def peers_by_name() -> dict[str, Peer]:
+    """Every peer by its name, attnspan first.
+
+    Example:
+        >>> next(iter(peers_by_name()))
+        'attnspan'
+    """
+    return {peer.name: peer for peer in PEERS}

@@ -1,0 +1,158 @@
+"""Peak memory of one call: on CPU the resident size of a fresh process, on CUDA the allocator's own count.
+
+The process makes the inputs, warms the libraries up on a tiny problem of the same kind, and makes one call,
+which compiles and allocates what is kept. Then the high-water mark is reset and the second call is measured:
+above the inputs, with the peer's mask, its results and whatever it keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from attnspan.bench._plain import from_plain, to_plain
+from attnspan.bench.cells import Workload
+from attnspan.bench.peers import Job, Peer, peers_by_name
+from attnspan.bench.timing import MeasurementError
+
+__all__ = ["cuda_peak", "high_water_refusal", "process_peak"]
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+def high_water_refusal() -> str | None:
+    """None, or why this system cannot tell the peak of a call.
+
+    Example:
+        >>> reason = high_water_refusal()
+        >>> reason is None or reason.startswith("not measured")
+        True
+    """
+    try:
+        _reset_high_water()
+        _resident("VmHWM")
+    except (OSError, KeyError) as error:
+        return f"not measured: the high-water mark of resident memory cannot be reset ({error})"
+    return None
+
+
+def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout: float = 600.0) -> int:
+    """Peak bytes above the inputs of a call on CPU, in a fresh process.
+
+    Args:
+        peer: Name of the peer.
+        workload: What it computes.
+        mode: "forward" or "forward+backward".
+        threads: Threads of torch.
+        timeout: Seconds after which the process is ended.
+
+    Raises:
+        MeasurementError: The process failed.
+
+    Example:
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> process_peak("nobody", work, "forward", threads=1)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        attnspan.bench.timing.MeasurementError: memory of nobody: expected ...
+    """
+    task = {"peer": peer, "workload": to_plain(workload), "mode": mode, "threads": threads}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnspan.bench.memory"],
+            input=json.dumps(task),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _failed(peer, f"none after {timeout:.0f} s") from None
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()
+        raise _failed(peer, last[-1] if last else f"exit code {done.returncode}")
+    return int(done.stdout.split()[-1])
+
+
+def _failed(peer: str, got: str) -> MeasurementError:
+    return MeasurementError(
+        f"memory of {peer}", expected="a process that ends with a figure", got=got, remedy="Try --no-memory"
+    )
+
+
+def cuda_peak(peer: Peer, workload: Workload, mode: str) -> int:
+    """Peak bytes above the inputs of a call on CUDA.
+
+    Args:
+        peer: The peer.
+        workload: What it computes.
+        mode: "forward" or "forward+backward".
+
+    Example:
+        >>> cuda_peak.__name__
+        'cuda_peak'
+    """
+    job = Job.make(workload, mode, "cuda")
+    torch.cuda.synchronize()
+    inputs = torch.cuda.memory_allocated()
+    ready = peer.prepare(job)
+    with ready.around():
+        ready.device.synchronize(ready.call())
+        torch.cuda.reset_peak_memory_stats()
+        ready.device.synchronize(ready.call())
+    return torch.cuda.max_memory_allocated() - inputs
+
+
+def _measure_here(peer: Peer, workload: Workload, mode: str) -> int:
+    """The figure of `process_peak`, for the process that runs it."""
+    tiny = replace(workload, q_len=min(16, workload.q_len), k_len=16, mask="full")
+    warm = peer.prepare(Job.make(tiny, mode, "cpu"))
+    warm.device.synchronize(warm.call())
+    del warm
+    job = Job.make(workload, mode, "cpu")
+    _trim()
+    inputs = _resident("VmRSS")
+    ready = peer.prepare(job)
+    with ready.around():
+        ready.device.synchronize(ready.call())
+        _trim()
+        _reset_high_water()
+        result = ready.call()
+        ready.device.synchronize(result)
+    return max(0, _resident("VmHWM") - inputs)
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, so that it is not counted."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _resident(name: str) -> int:
+    """A size of /proc/self/status, bytes."""
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def _reset_high_water() -> None:
+    _RESET.write_text("5")
+
+
+def _main() -> None:
+    task = json.loads(sys.stdin.read())
+    torch.set_num_threads(task["threads"])
+    workload = from_plain(Workload, task["workload"], "workload")
+    print(_measure_here(peers_by_name()[task["peer"]], workload, task["mode"]))
+
+
+if __name__ == "__main__":
+    _main()
