@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from kernel_cases import Arrays, Case, budget, error, make
 
 from attnspan.kernels import cpu, tuned
 from attnspan.kernels.tuned import Key, cache_path, length_bucket, mask_kind
+from attnspan.problem import Problem
 
 KEY = Key("cpu", "forward", "portable", "float32", 64, 10, "half")
 COMPILED = pytest.mark.compiled_module("the table is the module's own")
@@ -268,3 +273,69 @@ def test_kinds_of_masks() -> None:
         "sparse",
         "sparse",
     ]
+
+
+CASES = [
+    Case(q_len=300, k_len=520, mask="causal"),
+    Case(q_len=130, k_len=1100, runs=3, group=2, kv_heads=1),
+    Case(q_len=400, k_len=400, mask="documents", head_dim=128, v_dim=96, kv_heads=1),
+    Case(q_len=3, k_len=700, group=4),
+]
+
+
+@COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_configuration_changes_nothing_but_rounding(case: Case, dtype: torch.dtype) -> None:
+    case = replace(case, dtype=dtype)
+    arrays, allowed = make(case), budget(case)
+    exact, walk = arrays.oracle(), 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
+    exponential = 3.3e-6 if dtype == torch.bfloat16 else 6.5e-8  # of its polynomial, see csrc/softmax.h
+    for forward, backward in random_configs(case, 6):
+        got = run(arrays, forward, backward)
+        for name in exact:
+            bound = 3 * (allowed[name] + walk + exponential)
+            assert error(got[name], exact[name]) <= bound, (forward, backward, name)
+
+
+def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Pairs of a configuration of forward and one of backward, other ones for each case and dtype."""
+    heads, dtype = case.kv_heads * case.group, str(case.dtype).removeprefix("torch.")
+    sizes = (case.q_len, case.k_len, case.head_dim, case.v_dim, case.runs)
+    problem = Problem(case.batch, heads, case.kv_heads, *sizes, dtype, "cpu")
+    choice = random.Random(str(case))
+    spaces = [cpu.configs(problem, direction) for direction in ("forward", "backward")]
+    assert all(len(space) > 2 for space in spaces)
+    return [(choice.choice(spaces[0]), choice.choice(spaces[1])) for _ in range(count)]
+
+
+def run(arrays: Arrays, forward: dict[str, int], backward: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Both directions with explicit configurations; what they do not write stays NaN."""
+    case = arrays.case
+    out = torch.full((*arrays.q.shape[:3], case.v_dim), torch.nan, dtype=case.dtype)
+    lse = torch.full(arrays.q.shape[:3], torch.nan)
+    inputs = {"dq": arrays.q, "dk": arrays.k, "dv": arrays.v}
+    grads = {name: torch.full_like(x, torch.nan) for name, x in inputs.items()}
+    given, options = (arrays.q, arrays.k, arrays.v), {"scale": case.scale, "num_threads": case.threads}
+    cpu.forward(*given, arrays.bounds, out, lse, **options, config=forward)
+    grad = (arrays.dout, arrays.dlse)
+    cpu.backward(*grad, *given, out, lse, arrays.bounds, *grads.values(), **options, config=backward)
+    return {"out": out, "lse": lse, **grads}
+
+
+@COMPILED
+def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
+    arrays = make(Case(q_len=64, k_len=300, mask="full"))
+    plain = arrays.run()
+    place = (cpu.isa(), "float32", 64, length_bucket(300), "dense")
+    # A block of another size sums in another order, which shows in the last bits.
+    forward = {"block_q": cpu._core.blocks("forward", "float32")[0], "block_k": 128, "threads": 0}
+    backward = {"block_q": 96, "block_k": 96, "threads": 0}
+    table = [("forward", *place, *forward.values()), ("backward", *place, *backward.values())]
+    real_table.set_tuned(table)
+    looked_up, explicit = arrays.run(), run(arrays, forward, backward)
+    own_choice = run(arrays, {"threads": 2}, {"threads": 2})
+    for name in ("out", "dq"):
+        assert torch.equal(looked_up[name], explicit[name]), name
+        assert not torch.equal(looked_up[name], plain[name]), name
+        assert torch.equal(own_choice[name], plain[name]), "an explicit configuration overrides the table"

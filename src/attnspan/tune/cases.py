@@ -24,8 +24,8 @@ KINDS: dict[str, Callable[[int], str]] = {
     "decode": lambda _: "full",
 }
 
-# A call of more than this takes seconds: fewer heads say as much about the blocks.
-_MOST_FLOPS = 2e10
+# A search needs hundreds of calls: where they are long, fewer heads say as much about the blocks.
+_MOST_FLOPS = 4e9
 _BACKWARD_COST = 2.5
 
 

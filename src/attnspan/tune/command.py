@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from attnspan.tune.target import Target
 
 __all__ = ["command", "execute"]
+
+_WIDTH = 120
 
 
 def command(write_page: Callable[[Results, Path], None]) -> Callable[..., None]:
@@ -85,6 +88,8 @@ def execute(
     from attnspan.tune import cache
 
     console = Console(soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH  # of a table that is read in a file
     if target is None:
         from attnspan.tune.cpu import CpuTarget
 
@@ -218,10 +223,19 @@ class _Keeper:
 
 
 def _report(console: Console, outcome: Outcome) -> None:
+    from attnspan.tune.run import BUSY
     from attnspan.tune.table import gains
 
     if outcome.entries:
         console.print(gains(outcome.entries, "what tuning gained"), soft_wrap=False)
+        accepted = sum(entry.accepted for entry in outcome.entries)
+        tried = sum(entry.tried for entry in outcome.entries)
+        failed = sum(len(entry.failures) for entry in outcome.entries)
+        console.print(
+            f"{accepted} of {len(outcome.entries)} kinds of calls gain; {tried} candidates, {failed} failed"
+        )
+    if any(entry.reason.startswith(BUSY) for entry in outcome.entries):
+        console.print("finds beside busy neighbours are not used: tune again on a quiet machine")
     for case, reason in outcome.refused:
         console.print(f"not run: {case}: {reason}", highlight=False, markup=False)
     if outcome.unreached:
@@ -242,10 +256,9 @@ def _export(
 
 
 def _results(target: Target, outcome: Outcome) -> Results:
+    from attnspan.bench.environment import describe_environment
     from attnspan.bench.results import Results
-    from attnspan.kernels.tuned import installed_version
 
-    environment: dict[str, Any] = {"device": target.device, "attnspan": installed_version()}
-    compared: Sequence[Entry] = [entry for entry in outcome.entries if entry.gain is not None]
-    gains = tuple(entry.gain for entry in compared if entry.gain is not None)
+    environment = describe_environment() | {"device_name": target.device}
+    gains = tuple(entry.gain for entry in outcome.entries if entry.gain is not None)
     return Results(environment, tuning=gains, complete=not outcome.unreached)

@@ -52,9 +52,9 @@ class Options:
     threads: int | None = field(
         default=None, metadata=_calls("threads that a call may use; default: torch's number")
     )
-    seconds: float = field(default=3.0, metadata=_search("for each kind of call, s"))
+    seconds: float = field(default=4.0, metadata=_search("for each kind of call, s"))
     minutes: float = field(
-        default=10.0, metadata=_search("for all of them; the next run goes on with what is left")
+        default=12.0, metadata=_search("for all of them; the next run goes on with what is left")
     )
     seed: int = field(default=0, metadata=_search("of the order of the candidates"))
     cache: Path | None = field(

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnspan.bench.timing import Meter
 from attnspan.tune.cases import Case
 from attnspan.tune.entry import Entry
+from attnspan.tune.neighbours import Neighbours
 from attnspan.tune.search import search
-from attnspan.tune.target import Target
+from attnspan.tune.target import Bench, Target
 
-__all__ = ["Outcome", "tune"]
+__all__ = ["BUSY", "MOST_NEIGHBOURS", "Outcome", "tune"]
+
+#: How the reason begins where a find is not taken because of neighbours.
+BUSY = "busy machine"
+
+#: Processors that others may use during a search whose find is taken. Threads are the first victims of
+#: neighbours: beside them fewer look faster than they are on a quiet machine.
+MOST_NEIGHBOURS = 0.2
 
 
 @dataclass
@@ -44,6 +52,7 @@ def tune(
     keep: Callable[[Entry], None],
     seed: int = 0,
     meter: Meter | None = None,
+    watch: Callable[[], Neighbours] = Neighbours,
 ) -> Outcome:
     """Search the best configuration of each case, in their order.
 
@@ -57,6 +66,7 @@ def tune(
         keep: Is given each entry as soon as it is found.
         seed: Of the order of candidates.
         meter: The clocks.
+        watch: Begins to watch what other processes use.
 
     Returns:
         What became of the cases.
@@ -86,8 +96,11 @@ def tune(
             if left <= 0:
                 break
             case = waiting[0]
-            entry = _search(target, case, outcome, min(seconds, left), seed, meter)
-            if entry is not None:
+            bench = _opened(target, case)
+            if isinstance(bench, str):
+                outcome.refused.append((case, bench))
+            else:
+                entry = _search(target, case, bench, min(seconds, left), seed, meter, watch())
                 keep(entry)
                 outcome.entries.append(entry)
             del waiting[0]
@@ -97,27 +110,35 @@ def tune(
     return outcome
 
 
-def _search(
-    target: Target, case: Case, outcome: Outcome, seconds: float, seed: int, meter: Meter
-) -> Entry | None:
+def _opened(target: Target, case: Case) -> Bench | str:
+    """The case ready to be called, or why it cannot be."""
     reason = target.refuses(case)
-    if reason is None:
-        try:
-            bench = target.open(case)
-            bench.make_call(target.default)()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        outcome.refused.append((case, reason))
-        return None
+        return reason
+    try:
+        bench = target.open(case)
+        bench.make_call(target.default)()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return bench
+
+
+def _search(
+    target: Target, case: Case, bench: Bench, seconds: float, seed: int, meter: Meter, neighbours: Neighbours
+) -> Entry:
     found = search(
         bench.make_call,
         target.configs(case),
         target.default,
         seconds=seconds,
         check=bench.check,
-        seed=seed,
         device=bench.device,
+        seed=seed,
         meter=meter,
     )
-    return Entry.of(case.key(target.name, target.isa), found, case.describe())
+    others = neighbours.processors()
+    if found.accepted and others is not None and others > MOST_NEIGHBOURS:
+        reason = f"{BUSY}: other processes used {others:.1f} processors meanwhile"
+        found = replace(found, best=target.default, accepted=False, reason=reason)
+    problem = case.describe() | {"neighbours": None if others is None else round(others, 3)}
+    return Entry.of(case.key(target.name, target.isa), found, problem)

@@ -18,13 +18,16 @@ from attnspan.bench.samples import Ratio, Timing
 from attnspan.bench.timing import Budget, Measured, Meter, Subject, first_call, interleave
 from attnspan.errors import OptionError
 
-__all__ = ["MIN_GAIN", "Search", "search"]
+__all__ = ["MAX_WIDTH", "MIN_GAIN", "Search", "search"]
 
 Config = Mapping[str, int]
 Call = Callable[[], Any]
 
 #: A contender that gains less than this share does not take the default's place.
 MIN_GAIN = 0.03
+
+#: Nor does one whose gain is known less precisely than this, as a share of it: the machine is too noisy.
+MAX_WIDTH = 0.25
 
 _HOPELESS = 2.0  # A candidate this many times slower than the default at its first sample is dropped at once.
 _HALVING_SHARE = 0.6  # Of the time; the rest is the final's.
@@ -173,7 +176,8 @@ class _Run:
 
     def _enter(self, candidates: Sequence[Config]) -> list[_Side]:
         """The candidates that work and are not hopeless, as far as time allows."""
-        sides = []
+        entered: list[_Side] = []
+        sides: list[_Side] = []
         for config in candidates:
             if self.meter.clock() > self.halving_end:
                 break
@@ -185,9 +189,14 @@ class _Run:
                 continue
             if wrong is not None:
                 self.failures.append((config, wrong))
-            elif self._pass([side]) and side.ratios[-1] * _HOPELESS > 1:
-                sides.append(side)
-        return sides
+                continue
+            sides.append(side)
+            if len(sides) == _PASS:
+                entered, sides = [*entered, *self._hopeful(sides)], []
+        return [*entered, *self._hopeful(sides)]
+
+    def _hopeful(self, sides: list[_Side]) -> list[_Side]:
+        return [side for side in self._pass(sides) if side.ratios[-1] * _HOPELESS > 1]
 
     def _guarded(self, config: Config) -> Call:
         """The candidate's call, with what it raises told apart from what the default or a clock raises."""
@@ -254,6 +263,8 @@ _FASTER = "faster"
 def _verdict(ratio: Ratio) -> str:
     if not ratio.is_faster:
         return f"not faster beyond doubt: {ratio.median:.3f} in [{ratio.low:.3f}, {ratio.high:.3f}]"
+    if ratio.width > MAX_WIDTH:
+        return f"too noisy: {ratio.median:.3f} in [{ratio.low:.3f}, {ratio.high:.3f}]"
     if ratio.median < 1 + MIN_GAIN:
         return f"gains less than {MIN_GAIN:.0%}: {ratio.median:.3f}"
     return _FASTER

@@ -27,12 +27,10 @@ def gains(entries: Iterable[Entry], title: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name in ("calls", "mask"):
-        table.add_column(name)
-    for name in ("default ms", "tuned ms", "ratio", "95 %"):
-        table.add_column(name, justify="right")
+    table.add_column("calls", no_wrap=True)
+    for name in ("default ms", "tuned ms", "gain", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("configuration", overflow="fold")
-    table.add_column("tried, failed", justify="right")
     for entry in entries:
         table.add_row(*_cells(entry))
     return table
@@ -73,12 +71,9 @@ def config_text(config: Mapping[str, int]) -> str:
 
 def _cells(entry: Entry) -> Iterable[str]:
     key, ratio = entry.key, entry.ratio
-    yield f"{key.direction} {key.dtype} D={key.head_dim} S<={2**key.length_bucket}"
-    yield key.mask_kind
+    yield f"{key.direction} {key.dtype} D={key.head_dim} S<={2**key.length_bucket} {key.mask_kind}"
     for times in (entry.default, entry.tuned):
         yield "" if times is None else f"{times.median * 1e3:.3g}"
     yield "" if ratio is None else f"{ratio.median:.3f}"
-    yield "" if ratio is None else f"{ratio.low:.3f}..{ratio.high:.3f}"
-    rejected = "" if entry.accepted or ratio is None else f" stays; tried {config_text(entry.contender)}"
-    yield config_text(entry.config) + rejected
-    yield f"{entry.tried}, {len(entry.failures)}"
+    yield "" if ratio is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+    yield config_text(entry.config) if entry.accepted else f"default: {entry.reason.partition(':')[0]}"
