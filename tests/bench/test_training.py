@@ -130,6 +130,8 @@ def test_what_is_open_is_settled_before_the_first_process(
     monkeypatch.setattr(training, "faster_dtype", lambda: "bfloat16")
     monkeypatch.setattr(training, "training_peak", lambda config: (seen.append(config), (1, ""))[1])
     torch.set_num_threads(1)
+    measure_training(tiny(threads=2), rounds=2, kinds=(), memory=False)
+    assert torch.get_num_threads() == 1
     cells: tuple[TrainingCell, ...] = measure_training(tiny(dtype="auto", threads=0), rounds=2, kinds=())
     assert [(config.dtype, config.threads, config.attention) for config in seen] == [
         ("bfloat16", 1, "attnspan")

@@ -66,9 +66,13 @@ def measure_training(
     """
     kinds = ("attnspan", *(kind for kind in kinds if kind != "attnspan"))
     _check(rounds, kinds)
-    config = _settled(config)
-    stepper, stream = _job(config)
-    seconds = step_times(stepper, stream, rounds, kinds)
+    threads = torch.get_num_threads()
+    try:
+        config = _settled(config)
+        stepper, stream = _job(config)
+        seconds = step_times(stepper, stream, rounds, kinds)
+    finally:
+        torch.set_num_threads(threads)
     return tuple(_cell(config, kind, seconds, memory) for kind in kinds)
 
 
