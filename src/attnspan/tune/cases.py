@@ -129,7 +129,9 @@ def grid(
             expected = f"some of {', '.join(DIRECTIONS)}"
             raise OptionError("modes", expected=expected, got=direction, remedy="Name known ones")
     found: dict[Key, Case] = {}
-    for length, mask, dtype, head_dim, direction in product(lengths, masks, dtypes, head_dims, directions):
+    for length, mask, dtype, head_dim, direction in product(
+        sorted(lengths), masks, dtypes, head_dims, directions
+    ):
         q_len = 1 if mask == "decode" else length
         text = KINDS[mask](length) if mask in KINDS else mask
         case = _affordable(Case(direction, dtype, heads, q_len, length, head_dim, text))

@@ -151,7 +151,7 @@ def _tune(
     if not options.dry_run:
         cache.prepare(_required(path))
     cases = _waiting_longest_first(options.cases(), target, path)
-    console.print(f"{len(cases)} kinds of calls on {target.device}, {options.minutes:g} min at most")
+    console.print(f"{_kinds(len(cases))} on {target.device}, {options.minutes:g} min at most")
     with _Keeper(console, target, None if options.dry_run else path, len(cases)) as keeper:
         outcome = tune(
             target,
@@ -232,7 +232,7 @@ def _report(console: Console, outcome: Outcome) -> None:
         tried = sum(entry.tried for entry in outcome.entries)
         failed = sum(len(entry.failures) for entry in outcome.entries)
         console.print(
-            f"{accepted} of {len(outcome.entries)} kinds of calls gain; {tried} candidates, {failed} failed"
+            f"{accepted} of {_kinds(len(outcome.entries))} gained; {tried} candidates, {failed} failed"
         )
     if any(entry.reason.startswith(BUSY) for entry in outcome.entries):
         console.print("finds beside busy neighbours are not used: tune again on a quiet machine")
@@ -240,7 +240,11 @@ def _report(console: Console, outcome: Outcome) -> None:
         console.print(f"not run: {case}: {reason}", highlight=False, markup=False)
     if outcome.unreached:
         why = "interrupted" if outcome.interrupted else "out of time"
-        console.print(f"{why}: {len(outcome.unreached)} kinds of calls are left for the next run")
+        console.print(f"{why}: {_kinds(len(outcome.unreached))} left for the next run")
+
+
+def _kinds(count: int) -> str:
+    return f"{count} kind{'s' if count != 1 else ''} of calls"
 
 
 def _export(
