@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from attnspan.bench.cells import Ceilings, Cell, Run
+from attnspan.bench.cells import Ceilings, Cell, Run, Workload
 from attnspan.bench.results import Results, TrainingCell
 from attnspan.bench.samples import Ratio
 from attnspan.bench.targets import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["bytes_text", "seconds_text", "show_comparison", "show_results", "show_summary"]
 
 _WIDE = 140
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -93,7 +94,7 @@ def _machine_line(results: Results) -> str:
     versions = env.get("versions") or {}
     parts = [str(env.get("cpu") or "unknown processor")]
     if env.get("threads"):
-        parts.append(f"{env['threads']} threads")
+        parts.append(f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}")
     if env.get("gpu"):
         parts.append(str(env["gpu"]["name"]))
     parts += [str(env[name]) for name in ("isa",) if env.get(name)]
@@ -102,7 +103,8 @@ def _machine_line(results: Results) -> str:
 
 
 def _ceilings_line(ceilings: Ceilings) -> str:
-    rates = [f"{kind} {rate / 1e9:,.0f} GFLOP/s" for kind, rate in ceilings.flops.items()]
+    lowest_first = sorted(ceilings.flops.items(), key=lambda item: item[1])
+    rates = [f"{kind} {rate / 1e9:,.0f} GFLOP/s" for kind, rate in lowest_first]
     return "measured ceilings: " + ", ".join([*rates, f"read {ceilings.read_bandwidth / 1e9:,.1f} GB/s"])
 
 
@@ -113,35 +115,41 @@ def _table(title: str, columns: Iterable[tuple[str, bool]]) -> Table:
 
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for heading, is_number in columns:
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
+        table.add_column(
+            heading, justify="right" if is_number else "left", no_wrap=is_number or heading == "peer"
+        )
     return table
 
 
 def _cell_table(title: str, cells: list[Cell], ceilings: Ceilings | None, wide: bool) -> Table:
     has_pipelined = any(run.pipelined for cell in cells for run in cell.runs)
     has_memory = any(run.peak_memory is not None for cell in cells for run in cell.runs)
-    columns = [("workload", False), ("peer", False), ("time", True)]
+    columns = [("", False), ("time", True)]
     columns += [("spread", True)] if wide else []
-    columns += [("pipelined", True)] if has_pipelined else []
+    columns += [("in a row", True)] if has_pipelined else []
     columns += [("GFLOP/s", True), ("peak", True), ("ratio", True), ("95 %", True)]
     columns += [("memory", True)] if has_memory else []
     columns += [("cores", True), ("compile", True), ("remark", False)] if wide else []
     table = _table(title, columns)
+    table.columns[0].no_wrap = True
     for cell in cells:
-        label = f"{cell.workload.label} {cell.workload.sizes}" if wide else cell.workload.label
+        table.add_row(_name(cell.workload, wide), style="bold")
         for run in (run for run in cell.runs if run.ran):
-            row = [label, run.peer, seconds_text(run.execute.median if run.execute else None)]
+            row = [f"  {run.peer}", seconds_text(run.execute.median if run.execute else None)]
             row += [f"{run.execute.spread:.0%}" if run.execute else "-"] if wide else []
             row += [_pipelined(run)] if has_pipelined else []
             row += [_rate(cell, run), _share(cell, run, ceilings), *_ratio(run.ratio, run.noisy)]
             row += [bytes_text(run.peak_memory)] if has_memory else []
             if wide:
                 use = "-" if run.utilisation is None else f"{run.utilisation:.0%}"
-                row += [use, seconds_text(run.compile_seconds), run.note]
-            table.add_row(*row, style="bold" if run is cell.ours else None)
-            label = ""
-        table.add_section()
+                row += [use, seconds_text(run.compile_seconds or None), run.note]
+            table.add_row(*row)
     return table
+
+
+def _name(workload: Workload, with_sizes: bool) -> str:
+    name = f"{workload.name} {_SHORT.get(workload.dtype, workload.dtype)}"
+    return f"{name} {workload.sizes}" if with_sizes else name
 
 
 def _pipelined(run: Run) -> str:
@@ -158,8 +166,13 @@ def _rate(cell: Cell, run: Run) -> str:
 
 
 def _share(cell: Cell, run: Run, ceilings: Ceilings | None) -> str:
-    shares = cell.shares(run, ceilings) if ceilings else {}
-    return f"{min(shares.values()):.0%}" if shares else "-"
+    return _shares(cell.shares(run, ceilings).values() if ceilings else ())
+
+
+def _shares(shares: Iterable[float]) -> str:
+    """Of each ceiling of the dtype, the lowest ceiling first, like "82/41 %"."""
+    texts = [f"{share * 100:.0f}" for share in shares]
+    return f"{'/'.join(texts)} %" if texts else "-"
 
 
 def _ratio(ratio: Ratio | None, noisy: bool) -> tuple[str, str]:
@@ -175,7 +188,7 @@ def _grid_table(cells: list[Cell], mode: str) -> Table:
     columns += [item for peer in peers for item in ((peer, True), ("95 %", True))]
     table = _table(f"grid, {mode}", columns)
     for cell in cells:
-        row = [cell.workload.name.removeprefix("grid-"), cell.workload.dtype]
+        row = [cell.workload.name.removeprefix("grid-"), _SHORT[cell.workload.dtype]]
         row += [seconds_text(cell.seconds(cell.ours)), _rate(cell, cell.ours)]
         for peer in peers:
             run = cell.run(peer)
@@ -242,13 +255,13 @@ def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -
     lengths = f"S {MEAN_LENGTHS[0]}..{MEAN_LENGTHS[-1]}, D {'/'.join(map(str, MEAN_HEAD_DIMS))}"
     columns = [("dtype", False), ("mode", False), ("mask", False), ("mean", True), ("cells", True)]
     columns += [(f"peak D{dim}", True) for dim in MEAN_HEAD_DIMS]
-    columns += [("slowest of all", False), ("ratio", True), ("95 %", True), ("lost", True)]
+    columns += [("slowest", False), ("ratio", True), ("95 %", True), ("lost", True)]
     table = _table(f"time of {peer} over ours, geometric mean over {lengths}", columns)
     for target in found:
         label, slowest = target.slowest
         mean = "-" if target.mean is None else f"{target.mean:.2f}"
-        shares = ["-" if (s := target.share(dim)) is None else f"{s:.0%}" for dim in MEAN_HEAD_DIMS]
-        row = [target.dtype, target.mode, target.mask, mean, str(len(target.mean_ratios)), *shares]
+        shares = [_shares(target.reached(dim).values()) for dim in MEAN_HEAD_DIMS]
+        row = [_SHORT[target.dtype], target.mode, target.mask, mean, str(len(target.mean_ratios)), *shares]
         row += [label.removeprefix("grid-"), *_ratio(slowest, False), f"{target.losses}/{len(target.ratios)}"]
         table.add_row(*row)
     console.print(table)

@@ -28,7 +28,7 @@ class Target:
         peer: Whom the ratios are against.
         ratios: Label and ratio of every cell of the grid that was compared.
         mean_ratios: Medians of the ratios of the cells that the mean is over.
-        shares: Share of the highest ceiling of the dtype, by head dim, of those cells.
+        shares: By head dim, the shares of each ceiling of the dtype in those cells, by kind.
 
     Example:
         >>> ratio = Ratio(1.5, 1.4, 1.6, 9)
@@ -43,7 +43,7 @@ class Target:
     peer: str
     ratios: tuple[tuple[str, Ratio], ...]
     mean_ratios: tuple[float, ...]
-    shares: dict[int, tuple[float, ...]]
+    shares: dict[int, tuple[dict[str, float], ...]]
 
     @property
     def mean(self) -> float | None:
@@ -60,14 +60,22 @@ class Target:
         """Cells where ours is slower beyond doubt."""
         return sum(ratio.is_slower for _, ratio in self.ratios)
 
-    def share(self, head_dim: int) -> float | None:
-        """Geometric mean of the shares of the peak at a head dim, or None.
+    def reached(self, head_dim: int) -> dict[str, float]:
+        """Geometric mean of the shares of each ceiling at a head dim, the lowest ceiling first.
 
         Args:
             head_dim: One of `MEAN_HEAD_DIMS`.
         """
-        found = self.shares.get(head_dim)
-        return geometric_mean(found) if found else None
+        found = self.shares.get(head_dim, ())
+        return {kind: geometric_mean(share[kind] for share in found) for kind in (found[0] if found else ())}
+
+    def share(self, head_dim: int) -> float | None:
+        """Geometric mean of the shares of the highest ceiling at a head dim, or None.
+
+        Args:
+            head_dim: One of `MEAN_HEAD_DIMS`.
+        """
+        return min(self.reached(head_dim).values(), default=None)
 
 
 def targets(results: Results, peer: str = "sdpa-flash") -> tuple[Target, ...]:
@@ -109,7 +117,7 @@ def _target(
 ) -> Target:
     ratios: list[tuple[str, Ratio]] = []
     mean_ratios: list[float] = []
-    shares: dict[int, list[float]] = {}
+    shares: dict[int, list[dict[str, float]]] = {}
     for cell in cells:
         run = cell.run(peer)
         if run is None or run.ratio is None:
@@ -120,6 +128,6 @@ def _target(
             mean_ratios.append(run.ratio.median)
             reached = cell.shares(cell.ours, ceilings) if ceilings else {}
             if reached:
-                shares.setdefault(work.head_dim, []).append(min(reached.values()))
+                shares.setdefault(work.head_dim, []).append(reached)
     by_dim = {dim: tuple(found) for dim, found in sorted(shares.items())}
     return Target(dtype, mode, mask, peer, tuple(ratios), tuple(mean_ratios), by_dim)
