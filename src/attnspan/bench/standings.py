@@ -53,7 +53,7 @@ class Standing:
     Args:
         view: Which cells.
         peer: Name of the peer; None stands for the fastest peer of each cell.
-        ratios: Label of the workload and the ratio, cell by cell; one or more.
+        ratios: Name of the workload and the ratio, cell by cell; one or more.
 
     Example:
         >>> ratios = (("short", Ratio(2.0, 1.9, 2.1, 9)), ("long", Ratio(0.5, 0.4, 0.6, 9)))
@@ -113,9 +113,9 @@ def standings(cells: Iterable[Cell]) -> tuple[Standing, ...]:
         if not compared:
             continue
         by_peer = found.setdefault(View.of(cell), {None: []})
-        by_peer[None].append((cell.workload.label, min((ratio for _, ratio in compared), key=_median)))
+        by_peer[None].append((cell.workload.name, min((ratio for _, ratio in compared), key=_median)))
         for peer, ratio in compared:
-            by_peer.setdefault(peer, []).append((cell.workload.label, ratio))
+            by_peer.setdefault(peer, []).append((cell.workload.name, ratio))
     return tuple(
         Standing(view, peer, tuple(ratios))
         for view, by_peer in found.items()
@@ -136,7 +136,7 @@ def reached(cells: Iterable[Cell], ceilings: Ceilings, view: View) -> tuple[str,
         view: Which of the cells.
 
     Returns:
-        Label of the workload and its share, 0..1; None where nothing of the view was timed.
+        Name of the workload and its share, 0..1; None where nothing of the view was timed.
 
     Example:
         >>> from attnspan.bench.cells import Workload
@@ -144,10 +144,10 @@ def reached(cells: Iterable[Cell], ceilings: Ceilings, view: View) -> tuple[str,
         >>> work = Workload("tiny", "dense", 1, 8, 8, 64, 64, 32, 32, "float32", "full()")
         >>> cell = Cell(work, "forward", 32768, 4e6, 4e5, (Run("attnspan", execute=Timing((0.5,))),))
         >>> reached([cell], Ceilings({"fma_f32": 1e7}, 1e10), View.of(cell))
-        ('tiny float32', 0.8)
+        ('tiny', 0.8)
     """
     found = [
-        (cell.workload.label, share)
+        (cell.workload.name, share)
         for cell in cells
         if View.of(cell) == view and (share := peak_share(cell, cell.ours, ceilings)) is not None
     ]

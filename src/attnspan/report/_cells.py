@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from attnspan.bench.results import Cell, Results, Run
 from attnspan.bench.standings import Standing, View, peak_share, reached, standings
+from attnspan.bench.targets import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
 from attnspan.report._chart import OURS, Section, Table, TableCell
 from attnspan.report._numbers import NONE, bytes_text, percent, rate, ratio_text, seconds_text, times
 
-__all__ = ["Card", "Row", "cards", "cell_rows", "cell_table", "standing_section"]
+__all__ = ["Card", "Row", "cards", "cell_rows", "cell_table", "standing_section", "target_section"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def cards(results: Results) -> tuple[Card, ...]:
         default=None,
     )
     if slowest is not None and slowest.ratio is not None:
-        note = f"step time of {slowest.attention}, the closest, over that of {OURS}"
+        note = f"against {slowest.attention}, the closest"
         heads.append(Card("whole training steps", times(slowest.ratio.median), (note,)))
     return tuple(heads)
 
@@ -52,19 +53,13 @@ def cards(results: Results) -> tuple[Card, ...]:
 def _card(results: Results, standing: Standing) -> Card:
     label, lowest = standing.lowest
     notes = [
-        "geometric mean of the time of each cell's fastest peer over ours",
-        f"{_cells(len(standing.ratios))}: {standing.ahead} ahead, {standing.behind} behind, "
-        f"{standing.undecided} undecided",
-        f"lowest {times(lowest.median)} at {label}",
+        f"ahead in {standing.ahead} of {len(standing.ratios)} cells, behind in {standing.behind}",
+        f"lowest {times(lowest.median)}, {label}",
     ]
     top = reached(results.cells, results.ceilings, standing.view) if results.ceilings else None
     if top is not None:
         notes.append(f"up to {percent(top[1])} of the measured peak")
     return Card(standing.view.label, times(standing.geometric_mean), tuple(notes))
-
-
-def _cells(number: int) -> str:
-    return "1 cell" if number == 1 else f"{number} cells"
 
 
 def standing_section(results: Results) -> Section | None:
@@ -93,6 +88,35 @@ def standing_section(results: Results) -> Section | None:
         frozenset({0, 1}),
     )
     return Section("standing", "Standing", f"Above 1, {OURS} is faster.", table=table)
+
+
+def target_section(results: Results) -> Section | None:
+    """The grid in a few figures; None where it was not measured."""
+    found = targets(results)
+    if not found:
+        return None
+    dims = sorted({dim for target in found for dim in target.shares})
+    rows = tuple(
+        (
+            TableCell(f"{target.mode}, {target.dtype}, {target.mask}"),
+            TableCell(times(target.mean), target.mean),
+            TableCell(ratio_text(target.slowest[1]), target.slowest[1].median, small=target.slowest[0]),
+            TableCell(f"{target.losses} of {len(target.ratios)}", target.losses),
+            *(TableCell(percent(target.share(dim)), target.share(dim)) for dim in dims),
+        )
+        for target in found
+    )
+    lengths = f"{min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
+    dim_names = " and ".join(f"{dim}" for dim in MEAN_HEAD_DIMS)
+    table = Table(
+        "Mean and shares are geometric; lowest and slower are over every cell of the grid",
+        ("cells", "mean", "lowest", "slower", *(f"of peak, D {dim}" for dim in dims)),
+        rows,
+        frozenset({0}),
+    )
+    means = f"the mean is over lengths {lengths} and head dims {dim_names}"
+    lead = f"Time of {found[0].peer} over {OURS}'s; {means}."
+    return Section("grid", f"The grid against {found[0].peer}", lead, table=table)
 
 
 @dataclass(frozen=True)
@@ -139,7 +163,7 @@ def _columns(results: Results) -> list[_Column]:
 
 def cell_table(results: Results) -> tuple[str, ...]:
     """Names of the columns of the table of all cells."""
-    return ("workload", "mode", "peer", "state", "ratio", *(column.name for column in _columns(results)))
+    return ("workload", "peer", "state", "ratio", *(column.name for column in _columns(results)))
 
 
 def cell_rows(results: Results) -> tuple[Row, ...]:
@@ -165,8 +189,7 @@ def _row(cell: Cell, run: Run, figures: tuple[TableCell, ...]) -> Row:
         state = "noisy"
     slower = run.ratio is not None and run.ratio.is_slower
     words = (
-        TableCell(work.label, small=f"{work.sizes} {work.mask}"),
-        TableCell(cell.mode, small="" if view.device == "cpu" else view.device),
+        TableCell(work.name, small=f"{view.label}; {work.sizes}; {work.mask}"),
         TableCell(run.peer, small=run.note),
         TableCell(
             run.reason or ("faster than ours" if slower else "ran"), badge="noisy" if run.noisy else ""

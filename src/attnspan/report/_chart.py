@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attnspan.bench.results import Cell
 from attnspan.bench.standings import View
-from attnspan.report._numbers import length_text, plain
+from attnspan.bench.targets import mask_kind
+from attnspan.report._numbers import length_text, plain, rounded
 
 __all__ = [
     "OURS",
@@ -18,6 +20,7 @@ __all__ = [
     "Section",
     "Table",
     "TableCell",
+    "decades_axis",
     "facets",
     "lengths_axis",
     "log_ticks",
@@ -27,6 +30,7 @@ __all__ = [
 OURS = "attnspan"
 _COLORS = 7
 _MANY = 12
+_TICKS = 6
 _SYMBOLS = ("square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon")
 
 
@@ -135,7 +139,7 @@ def facets(cells: Iterable[Cell]) -> list[Facet]:
             continue
         parts: dict[str, list[Cell]] = {}
         for cell in members:
-            parts.setdefault(f"{family}: {cell.workload.mask}, D {cell.workload.head_dim}", []).append(cell)
+            parts.setdefault(f"{family}: {mask_kind(cell)}, D {cell.workload.head_dim}", []).append(cell)
         found += [Facet(view, title, tuple(part), split=True) for title, part in parts.items()]
     return found
 
@@ -175,13 +179,40 @@ def lengths_axis(lengths: Iterable[int], title: str) -> dict[str, Any]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis around 1: powers of two, thinned until at most eight are left."""
-    powers = range(-20, 21)
-    for step in (1, 2, 3, 5, 10):
-        ticks = [2.0**power for power in powers if power % step == 0 and low <= 2.0**power <= high]
-        if len(ticks) <= 8:
+    """Ticks of a logarithmic axis around 1: powers of two, or multiples of a step where there are too few."""
+    if high < 4 * low:
+        for step in (0.05, 0.1, 0.25, 0.5, 1.0):
+            ticks = [step * index for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+            if len(ticks) <= _TICKS:
+                return [round(tick, 2) for tick in ticks]
+    for stride in (1, 2, 3, 5, 10):
+        ticks = [2.0**power for power in range(-20, 21) if power % stride == 0 and low <= 2.0**power <= high]
+        if len(ticks) <= _TICKS:
             return ticks
     return [1.0]
+
+
+def decades_axis(low: float, high: float, title: str, text: Callable[[float], str]) -> dict[str, Any]:
+    """A logarithmic axis whose ticks are round figures with their units, thinned until they fit.
+
+    Args:
+        low: Lowest value shown, above 0.
+        high: Highest value shown.
+        title: What is on the axis.
+        text: How a figure is written.
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        ticks = [tick for tick in ticks if low / 1.3 <= tick <= high * 1.3]
+        if len(ticks) <= 7:
+            break
+    return {
+        "type": "log",
+        "title": {"text": title},
+        "tickvals": ticks,
+        "ticktext": [rounded(text(tick)) for tick in ticks],
+    }
 
 
 def whiskers(middle: Sequence[float], low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 
 from attnspan.bench.results import Ratio
 
@@ -16,6 +17,7 @@ __all__ = [
     "plain",
     "rate",
     "ratio_text",
+    "rounded",
     "seconds_text",
     "times",
 ]
@@ -39,6 +41,11 @@ def _digits(value: float) -> str:
     """Three digits, and no more of them behind the point than that leaves."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 or size == 0 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def rounded(text: str) -> str:
+    """A figure without zeros behind its point, for a tick: "2.00 ns" becomes "2 ns"."""
+    return re.sub(r"\.0+(?=\D|$)", "", text)
 
 
 def seconds_text(value: float | None) -> str:

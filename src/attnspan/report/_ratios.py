@@ -91,8 +91,8 @@ def tuning_section(results: Results) -> Section | None:
     bars = [
         _Bar(
             group=f"{index}",
-            label=_key(gain.key),
-            peer="tuned",
+            label=", ".join(gain.key.values()),
+            peer="",
             ratio=gain.ratio,
             noisy=False,
             color="@ours" if gain.accepted else "@peer7",
@@ -116,12 +116,12 @@ def tuning_section(results: Results) -> Section | None:
         "Gain of tuning",
         "grey: the default stays",
         f"Ratio of the default's time to the tuned time for {len(bars)} keys; tuning won in {accepted}.",
-        _figure(bars, "time of the default / time tuned"),
-        _height(bars),
+        _figure(bars, "time of the default / time tuned", labels_above=True),
+        _height(bars, labels_above=True),
     )
     table = Table(
-        "Configurations by key, with the candidates that failed",
-        ("key", "configuration", "default", "tuned", "default / tuned", "failed"),
+        "Configurations by key; gain: time of the default over time tuned; failed: what did not run",
+        ("key", "configuration", "default", "tuned", "gain", "failed"),
         rows,
         frozenset({0, 1}),
     )
@@ -135,62 +135,74 @@ def _key(fields: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
-def _positions(bars: Sequence[_Bar]) -> tuple[list[float], dict[str, float]]:
-    """A place for each bar, and one in the middle of each group."""
+def _positions(bars: Sequence[_Bar], labels_above: bool) -> tuple[list[float], dict[str, float]]:
+    """A place for each bar, and one for the label of each group: in its middle, or on a line above it."""
     places: list[float] = []
     groups: dict[str, list[float]] = {}
     at = 0.0
     for index, bar in enumerate(bars):
-        at += 1.0 if index and bars[index - 1].group == bar.group else 1.0 + _GAP
+        starts = not index or bars[index - 1].group != bar.group
+        at += 1.0 + (_GAP + labels_above if starts else 0.0)
         places.append(at)
         groups.setdefault(bar.group, []).append(at)
-    return places, {group: (members[0] + members[-1]) / 2 for group, members in groups.items()}
+    middle = {group: (members[0] + members[-1]) / 2 for group, members in groups.items()}
+    above = {group: members[0] - 1 for group, members in groups.items()}
+    return places, above if labels_above else middle
 
 
-def _height(bars: Sequence[_Bar]) -> int:
-    places, _ = _positions(bars)
+def _height(bars: Sequence[_Bar], labels_above: bool = False) -> int:
+    places, _ = _positions(bars, labels_above)
     return 64 + round(_BAR * (places[-1] + _GAP))
 
 
-def _figure(bars: Sequence[_Bar], title: str) -> dict[str, Any]:
-    places, groups = _positions(bars)
+def _figure(bars: Sequence[_Bar], title: str, labels_above: bool = False) -> dict[str, Any]:
+    places, groups = _positions(bars, labels_above)
+    labels = [plain(label) for label in {bar.group: bar.label for bar in bars}.values()]
     low, high = min(1.0, *(bar.ratio.low for bar in bars)), max(1.0, *(bar.ratio.high for bar in bars))
     low, high = low / 1.06, max(high * 1.04, low * 1.5)
     data = []
     for peer in dict.fromkeys(bar.peer for bar in bars):
         mine = [(place, bar) for place, bar in zip(places, bars, strict=True) if bar.peer == peer]
         data += _traces(peer, mine, high)
-    ticks = log_ticks(low, high)
+    y_axis = {"range": [places[-1] + 1, _GAP], "showgrid": False, "zeroline": False}
+    if labels_above:
+        data.append(_labels(labels, list(groups.values())))
+        y_axis["showticklabels"] = False
+    else:
+        y_axis |= {"tickvals": list(groups.values()), "ticktext": labels}
+    line = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper"}
     layout = {
         "barmode": "overlay",
         "margin": {"r": 58},
-        "xaxis": {
-            "type": "log",
-            "title": {"text": title},
-            "range": [math.log10(low), math.log10(high)],
-            "tickvals": ticks,
-            "ticktext": [f"{tick:g}{TIMES}" for tick in ticks],
-        },
-        "yaxis": {
-            "tickvals": list(groups.values()),
-            "ticktext": [plain(label) for label in {bar.group: bar.label for bar in bars}.values()],
-            "range": [places[-1] + 1, _GAP],
-            "showgrid": False,
-            "ticks": "",
-        },
-        "shapes": [
-            {
-                "type": "line",
-                "x0": 1,
-                "x1": 1,
-                "y0": 0,
-                "y1": 1,
-                "yref": "paper",
-                "line": {"color": "@ink", "width": 1.5},
-            }
-        ],
+        "xaxis": _ratio_axis(low, high, title),
+        "yaxis": y_axis,
+        "shapes": [{**line, "line": {"color": "@ink", "width": 1.5}}],
     }
     return {"data": data, "layout": layout}
+
+
+def _ratio_axis(low: float, high: float, title: str) -> dict[str, Any]:
+    ticks = log_ticks(low, high)
+    return {
+        "type": "log",
+        "title": {"text": title},
+        "range": [math.log10(low), math.log10(high)],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}{TIMES}" for tick in ticks],
+    }
+
+
+def _labels(labels: Sequence[str], places: Sequence[float]) -> dict[str, Any]:
+    """Long names, each on a line of its own beside the line at 1."""
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": [1.0] * len(labels),
+        "y": list(places),
+        "text": list(labels),
+        "textposition": "middle right",
+        "hoverinfo": "skip",
+    }
 
 
 def _traces(peer: str, bars: Sequence[tuple[float, _Bar]], edge: float) -> list[dict[str, Any]]:
@@ -198,11 +210,13 @@ def _traces(peer: str, bars: Sequence[tuple[float, _Bar]], edge: float) -> list[
     ratios = [bar.ratio for _, bar in bars]
     places = [place for place, _ in bars]
     middle = [ratio.median for ratio in ratios]
+    # What a switch of the page hides; there is none for tuning.
+    meta = {"peer": peer} if peer else {}
     drawn = {
         "type": "bar",
         "orientation": "h",
         "name": plain(peer),
-        "meta": {"peer": peer},
+        "meta": meta,
         "y": places,
         "base": [1.0] * len(bars),
         "x": [value - 1 for value in middle],
@@ -218,7 +232,7 @@ def _traces(peer: str, bars: Sequence[tuple[float, _Bar]], edge: float) -> list[
     figures = {
         "type": "scatter",
         "mode": "text",
-        "meta": {"peer": peer},
+        "meta": meta,
         "x": [edge] * len(bars),
         "y": places,
         "text": [("~" if bar.noisy else "") + times(bar.ratio.median) for _, bar in bars],

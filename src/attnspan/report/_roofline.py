@@ -8,7 +8,7 @@ from typing import Any
 
 from attnspan.bench.results import Ceilings, Cell, Results
 from attnspan.bench.standings import View, peak_share, reached
-from attnspan.report._chart import OURS, Chart, Palette, Section
+from attnspan.report._chart import OURS, Chart, Palette, Section, decades_axis
 from attnspan.report._numbers import bandwidth, percent, plain, rate
 
 __all__ = ["roofline_section"]
@@ -32,7 +32,7 @@ def roofline_section(results: Results, palette: Palette) -> Section | None:
         )
         figure = {
             "data": _roof(ceilings, view.dtype, cells) + _points(cells, palette, ceilings),
-            "layout": _layout(),
+            "layout": _layout(ceilings, cells),
         }
         charts.append(Chart("Roofline", view.label, alt, figure, _HEIGHT, view))
     if not charts:
@@ -48,20 +48,30 @@ def roofline_section(results: Results, palette: Palette) -> Section | None:
     )
 
 
-def _layout() -> dict[str, Any]:
+def _layout(ceilings: Ceilings, cells: Sequence[Cell]) -> dict[str, Any]:
+    left, right = _span(ceilings, cells)
+    rates = [cell.flops_per_second(run) or 0.0 for cell in cells for run in cell.runs if run.ran]
+    peaks = [ceilings.flops[kind] for kind in ceilings.kinds(cells[0].workload.dtype)]
     return {
-        "xaxis": {"type": "log", "title": {"text": "FLOP per byte"}, "exponentformat": "power", "dtick": 1},
-        "yaxis": {"type": "log", "title": {"text": "FLOP/s"}, "exponentformat": "SI", "dtick": "D2"},
+        "xaxis": decades_axis(left, right, "FLOP per byte", "{:,g}".format),
+        "yaxis": decades_axis(min(rates), max(rates + peaks), "useful FLOP/s", rate),
     }
+
+
+def _span(ceilings: Ceilings, cells: Sequence[Cell]) -> tuple[float, float]:
+    """Ends of the axis of intensities: what was measured, and the corners of the roof."""
+    corners = [
+        ceilings.flops[kind] / ceilings.read_bandwidth for kind in ceilings.kinds(cells[0].workload.dtype)
+    ]
+    found = [*corners, *(cell.intensity for cell in cells)]
+    return min(found) / 2, max(found) * 2
 
 
 def _roof(ceilings: Ceilings, dtype: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """The slope of the bandwidth up to each peak, then the peak; the highest peak is drawn strong."""
     kinds = ceilings.kinds(dtype)
-    intensities = [cell.intensity for cell in cells]
     ridges = [ceilings.flops[kind] / ceilings.read_bandwidth for kind in kinds]
-    left = min([*intensities, *ridges]) / 2
-    right = max([*intensities, *ridges]) * 2
+    left, right = _span(ceilings, cells)
     traces = []
     for kind, ridge in zip(kinds, ridges, strict=True):
         peak = ceilings.flops[kind]

@@ -7,10 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnspan.bench.results import Ceilings, Cell, Results, Run, Workload
+from attnspan.bench.results import Ceilings, Cell, Results, Run
 from attnspan.bench.standings import View
-from attnspan.report._chart import OURS, Chart, Palette, Section, facets, lengths_axis, log_ticks
-from attnspan.report._numbers import bytes_text, plain, rate, seconds_text
+from attnspan.bench.targets import mask_kind
+from attnspan.report._chart import (
+    OURS,
+    Chart,
+    Palette,
+    Section,
+    decades_axis,
+    facets,
+    lengths_axis,
+    log_ticks,
+)
+from attnspan.report._numbers import bytes_text, plain, rate, rounded, seconds_text
 
 __all__ = ["memory_section", "scaling_sections"]
 
@@ -48,7 +58,7 @@ def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
             "speed",
             "FLOP/s over length",
             "Useful FLOP/s, over visible pairs only, whatever a peer computes besides. The dashed line is "
-            "the highest measured peak of the element type.",
+            "the roof: the measured peak of the element type, or what the measured bandwidth feeds.",
             speed,
             small=True,
         ),
@@ -66,7 +76,7 @@ def _series(cells: Sequence[Cell]) -> list[_Series]:
     """What has a length to vary, in the order of the file."""
     grouped: dict[tuple[View, str], list[Cell]] = {}
     for cell in cells:
-        grouped.setdefault((View.of(cell), _title(cell.workload)), []).append(cell)
+        grouped.setdefault((View.of(cell), _title(cell)), []).append(cell)
     return [
         _Series(view, title, tuple(sorted(members, key=lambda cell: cell.workload.k_len)))
         for (view, title), members in grouped.items()
@@ -74,12 +84,13 @@ def _series(cells: Sequence[Cell]) -> list[_Series]:
     ]
 
 
-def _title(work: Workload) -> str:
+def _title(cell: Cell) -> str:
     """Everything that a line holds fixed; the number of heads may follow the length."""
+    work = cell.workload
     dim = f"D {work.head_dim}" if work.head_dim == work.v_dim else f"D {work.head_dim}/{work.v_dim}"
-    parts = [work.mask, dim]
+    parts = [mask_kind(cell), dim]
     if work.q_heads != work.kv_heads:
-        parts.append(f"{work.q_heads // work.kv_heads} heads per key head")
+        parts.append(f"{work.q_heads // work.kv_heads}:1 heads")
     if work.q_len != work.k_len:
         parts.append("1 query" if work.q_len == 1 else f"{work.q_len} queries")
     if work.batch > 1:
@@ -89,9 +100,8 @@ def _title(work: Workload) -> str:
 
 def _speed_chart(series: _Series, palette: Palette, ceilings: Ceilings | None) -> Chart:
     data = _curves(series, palette, Cell.flops_per_second, rate)
-    peak = ceilings.best(series.view.dtype) if ceilings else None
-    if peak is not None:
-        data.insert(0, _peak_line(min(series.lengths), max(series.lengths), peak))
+    if ceilings is not None:
+        data.insert(0, _roof_line(series, ceilings))
     layout = {
         "xaxis": lengths_axis(series.lengths, "keys"),
         "yaxis": {"title": {"text": "FLOP/s"}, "exponentformat": "SI", "rangemode": "tozero"},
@@ -102,27 +112,25 @@ def _speed_chart(series: _Series, palette: Palette, ceilings: Ceilings | None) -
 
 def _cost_chart(series: _Series, palette: Palette) -> Chart:
     data = _curves(series, palette, Cell.seconds_per_pair, seconds_text)
+    values = [value for trace in data for value in trace["y"]]
     layout = {
         "xaxis": lengths_axis(series.lengths, "keys"),
-        "yaxis": {
-            "type": "log",
-            "title": {"text": "seconds per pair"},
-            "exponentformat": "SI",
-            "dtick": "D2",
-        },
+        "yaxis": decades_axis(min(values), max(values), "time per visible pair", seconds_text),
     }
     alt = f"{series.title}, {series.view.label}: time per visible pair over {series.span}, a line per peer."
     return Chart(series.title, series.view.label, alt, {"data": data, "layout": layout}, _HEIGHT, series.view)
 
 
-def _peak_line(left: int, right: int, peak: float) -> dict[str, Any]:
+def _roof_line(series: _Series, ceilings: Ceilings) -> dict[str, Any]:
+    roof = [ceilings.attainable(series.view.dtype, cell.intensity) for cell in series.cells]
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": [left, right],
-        "y": [peak, peak],
+        "x": series.lengths,
+        "y": roof,
         "line": {"color": "@faint", "width": 1, "dash": "dash"},
-        "hovertemplate": f"measured peak {rate(peak)}<extra></extra>",
+        "customdata": [f"roof {rate(value)}" for value in roof],
+        "hovertemplate": "%{customdata}<extra></extra>",
     }
 
 
@@ -229,12 +237,13 @@ def _memory_figure(cells: Sequence[Cell], labels: Sequence[str], palette: Palett
             "title": {"text": "bytes above the inputs"},
             "range": [math.log10(low), math.log10(high)],
             "tickvals": ticks,
-            "ticktext": [bytes_text(tick).replace(".00", "").replace(".0", "") for tick in ticks],
+            "ticktext": [rounded(bytes_text(tick)) for tick in ticks],
         },
         "yaxis": {
             "tickvals": list(range(len(cells))),
             "ticktext": [plain(label) for label in labels],
             "range": [len(cells) - 0.4, -0.6],
+            "zeroline": False,
         },
     }
     return {"data": data, "layout": layout}

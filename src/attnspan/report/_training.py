@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnspan.bench.results import MonitorRecord, Results, TrainingCell
-from attnspan.report._chart import OURS, Chart, Section, Table, TableCell, whiskers
+from attnspan.report._chart import OURS, Chart, Section, Table, TableCell, decades_axis, whiskers
 from attnspan.report._numbers import NONE, bytes_text, percent, plain, rate, ratio_text, seconds_text
 
 __all__ = ["monitor_section", "training_section"]
@@ -29,13 +29,13 @@ def training_section(results: Results) -> Section | None:
         return None
     rows = tuple(_training_row(cell) for cell in results.training)
     table = Table(
-        "The same training steps with each attention",
+        "The same training steps with each attention; ratio: its step time over attnspan's",
         (
             "attention",
             "state",
             "tokens/s",
-            "seconds per step",
-            "step time over attnspan's",
+            "step",
+            "ratio",
             "peak memory",
             "note",
         ),
@@ -123,11 +123,13 @@ def monitor_section(results: Results) -> Section | None:
         _steps_chart(records, "Device memory", "bytes", lambda r: r.device_memory, bytes_text),
         _steps_chart(records, "Utilisation", "busy share", lambda r: r.utilisation, percent),
     )
+    widest = max(record.steps for record in records)
+    thinned = f" A point is the mean of up to {widest:,} steps." if widest > 1 else ""
     return Section(
         "monitor",
         "Steps of a training",
         f"Steps {records[0].step:,} to {records[-1].step:,} of a watched training: where each step's "
-        "time went, and what it reached. A triangle marks a step in which something was compiled.",
+        f"time went, and what it reached. A triangle marks a step in which something was compiled.{thinned}",
         (_phases_chart(records), *(chart for chart in curves if chart is not None)),
     )
 
@@ -194,6 +196,10 @@ def _steps_chart(
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero", "exponentformat": "SI"},
     }
+    if len(data) > 1:
+        # Compilation takes as long as many steps: a linear axis would show nothing else.
+        values = [value for _, value in points]
+        layout["yaxis"] = decades_axis(min(values), max(values), unit, text)
     if text is percent:
         layout["yaxis"] |= {"tickformat": ".0%"}
     if text is bytes_text:

@@ -54,13 +54,13 @@
     const peers = shownPeers();
     for (const trace of data) if (trace.meta?.peer && peers) trace.visible = peers.has(trace.meta.peer);
     // A finger that drags means to scroll the page.
-    const dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
+    const coarse = matchMedia("(pointer: coarse)").matches;
     const options = {
-      responsive: true, displaylogo: false,
+      responsive: true, displaylogo: false, displayModeBar: coarse ? false : "hover",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
     };
     holder.dataset.drawn = "yes";
-    return Plotly.react(holder, data, { ...layout, template: frame(), dragmode }, options);
+    return Plotly.react(holder, data, { ...layout, template: frame(), dragmode: coarse ? false : "zoom" }, options);
   }
 
   const isShown = (holder) => holder.closest("[hidden]") === null;

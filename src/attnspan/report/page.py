@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnspan.bench.results import Results
-from attnspan.report._cells import cards, cell_rows, cell_table, standing_section
+from attnspan.report._cells import cards, cell_rows, cell_table, standing_section, target_section
 from attnspan.report._chart import OURS, Palette, Section
 from attnspan.report._numbers import NONE, bandwidth, rate
 from attnspan.report._ratios import ratio_section, tuning_section
@@ -48,6 +48,7 @@ def write_page(results: Results, path: Path) -> None:
 
     palette = Palette(results.cells)
     found = (
+        target_section(results),
         standing_section(results),
         ratio_section(results, palette),
         roofline_section(results, palette),
