@@ -64,6 +64,7 @@ sanitize: setup
 	build/sanitize/attnspan_memory_check
 
 # The kernel compiled for aarch64, and its tests against that program under user-mode emulation.
+KERNEL_TESTS := tests/kernels/test_cpu.py tests/kernels/test_tuned.py::test_a_configuration_changes_nothing_but_rounding
 AARCH64_RUNNER := qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/attnspan_run_problem
 
 aarch64: setup
@@ -72,7 +73,7 @@ aarch64: setup
 	  echo "Debian, Ubuntu: sudo apt-get install cmake g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	cmake --preset aarch64
 	cmake --build --preset aarch64 --target attnspan_run_problem
-	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest tests/kernels/test_cpu.py $(ARGS)
+	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 clean:
 	rm -rf build dist $(VENV)

@@ -18,6 +18,7 @@ Config = tuple[int, int, int]  # block_q, block_k, threads
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
 ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4}  # bytes by dtype code
 OK, BAD_BOUNDS, BAD_CONFIG = range(3)
+DIRECTIONS = ("forward", "backward")
 HEADER = "<16qd"
 
 
@@ -72,6 +73,11 @@ class Runner:
 
     def active_isa(self) -> str:
         return self._active
+
+    def blocks(self, direction: str, dtype: str) -> tuple[int, int, int, int, bool]:
+        arguments = ["blocks", str(DIRECTIONS.index(direction)), str(CODES[dtype])]
+        q_step, q_most, k_step, k_most, square = map(int, self._run(arguments, b"").split())
+        return q_step, q_most, k_step, k_most, bool(square)
 
     def threading(self) -> str:
         return "own threads"

@@ -283,7 +283,6 @@ CASES = [
 ]
 
 
-@COMPILED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_configuration_changes_nothing_but_rounding(case: Case, dtype: torch.dtype) -> None:

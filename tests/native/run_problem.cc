@@ -6,7 +6,8 @@
 //             bytes each
 //   response  Response, then the bytes of out and lse, or of dq, dk and dv
 //
-// `attnspan_run_problem levels` prints the machine, the instruction-set level in use and all that it could use.
+// `attnspan_run_problem levels` prints the machine, the instruction-set level in use and all that it could use;
+// `attnspan_run_problem blocks DIRECTION DTYPE`, both as numbers, prints what a configuration may choose.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -156,9 +157,20 @@ void print_levels() {
   std::printf("\n");
 }
 
+void print_blocks(const char* direction, const char* dtype) {
+  const Blocks b =
+      blocks_of(static_cast<Direction>(std::atoi(direction)), static_cast<Dtype>(std::atoi(dtype)), isa_active());
+  const auto number = [](int64_t n) { return static_cast<long long>(n); };
+  std::printf("%lld %lld %lld %lld %d\n", number(b.q.step), number(b.q.most), number(b.k.step), number(b.k.most),
+              b.square);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (const char* error = isa_request_error()) fail(error);
-  argc > 1 && std::strcmp(argv[1], "levels") == 0 ? print_levels() : run();
+  if (argc == 1) return run(), 0;
+  if (argc == 2 && std::strcmp(argv[1], "levels") == 0) return print_levels(), 0;
+  if (argc == 4 && std::strcmp(argv[1], "blocks") == 0) return print_blocks(argv[2], argv[3]), 0;
+  fail("expected no arguments, `levels`, or `blocks DIRECTION DTYPE`");
 }
