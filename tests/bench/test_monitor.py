@@ -19,7 +19,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from attnspan import causal
-from attnspan.bench.monitor import Monitor, probes
+from attnspan.bench.monitor import Monitor, log, probes
 from attnspan.bench.monitor import monitor as module
 from attnspan.bench.monitor.log import Thinned
 from attnspan.bench.monitor.probes import AttentionTotals, CpuProbe, CudaProbe
@@ -105,6 +105,7 @@ def take_step(world: World, monitor: Monitor, **options: Any) -> None:
 
 def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: World, tmp_path: Path) -> None:
     with world.monitor(tmp_path, ceiling=14.0) as monitor:
+        world.work(100, flops=1000)  # what was before the loop counts for nothing
         for _ in monitor.data(world.batches([10.0, 10.0])):
             take_step(world, monitor)
             # An evaluation between steps is the host's time, and no step's attention.
@@ -239,11 +240,17 @@ def test_a_process_that_dies_leaves_every_step_in_the_journal(world: World, tmp_
     assert len(Results.load(tmp_path / "monitor.json").monitor) == 3
 
 
-def test_the_results_file_is_replaced_when_it_is_due(world: World, tmp_path: Path) -> None:
-    monitor = world.monitor(tmp_path, save_seconds=0.0)
-    for steps in (1, 2):
+def test_the_results_file_is_replaced_when_it_is_due(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: world.now))
+    monitor = world.monitor(tmp_path, save_seconds=15.0)
+    saved = []
+    for _ in range(5):  # of 10 s
         take_step(world, monitor)
-        assert len(Results.load(tmp_path / "monitor.json").monitor) == steps
+        path = tmp_path / "monitor.json"
+        saved.append(len(Results.load(path).monitor) if path.exists() else 0)
+    assert saved == [0, 2, 2, 4, 4]
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -288,6 +295,7 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
     records = thinned.all()
     assert len(records) <= 17
     assert sum(record.steps for record in records) == 1000
+    assert len({record.steps for record in records[:-1]}) == 1, "old and new steps have the same resolution"
     assert records[-1].step == records[-1].memory == 1000
     total = sum(record.steps * record.seconds for record in records)
     assert total == pytest.approx(sum(seconds))
