@@ -423,6 +423,18 @@ def test_a_step_costs_a_small_part_of_one_percent(tmp_path: Path) -> None:
     assert 0 < monitor.overhead < 1
 
 
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    names = {"loader": [torch.ones(2, 4)] * 3, "model": model, "optimizer": optimizer}
+    exec(compile(example, "docs/monitoring.md", "exec"), names)
+    assert [record.tokens for record in Results.load(Path("runs/mine/monitor.json")).monitor] == [8, 8, 8]
+    assert "Steps 1 to 3" in Path("runs/mine/monitor.html").read_text()
+
+
 def test_training_is_the_same_to_the_bit_whether_watched_or_not(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     data = tmp_path / "data.txt"
@@ -441,6 +453,13 @@ def test_training_is_the_same_to_the_bit_whether_watched_or_not(tmp_path: Path) 
     assert scores[0] == scores[1]
     assert not (tmp_path / "alone" / "monitor.json").exists()
     records = Results.load(tmp_path / "watched" / "monitor.json").monitor
+    if records[0].attention_flops is not None:
+        # The job counts the same work from its masks: within the rounding of its figures.
+        metrics = [
+            json.loads(line) for line in (tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()
+        ]
+        counted = [figures["attention_gflops"] * figures["seconds"] * 1e9 for figures in metrics]
+        assert [record.attention_flops for record in records] == pytest.approx(counted)
     assert [(record.step, record.tokens) for record in records] == [(step, 96) for step in range(1, 5)]
     for record in records:
         assert record.phases.total == pytest.approx(1.0)
