@@ -21,6 +21,7 @@ class FakeTarget:
         self.opened: list[Case] = []
         self.interrupt_at: Case | None = None
         self.others = 0.0  # processors
+        self.candidates = 4
 
     @property
     def meter(self) -> Meter:
@@ -36,7 +37,7 @@ class FakeTarget:
         return "it takes no float16" if case.dtype == "float16" else None
 
     def configs(self, _case: Case) -> Sequence[Mapping[str, int]]:
-        return [{"block": block} for block in range(4)]
+        return [{"block": block} for block in range(self.candidates)]
 
     def open(self, case: Case) -> Bench:
         if case == self.interrupt_at:

@@ -62,9 +62,10 @@ def test_the_default_is_the_kernels_own_choice_even_beside_a_table() -> None:
         cpu._core.set_tuned([])
 
 
-def test_candidates_use_no_more_threads_than_they_may() -> None:
+def test_the_number_of_threads_is_searched_where_there_are_several() -> None:
     case = Case("forward", "float32", 1, 64, 64, 32, "full")
-    assert max(config["threads"] for config in CpuTarget(threads=1).configs(case)) <= 1
+    assert {config["threads"] for config in CpuTarget(threads=2).configs(case)} == {0, 1}
+    assert {config["threads"] for config in CpuTarget(threads=1).configs(case)} == {0}
 
 
 def test_the_command_from_end_to_end(

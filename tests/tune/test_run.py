@@ -64,6 +64,16 @@ def test_no_case_begins_after_the_time() -> None:
     assert target.now < 0.5 + 0.2
 
 
+def test_the_last_case_has_what_time_is_left() -> None:
+    for budget in (1.0, 1.2, 1.4):
+        target = FakeTarget()
+        target.candidates = 2000
+        outcome, kept = run(target, CASES, budget)
+        assert len(kept) == 2
+        assert len(outcome.unreached) == 2
+        assert target.now < budget + 0.25
+
+
 def test_an_interrupt_keeps_what_was_found() -> None:
     target = FakeTarget()
     target.interrupt_at = CASES[2]
@@ -85,6 +95,7 @@ def test_a_find_beside_busy_neighbours_is_recorded_and_not_used() -> None:
     assert entry.gain is not None
     assert not entry.gain.accepted
     assert entry.gain.ratio.median == 1
+    assert entry.gain.tuned == entry.gain.default
 
 
 def test_this_process_is_no_neighbour_of_itself() -> None:

@@ -75,6 +75,7 @@ def test_a_machine_that_changes_its_speed_changes_no_verdict(drift: float) -> No
         (0.0099, 0.001, "gains less than 3%: 1.01"),
         (0.0103, 0.001, "not faster beyond doubt: 0.97"),
         (0.0094, 3.0, "not faster beyond doubt"),
+        (0.0015, 3.0, "too noisy"),
         (0.03, 0.001, "every candidate failed or was much slower"),
     ],
 )
@@ -171,6 +172,16 @@ def test_the_same_seed_takes_the_same_way() -> None:
 
     assert way(3) == way(3)
     assert way(3) != way(4)
+
+
+def test_with_little_time_each_seed_takes_other_candidates() -> None:
+    def tried(seed: int) -> set[int]:
+        machine = Machine(dict.fromkeys(range(200), 0.01))
+        machine.search(list(range(200)), seconds=0.5, seed=seed)
+        return set(machine.calls)
+
+    assert tried(3) == tried(3)
+    assert len(tried(3) & tried(4)) < len(tried(3)) / 2
 
 
 class Queue:

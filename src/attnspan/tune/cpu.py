@@ -58,16 +58,13 @@ class CpuTarget:
         return cpu.supports(_problem(case))
 
     def configs(self, case: Case) -> Sequence[Mapping[str, int]]:
-        """The legal configurations of a case.
+        """The configurations that are worth trying; as many threads as there are is no choice.
 
         Args:
             case: The case.
         """
-        return [
-            config
-            for config in cpu.configs(_problem(case), case.direction)
-            if config["threads"] <= self.threads
-        ]
+        found = cpu.configs(_problem(case), case.direction)
+        return [config for config in found if config["threads"] < self.threads]
 
     def open(self, case: Case) -> Bench:
         """Make the arrays of a case: standard-normal inputs, of one head after the other.
