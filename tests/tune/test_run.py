@@ -69,8 +69,8 @@ def test_the_last_case_has_what_time_is_left() -> None:
         target = FakeTarget()
         target.candidates = 2000
         outcome, kept = run(target, CASES, budget)
-        assert len(kept) == 2
-        assert len(outcome.unreached) == 2
+        assert len(kept) >= 2
+        assert outcome.unreached
         assert target.now < budget + 0.25
 
 
