@@ -88,6 +88,18 @@ def test_a_compiled_run_has_one_graph_and_never_compiles_again(tiny: Tiny, tmp_p
     assert summary.bits_per_byte_end == pytest.approx(eager.bits_per_byte_end, rel=tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_calls_per_document_do_not_compile_again_for_other_documents(tiny: Tiny, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    config = tiny(compile=True, steps=6, attention="sdpa-documents")
+    summary = train(config, tmp_path / "run", against_sdpa=False, console=quiet())
+    assert summary.warm.breaks > 0, "they are outside of the graphs"
+    assert summary.later == Graphs(compiled=0, breaks=0)
+    torch._dynamo.reset()
+
+
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Tiny, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny(steps=3, seed=seed), tmp_path / name, against_sdpa=False, console=quiet())

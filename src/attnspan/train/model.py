@@ -189,7 +189,7 @@ class Decoder(nn.Module):
     def compile_blocks(self) -> None:
         """Compile each block by itself: all of them share one graph, which is small.
 
-        Calls of SDPA per document stay outside, as their shapes are never the same: two graphs around them.
+        Calls of SDPA per document break the graph: their shapes are never the same.
 
         Example:
             >>> Decoder(TrainConfig(layers=1), vocab_size=257).compile_blocks()
