@@ -99,12 +99,13 @@ def search(
         OptionError: The default does not pass ``check``, or work goes on when a call was waited for.
 
     Example:
-        >>> from time import sleep
+        >>> now = [0.0]  # a made-up clock; without one it is the machine's
         >>> def make_call(config):
         ...     if config["block"] == 7:
         ...         raise ValueError("7 is odd")
-        ...     return lambda: sleep(4e-3 / config["block"])
-        >>> found = search(make_call, [{"block": 7}, {"block": 2}], {"block": 1}, seconds=0.1)
+        ...     return lambda: now.append(now.pop() + 0.01 / config["block"])
+        >>> meter = Meter(clock=lambda: now[0], cpu_clock=lambda: now[0])
+        >>> found = search(make_call, [{"block": 7}, {"block": 2}], {"block": 1}, seconds=1.0, meter=meter)
         >>> dict(found.best), found.failures
         ({'block': 2}, (({'block': 7}, 'ValueError: 7 is odd'),))
     """
