@@ -207,6 +207,12 @@ def test_a_choice_without_cells_moves_to_one_that_has_some(browser, folder: Path
     page.close()
 
 
+def test_no_chart_offers_to_send_its_data(open_page) -> None:
+    buttons = open_page().first_ratios.locator(".modebar-btn")
+    names = buttons.evaluate_all("buttons => buttons.map((button) => button.dataset.title)")
+    assert [name.split()[0] for name in names] == ["Download", "Zoom", "Pan", "Reset"]
+
+
 def test_charts_are_drawn_when_they_come_near(open_page) -> None:
     window = open_page()
     assert window.first_ratios.is_visible()

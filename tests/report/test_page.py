@@ -133,7 +133,7 @@ def test_headlines_are_the_figures_of_the_results(page: Page) -> None:
         if standing.peer is None:
             at = page.words.index(standing.view.label)
             assert page.words[at + 1] == f"{standing.geometric_mean:.2f}\N{MULTIPLICATION SIGN}"
-            assert page.words[at + 2].startswith(f"ahead in {standing.ahead} of {len(standing.ratios)} cells")
+            assert page.words[at + 2].startswith(f"{standing.ahead} of {len(standing.ratios)} cells ahead")
 
 
 def test_columns_that_no_run_has_are_absent(page: Page, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def cards(results: Results) -> tuple[Card, ...]:
 def _card(results: Results, standing: Standing) -> Card:
     label, lowest = standing.lowest
     notes = [
-        f"ahead in {standing.ahead} of {len(standing.ratios)} cells, behind in {standing.behind}",
+        f"{standing.ahead} of {len(standing.ratios)} cells ahead, {standing.behind} behind",
         f"lowest {times(lowest.median)}, {label}",
     ]
     top = reached(results.cells, results.ceilings, standing.view) if results.ceilings else None

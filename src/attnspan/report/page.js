@@ -57,7 +57,8 @@
     const coarse = matchMedia("(pointer: coarse)").matches;
     const options = {
       responsive: true, displaylogo: false, displayModeBar: coarse ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+      // Named one by one: what the library offers besides includes sending the data elsewhere.
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     };
     holder.dataset.drawn = "yes";
     return Plotly.react(holder, data, { ...layout, template: frame(), dragmode: coarse ? false : "zoom" }, options);
