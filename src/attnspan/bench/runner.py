@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -193,15 +194,14 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     """
     if len(expected) != len(found) or any(a.shape != b.shape for a, b in zip(expected, found, strict=True)):
         return float("inf")
-    worst = 0.0
-    for a, b in zip(expected, found, strict=True):
-        want, got = a.float().cpu(), b.float().cpu()
-        norm = want.norm().item()
-        error = (got - want).norm().item()
-        relative = error / norm if norm else error
-        # NaN compares false with everything; it must not pass as a small error.
-        worst = relative if not relative <= worst else worst
-    return worst
+    errors = [_relative_error(a.float().cpu(), b.float().cpu()) for a, b in zip(expected, found, strict=True)]
+    # max() would lose a NaN that does not come first.
+    return next((error for error in errors if math.isnan(error)), max(errors, default=0.0))
+
+
+def _relative_error(expected: Tensor, found: Tensor) -> float:
+    norm, error = expected.norm().item(), (found - expected).norm().item()
+    return error / norm if norm else error
 
 
 def _measure_memory(

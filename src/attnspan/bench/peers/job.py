@@ -20,6 +20,7 @@ from attnspan.bench.cells import Workload
 from attnspan.bench.devices import Device
 from attnspan.bench.workloads import mask_of
 from attnspan.masks import Mask
+from attnspan.spans import Spans
 
 __all__ = ["Job", "Peer", "Ready", "differentiated", "enough_memory"]
 
@@ -90,9 +91,10 @@ class Job:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The mask lowered on the device, once."""
+        """The mask lowered once, its bounds on the device: a call has nothing to convert."""
         w = self.workload
-        return self.mask.prepare(w.q_len, w.k_len, batch=w.batch, heads=w.q_heads, like=self.q.detach())
+        spans = self.mask.spans(w.q_len, w.k_len, batch=w.batch, heads=w.q_heads, like=self.q.detach())
+        return Prepared(Spans(torch.as_tensor(spans.bounds, device=self.device), spans.k_len))
 
     @property
     def grouped(self) -> bool:
@@ -133,7 +135,7 @@ class Job:
 
     def dense_mask(self) -> Tensor:
         """The mask as a bool tensor (B|1, H|1, Sq, Sk)."""
-        dense: Tensor = torch.as_tensor(self.prepared.lowered.dense(), device=self.device)
+        dense: Tensor = self.prepared.lowered.dense()
         return dense
 
     @property
