@@ -44,7 +44,7 @@ def training_section(results: Results) -> Section | None:
     )
     ran = [cell for cell in results.training if cell.tokens_per_second is not None]
     charts = (_tokens_chart(ran),) if ran else ()
-    lead = "Whole steps of the reference job: model, optimizer and data included. Ratios are of times taken in turn."
+    lead = "Whole steps of the reference job, data and optimizer included, taken in turn."
     return Section("training", "Training steps", lead, charts, table, wide=True)
 
 
