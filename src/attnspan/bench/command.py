@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from attnspan.bench.ceilings import native_probe
 from attnspan.bench.cells import Cell, Workload
 from attnspan.bench.compare import compare
+from attnspan.bench.devices import device_named
 from attnspan.bench.options import BenchOptions, numbers, words
 from attnspan.bench.peers import PEERS
 from attnspan.bench.results import Results
@@ -98,6 +99,11 @@ def plan_of(options: BenchOptions) -> Plan:
     _known("--dtypes", dtypes, DTYPES)
     _known("--modes", modes, MODES)
     peers_named(peers)
+    device_named(options.device)
+    if _TRAINING in options.names and options.device != "cpu":
+        raise OptionError(
+            "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
+        )
     own = load_workloads(options.workloads) if options.workloads else ()
     names = tuple(name for name in options.names if name != _TRAINING)
     chosen: tuple[Workload, ...] = ()
@@ -156,7 +162,8 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     plan = plan_of(options)
     with _progress(plan, console) as (before, after):
         results = run_session(plan, path=options.json, before=before, after=after)
-    if results.complete and (options.full or _TRAINING in options.names):
+    wants_training = _TRAINING in options.names or (options.full and options.device == "cpu")
+    if results.complete and wants_training:
         results = _with_training(results, options, plan, console)
     show_results(results, console)
     if any(cell.workload.family == "grid" for cell in results.cells):
@@ -175,10 +182,6 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
     from attnspan.bench.training import measure_training
     from attnspan.train.config import TrainConfig
 
-    if options.device != "cpu":
-        raise OptionError(
-            "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
-        )
     console.print("training steps", highlight=False)
     config = TrainConfig(threads=plan.threads or 0)
     try:

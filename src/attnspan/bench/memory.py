@@ -59,9 +59,10 @@ def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout
 
     Example:
         >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
-        >>> process_peak("nobody", work, "forward", threads=1)  # doctest: +ELLIPSIS
+        >>> process_peak("nobody", work, "forward", threads=1)
         Traceback (most recent call last):
-        attnspan.bench.timing.MeasurementError: memory of nobody: expected ...
+        attnspan.bench.timing.MeasurementError: memory of nobody: expected a process that ends with a \
+figure, got KeyError: 'nobody'. Try --no-memory.
     """
     task = {"peer": peer, "workload": to_plain(workload), "mode": mode, "threads": threads}
     try:

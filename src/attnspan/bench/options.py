@@ -44,7 +44,7 @@ class BenchOptions:
     names: tuple[str, ...] = ()
     full: bool = field(
         default=False,
-        metadata=_what("named workloads, grid and training, every dtype, with memory", "--full"),
+        metadata=_what("named workloads, grid and (on CPU) training, every dtype, with memory", "--full"),
     )
     dtypes: str = field(default="", metadata=_what("float32, bfloat16, float16; default: the first two"))
     modes: str = field(default="", metadata=_what("forward, forward+backward; default: both"))

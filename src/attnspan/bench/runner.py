@@ -200,7 +200,7 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 
 def _relative_error(expected: Tensor, found: Tensor) -> float:
-    norm, error = expected.norm().item(), (found - expected).norm().item()
+    norm, error = float(expected.norm()), float((found - expected).norm())
     return error / norm if norm else error
 
 

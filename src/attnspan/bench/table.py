@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["bytes_text", "seconds_text", "show_comparison", "show_results", "show_summary"]
 
 _WIDE = 140
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SHORT = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "forward": "fwd",
+    "forward+backward": "fwd+bwd",
+}
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -178,7 +184,12 @@ def _shares(shares: Iterable[float]) -> str:
 def _ratio(ratio: Ratio | None, noisy: bool) -> tuple[str, str]:
     if ratio is None:
         return ("", "")
-    return (f"{ratio.median:.2f}", f"{ratio.low:.2f}-{ratio.high:.2f}{' ~' if noisy else ''}")
+    interval = f"{_three_digits(ratio.low)}-{_three_digits(ratio.high)}"
+    return (_three_digits(ratio.median), f"{interval}{' ~' if noisy else ''}")
+
+
+def _three_digits(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
 def _grid_table(cells: list[Cell], mode: str) -> Table:
@@ -253,16 +264,17 @@ def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -
         )
         return
     lengths = f"S {MEAN_LENGTHS[0]}..{MEAN_LENGTHS[-1]}, D {'/'.join(map(str, MEAN_HEAD_DIMS))}"
-    columns = [("dtype", False), ("mode", False), ("mask", False), ("mean", True), ("cells", True)]
+    columns = [("", False), ("mode", False), ("mask", False), ("mean", True)]
     columns += [(f"peak D{dim}", True) for dim in MEAN_HEAD_DIMS]
-    columns += [("slowest", False), ("ratio", True), ("95 %", True), ("lost", True)]
+    columns += [("slowest of the grid", False), ("ratio", True), ("lost", True)]
     table = _table(f"time of {peer} over ours, geometric mean over {lengths}", columns)
     for target in found:
         label, slowest = target.slowest
         mean = "-" if target.mean is None else f"{target.mean:.2f}"
         shares = [_shares(target.reached(dim).values()) for dim in MEAN_HEAD_DIMS]
-        row = [_SHORT[target.dtype], target.mode, target.mask, mean, str(len(target.mean_ratios)), *shares]
-        row += [label.removeprefix("grid-"), *_ratio(slowest, False), f"{target.losses}/{len(target.ratios)}"]
+        row = [_SHORT[target.dtype], _SHORT[target.mode], target.mask, mean, *shares]
+        lost = f"{target.losses}/{len(target.ratios)}"
+        row += [label.removeprefix("grid-"), _three_digits(slowest.median), lost]
         table.add_row(*row)
     console.print(table)
 
