@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -435,19 +436,39 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     assert "Steps 1 to 3" in Path("runs/mine/monitor.html").read_text()
 
 
-def test_training_is_the_same_to_the_bit_whether_watched_or_not(tmp_path: Path) -> None:
+def observe(folder: Path, ceiling: float) -> Monitor:
+    return Monitor(folder, ceiling=ceiling)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """Four steps of a tiny job, with a checkpoint after the second."""
     torch.set_num_threads(1)
     data = tmp_path / "data.txt"
     data.write_text("\n\n".join("abcdefg" * n for n in range(1, 20)))
     shape = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48, "seq_len": 48}
     how = {"batch_size": 2, "steps": 4, "warmup": 2, "eval_bytes": 64, "dtype": "float32", "compile": False}
-    config = TrainConfig(**shape, **how, data=str(data), threads=1)
+    return TrainConfig(**shape, **how, data=str(data), threads=1, checkpoint_every=2)
+
+
+def test_a_resumed_training_goes_on_in_the_record(config: TrainConfig, tmp_path: Path) -> None:
+    def watched(**resume: Any) -> list[dict[str, Any]]:
+        folder, quiet = tmp_path / "run", Console(file=io.StringIO())
+        train(config, folder, against_sdpa=False, observe=partial(observe, folder), console=quiet, **resume)
+        return journal(folder)
+
+    first, again = watched(), watched(resume=True, from_step=2)
+    assert [line["step"] for line in first] == [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[:2] == first[:2]
+    assert again[2]["seconds"] != first[2]["seconds"]
+
+
+def test_training_is_the_same_to_the_bit_whether_watched_or_not(config: TrainConfig, tmp_path: Path) -> None:
     scores = []
     for name, watched in (("watched", True), ("alone", False)):
         folder = tmp_path / name
-        observe = (lambda ceiling, folder=folder: Monitor(folder, ceiling=ceiling)) if watched else None
-        quiet = Console(file=io.StringIO())
-        summary = train(config, folder, against_sdpa=False, observe=observe, console=quiet)
+        made, quiet = partial(observe, folder) if watched else None, Console(file=io.StringIO())
+        summary = train(config, folder, against_sdpa=False, observe=made, console=quiet)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         scores.append((summary.bits_per_byte_end, [(line["loss"], line["grad_norm"]) for line in lines]))
     assert scores[0] == scores[1]

@@ -18,8 +18,16 @@ def test_memory_is_what_is_resident_now() -> None:
     grown = resident.resident_memory()
     del block
     assert 0.9 * BLOCK < grown - before < 2 * BLOCK
+
+
+def test_freed_memory_is_given_back() -> None:
+    # Small pieces, which the allocator keeps when they are freed, and one at the end, which pins them.
+    pieces = [torch.ones(2**14) for _ in range(BLOCK // 2**16)]
+    last, grown = torch.ones(2**14), resident.resident_memory()
+    del pieces
     resident.trim()
     assert resident.resident_memory() < grown - 0.5 * BLOCK
+    del last
 
 
 def test_the_peak_stays_until_it_is_forgotten() -> None:

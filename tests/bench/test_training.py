@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from attnspan.bench import training
 from attnspan.bench.results import Results, TrainingCell
-from attnspan.bench.training import measure_training, training_peak
+from attnspan.bench.training import measure_training, steps_peak, training_peak
 from attnspan.errors import OptionError
 from attnspan.train.config import TrainConfig
 from attnspan.train.packing import Batch
@@ -103,6 +105,19 @@ def test_the_peak_is_of_the_steps_and_shows_what_attention_keeps(
         peaks[kind], trouble = training_peak(tiny(attention=kind, **shape))
         assert not trouble
     assert peaks["sdpa"] > peaks["attnspan"] + 2**25
+
+
+def test_the_peak_leaves_out_what_compiling_needed(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(Stepper, "warm_up", lambda *_: happened.append("compiled"))
+    monkeypatch.setattr(Stepper, "step", lambda *_: happened.append("step"))
+    monkeypatch.setattr(training, "forget_peak", lambda: happened.append("forgotten"))
+    monkeypatch.setattr(training, "resident_peak", lambda: happened.append("asked") or 123)
+    steps_peak(json.dumps(asdict(tiny())))
+    assert happened == ["compiled", "step", "forgotten", "step", "step", "step", "asked"]
+    assert capsys.readouterr().out == "123\n"
 
 
 def test_a_process_that_fails_says_why(tiny: Tiny) -> None:
