@@ -332,7 +332,7 @@ def test_the_theme_follows_the_reader(open_page) -> None:
         return luminance(page.locator("body").evaluate("item => getComputedStyle(item).backgroundColor"))
 
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     assert paper() < 0.1
     page.locator("#theme").click()
     assert paper() > 0.9
@@ -345,7 +345,7 @@ def test_paper_gets_every_chart_in_light_and_in_its_width(open_page) -> None:
     window = open_page(color_scheme="dark")
     page = window.page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    page.wait_for_function("!document.querySelector('figure:not([hidden]) .chart:not(:has(svg.main-svg))')")
+    expect(page.locator("figure:not([hidden]) .chart:not(:has(svg.main-svg))")).to_have_count(0)
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     widths = page.locator(".chart:visible svg.main-svg").evaluate_all(
         "charts => charts.map(c => c.clientWidth)"
