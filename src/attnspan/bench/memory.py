@@ -7,25 +7,20 @@ above the inputs, with the peer's mask, its results and whatever it keeps.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.cells import Workload
 from attnspan.bench.peers import Job, Peer, peers_by_name
+from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.bench.timing import MeasurementError
 
 __all__ = ["cuda_peak", "high_water_refusal", "process_peak"]
-
-_STATUS = Path("/proc/self/status")
-_RESET = Path("/proc/self/clear_refs")
 
 
 def high_water_refusal() -> str | None:
@@ -37,8 +32,8 @@ def high_water_refusal() -> str | None:
         True
     """
     try:
-        _reset_high_water()
-        _resident("VmHWM")
+        forget_peak()
+        resident_peak()
     except (OSError, KeyError) as error:
         return f"not measured: the high-water mark of resident memory cannot be reset ({error})"
     return None
@@ -118,34 +113,17 @@ def _measure_here(peer: Peer, workload: Workload, mode: str) -> int:
     warm.device.synchronize(warm.call())
     del warm
     job = Job.make(workload, mode, "cpu")
-    _trim()
-    inputs = _resident("VmRSS")
+    trim()
+    inputs = resident_memory()
+    assert inputs is not None, "`high_water_refusal` is asked first"
     ready = peer.prepare(job)
     with ready.around():
         ready.device.synchronize(ready.call())
-        _trim()
-        _reset_high_water()
+        trim()
+        forget_peak()
         result = ready.call()
         ready.device.synchronize(result)
-    return max(0, _resident("VmHWM") - inputs)
-
-
-def _trim() -> None:
-    """Give freed memory back to the system, so that it is not counted."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _resident(name: str) -> int:
-    """A size of /proc/self/status, bytes."""
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
-
-
-def _reset_high_water() -> None:
-    _RESET.write_text("5")
+    return max(0, resident_peak() - inputs)
 
 
 def _main() -> None:
