@@ -32,7 +32,8 @@ ENVIRONMENT = {
     "cpu": "Intel Xeon (a made-up one)",
     "cores": 2,
     "isa": "avx512bf16",
-    "memory": "16 GiB",
+    "memory_bytes": 16 * 2**30,
+    "load_average": [0.123456789, 0.5],
     "versions": {"attnspan": "0.1.0", "torch": "2.13.0+cpu", "jax": "0.11.0", "tokamax": None},
     "flags": ["avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile"],
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -204,6 +204,21 @@ def test_a_choice_without_cells_moves_to_one_that_has_some(browser, folder: Path
     assert page.locator("#controls input[name=dtype]:checked").get_attribute("value") == "float32"
     assert page.locator("#controls input[name=dtype][value=bfloat16]").is_disabled()
     assert page.locator("#ratios figure:visible").count() > 0
+    page.close()
+
+
+def test_two_devices_have_a_switch(browser: Browser, folder: Path) -> None:
+    cell = sample_results().cells[0]
+    on_device = replace(
+        cell, device="cuda", basis="pipelined", workload=replace(cell.workload, dtype="float16")
+    )
+    write_page(Results(cells=(cell, on_device)), folder / "devices.html")
+    page = browser.new_page()
+    page.goto((folder / "devices.html").as_uri())
+    notes = page.locator("#ratios figure:visible small")
+    assert notes.all_inner_texts() == ["forward, float32"]
+    choose(page, "device", "cuda")
+    assert notes.all_inner_texts() == ["forward, float16, cuda"]
     page.close()
 
 

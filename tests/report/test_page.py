@@ -136,6 +136,21 @@ def test_headlines_are_the_figures_of_the_results(page: Page) -> None:
             assert page.words[at + 2].startswith(f"{standing.ahead} of {len(standing.ratios)} cells ahead")
 
 
+def test_the_machine_is_described_in_words(page: Page) -> None:
+    facts = dict(zip(page.words, page.words[1:], strict=False))
+    assert facts["memory bytes"] == "16.0 GiB"
+    assert facts["load average"] == "0.1235, 0.5"
+    assert facts["versions, torch"] == "2.13.0+cpu"
+    assert facts["versions, tokamax"] == "\N{EN DASH}"
+    assert facts["reading memory"] == "18.4 GB/s"
+
+
+def test_a_share_above_the_peak_doubts_the_peak(page: Page, tmp_path: Path) -> None:
+    assert "measured too low" not in page.text
+    low = replace(CEILINGS, flops={kind: peak / 2 for kind, peak in CEILINGS.flops.items()})
+    assert "measured too low" in page_of(replace(sample_results(), ceilings=low), tmp_path).text
+
+
 def test_columns_that_no_run_has_are_absent(page: Page, tmp_path: Path) -> None:
     heads = page.words
     assert "energy" not in heads

@@ -58,7 +58,8 @@ def _card(results: Results, standing: Standing) -> Card:
     ]
     top = reached(results.cells, results.ceilings, standing.view) if results.ceilings else None
     if top is not None:
-        notes.append(f"up to {percent(top[1])} of the measured peak")
+        doubt = ": it was measured too low" if top[1] > 1 else ""
+        notes.append(f"up to {percent(top[1])} of the measured peak{doubt}")
     return Card(standing.view.label, times(standing.geometric_mean), tuple(notes))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from base64 import b64encode
 from collections.abc import Iterable
 from hashlib import sha256
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attnspan.bench.results import Results
 from attnspan.report._cells import cards, cell_rows, cell_table, standing_section, target_section
 from attnspan.report._chart import OURS, Palette, Section
-from attnspan.report._numbers import NONE, bandwidth, rate
+from attnspan.report._numbers import NONE, bandwidth, bytes_text, rate
 from attnspan.report._ratios import ratio_section, tuning_section
 from attnspan.report._roofline import roofline_section
 from attnspan.report._scaling import memory_section, scaling_sections
@@ -76,7 +77,7 @@ def write_page(results: Results, path: Path) -> None:
         script=_asset("page.js"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(html, encoding="utf-8")
     part.replace(path)
 
@@ -123,7 +124,13 @@ def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str
         if isinstance(value, dict):
             facts += _facts(value, f"{label}, ")
         elif isinstance(value, list | tuple):
-            facts.append((label, ", ".join(str(item) for item in value) or NONE))
+            facts.append((label, ", ".join(_fact(name, item) for item in value) or NONE))
         else:
-            facts.append((label, NONE if value is None else str(value)))
+            facts.append((label, _fact(name, value)))
     return facts
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and name.endswith("bytes"):
+        return bytes_text(value)
+    return NONE if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
