@@ -83,10 +83,11 @@ def test_peers_run_and_show_no_ratio_where_attnspan_cannot():
             return "not today"
 
     refusing = Refusing(lambda out: out, "attnspan")
-    cell = measure_cell(WORK, "forward", [refusing, Changed(lambda out: out)], OPTIONS)
+    peers = [refusing, Changed(lambda out: out, "one"), Changed(lambda out: out, "other")]
+    cell = measure_cell(WORK, "forward", peers, OPTIONS)
     assert cell.ours.reason == "not today"
-    assert cell.runs[1].ran
-    assert cell.runs[1].ratio is None
+    assert [run.ran for run in cell.peers] == [True, True]
+    assert [run.ratio for run in cell.peers] == [None, None], "a ratio is against attnspan or there is none"
 
 
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():

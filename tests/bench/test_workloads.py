@@ -54,6 +54,8 @@ def test_corpus_lengths_are_heavy_tailed_and_always_the_same():
     assert (lengths > 0).all()
     assert lengths.mean() > 2 * np.median(lengths)
     assert len(np.diff(corpus_offsets(8192, seed=3))) > 3
+    # A row that ends with a document has no empty one behind it.
+    assert (np.diff(corpus_offsets(int(lengths[:4].sum()), seed=0)) == lengths[:4]).all()
 
 
 def test_pairs_are_those_of_the_dense_mask():

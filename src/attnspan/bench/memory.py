@@ -14,13 +14,15 @@ from dataclasses import replace
 
 import torch
 
+from attnspan._leaves import Documents
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.cells import Workload
 from attnspan.bench.peers import Job, Peer, peers_by_name
 from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.bench.timing import MeasurementError
+from attnspan.bench.workloads import mask_of
 
-__all__ = ["cuda_peak", "high_water_refusal", "process_peak"]
+__all__ = ["cuda_peak", "high_water_refusal", "peak_here", "process_peak"]
 
 
 def high_water_refusal() -> str | None:
@@ -106,9 +108,25 @@ def cuda_peak(peer: Peer, workload: Workload, mode: str) -> int:
     return torch.cuda.max_memory_allocated() - inputs
 
 
-def _measure_here(peer: Peer, workload: Workload, mode: str) -> int:
-    """The figure of `process_peak`, for the process that runs it."""
-    tiny = replace(workload, q_len=min(16, workload.q_len), k_len=16, mask="full")
+def peak_here(peer: Peer, workload: Workload, mode: str) -> int:
+    """Peak bytes above the inputs of a call on CPU, in this process, which should be a fresh one.
+
+    Args:
+        peer: The peer.
+        workload: What it computes.
+        mode: "forward" or "forward+backward".
+
+    Raises:
+        OSError: The high-water mark cannot be reset (see `high_water_refusal`).
+
+    Example:
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> high_water_refusal() is not None or peak_here(peers_by_name()["attnspan"], work, "forward") >= 0
+        True
+    """
+    # Of the same kind: a peer may know documents and nothing else.
+    packed = any(isinstance(leaf, Documents) for leaf in mask_of(workload)._leaves())
+    tiny = replace(workload, q_len=16, k_len=16, mask="packed(2)" if packed else "full")
     warm = peer.prepare(Job.make(tiny, mode, "cpu"))
     warm.device.synchronize(warm.call())
     del warm
@@ -130,7 +148,7 @@ def _main() -> None:
     task = json.loads(sys.stdin.read())
     torch.set_num_threads(task["threads"])
     workload = from_plain(Workload, task["workload"], "workload")
-    print(_measure_here(peers_by_name()[task["peer"]], workload, task["mode"]))
+    print(peak_here(peers_by_name()[task["peer"]], workload, task["mode"]))
 
 
 if __name__ == "__main__":
