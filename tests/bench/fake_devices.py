@@ -38,6 +38,44 @@ class World:
         return Meter(lambda: self.now, lambda: self.busy, joules, threads)
 
 
+@dataclass
+class VirtualDevice:
+    """The same on a clock that only moves when told: exact on the busiest machine.
+
+    Args:
+        world: Whose clock moves while a wait lasts.
+        work: Seconds of each call.
+        round_trip: Seconds that a wait takes besides.
+    """
+
+    world: World
+    work: float
+    round_trip: float = 0.0
+    pending: int = 0
+    name = "virtual"
+    is_asynchronous = True
+    is_ordered = True
+
+    def submit(self) -> str:
+        self.pending += 1
+        return "a result to come"
+
+    def synchronize(self, result: Any) -> None:
+        del result
+        self.world.now += self.pending * self.work + self.round_trip
+        self.pending = 0
+
+    def is_idle(self, result: Any) -> bool:
+        del result
+        return self.pending == 0
+
+    def timer(self) -> None:
+        return None
+
+    def subject(self, name: str) -> Subject:
+        return Subject(name, self.submit, self)
+
+
 class SleepingDevice:
     """A worker thread that sleeps for every call; waiting for it costs a round trip besides.
 

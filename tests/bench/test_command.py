@@ -46,7 +46,7 @@ def test_a_small_run_prints_and_writes(run, tmp_path):
     code, printed, _ = run("--workloads", own, "--modes", "forward+backward", *options)
     assert code == 0
     assert "tiny fp32" in printed
-    assert "not flex: it has no backward pass on CPU" in printed
+    assert "nowhere flex: it has no backward pass on CPU" in printed
     results = Results.load(out)
     assert [(cell.workload, cell.mode) for cell in results.cells] == [(WORK, "forward+backward")]
     assert [found.peer for found in results.cells[0].runs] == ["attnspan", "sdpa-flash", "flex"]

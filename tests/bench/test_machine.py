@@ -13,10 +13,24 @@ def test_a_probe_is_asked_for_every_kind_with_the_threads_of_the_run():
     probe = FakeProbe()
     ceilings = measure_ceilings("cpu", probe=probe, threads=2, seconds=0.5)
     assert [entry[0] for entry in probe.asked[:3]] == ["amx_bf16", "fma_f32", "dot_bf16"]
-    assert {entry[1:] for entry in probe.asked} == {(2, 0.5)}
+    assert {entry[1] for entry in probe.asked} == {2}
     assert probe.asked[3][0] >= 1 << 28, "a buffer beyond any cache"
     assert ceilings.kinds("bfloat16") == ("dot_bf16", "amx_bf16")
     assert set(ceilings.notes) == {*ceilings.flops, "read_bandwidth"}
+
+
+def test_a_neighbour_that_takes_the_machine_for_a_while_lowers_no_ceiling():
+    class Shared(FakeProbe):
+        def peak(self, kind, *, num_threads, seconds):
+            found = super().peak(kind, num_threads=num_threads, seconds=seconds)
+            return found / 2 if len(self.asked) < 10 else found
+
+        def read_bandwidth(self, size, *, num_threads, seconds):
+            found = super().read_bandwidth(size, num_threads=num_threads, seconds=seconds)
+            return found / 2 if len(self.asked) < 10 else found
+
+    shared, alone = (measure_ceilings("cpu", probe=probe) for probe in (Shared(), FakeProbe()))
+    assert shared == alone
 
 
 def test_without_a_probe_products_of_matrices_stand_in_by_name():

@@ -55,7 +55,7 @@ def test_a_table_fits_and_holds_every_figure(width):
         "130 128-133 ~",
         "3.0 GiB",
         "!3.00 s",
-        "not flex: it has no backward pass on CPU",
+        "nowhere flex: it has no backward pass on CPU",
         "the machine is too noisy for 1 of 1 cells",
         "the pipelined figure is the device's",
     ):
@@ -67,6 +67,24 @@ def test_a_wide_terminal_gets_more():
     for part in ("32/8x32768 D128", "97%", "back end cpu"):
         assert part in wide
         assert part not in narrow
+
+
+def test_what_is_bound_by_memory_shows_its_share_of_the_bandwidth():
+    decode = replace(CELL, flops=1e9, bytes=2.5e9, runs=(OURS, FLEX))
+    for width in (100, 160):
+        text = _printed(show_results, replace(RESULTS, cells=(decode,)), width=width)
+        assert "read " in text
+        assert "25%" in text
+        assert " read  " not in _printed(show_results, RESULTS, width=width)
+
+
+def test_a_reason_is_said_once_where_it_holds_everywhere_and_where_it_holds_otherwise():
+    other = replace(CELL, workload=replace(WORK, name="other"), mode="forward", runs=(OURS, JAX))
+    text = _printed(show_results, replace(RESULTS, cells=(CELL, other)), width=160)
+    assert "  not flex: it has no backward pass on CPU" in text
+    assert "nowhere" not in text
+    text = _printed(show_results, replace(RESULTS, cells=(CELL, CELL)), width=160)
+    assert text.count("it has no backward pass on CPU") == 1
 
 
 def test_training_and_an_interrupt_are_shown():

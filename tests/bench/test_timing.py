@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fake_devices import SleepingDevice, World
+from fake_devices import SleepingDevice, VirtualDevice, World
 
 from attnspan.bench.devices import HostDevice, JaxDevice
 from attnspan.bench.timing import Budget, MeasurementError, Meter, Subject, first_call, interleave
@@ -103,10 +103,11 @@ def test_waiting_for_every_call_is_seen():
 
 
 def test_where_waiting_is_free_both_ways_of_timing_agree():
-    device = SleepingDevice(work=0.004)
-    (found,) = interleave([Subject("a", device.submit, device)], Budget(seconds=0.3, sample_seconds=0.02))
+    world = World()
+    (found,) = _measure(world, [VirtualDevice(world, work=0.004).subject("a")], sample_seconds=0.02)
     assert found.pipelined is not None
-    assert found.execute.median == pytest.approx(found.pipelined.median, rel=0.3)
+    assert found.execute.median == pytest.approx(found.pipelined.median) == pytest.approx(0.004)
+    assert found.utilisation is None, "the processor's use says nothing of another device"
 
 
 def test_never_waiting_is_refused():
@@ -118,12 +119,13 @@ def test_never_waiting_is_refused():
 
 
 def test_the_ratio_of_asynchronous_sides_is_of_pipelined_times_where_asked():
-    devices = [SleepingDevice(work=0.001, round_trip=0.02), SleepingDevice(work=0.006, round_trip=0.02)]
-    subjects = [Subject(str(i), device.submit, device) for i, device in enumerate(devices)]
-    budget = Budget(seconds=0.3, sample_seconds=0.1)
-    _, pipelined = interleave(subjects, budget, basis="pipelined")
-    _, execute = interleave(subjects, budget, basis="execute")
-    assert pipelined.ratio.median > 1.2 * execute.ratio.median
+    world = World()
+    subjects = [VirtualDevice(world, work, round_trip=0.01).subject(str(work)) for work in (0.001, 0.004)]
+    budget = Budget(sample_seconds=0.1)
+    _, pipelined = interleave(subjects, budget, world.meter(), basis="pipelined")
+    _, execute = interleave(subjects, budget, world.meter(), basis="execute")
+    assert pipelined.ratio.median > 2.2
+    assert execute.ratio.median == pytest.approx(14 / 11)
 
 
 def test_results_of_an_asynchronous_library_are_not_timed_as_the_hosts():

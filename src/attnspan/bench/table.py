@@ -79,6 +79,7 @@ def show_results(results: Results, console: Console) -> None:
     console.print(_machine_line(results), highlight=False)
     if results.ceilings:
         console.print(_ceilings_line(results.ceilings), highlight=False)
+    everywhere = _refused_everywhere(results.cells)
     for family, mode in dict.fromkeys((cell.workload.family, cell.mode) for cell in results.cells):
         cells = [c for c in results.cells if (c.workload.family, c.mode) == (family, mode)]
         console.print()
@@ -86,8 +87,10 @@ def show_results(results: Results, console: Console) -> None:
             console.print(_grid_table(cells, mode))
         else:
             console.print(_cell_table(f"{family}, {mode}", cells, results.ceilings, console.width >= _WIDE))
-        for line in _refusals(cells):
+        for line in _refusals(cells, everywhere):
             console.print(line, style="dim", highlight=False)
+    for peer, reason in everywhere:
+        console.print(f"nowhere {peer}: {reason}", style="dim", highlight=False)
     if results.training:
         console.print()
         console.print(_training_table(results.training))
@@ -130,10 +133,13 @@ def _table(title: str, columns: Iterable[tuple[str, bool]]) -> Table:
 def _cell_table(title: str, cells: list[Cell], ceilings: Ceilings | None, wide: bool) -> Table:
     has_pipelined = any(run.pipelined for cell in cells for run in cell.runs)
     has_memory = any(run.peak_memory is not None for cell in cells for run in cell.runs)
+    by_memory = any(_is_bound_by_memory(cell, ceilings) for cell in cells)
     columns = [("", False), ("time", True)]
     columns += [("spread", True)] if wide else []
     columns += [("in a row", True)] if has_pipelined else []
-    columns += [("GFLOP/s", True), ("peak", True), ("ratio", True), ("95 %", True)]
+    columns += [("GFLOP/s", True), ("peak", True)]
+    columns += [("read", True)] if by_memory else []
+    columns += [("ratio", True), ("95 %", True)]
     columns += [("memory", True)] if has_memory else []
     columns += [("cores", True), ("compile", True), ("remark", False)] if wide else []
     table = _table(title, columns)
@@ -144,7 +150,9 @@ def _cell_table(title: str, cells: list[Cell], ceilings: Ceilings | None, wide: 
             row = [f"  {run.peer}", seconds_text(run.execute.median if run.execute else None)]
             row += [f"{run.execute.spread:.0%}" if run.execute else "-"] if wide else []
             row += [_pipelined(run)] if has_pipelined else []
-            row += [_rate(cell, run), _share(cell, run, ceilings), *_ratio(run.ratio, run.noisy)]
+            row += [_rate(cell, run), _share(cell, run, ceilings)]
+            row += [_read_share(cell, run, ceilings)] if by_memory else []
+            row += _ratio(run.ratio, run.noisy)
             row += [bytes_text(run.peak_memory)] if has_memory else []
             if wide:
                 use = "-" if run.utilisation is None else f"{run.utilisation:.0%}"
@@ -173,6 +181,18 @@ def _rate(cell: Cell, run: Run) -> str:
 
 def _share(cell: Cell, run: Run, ceilings: Ceilings | None) -> str:
     return _shares(cell.shares(run, ceilings).values() if ceilings else ())
+
+
+def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
+    """Whether the roofline of the cell is the bandwidth's."""
+    dtype = cell.workload.dtype
+    best = ceilings.best(dtype) if ceilings else None
+    return ceilings is not None and best is not None and ceilings.attainable(dtype, cell.intensity) != best
+
+
+def _read_share(cell: Cell, run: Run, ceilings: Ceilings | None) -> str:
+    share = cell.bandwidth_share(run, ceilings) if ceilings else None
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _shares(shares: Iterable[float]) -> str:
@@ -208,12 +228,18 @@ def _grid_table(cells: list[Cell], mode: str) -> Table:
     return table
 
 
-def _refusals(cells: list[Cell]) -> Iterator[str]:
-    """Who could not do what, and why; one line for each reason."""
+def _refused_everywhere(cells: tuple[Cell, ...]) -> tuple[tuple[str, str], ...]:
+    """Peers that gave the same reason in every cell, with it: said once, not below each table."""
+    given = [[(run.peer, run.reason) for run in cell.runs if run.reason] for cell in cells]
+    return tuple(pair for pair in (given[0] if given else ()) if all(pair in others for others in given))
+
+
+def _refusals(cells: list[Cell], said: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Who could not do what, and why; one line for each reason that is not said elsewhere."""
     found: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         for run in cell.runs:
-            if run.reason is not None:
+            if run.reason is not None and (run.peer, run.reason) not in said:
                 found.setdefault((run.peer, run.reason), []).append(cell.workload.label)
     for (peer, reason), labels in found.items():
         where = "" if len(labels) == len(cells) else f" ({', '.join(labels)})"
