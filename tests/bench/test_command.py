@@ -10,7 +10,7 @@ from fake_devices import FakeProbe
 from attnspan.bench import command
 from attnspan.bench.cells import Cell, Run, Workload
 from attnspan.bench.options import BenchOptions
-from attnspan.bench.results import Results
+from attnspan.bench.results import Rate, Results, TrainingCell
 from attnspan.bench.samples import Timing
 from attnspan.bench.workloads import save_workloads
 from attnspan.cli import main
@@ -132,6 +132,22 @@ def test_training_alone_plans_no_cells_and_full_plans_all():
     assert {work.dtype for work in full.workloads} == {"float32", "bfloat16", "float16"}
     assert (default.memory, full.memory) == (False, True)
     assert not command.plan_of(BenchOptions(full=True, memory=False)).memory
+
+
+def test_training_goes_into_the_same_file(run, tmp_path, monkeypatch):
+    asked = []
+
+    def measure_training(config, rounds, *, memory):
+        asked.append((config.threads, rounds, memory))
+        return (TrainingCell("attnspan", tokens_per_second=Rate((4321.0,))),)
+
+    monkeypatch.setattr("attnspan.bench.training.measure_training", measure_training)
+    out = tmp_path / "results.json"
+    code, printed, _ = run("training", "--threads", 1, "--rounds", 3, "--memory", "--json", out)
+    assert code == 0
+    assert asked == [(1, 3, True)]
+    assert "4,321" in printed
+    assert [cell.attention for cell in Results.load(out).training] == ["attnspan"]
 
 
 def test_an_interrupt_still_writes_and_prints(run, tmp_path, monkeypatch):
