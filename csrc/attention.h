@@ -26,7 +26,7 @@ struct Bounds {
 struct Config {
   int64_t block_q = 0, block_k = 0;  // rows and keys of a block
   int64_t threads = 0;               // use at most so many
-  bool any() const { return block_q != 0 || block_k != 0 || threads != 0; }
+  bool given = false;                // by the caller: the table of tuned configurations is not asked
 };
 
 struct Problem {
@@ -41,7 +41,7 @@ struct Problem {
 
 struct ForwardArgs : Problem {
   Tensor out;
-  float* lse;  // (batch, q_heads, q_len), contiguous
+  float* lse;  // (batch, q_heads, q_len), contiguous; may be null
 };
 
 struct BackwardArgs : Problem {

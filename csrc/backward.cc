@@ -17,7 +17,8 @@ template <class T, class E>
 class Backward {
   using C = typename E::Element;
   using Pack = PackerFor<T, E>;
-  static constexpr int64_t strip = E::strip, pair = E::pair, pieces = E::pieces, block_step = 96, most_block = 384,
+  static constexpr int64_t strip = E::strip, pair = E::pair, pieces = E::pieces,
+                           block_step = strip % key_step == 0 ? strip : 96, most_block = 384,
                            most_strips = most_block / strip;
   static_assert(block_step % strip == 0 && block_step % key_step == 0);
 
@@ -26,7 +27,8 @@ class Backward {
 
   Backward(const BackwardArgs& args, int threads)
       : a(args),
-        block(args.config.block_k ? args.config.block_k : 192),
+        block(args.config.block_k ? args.config.block_k
+                                  : least(192, round_up(most(1, most(args.q_len, args.k_len)), block_step))),
         panels(block / panel),
         ld_scores(block + 16),
         ld_weights(sizeof(C) == 4 ? ld_scores : block + 32),

@@ -276,7 +276,7 @@ Result launch(Args args, Direction direction, Isa level, const Pair& pair, Paral
     result.status = Status::bad_bounds;
     return result;
   }
-  if (args.config.any()) {
+  if (args.config.given) {
     if (!legal(args.config, pair.blocks)) return {Status::bad_config};
   } else if (const Config tuned = tuned_for(direction, level, args, pairs); legal(tuned, pair.blocks)) {
     args.config = tuned;

@@ -4,6 +4,7 @@
 // 2. A query block of one head is worked on in strips of rows. A strip touches only keys that some row of
 // it may see.
 #include "attention.h"
+#include "few.h"
 #include "kernels.h"
 #include "pack.h"
 #include "rows.h"
@@ -41,10 +42,11 @@ class Forward {
         packs((keys + pack_keys - 1) / pack_keys),
         blocks((a.q_len + block_rows - 1) / block_rows),
         by_heads(heads_suffice(threads)),
-        slots(by_heads ? threads : a.batch * a.kv_heads) {}
+        slots(by_heads ? threads : a.batch * a.kv_heads),
+        few(args, threads) {}
 
   Scratch scratch() {
-    if (by_rows()) return {0, 0};
+    if (few.takes()) return few.scratch();
     Carver shared, own;
     lay_out_shared(shared);
     lay_out_thread(own);
@@ -52,14 +54,7 @@ class Forward {
   }
 
   void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
-    if (by_rows()) {
-      parallel(a.batch * a.q_heads * a.q_len, [&](int64_t item, int) {
-        const FlushSubnormals flush;
-        const int64_t head = item / a.q_len;
-        row(head / a.q_heads, head % a.q_heads, item % a.q_len);
-      });
-      return;
-    }
+    if (few.takes()) return few.run(parallel, shared, per_thread, thread_bytes);
     Carver carver(shared);
     lay_out_shared(carver);
     const auto work = [&](int64_t b, int64_t h, int64_t i, int64_t slot, int thread) {
@@ -89,8 +84,6 @@ class Forward {
     float* scores[2];
     float *out, *maximum, *sums;
   };
-
-  bool by_rows() const { return a.q_len < few_rows; }
 
   // Small heads that share out evenly over the threads: each thread packs the head that it then works on, and finds it
   // in its own cache. Otherwise all heads are packed first, and all threads work on one head after the other.
@@ -148,30 +141,36 @@ class Forward {
       Pack::keys(k, a.k.row, a.k_len, a.head_dim, {packed_k + slot * k_head, k_plane}, k_panel, i, count, depth);
       Pack::dims(v, a.v.row, a.k_len, a.v_dim, {packed_v + slot * v_head, v_plane}, v_panel, i, count, v_cols);
     }
-    is_finite[slot * packs + part] = all_finite;
+    // Pieces of an infinite number are no numbers.
+    is_finite[slot * packs + part] = all_finite && (E::pieces == 1 || std::isfinite(k_norm));
     k_norms[slot * packs + part] = k_norm;
     v_norms[slot * packs + part] = v_norm;
   }
 
   void row(int64_t b, int64_t h, int64_t i) const {
     const int64_t hk = h / a.group();
-    forward_row<T>(q_row(b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row, a.head_dim, a.v_dim,
-                   a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, at<T>(a.out, b, h, i), lse(b, h, i));
+    float lse;
+    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, at<T>(a.out, b, h, i), &lse);
+    write_lse(b, h, i, lse);
   }
 
-  float* lse(int64_t b, int64_t h, int64_t i) const { return a.lse + (b * a.q_heads + h) * a.q_len + i; }
+  void write_lse(int64_t b, int64_t h, int64_t i, float value) const {
+    if (a.lse != nullptr) a.lse[(b * a.q_heads + h) * a.q_len + i] = value;
+  }
 
   void query_block(int64_t b, int64_t h, int64_t first, int64_t slot, Strip s) const {
-    if (packed_finite(slot)) {
+    const float q_norm = largest_norm(q_row(b, h, first), a.q.row, least(block_rows, a.q_len - first), a.head_dim);
+    if (packed_finite(slot) && (E::pieces == 1 || std::isfinite(q_norm))) {
       E::begin();
-      block(b, h, first, slot, s);
+      block(b, h, first, slot, q_norm, s);
       E::end();
     } else {
       for (int64_t i = first; i < least(first + block_rows, a.q_len); ++i) row(b, h, i);
     }
   }
 
-  void block(int64_t b, int64_t h, int64_t first, int64_t slot, Strip s) const {
+  void block(int64_t b, int64_t h, int64_t first, int64_t slot, float q_norm, Strip s) const {
     const int64_t rows = least(block_rows, a.q_len - first), strips = (rows + E::strip - 1) / E::strip;
     const int32_t* spans = a.bounds.slice(b, h) + first * a.runs * 2;
     Hull hull[most_strips], all;
@@ -189,8 +188,7 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const float q_norm = largest_norm(q_row(b, h, first), a.q.row, rows, a.head_dim),
-                v_norm = largest_of(v_norms, slot);
+    const float v_norm = largest_of(v_norms, slot);
     const bool bounded = within_range(q_norm, largest_of(k_norms, slot), v_norm, c);
     if (bounded)
       for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
@@ -254,7 +252,7 @@ class Forward {
     if (!job.seen.full)
       for (int64_t i = 0; i < rows; ++i)
         hide(ready + i * lds, job.seen.lo, n, head.spans + (at + i) * a.runs * 2, a.runs);
-    const int64_t step = block_keys / (E::strip / 4);  // columns for each four rows
+    const int64_t step = round_up(block_keys / (E::strip / 4), panel);  // columns for each four rows
     const bool prepare = E::overlaps && next.valid(head.all);
     int64_t done = 0;
     C* p = in_place ? reinterpret_cast<C*>(ready) : s.p;
@@ -275,7 +273,7 @@ class Forward {
     const bool sees = sees_any(spans, a.runs);
     const float sum = reduce_add(load(s.sums + r * Vec::width));
     write_row(s.out + r * v_cols, sees ? 1.0f / sum : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
-    *lse(b, h, i) = sees ? log_sum(s.maximum[r], sum) : -infinity;
+    write_lse(b, h, i, sees ? log_sum(s.maximum[r], sum) : -infinity);
   }
 
   const ForwardArgs& a;
@@ -283,6 +281,7 @@ class Forward {
       p_plane, k_head, v_head, packs, blocks;
   const bool by_heads;
   const int64_t slots;
+  const FewQueries<T, E> few;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;
   float *k_norms = nullptr, *v_norms = nullptr;

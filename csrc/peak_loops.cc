@@ -22,31 +22,28 @@ inline void keep(V& x) {
 
 constexpr int chains = 12;  // independent sums: more than latency times throughput of any processor so far
 
-double peak_fma(int64_t rounds) {
-  Vec sum[chains], a = set(0.999f), b = set(1e-3f);
-  for (auto& x : sum) x = set(1.0f);
-  keep(a.v), keep(b.v);
-  for (int64_t i = 0; i < rounds; ++i) {
-#pragma GCC unroll 12
-    for (auto& x : sum) x = fma(x, a, b);
-#pragma GCC unroll 12
-    for (auto& x : sum) keep(x.v);
+// `step` applied to each of the sums, which the compiler must see as so many registers and not as an array.
+template <class V, class Step>
+double chains_of(int64_t rounds, int64_t flops, V first, const Step& step) {
+  V a = first, b = first, c = first, d = first, e = first, f = first, g = first, h = first, i = first, j = first,
+    k = first, l = first;
+  for (int64_t n = 0; n < rounds; ++n) {
+    step(a), step(b), step(c), step(d), step(e), step(f), step(g), step(h), step(i), step(j), step(k), step(l);
+    keep(a), keep(b), keep(c), keep(d), keep(e), keep(f), keep(g), keep(h), keep(i), keep(j), keep(k), keep(l);
   }
-  return static_cast<double>(rounds) * chains * Vec::width * 2;
+  return static_cast<double>(rounds * chains * flops);
+}
+
+double peak_fma(int64_t rounds) {
+  const Vec x = set(0.999f), y = set(1e-3f);
+  using V = decltype(Vec::v);
+  return chains_of(rounds, Vec::width * 2, set(1.0f).v, [=](V& sum) { sum = fma({sum}, x, y).v; });
 }
 
 #if defined(__AVX512BF16__)
 double peak_dot(int64_t rounds) {
-  __m512 sum[chains];
-  auto a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3c003c00));
-  for (auto& x : sum) x = _mm512_set1_ps(1.0f);
-  for (int64_t i = 0; i < rounds; ++i) {
-#pragma GCC unroll 12
-    for (auto& x : sum) x = _mm512_dpbf16_ps(x, a, a);
-#pragma GCC unroll 12
-    for (auto& x : sum) keep(x);
-  }
-  return static_cast<double>(rounds) * chains * 16 * 4;
+  const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3c003c00));
+  return chains_of(rounds, 16 * 4, _mm512_set1_ps(1.0f), [=](__m512& sum) { sum = _mm512_dpbf16_ps(sum, x, x); });
 }
 #endif
 

@@ -3,7 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -88,7 +88,7 @@ void raise_unless_ok(const Result& result, const Problem& p, Direction direction
 Config config_of(nb::handle x) {
   if (x.is_none()) return {};
   const auto t = nb::cast<nb::tuple>(x);
-  return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2])};
+  return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2]), true};
 }
 
 void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle bounds,
@@ -97,7 +97,7 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
   fill(args, q, k, v, bounds, scale);
   args.config = config_of(config);
   args.out = tensor_of("out", out, static_cast<int>(args.dtype), {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.lse = rows_of("lse", lse, args);
+  args.lse = lse.is_none() ? nullptr : rows_of("lse", lse, args);
   const Isa isa = level();
   Result result;
   {
@@ -130,6 +130,82 @@ void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, 
   raise_unless_ok(result, args, Direction::backward, isa);
 }
 
+// An uninitialised (batch, heads, length, dim) array of the caller's framework, stored as (batch, length, heads, dim).
+nb::object new_bshd(nb::handle empty_strided, nb::handle dtype, int64_t batch, int64_t heads, int64_t length,
+                    int64_t dim) {
+  const int64_t row = heads * dim;
+  return empty_strided(nb::make_tuple(batch, heads, length, dim), nb::make_tuple(length * row, dim, row, 1),
+                       nb::arg("dtype") = dtype);
+}
+
+Tensor bshd(nb::handle x, int64_t heads, int64_t length, int64_t dim) {
+  return {array_of(x).data, length * heads * dim, dim, heads * dim};
+}
+
+bool fits(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bounds) {
+  try {
+    fill(p, q, k, v, bounds, 1.0f);
+  } catch (const nb::builtin_exception&) {
+    return false;
+  } catch (const nb::python_error&) {
+    return false;
+  }
+  return p.batch * p.q_heads * p.q_len * p.k_len > 0;
+}
+
+// The whole of a small call in one: (out, lse or None), or None for arrays that the kernel cannot take as they are.
+// Whoever calls has another way to go then, which names what is wrong.
+nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len, nb::handle scale,
+                  int threads, nb::handle empty_strided, nb::handle float32, bool want_lse) {
+  ForwardArgs args{};
+  if (!fits(args, q, k, v, bounds) || args.k_len != k_len) return nb::none();
+  args.scale = scale.is_none() ? static_cast<float>(1.0 / std::sqrt(static_cast<double>(args.head_dim)))
+                               : nb::cast<float>(scale);
+  nb::object out = new_bshd(empty_strided, q.attr("dtype"), args.batch, args.q_heads, args.q_len, args.v_dim);
+  args.out = bshd(out, args.q_heads, args.q_len, args.v_dim);
+  nb::object lse = nb::none();
+  if (want_lse) {
+    const int64_t rows = args.q_heads * args.q_len;
+    lse = empty_strided(nb::make_tuple(args.batch, args.q_heads, args.q_len), nb::make_tuple(rows, args.q_len, 1),
+                        nb::arg("dtype") = float32);
+    args.lse = static_cast<float*>(array_of(lse).data);
+  }
+  const Isa isa = level();
+  Result result;
+  {
+    const nb::gil_scoped_release release;
+    result = forward(args, isa, make_parallel(threads));
+  }
+  raise_unless_ok(result, args, Direction::forward, isa);
+  return nb::make_tuple(out, lse);
+}
+
+// (dq, dk, dv) of what `attend` took.
+nb::tuple gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+                    nb::handle bounds, float scale, int threads, nb::handle empty_strided) {
+  BackwardArgs args{};
+  fill(args, q, k, v, bounds, scale);
+  const int dtype = static_cast<int>(args.dtype);
+  args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.lse = rows_of("lse", lse, args);
+  const nb::object type = q.attr("dtype");
+  nb::object dq = new_bshd(empty_strided, type, args.batch, args.q_heads, args.q_len, args.head_dim),
+             dk = new_bshd(empty_strided, type, args.batch, args.kv_heads, args.k_len, args.head_dim),
+             dv = new_bshd(empty_strided, type, args.batch, args.kv_heads, args.k_len, args.v_dim);
+  args.dq = bshd(dq, args.q_heads, args.q_len, args.head_dim);
+  args.dk = bshd(dk, args.kv_heads, args.k_len, args.head_dim);
+  args.dv = bshd(dv, args.kv_heads, args.k_len, args.v_dim);
+  const Isa isa = level();
+  Result result;
+  {
+    const nb::gil_scoped_release release;
+    result = backward(args, isa, make_parallel(threads));
+  }
+  raise_unless_ok(result, args, Direction::backward, isa);
+  return nb::make_tuple(dq, dk, dv);
+}
+
 // The index of a name among the first `count` of a list.
 int index_of(const char* what, const std::string& name, const char* const* names, int count) {
   for (int i = 0; i < count; ++i)
@@ -159,7 +235,7 @@ void set_tuned_rows(const nb::list& rows) {
     const auto text = [&](size_t i) { return nb::cast<std::string>(t[i]); };
     table.push_back({{direction_named(text(0)), isa_named(text(1)), dtype_named(text(2)), number(3), number(4),
                       static_cast<MaskKind>(index_of("mask_kind", text(5), mask_kind_names, mask_kinds))},
-                     {number(6), number(7), number(8)}});
+                     {number(6), number(7), number(8), false}});
   }
   set_tuned(table);
 }
@@ -207,11 +283,23 @@ double read_bandwidth(int64_t bytes, int threads, double seconds) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The CPU kernel. Use it through attnspan.kernels.cpu.";
-  m.def("forward", &run_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("lse"),
+  m.def("forward", &run_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("lse").none(),
         nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none());
   m.def("backward", &run_backward, nb::arg("dout"), nb::arg("dlse").none(), nb::arg("q"), nb::arg("k"), nb::arg("v"),
         nb::arg("out"), nb::arg("lse"), nb::arg("bounds"), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"),
         nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none());
+  m.def(
+      "fits",
+      [](nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len) {
+        Problem p{};
+        return fits(p, q, k, v, bounds) && p.k_len == k_len;
+      },
+      nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"));
+  m.def("attend", &attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"),
+        nb::arg("scale").none(), nb::arg("num_threads"), nb::arg("empty_strided"), nb::arg("float32"),
+        nb::arg("want_lse"));
+  m.def("gradients", &gradients, nb::arg("dout"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
+        nb::arg("lse"), nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("empty_strided"));
   m.def("isa_levels", [] {
     std::vector<std::string> levels;
     for (int i = 0; i < isa_levels; ++i)

@@ -55,39 +55,77 @@ inline void write_row(const float* x, float factor, T* y, int64_t n) {
 }
 
 inline constexpr int64_t row_keys = 256, max_dim = 256;
-inline constexpr int64_t few_rows = 8;  // with fewer query rows, packing costs more than it saves
+inline constexpr int64_t few_rows = 8;  // with fewer rows, packing costs more than it saves
+
+// What one row has seen so far: sums relative to its running maximum (in units of log2).
+struct RowSums {
+  float top = -infinity, total = 0.0f;
+  float* v;  // round_up(v_dim, Vec::width) floats, zero at first
+};
+
+// Keys and values of one head, seen from one query row.
+template <class T>
+struct KeyValues {
+  const T *k, *v;
+  int64_t k_stride, v_stride, dim, v_dim;
+
+  const T* key(int64_t j) const { return k + j * k_stride; }
+  const T* value(int64_t j) const { return v + j * v_stride; }
+};
+
+inline constexpr int64_t line_bytes = 64;
 
 template <class T>
-void forward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, int64_t dim, int64_t v_dim,
-                 const int32_t* spans, int64_t runs, float scale, T* out, float* lse) {
-  alignas(64) float query[max_dim], sum_v[max_dim] = {}, s[row_keys];
+inline void prefetch_row(const T* p, int64_t n) {
+  const char* bytes = reinterpret_cast<const char*>(p);
+  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(T)); i += line_bytes) __builtin_prefetch(bytes + i);
+}
+
+// Adds keys [first, first + n) to what a row has seen, n <= row_keys. `query` is padded to whole vectors, times the sign
+// of the scale; c is its magnitude times log2(e).
+template <class T>
+inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, float c, RowSums* sums) {
+  alignas(64) float s[row_keys];
+  const int64_t padded = round_up(n, 2 * Vec::width), v_cols = round_up(x.v_dim, Vec::width);
+  for (int64_t j = 0; j < n; ++j) s[j] = dot(query, x.key(first + j), x.dim);
+  for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
+  const float block_top = reduce_max(row_maximum(s, padded)) * c, now = block_top > sums->top ? block_top : sums->top;
+  if (now > sums->top) {
+    const float factor = sums->top == -infinity ? 0.0f : std::exp2(sums->top - now);
+    if (sums->top != -infinity) scale_row(sums->v, v_cols, factor);
+    sums->total *= factor;
+    sums->top = now;
+  }
+  sums->total += reduce_add(exponentials<float>(s, padded, c, sums->top == -infinity ? 0.0f : sums->top,
+                                                [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) add_scaled4(s + j, x.value(first + j), x.v_stride, sums->v, x.v_dim);
+  for (; j < n; ++j) add_scaled(s[j], x.value(first + j), sums->v, x.v_dim);
+}
+
+// A query row as `add_keys` wants it, and the factor of its scores. As in the tiles: -q for a negative scale, q = 0 for
+// scale 0.
+template <class T>
+inline float prepare_query(const T* q, int64_t dim, float scale, float* query) {
   widen(q, query, dim);
-  // As in the tiles: -q for a negative scale, q = 0 for scale 0.
-  const float c = scale == 0.0f ? 1.0f : std::fabs(scale) * log2_e;
   scale_row(query, round_up(dim, Vec::width), scale == 0.0f ? 0.0f : std::copysign(1.0f, scale));
-  float top = -infinity, total = 0.0f;
+  return scale == 0.0f ? 1.0f : std::fabs(scale) * log2_e;
+}
+
+template <class T>
+void forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, T* out,
+                 float* lse) {
+  alignas(64) float query[max_dim], sum_v[max_dim] = {};
+  const float c = prepare_query(q, x.dim, scale, query);
+  RowSums sums{-infinity, 0.0f, sum_v};
   bool sees = false;
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys) {
       sees = true;
-      const int64_t n = least(row_keys, hi - at), padded = round_up(n, 2 * Vec::width);
-      for (int64_t j = 0; j < n; ++j) s[j] = dot(query, k + (at + j) * k_stride, dim);
-      for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
-      const float block_top = reduce_max(row_maximum(s, padded)) * c, now = block_top > top ? block_top : top;
-      if (now > top) {
-        const float factor = top == -infinity ? 0.0f : std::exp2(top - now);
-        if (top != -infinity) scale_row(sum_v, round_up(v_dim, Vec::width), factor);
-        total *= factor;
-        top = now;
-      }
-      total += reduce_add(exponentials<float>(s, padded, c, top == -infinity ? 0.0f : top,
-                                              [&](int64_t j, Vec x, Vec y) { store_two(s + j, x, y); }));
-      int64_t j = 0;
-      for (; j + 4 <= n; j += 4) add_scaled4(s + j, v + (at + j) * v_stride, v_stride, sum_v, v_dim);
-      for (; j < n; ++j) add_scaled(s[j], v + (at + j) * v_stride, sum_v, v_dim);
+      add_keys(query, x, at, least(row_keys, hi - at), c, &sums);
     }
-  write_row(sum_v, sees ? 1.0f / total : 0.0f, out, v_dim);
-  *lse = sees ? log_sum(top, total) : -infinity;
+  write_row(sum_v, sees ? 1.0f / sums.total : 0.0f, out, x.v_dim);
+  *lse = sees ? log_sum(sums.top, sums.total) : -infinity;
 }
 
 // One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from samples import counted_kernel_calls, make_sample
 
+from attnspan import full
 from attnspan.kernels import cpu
 from attnspan.torch import attention
 from attnspan.torch._ops import backward_op, forward_op
@@ -63,7 +64,7 @@ def test_strided_views_reach_the_kernel_uncopied(monkeypatch: pytest.MonkeyPatch
         original(q, k, v, *rest, **options)
 
     monkeypatch.setattr(cpu, "forward", spy)
-    attention(q, k, v)
+    forward_op(q, k, v, full().prepare(9, 9, like=q).lowered.bounds, 0.25)
     assert pointers == [x.data_ptr() for x in (q, k, v)]
 
 
@@ -158,5 +159,5 @@ def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "forward", lambda *_, num_threads, **__: asked.append(num_threads))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     x = torch.randn(1, 1, 2, 8)
-    attention(x, x, x)
+    forward_op(x, x, x, full().prepare(2, 2, like=x).lowered.bounds, 0.25)
     assert asked == [7]

@@ -191,7 +191,8 @@ def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
 
 def _sizes(step: int, most: int, length: int) -> list[int]:
     """Multiples of a step: each one at first, then ever more coarsely, as far as the length makes sense."""
-    sizes, size = [], step
+    sizes: list[int] = []
+    size = step
     while size <= most and (not sizes or sizes[-1] < length):
         sizes.append(size)
         size += step * max(1, size // (4 * step))
@@ -295,6 +296,16 @@ def threading() -> str:
         True
     """
     return str(_compiled().threading())
+
+
+def compiled() -> Any:
+    """Return the compiled module, for a front end whose arrays it reads itself; None where there is none.
+
+    Example:
+        >>> compiled() is None or callable(compiled().forward)
+        True
+    """
+    return _core
 
 
 def _compiled() -> ModuleType:

@@ -13,7 +13,7 @@ from ..kernels import math as math_kernel
 from ..masks import Mask, Prepared, full
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
-from . import _sharding
+from . import _eager, _sharding
 from ._ops import forward_op
 
 #: Every backend that torch can drive, the preferred one first.
@@ -136,9 +136,14 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
         torch.Size([1, 4, 6, 16])
     """
-    _refuse_later_options(
-        softcap=softcap, bias=bias, sinks=sinks, dropout_p=dropout_p or None, dropout_seed=dropout_seed
-    )
+    if not (softcap is None is bias is None is sinks is None is dropout_seed and dropout_p == 0.0):
+        _refuse_later_options(
+            softcap=softcap, bias=bias, sinks=sinks, dropout_p=dropout_p or None, dropout_seed=dropout_seed
+        )
+    if not torch.compiler.is_compiling() and q_index is None and k_index is None and backend in (None, "cpu"):
+        found = _eager.attend(q, k, v, mask, scale, layout, return_lse)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
     q, k, v, bounds, problem = lower_call(q, k, v, mask, q_index, k_index, layout)
     check_scale(scale)
     choice = choose(problem, BACKENDS, backend)

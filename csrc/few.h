@@ -1,0 +1,223 @@
+// Forward for few query rows over many keys (decoding): a read of K and V, which should take as long as that read.
+//
+// Rows of all query heads that share a key head are worked on together, so that each key is fetched once. The keys are
+// cut into shares where heads alone do not keep the threads busy; each share leaves sums relative to its own maximum,
+// and a last loop merges them in a fixed order.
+#pragma once
+
+#include "attention.h"
+#include "pack.h"
+#include "rows.h"
+#include "spans.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+template <class T, class E>
+class FewQueries {
+  using C = typename E::Element;
+  using Pack = PackerFor<T, E>;
+  static constexpr int64_t most_queries = 16, block = 64;  // keys packed at once: they stay in L1
+  static constexpr int64_t lds = block + 16, ldp = block + 32;
+
+ public:
+  FewQueries(const ForwardArgs& args, int threads)
+      : a(args),
+        rows(a.group() * a.q_len),
+        padded_rows(round_up(rows, E::strip)),
+        depth(round_up(a.head_dim, E::depth)),
+        v_cols(round_up(a.v_dim, panel)),
+        q_plane(padded_rows * depth),
+        k_plane(block * depth),
+        v_plane(v_cols * block),
+        p_plane(E::strip * ldp),
+        shares(choose_shares(threads)),
+        record(v_cols + panel) {}
+
+  bool takes() const { return a.q_len <= most_queries; }
+
+  Scratch scratch() const {
+    Carver shared, own;
+    shared.take<float>(heads() * shares * rows * record);
+    lay_out(own);
+    return {shared.used(), own.used()};
+  }
+
+  void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) const {
+    float* records = Carver(shared).template take<float>(heads() * shares * rows * record);
+    parallel(heads() * shares, [&](int64_t item, int thread) {
+      const FlushSubnormals flush;
+      Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
+      share_of_keys(item / shares, item % shares, lay_out(carver), records + item * rows * record);
+    });
+    parallel(heads(), [&](int64_t head, int) {
+      for (int64_t m = 0; m < rows; ++m) merge(head, m, records + head * shares * rows * record);
+    });
+  }
+
+ private:
+  struct Own {
+    float* query;  // rows, widened
+    C *q, *k, *v, *p;
+    float *scores, *out, *maximum, *sums;
+  };
+
+  // Row m of a key head is query m % q_len of its query head m / q_len.
+  struct Row {
+    int64_t h, i;
+    const int32_t* spans;
+  };
+  Row row_of(int64_t head, int64_t m) const {
+    const int64_t b = head / a.kv_heads, h = head % a.kv_heads * a.group() + m / a.q_len, i = m % a.q_len;
+    return {h, i, a.bounds.slice(b, h) + i * a.runs * 2};
+  }
+
+  int64_t heads() const { return a.batch * a.kv_heads; }
+
+  Own lay_out(Carver& carver) const {
+    Own o;
+    o.query = carver.take<float>(rows * max_dim);
+    o.q = carver.take<C>(E::pieces * q_plane);
+    o.k = carver.take<C>(E::pieces * k_plane);
+    o.v = carver.take<C>(E::pieces * v_plane);
+    o.p = carver.take<C>(E::pieces * p_plane);
+    o.scores = carver.take<float>(E::strip * lds);
+    o.out = carver.take<float>(padded_rows * v_cols);
+    o.maximum = carver.take<float>(padded_rows);
+    o.sums = carver.take<float>(padded_rows * Vec::width);
+    return o;
+  }
+
+  // Enough shares of each head to keep the threads nine tenths busy, of a few blocks each.
+  int64_t choose_shares(int threads) const {
+    const int64_t limit = most(1, least(a.k_len / (4 * row_keys), 4 * threads));
+    for (int64_t n = 1; n <= limit; ++n) {
+      const int64_t units = heads() * n, rounds = (units + threads - 1) / threads;
+      if (units * 10 >= rounds * threads * 9) return n;
+    }
+    return limit;
+  }
+
+  void share_of_keys(int64_t head, int64_t share, const Own& o, float* records) const {
+    Hull hull;
+    for (int64_t m = 0; m < rows; ++m) hull.include(hull_of(row_of(head, m).spans, 1, a.runs));
+    const int64_t length = most(0, hull.hi - hull.lo), step = round_up((length + shares - 1) / shares, key_step);
+    const int64_t first = length == 0 ? 0 : round_down(hull.lo, key_step) + share * step,
+                  last = length == 0 ? 0 : least(share + 1 == shares ? hull.hi : first + step, hull.hi);
+    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads, n = most(0, last - first);
+    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    std::memset(o.out, 0, static_cast<size_t>(padded_rows * v_cols) * sizeof(float));
+    for (int64_t m = 0; m < padded_rows; ++m) {
+      o.maximum[m] = -infinity;
+      store(o.sums + m * Vec::width, zero());
+    }
+    if (rows < few_rows || !finite_queries(head) || !by_blocks(head, x, first, first + n, o))
+      by_rows(head, x, first, first + n, o);
+    for (int64_t m = 0; m < rows; ++m) {
+      float* to = records + m * record;
+      std::memcpy(to, o.out + m * v_cols, static_cast<size_t>(v_cols) * sizeof(float));
+      to[v_cols] = o.maximum[m];
+      to[v_cols + 1] = reduce_add(load(o.sums + m * Vec::width));
+    }
+  }
+
+  bool finite_queries(int64_t head) const {
+    for (int64_t m = 0; m < rows; ++m) {
+      const Row row = row_of(head, m);
+      if (!finite(at<T>(a.q, head / a.kv_heads, row.h, row.i), 0, 1, a.head_dim)) return false;
+    }
+    return true;
+  }
+
+  // Straight from the arrays, a block of keys for one row after the other; the later rows fetch the next block.
+  void by_rows(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
+    float c = 1.0f;
+    for (int64_t m = 0; m < rows; ++m) {
+      const Row row = row_of(head, m);
+      c = prepare_query(at<T>(a.q, head / a.kv_heads, row.h, row.i), a.head_dim, a.scale, o.query + m * max_dim);
+      std::memset(o.out + m * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
+      o.maximum[m] = -infinity;
+      store(o.sums + m * Vec::width, zero());
+    }
+    for (int64_t at = first; at < last; at += row_keys)
+      for (int64_t m = 0; m < rows; ++m) {
+        const Row row = row_of(head, m);
+        for (int64_t j = at + m - 1; m > 0 && j < least(at + row_keys, last - row_keys); j += rows - 1) {
+          prefetch_row(x.key(j + row_keys), x.dim);
+          prefetch_row(x.value(j + row_keys), x.v_dim);
+        }
+        RowSums sums{o.maximum[m], o.sums[m * Vec::width], o.out + m * v_cols};
+        for (int64_t r = 0; r < a.runs; ++r) {
+          const int64_t lo = most(row.spans[2 * r], at), hi = least(row.spans[2 * r + 1], least(at + row_keys, last));
+          if (lo < hi) add_keys(o.query + m * max_dim, x, lo, hi - lo, c, &sums);
+        }
+        o.maximum[m] = sums.top;
+        o.sums[m * Vec::width] = sums.total;
+      }
+  }
+
+  // As the tiles of many queries, but each block is packed right before it is used. False where a number is not finite.
+  bool by_blocks(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
+    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
+    const float c = a.scale == 0.0f ? 1.0f : std::fabs(a.scale) * log2_e;
+    for (int64_t g = 0; g < a.group(); ++g)
+      Pack::rows(at<T>(a.q, b, hk * a.group() + g, 0), a.q.row, a.q_len, a.scale == 0.0f ? 0 : a.head_dim,
+                 {o.q + g * a.q_len * depth, q_plane}, depth, a.q_len, a.scale < 0.0f);
+    for (int piece = 0; piece < E::pieces; ++piece)
+      std::memset(o.q + piece * q_plane + rows * depth, 0, static_cast<size_t>((padded_rows - rows) * depth) * sizeof(C));
+    E::begin();
+    for (int64_t key = first; key < last; key += block) {
+      const int64_t valid = least(block, last - key), n = round_up(valid, key_step);
+      if (!finite(x.key(key), x.k_stride, valid, x.dim) || !finite(x.value(key), x.v_stride, valid, x.v_dim)) {
+        E::end();
+        return false;
+      }
+      Pack::keys(x.key(key), x.k_stride, valid, x.dim, {o.k, k_plane}, depth * panel, 0, n, depth);
+      Pack::dims(x.value(key), x.v_stride, valid, x.v_dim, {o.v, v_plane}, block * panel, 0, n, v_cols);
+      for (int64_t at = 0; at < rows; at += E::strip) strip(head, at, key, n, last, c, o);
+    }
+    E::end();
+    return true;
+  }
+
+  void strip(int64_t head, int64_t from, int64_t key, int64_t n, int64_t last, float c, const Own& o) const {
+    const int64_t count = least(E::strip, rows - from);
+    E::product({o.q + from * depth, depth, q_plane}, {o.k, depth * panel, k_plane}, o.scores, lds,
+               round_up(count, E::rows), n, depth, false);
+    for (int64_t m = 0; m < count; ++m) {
+      hide(o.scores + m * lds, key, n, row_of(head, from + m).spans, a.runs);
+      for (int64_t j = most(0, last - key); j < n; ++j) o.scores[m * lds + j] = -infinity;
+    }
+    const Running run{o.maximum + from, o.sums + from * Vec::width};
+    softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, round_up(count, 4), n, c, 8.0f, run,
+                            o.out + from * v_cols, v_cols, [] {});
+    E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane}, o.out + from * v_cols, v_cols,
+               round_up(count, E::rows), v_cols, n, true);
+  }
+
+  void merge(int64_t head, int64_t m, const float* records) const {
+    const Row row = row_of(head, m);
+    const int64_t b = head / a.kv_heads;
+    const auto record_of = [&](int64_t share) { return records + (share * rows + m) * record; };
+    float top = -infinity;
+    for (int64_t s = 0; s < shares; ++s) top = larger_or_nan(top, record_of(s)[v_cols]);
+    alignas(64) float out[max_dim] = {};
+    float total = 0.0f;
+    for (int64_t s = 0; s < shares; ++s) {
+      const float* from = record_of(s);
+      if (from[v_cols] == -infinity && from[v_cols + 1] == 0.0f) continue;  // saw no key
+      const float factor = from[v_cols] == top ? 1.0f : std::exp2(from[v_cols] - top);
+      total += factor * from[v_cols + 1];
+      const Vec f = set(factor);
+      for (int64_t d = 0; d < v_cols; d += Vec::width) store(out + d, fma(f, load(from + d), load(out + d)));
+    }
+    const bool sees = sees_any(row.spans, a.runs);
+    write_row(out, sees ? 1.0f / total : 0.0f, at<T>(a.out, b, row.h, row.i), a.v_dim);
+    if (a.lse != nullptr)
+      a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = sees ? log_sum(top, total) : -infinity;
+  }
+
+  const ForwardArgs& a;
+  const int64_t rows, padded_rows, depth, v_cols, q_plane, k_plane, v_plane, p_plane, shares, record;
+};
+
+}  // namespace attnspan::ATTNSPAN_ISA

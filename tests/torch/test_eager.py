@@ -1,0 +1,239 @@
+"""The short way of eager calls: the same results, taken only where nothing would miss the operator."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from samples import relative_error
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnspan import Mask, causal, full, global_keys, segments, window
+from attnspan.kernels import cpu
+from attnspan.torch import _eager, _static, attention
+
+SHAPE = (2, 4, 24, 16)
+MASKS = {
+    "full": full,
+    "causal": causal,
+    "window": lambda: causal() & window(5),
+    "or": lambda: causal() & window(3) | global_keys(2) & causal(),
+    "segments": lambda: segments(torch.arange(24) // 7).prepare(24, 24, batch=2, heads=4),
+}
+
+
+def _qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(SHAPE, **options),
+        torch.randn(2, 2, 24, 16, **options),
+        torch.randn(2, 2, 24, 8, **options),
+    )
+    return q, k, v
+
+
+@contextmanager
+def _ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(_eager, "attend", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of `attention`: did it go the short way?"""
+    seen: list[bool] = []
+    original = _eager.attend
+
+    def spy(*args: Any) -> Any:
+        found = original(*args)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(_eager, "attend", spy)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_both_ways_give_the_same_bits_and_strides(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str, layout: Any, return_lse: bool
+) -> None:
+    mask: Mask = MASKS[name]()
+
+    def run() -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in _qkv()]
+        q, k, v = (x if layout == "bhsd" else x.transpose(1, 2).contiguous() for x in inputs)
+        found = attention(q, k, v, mask=mask, layout=layout, return_lse=return_lse)
+        outs = list(found) if return_lse else [found]
+        sum(x.float().square().sum() for x in outs).backward()
+        return [*outs, *(x.grad for x in inputs)]
+
+    short = run()
+    with _ordinary(monkeypatch):
+        ordinary = run()
+    for a, b in zip(short, ordinary, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+        assert a.dtype == b.dtype
+
+
+def test_plain_calls_go_the_short_way(taken: list[bool]) -> None:
+    q, k, v = _qkv()
+    attention(q, k, v)
+    attention(q, k, v, mask=causal(), scale=0.5, backend="cpu")
+    attention(q, k, v, mask=MASKS["segments"]())
+    attention(torch.nn.Parameter(q), k, v, mask=causal(), return_lse=True)
+    with torch.no_grad():
+        attention(q.requires_grad_(), k, v, mask=window(3))
+    with torch.inference_mode():
+        attention(q, k, v, mask=window(4))
+    assert taken == [True] * 6
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_sees_the_operator(taken: list[bool]) -> None:
+    q, k, v = _qkv()
+    with _Watching() as mode:
+        attention(q, k, v)
+    assert "attnspan.forward.default" in mode.seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        attention(q, k, v)
+    assert "attnspan::forward" in {event.key for event in profile.key_averages()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing is deprecated, and warns of each value that it fixes
+        traced = torch.jit.trace(lambda q: attention(q, k, v), (q,), check_trace=False)
+    assert "attnspan::forward" in str(traced.graph)
+    torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+    assert taken == [False] * 4
+
+
+def test_a_watcher_of_the_backward_pass_sees_the_operator() -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    out = attention(q, k, v)
+    with _Watching() as mode:
+        out.sum().backward()
+    assert "attnspan.backward.default" in mode.seen
+
+
+def test_autocast_is_obeyed(taken: list[bool]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*_qkv()).dtype == torch.bfloat16
+    assert taken == [False]
+
+
+def test_a_lazily_negated_tensor_is_read_with_its_sign() -> None:
+    q, k, v = _qkv()
+    negated = torch.complex(torch.zeros_like(v), v).conj().imag
+    assert negated.is_neg()
+    assert relative_error(attention(q, k, negated), -attention(q, k, v)) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: attention(q, k, v, mask=full().prepare(24, 23)),
+        lambda q, k, v: attention(q[0], k, v),
+        lambda q, k, v: attention(q, k[..., :8], v),
+        lambda q, k, v: attention(q, k, v.double()),
+        lambda q, k, v: attention(q, k[:, :, :20], v),
+        lambda q, k, v: attention(q[:, :3], k, v),
+        lambda q, k, v: attention(q, k, v, scale=float("nan")),
+        lambda q, k, v: attention(q, k, v, layout="sbhd"),
+        lambda q, k, v: attention(q.numpy(), k, v),
+        lambda q, k, v: attention(q, k, v, mask=3),
+        lambda q, k, v: attention(q, k, v, mask=full().prepare(23, 24)),
+    ],
+)
+def test_errors_are_those_of_the_ordinary_way(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., Tensor]
+) -> None:
+    with pytest.raises((ValueError, TypeError)) as short:
+        call(*_qkv())
+    with _ordinary(monkeypatch), pytest.raises((ValueError, TypeError)) as ordinary:
+        call(*_qkv())
+    assert str(short.value) == str(ordinary.value)
+    assert type(short.value) is type(ordinary.value)
+
+
+def test_strided_inputs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+            pointers.extend(x.data_ptr() for x in (q, k, v))
+            return cpu._core.attend(q, k, v, *rest)
+
+    pointers: list[int] = []
+    q, k, v = torch.randn(2, 9, 3, 4, 16).transpose(1, 3).unbind(2)
+    wanted = attention(q.contiguous(), k.contiguous(), v.contiguous())
+    monkeypatch.setattr(cpu, "compiled", Core)
+    assert torch.equal(attention(q, k, v), wanted)
+    assert pointers == [x.data_ptr() for x in (q, k, v)]
+
+
+def test_a_last_stride_other_than_one_is_still_right(taken: list[bool]) -> None:
+    q, k, v = _qkv()
+    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
+    assert torch.equal(attention(q, turned, v), attention(q, k, v))
+    assert taken == [False, True]
+
+
+def test_without_the_exchange_table_the_ordinary_way_is_left(
+    monkeypatch: pytest.MonkeyPatch, taken: list[bool]
+) -> None:
+    wanted = attention(*_qkv())
+    monkeypatch.setattr(_eager, "_READABLE", False)
+    assert torch.equal(attention(*_qkv()), wanted)
+    assert taken == [True, False]
+
+
+def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        def attend(self, *args: Any) -> Any:
+            asked.append(args[6])
+            return cpu._core.attend(*args)
+
+    asked: list[int] = []
+    monkeypatch.setattr(cpu, "compiled", Core)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    attention(*_qkv())
+    assert asked == [7]
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    (dq,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        dq.sum().backward()
+
+
+def test_a_mask_without_data_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _static.prepared(causal() & window(3), 7, 9) is _static.prepared(causal() & window(3), 7, 9)
+    assert _static.prepared(causal() & window(3), 7, 9) is not _static.prepared(causal() & window(4), 7, 9)
+    assert _static.prepared(causal() & window(3), 7, 9) is not _static.prepared(causal() | window(3), 7, 9)
+    assert _static.prepared(causal(), 7, 9) is not _static.prepared(causal(), 9, 9)
+    assert _static.prepared(segments(torch.zeros(4, dtype=torch.int32)), 4, 4) is None
+    assert _static.prepared(causal() & segments(torch.zeros(4, dtype=torch.int32)), 4, 4) is None
+    assert _static.prepared(None, 4, 4) is None
+
+
+def test_a_mask_lowered_in_inference_mode_serves_training() -> None:
+    q, k, v = _qkv()
+    mask = window(11)
+    with torch.inference_mode():
+        attention(q, k, v, mask=mask)
+    attention(q.requires_grad_(), k, v, mask=mask).sum().backward()
+    assert q.grad is not None
