@@ -9,6 +9,7 @@ from attnspan.bench.cells import Workload
 from attnspan.bench.devices import HostDevice
 from attnspan.bench.memory import high_water_refusal, peak_here, process_peak
 from attnspan.bench.peers import Ready, peers_by_name
+from attnspan.bench.timing import MeasurementError
 
 WORK = Workload("w", "own", 1, 1, 1, 4096, 4096, 16, 16, "float32", "window(64)")
 MIB = 2**20
@@ -18,9 +19,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def test_a_process_that_fails_says_why():
+    unreadable = replace(WORK, dtype="float8")
+    with pytest.raises(MeasurementError, match="memory of attnspan: expected a process that ends with a fig"):
+        process_peak("attnspan", unreadable, "forward", threads=1)
+
+
 def test_a_dense_mask_is_seen_and_spans_are_not():
     dense = process_peak("sdpa-dense-mask", WORK, "forward", threads=1)
-    ours = process_peak("attnspan", WORK, "forward", threads=1)
+    ours = peak_here(peers_by_name()["attnspan"], WORK, "forward")
     square = 4096 * 4096
     assert dense > square, "a byte for each pair at least"
     assert 4096 * 16 * 4 <= ours < square / 4, "the output at least, and nothing of the order of all pairs"

@@ -21,6 +21,7 @@ from attnspan.bench.peers import Job, Peer, peers_by_name
 from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.bench.timing import MeasurementError
 from attnspan.bench.workloads import mask_of
+from attnspan.errors import OptionError
 
 __all__ = ["cuda_peak", "high_water_refusal", "peak_here", "process_peak"]
 
@@ -52,15 +53,19 @@ def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout
         timeout: Seconds after which the process is ended.
 
     Raises:
+        OptionError: There is no such peer.
         MeasurementError: The process failed.
 
     Example:
         >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
         >>> process_peak("nobody", work, "forward", threads=1)
         Traceback (most recent call last):
-        attnspan.bench.timing.MeasurementError: memory of nobody: expected a process that ends with a \
-figure, got KeyError: 'nobody'. Try --no-memory.
+        attnspan.errors.OptionError: peers: expected some of attnspan, sdpa-flash, sdpa-efficient, sdpa-cudnn, \
+sdpa-dense-mask, sdpa-per-document, flex, jax, tokamax, flash-attn, got 'nobody'. Name one of these.
     """
+    if peer not in peers_by_name():
+        known = ", ".join(peers_by_name())
+        raise OptionError("peers", expected=f"some of {known}", got=repr(peer), remedy="Name one of these")
     task = {"peer": peer, "workload": to_plain(workload), "mode": mode, "threads": threads}
     try:
         done = subprocess.run(
