@@ -82,6 +82,7 @@ class Backward {
     float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
     float* delta;
     Columns mask;
+    Columns::PanelHull* block_hulls;  // of each query block: most of them see nothing of a key block
     float* dq;             // transposed: [query block][dim][query]
     float *dk, *dv;        // accumulators of a key block, or of the share's if several query heads add to them
     C *k, *v, *k_columns;  // one key block
@@ -100,6 +101,7 @@ class Backward {
     o.lse_rest = carver.take<float>(queries);
     o.delta = carver.take<float>(queries);
     o.mask = Columns::lay_out(carver, queries, a.runs);
+    o.block_hulls = carver.take<Columns::PanelHull>(q_blocks);
     o.dq = carver.take<float>(shares == 1 ? head_dq : 0);
     const int64_t held = a.group() == 1 ? 1 : (k_blocks + shares - 1) / shares;
     o.dk = carver.take<float>(held * block * cols);
@@ -165,6 +167,7 @@ class Backward {
     }
     for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
+    for (int64_t qb = 0; qb < q_blocks; ++qb) o.block_hulls[qb] = o.mask.around(qb * panels, panels);
     if (!tiles) return;
     Pack::keys(q, a.q.row, a.q_len, a.head_dim, {o.q_keys, key_plane}, depth * panel, 0, queries, depth);
     Pack::keys(dout, a.dout.row, a.q_len, a.v_dim, {o.dout_keys, v_key_plane}, v_depth * panel, 0, queries, v_depth);
@@ -186,6 +189,7 @@ class Backward {
     Pack::rows(v, a.v.row, keys, a.v_dim, {o.v, v_plane}, v_depth, used * strip, false);
     Pack::columns(k, a.k.row, keys, a.head_dim, {o.k_columns, k_column_plane}, block, dim_rows);
     for (int64_t qb = 0; qb < q_blocks; ++qb) {
+      if (o.block_hulls[qb].lo >= first + keys || o.block_hulls[qb].hi <= first) continue;
       Range range[most_strips];
       Range all{panels, 0};
       for (int64_t s = 0; s < used; ++s) {
