@@ -81,8 +81,8 @@ enum class Direction : int { forward = 0, backward = 1 };
 inline constexpr const char* direction_names[] = {"forward", "backward"};
 inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32"};
 
-enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4 };
-inline constexpr int isa_levels = 5;
+enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4, amxfp16 = 5 };
+inline constexpr int isa_levels = 6;
 
 const char* isa_name(Isa level);
 bool isa_supported(Isa level);    // does this build have it and this machine run it?

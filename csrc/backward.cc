@@ -368,14 +368,17 @@ Kernels::BackwardPair backward_pair() {
 }
 
 Kernels::BackwardPair backward_kernels(Dtype dtype) {
-#if defined(__AMX_BF16__)
+#if defined(ATTNSPAN_AMX_FP16)
+  // Probabilities of long rows are below float16's normal numbers, and gradients may be beyond them: split ones serve.
+  return static_cast<void>(dtype), Kernels::BackwardPair{};
+#elif defined(__AMX_BF16__)
   switch (dtype) {
     case Dtype::bf16:
-      return backward_pair<bf16, AmxEngine<1> >();
+      return backward_pair<bf16, AmxEngine<bf16, 1> >();
     case Dtype::f16:
-      return backward_pair<f16, AmxEngine<2> >();
+      return backward_pair<f16, AmxEngine<bf16, 2> >();
     default:
-      return backward_pair<float, AmxEngine<3> >();
+      return backward_pair<float, AmxEngine<bf16, 3> >();
   }
 #elif defined(__AVX512BF16__)
   return dtype == Dtype::bf16 ? backward_pair<bf16, VectorEngine<bf16> >() : Kernels::BackwardPair{};

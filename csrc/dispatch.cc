@@ -29,6 +29,7 @@ ATTNSPAN_LEVEL(avx2)
 ATTNSPAN_LEVEL(avx512)
 ATTNSPAN_LEVEL(avx512bf16)
 ATTNSPAN_LEVEL(amx)
+ATTNSPAN_LEVEL(amxfp16)
 #endif
 #undef ATTNSPAN_LEVEL
 
@@ -41,10 +42,11 @@ const Kernels levels[isa_levels] = {
     {avx512::forward_kernels, avx512::backward_kernels},
     {avx512bf16::forward_kernels, avx512bf16::backward_kernels},
     {amx::forward_kernels, amx::backward_kernels},
+    {amxfp16::forward_kernels, amxfp16::backward_kernels},
 #endif
 };
 
-const char* const names[isa_levels] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
+const char* const names[isa_levels] = {"portable", "avx2", "avx512", "avx512bf16", "amx", "amxfp16"};
 
 #if defined(__x86_64__)
 // AMX needs the processor's word and the kernel's permission to use the large tile state.
@@ -59,6 +61,12 @@ bool amx_usable() {
 #else
   return false;
 #endif
+}
+
+bool has_fp16_tiles() {
+  unsigned a, b, c, d;
+  constexpr unsigned amx_fp16 = 1u << 21;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & amx_fp16) != 0;
 }
 #endif
 
@@ -80,6 +88,8 @@ bool detect(Isa level) {
       return avx512bf16;
     case Isa::amx:
       return avx512bf16 && amx_usable();
+    case Isa::amxfp16:
+      return avx512bf16 && amx_usable() && has_fp16_tiles();
   }
   return false;
 #else

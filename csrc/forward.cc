@@ -189,7 +189,7 @@ class Forward {
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
     const float v_norm = largest_of(v_norms, slot);
-    const bool bounded = within_range(q_norm, largest_of(k_norms, slot), v_norm, c);
+    const bool bounded = E::wide_exponents && within_range(q_norm, largest_of(k_norms, slot), v_norm, c);
     if (bounded)
       for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
     const Head head{slot, rows, spans, hull, all, c, moderate(v_norm) ? 8.0f : 0.0f, bounded};
@@ -297,14 +297,16 @@ Kernels::ForwardPair forward_pair() {
 }
 
 Kernels::ForwardPair forward_kernels(Dtype dtype) {
-#if defined(__AMX_BF16__)
+#if defined(ATTNSPAN_AMX_FP16)
+  return dtype == Dtype::f16 ? forward_pair<f16, AmxEngine<f16, 1> >() : Kernels::ForwardPair{};
+#elif defined(__AMX_BF16__)
   switch (dtype) {
     case Dtype::bf16:
-      return forward_pair<bf16, AmxEngine<1> >();
+      return forward_pair<bf16, AmxEngine<bf16, 1> >();
     case Dtype::f16:
-      return forward_pair<f16, AmxEngine<2> >();
+      return forward_pair<f16, AmxEngine<bf16, 2> >();
     default:
-      return forward_pair<float, AmxEngine<3> >();
+      return forward_pair<float, AmxEngine<bf16, 3> >();
   }
 #elif defined(__AVX512BF16__)
   return dtype == Dtype::bf16 ? forward_pair<bf16, VectorEngine<bf16> >() : Kernels::ForwardPair{};

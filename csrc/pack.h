@@ -61,8 +61,8 @@ inline void copy_line(void* to, const void* from, int64_t bytes) {
 
 template <class T, class C>
 struct Packer {
-  static constexpr int64_t pair = Step<C>::pair;
-  static constexpr bool same = sizeof(C) == 2;  // bfloat16 stays bfloat16; everything else becomes float
+  static constexpr bool same = sizeof(C) == 2;  // halves stay what they are; everything else becomes float
+  static constexpr int64_t pair = same ? 2 : 1;
   static_assert(!same || sizeof(T) == 2);
 
   // `n` consecutive elements (at most 16 * pair) as one line of 16 units.

@@ -16,6 +16,7 @@ ATTNSPAN_LEVEL(avx2)
 ATTNSPAN_LEVEL(avx512)
 ATTNSPAN_LEVEL(avx512bf16)
 ATTNSPAN_LEVEL(amx)
+ATTNSPAN_LEVEL(amxfp16)
 #endif
 #undef ATTNSPAN_LEVEL
 
@@ -32,6 +33,8 @@ PeakLoops loops(Isa level) {
       return avx512bf16::peak_loops();
     case Isa::amx:
       return amx::peak_loops();
+    case Isa::amxfp16:
+      return amxfp16::peak_loops();
 #endif
     default:
       return portable::peak_loops();

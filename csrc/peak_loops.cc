@@ -50,7 +50,7 @@ double peak_dot(int64_t rounds) {
 #if defined(__AMX_BF16__)
 double peak_amx(int64_t rounds) {
   alignas(64) static const bf16 operand[16 * 32] = {};
-  AmxEngine<1>::begin();
+  AmxEngine<bf16, 1>::begin();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -63,7 +63,7 @@ double peak_amx(int64_t rounds) {
     _tile_dpbf16ps(2, 4, 5);
     _tile_dpbf16ps(3, 4, 5);
   }
-  AmxEngine<1>::end();
+  AmxEngine<bf16, 1>::end();
   return static_cast<double>(rounds) * 4 * 16 * 16 * 64;
 }
 #endif

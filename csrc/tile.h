@@ -68,6 +68,7 @@ struct VectorEngine {
   using Element = C;
   using Exponential = C;
   static constexpr int pieces = 1;
+  static constexpr bool wide_exponents = true;  // are exponentials of 2^-40 .. 2^40 elements?
   static constexpr bool interleaved = false;
   static constexpr int pair = Step<C>::pair;
   static constexpr int per_panel = 16 / Vec::width;  // vectors in a panel's line
@@ -146,11 +147,14 @@ struct VectorEngine {
 // takes two, float32 three of 8 bits each. A product then takes three or six products of pieces; those that are left
 // out are below 2^-16 and 2^-24 of the whole (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
 // Intelligence Datatype For Higher-Precision Computations", section 3).
-template <int Pieces>
+//
+// Processors with float16 tiles take float16 as it is.
+template <class C, int Pieces>
 struct AmxEngine {
-  using Element = bf16;
-  using Exponential = std::conditional_t<Pieces == 1, bf16, float>;
+  using Element = C;
+  using Exponential = std::conditional_t<Pieces == 1, C, float>;
   static constexpr int pair = 2, pieces = Pieces;
+  static constexpr bool wide_exponents = !std::is_same_v<C, f16>;
   static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32;
   static constexpr bool overlaps = true;
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
@@ -167,14 +171,14 @@ struct AmxEngine {
   }
   static void end() { _tile_release(); }
 
-  static void product(Side<bf16> a, Side<bf16> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
+  static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
     if constexpr (Pieces == 1)
       if (!add && m == 32 && n > 32) return short_product(a.data, a.stride, b.data, b.stride, c, ldc, n, k);
     for (int64_t j = 0; j < n; j += 32) {
-      const Side<bf16> bj = b.from(j / panel * b.stride);
+      const Side<C> bj = b.from(j / panel * b.stride);
       const bool n2 = n - j >= 32;
       for (int64_t i = 0; i < m; i += 32) {
-        const Side<bf16> ai = a.from(i * a.stride);
+        const Side<C> ai = a.from(i * a.stride);
         float* cij = c + i * ldc + j;
         if (m - i >= 32)
           n2 ? block<true, true>(ai, bj, cij, ldc, k, add) : block<true, false>(ai, bj, cij, ldc, k, add);
@@ -185,7 +189,7 @@ struct AmxEngine {
   }
 
   // Columns [0, 16) and [16, 32) of a group of 32 in a row of A.
-  static void store_group(bf16* group, int64_t, int64_t plane, Vec x, Vec y) {
+  static void store_group(C* group, int64_t, int64_t plane, Vec x, Vec y) {
     if constexpr (Pieces == 1)
       store_two(group, x, y);
     else
@@ -193,7 +197,7 @@ struct AmxEngine {
   }
 
   // A line of B: one step of depth, two rows of 16 columns.
-  static void store_line(bf16* line, int64_t plane, const Vec (&x)[2]) {
+  static void store_line(C* line, int64_t plane, const Vec (&x)[2]) {
     if constexpr (Pieces == 1)
       store_step(line, x);
     else
@@ -202,7 +206,7 @@ struct AmxEngine {
 
  private:
   template <bool M2, bool N2>
-  static void block(Side<bf16> a, Side<bf16> b, float* c, int64_t ldc, int64_t k, bool add) {
+  static void block(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t k, bool add) {
     if constexpr (Pieces == 1) {
       add ? load_sums<M2, N2>(c, ldc) : zero_sums();
       multiply<M2, N2>(a.data, a.stride, b.data, b.stride, k);
@@ -210,16 +214,21 @@ struct AmxEngine {
       return;
     }
     // Small products first, and sums from zero: their rounding then weighs less than that of one long float sum.
-    // Scores (not added to anything) are exponents, where an error is absolute: float16 keeps all four products.
     zero_sums();
-    for (int order = Pieces == 2 && !add ? 2 : Pieces - 1; order >= 0; --order)
-      for (int i = order < Pieces ? order : Pieces - 1; i >= 0 && order - i < Pieces; --i)
-        multiply<M2, N2>(a.data + i * a.plane, a.stride, b.data + (order - i) * b.plane, b.stride, k);
+    multiply_small<M2, N2>(a, b, k, !add);
+    multiply<M2, N2>(a.data, a.stride, b.data, b.stride, k);
     if (!add) return store_sums<M2, N2>(c, ldc);
     alignas(64) float sums[32 * 32];
     store_sums<M2, N2>(sums, 32);
     for (int i = 0; i < (M2 ? 32 : 16); ++i)
       for (int j = 0; j < (N2 ? 32 : 16); j += 16) store(c + i * ldc + j, load(c + i * ldc + j) + load(sums + i * 32 + j));
+  }
+
+  // sum += a * b. By its bytes, because compilers learned of float16 tiles late.
+  template <int sum, int a, int b>
+  static void multiply_add() {
+    constexpr int prefix = std::is_same_v<C, f16> ? 3 : 2;
+    asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"((~b & 15) << 3 | prefix), "i"(0xc0 | sum << 3 | a));
   }
 
   static void zero_sums() {
@@ -243,26 +252,66 @@ struct AmxEngine {
     if constexpr (M2 && N2) _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
   }
 
+  template <bool M2>
+  static void load_a(Side<C> a, int piece, int64_t s) {
+    const C* p = a.data + piece * a.plane + s;
+    _tile_loadd(4, p, a.stride * 2);
+    if constexpr (M2) _tile_loadd(5, p + 16 * a.stride, a.stride * 2);
+  }
+  template <bool N2>
+  static void load_b(Side<C> b, int piece, int64_t s) {
+    const C* p = b.data + piece * b.plane + s * panel;
+    _tile_loadd(6, p, 64);
+    if constexpr (N2) _tile_loadd(7, p + b.stride, 64);
+  }
   template <bool M2, bool N2>
-  static void multiply(const bf16* a, int64_t lda, const bf16* b, int64_t bs, int64_t k) {
+  static void multiply_loaded() {
+    multiply_add<0, 4, 6>();
+    if constexpr (N2) multiply_add<1, 4, 7>();
+    if constexpr (M2) multiply_add<2, 5, 6>();
+    if constexpr (M2 && N2) multiply_add<3, 5, 7>();
+  }
+
+  // All products but that of the first pieces, in an order in which each shares a side with the one before. Scores
+  // (`all`) are exponents, where an error is absolute: float16 keeps its fourth product for them.
+  template <bool M2, bool N2>
+  static void multiply_small(Side<C> a, Side<C> b, int64_t k, bool all) {
+    for (int64_t s = 0; s < k; s += 32) {
+      if constexpr (Pieces == 3) {
+        load_a<M2>(a, 2, s), load_b<N2>(b, 0, s), multiply_loaded<M2, N2>();
+        load_a<M2>(a, 1, s), multiply_loaded<M2, N2>();
+        load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+        load_a<M2>(a, 0, s), multiply_loaded<M2, N2>();
+        load_b<N2>(b, 2, s), multiply_loaded<M2, N2>();
+      } else {
+        load_a<M2>(a, 1, s);
+        if (all) load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+        load_b<N2>(b, 0, s), multiply_loaded<M2, N2>();
+        load_a<M2>(a, 0, s), load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+      }
+    }
+  }
+
+  template <bool M2, bool N2>
+  static void multiply(const C* a, int64_t lda, const C* b, int64_t bs, int64_t k) {
     for (int64_t s = 0; s < k; s += 32) {
       _tile_loadd(4, a + s, lda * 2);
       _tile_loadd(6, b + s * panel, 64);
-      _tile_dpbf16ps(0, 4, 6);
+      multiply_add<0, 4, 6>();
       if constexpr (N2) {
         _tile_loadd(7, b + bs + s * panel, 64);
-        _tile_dpbf16ps(1, 4, 7);
+        multiply_add<1, 4, 7>();
       }
       if constexpr (M2) {
         _tile_loadd(5, a + 16 * lda + s, lda * 2);
-        _tile_dpbf16ps(2, 5, 6);
+        multiply_add<2, 5, 6>();
       }
-      if constexpr (M2 && N2) _tile_dpbf16ps(3, 5, 7);
+      if constexpr (M2 && N2) multiply_add<3, 5, 7>();
     }
   }
 
   // The pieces of x in the lower halves of 16 words and those of y in the upper ones, a plane for each piece.
-  static void store_pieces(bf16* p, int64_t plane, Vec x, Vec y) {
+  static void store_pieces(C* p, int64_t plane, Vec x, Vec y) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     for (int i = 0; i < Pieces; ++i) {
       const __m512i a = _mm512_castps_si512(x.v), b = _mm512_and_si512(_mm512_castps_si512(y.v), upper);
@@ -274,30 +323,30 @@ struct AmxEngine {
   }
 
   // 32 rows times one panel, in either of two pairs of accumulators (tile numbers must be literals).
-  static void multiply_even(const bf16* a, int64_t lda, const bf16* b, int64_t k) {
+  static void multiply_even(const C* a, int64_t lda, const C* b, int64_t k) {
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t s = 0; s < k; s += 32) {
       _tile_loadd(6, b + s * panel, 64);
       _tile_loadd(4, a + s, lda * 2);
-      _tile_dpbf16ps(0, 4, 6);
+      multiply_add<0, 4, 6>();
       _tile_loadd(5, a + 16 * lda + s, lda * 2);
-      _tile_dpbf16ps(1, 5, 6);
+      multiply_add<1, 5, 6>();
     }
   }
   static void store_even(float* c, int64_t ldc) {
     _tile_stored(0, c, ldc * 4);
     _tile_stored(1, c + 16 * ldc, ldc * 4);
   }
-  static void multiply_odd(const bf16* a, int64_t lda, const bf16* b, int64_t k) {
+  static void multiply_odd(const C* a, int64_t lda, const C* b, int64_t k) {
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t s = 0; s < k; s += 32) {
       _tile_loadd(7, b + s * panel, 64);
       _tile_loadd(4, a + s, lda * 2);
-      _tile_dpbf16ps(2, 4, 7);
+      multiply_add<2, 4, 7>();
       _tile_loadd(5, a + 16 * lda + s, lda * 2);
-      _tile_dpbf16ps(3, 5, 7);
+      multiply_add<3, 5, 7>();
     }
   }
   static void store_odd(float* c, int64_t ldc) {
@@ -307,7 +356,7 @@ struct AmxEngine {
 
   // A short product (k = head_dim) spends as long storing as multiplying: one pair of accumulators is stored while the
   // other works.
-  static void short_product(const bf16* a, int64_t lda, const bf16* b, int64_t bs, float* c, int64_t ldc, int64_t n,
+  static void short_product(const C* a, int64_t lda, const C* b, int64_t bs, float* c, int64_t ldc, int64_t n,
                             int64_t k) {
     multiply_even(a, lda, b, k);
     for (int64_t j = 0; j < n; j += 32) {
