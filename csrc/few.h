@@ -18,6 +18,7 @@ class FewQueries {
   using Pack = PackerFor<T, E>;
   static constexpr int64_t most_queries = 16, block = 64;  // keys packed at once: they stay in L1
   static constexpr int64_t lds = block + 16, ldp = block + 32;
+  static constexpr int64_t tile_rows = 16;  // with fewer rows, packing costs more than tiles save
 
  public:
   FewQueries(const ForwardArgs& args, int threads)
@@ -110,7 +111,7 @@ class FewQueries {
       o.maximum[m] = -infinity;
       store(o.sums + m * Vec::width, zero());
     }
-    if (rows < few_rows || !finite_queries(head) || !by_blocks(head, x, first, first + n, o))
+    if (rows < tile_rows || !finite_queries(head) || !by_blocks(head, x, first, first + n, o))
       by_rows(head, x, first, first + n, o);
     for (int64_t m = 0; m < rows; ++m) {
       float* to = records + m * record;
@@ -128,7 +129,8 @@ class FewQueries {
     return true;
   }
 
-  // Straight from the arrays, a block of keys for one row after the other; the later rows fetch the next block.
+  // Straight from the arrays, a block of keys for one group of rows after the other; the first group fetches the next
+  // block meanwhile.
   void by_rows(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
     float c = 1.0f;
     for (int64_t m = 0; m < rows; ++m) {
@@ -138,21 +140,47 @@ class FewQueries {
       o.maximum[m] = -infinity;
       store(o.sums + m * Vec::width, zero());
     }
-    for (int64_t at = first; at < last; at += row_keys)
-      for (int64_t m = 0; m < rows; ++m) {
-        const Row row = row_of(head, m);
-        for (int64_t j = at + m - 1; m > 0 && j < least(at + row_keys, last - row_keys); j += rows - 1) {
-          prefetch_row(x.key(j + row_keys), x.dim);
-          prefetch_row(x.value(j + row_keys), x.v_dim);
-        }
-        RowSums sums{o.maximum[m], o.sums[m * Vec::width], o.out + m * v_cols};
-        for (int64_t r = 0; r < a.runs; ++r) {
-          const int64_t lo = most(row.spans[2 * r], at), hi = least(row.spans[2 * r + 1], least(at + row_keys, last));
-          if (lo < hi) add_keys(o.query + m * max_dim, x, lo, hi - lo, c, &sums);
-        }
-        o.maximum[m] = sums.top;
-        o.sums[m * Vec::width] = sums.total;
-      }
+    for (int64_t at = first; at < last; at += row_keys) {
+      const int64_t to = least(at + row_keys, last), ahead = most(0, least(row_keys, last - to));
+      for (int64_t m = 0; m < rows;)
+        if (m + 4 <= rows && see_all(head, m, 4, at, to))
+          group<4>(m, x, at, to, m == 0 ? ahead : 0, c, o), m += 4;
+        else if (see_all(head, m, 1, at, to))
+          group<1>(m, x, at, to, m == 0 ? ahead : 0, c, o), m += 1;
+        else
+          spans_of_row(head, m, x, at, to, c, o), m += 1;
+    }
+  }
+
+  bool see_all(int64_t head, int64_t m, int64_t count, int64_t from, int64_t to) const {
+    for (int64_t i = m; i < m + count; ++i) {
+      const int32_t* spans = row_of(head, i).spans;
+      bool all = false;
+      for (int64_t r = 0; r < a.runs; ++r) all |= spans[2 * r] <= from && spans[2 * r + 1] >= to;
+      if (!all) return false;
+    }
+    return true;
+  }
+
+  template <int R>
+  void group(int64_t m, const KeyValues<T>& x, int64_t from, int64_t to, int64_t ahead, float c, const Own& o) const {
+    RowSums sums[R];
+    for (int r = 0; r < R; ++r)
+      sums[r] = {o.maximum[m + r], o.sums[(m + r) * Vec::width], o.out + (m + r) * v_cols};
+    add_keys<R>(o.query + m * max_dim, x, from, to - from, ahead, c, sums);
+    for (int r = 0; r < R; ++r) {
+      o.maximum[m + r] = sums[r].top;
+      o.sums[(m + r) * Vec::width] = sums[r].total;
+    }
+  }
+
+  void spans_of_row(int64_t head, int64_t m, const KeyValues<T>& x, int64_t from, int64_t to, float c,
+                    const Own& o) const {
+    const int32_t* spans = row_of(head, m).spans;
+    for (int64_t r = 0; r < a.runs; ++r) {
+      const int64_t lo = most(spans[2 * r], from), hi = least(spans[2 * r + 1], to);
+      if (lo < hi) group<1>(m, x, lo, hi, 0, c, o);
+    }
   }
 
   // As the tiles of many queries, but each block is packed right before it is used. False where a number is not finite.
@@ -173,20 +201,23 @@ class FewQueries {
       }
       Pack::keys(x.key(key), x.k_stride, valid, x.dim, {o.k, k_plane}, depth * panel, 0, n, depth);
       Pack::dims(x.value(key), x.v_stride, valid, x.v_dim, {o.v, v_plane}, block * panel, 0, n, v_cols);
-      for (int64_t at = 0; at < rows; at += E::strip) strip(head, at, key, n, last, c, o);
+      for (int64_t at = 0; at < rows; at += E::strip) strip(head, at, x, key, n, last, c, o);
     }
     E::end();
     return true;
   }
 
-  void strip(int64_t head, int64_t from, int64_t key, int64_t n, int64_t last, float c, const Own& o) const {
-    const int64_t count = least(E::strip, rows - from);
+  void strip(int64_t head, int64_t from, const KeyValues<T>& x, int64_t key, int64_t n, int64_t last, float c,
+             const Own& o) const {
+    const int64_t count = least(E::strip, rows - from), next_end = from == 0 ? least(key + 2 * block, last) : 0;
+    for (int64_t j = key + block; j < next_end; ++j) prefetch_row(x.key(j), x.dim);
     E::product({o.q + from * depth, depth, q_plane}, {o.k, depth * panel, k_plane}, o.scores, lds,
                round_up(count, E::rows), n, depth, false);
     for (int64_t m = 0; m < count; ++m) {
       hide(o.scores + m * lds, key, n, row_of(head, from + m).spans, a.runs);
       for (int64_t j = most(0, last - key); j < n; ++j) o.scores[m * lds + j] = -infinity;
     }
+    for (int64_t j = key + block; j < next_end; ++j) prefetch_row(x.value(j), x.v_dim);
     const Running run{o.maximum + from, o.sums + from * Vec::width};
     softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, round_up(count, 4), n, c, 8.0f, run,
                             o.out + from * v_cols, v_cols, [] {});

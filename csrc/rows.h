@@ -31,16 +31,6 @@ inline void add_scaled(float factor, const T* x, float* y, int64_t n) {
   for (int64_t d = 0; d < n; d += Vec::width) store(y + d, fma(f, load_upto(x + d, n - d), load(y + d)));
 }
 
-// Four rows at once: one pass over y.
-template <class T>
-inline void add_scaled4(const float* factor, const T* x, int64_t stride, float* y, int64_t n) {
-  for (int64_t d = 0; d < n; d += Vec::width) {
-    Vec sum = load(y + d);
-    for (int r = 0; r < 4; ++r) sum = fma(set(factor[r]), load_upto(x + r * stride + d, n - d), sum);
-    store(y + d, sum);
-  }
-}
-
 template <class T>
 inline void widen(const T* x, float* y, int64_t n) {
   for (int64_t d = 0; d < n; d += Vec::width) store(y + d, load_upto(x + d, n - d));
@@ -63,31 +53,74 @@ struct RowSums {
   float* v;  // round_up(v_dim, Vec::width) floats, zero at first
 };
 
-// Keys and values of one head, seen from one query row.
+// Keys and values of one head, as they lie in memory.
 template <class T>
 struct KeyValues {
   const T *k, *v;
   int64_t k_stride, v_stride, dim, v_dim;
-
   const T* key(int64_t j) const { return k + j * k_stride; }
   const T* value(int64_t j) const { return v + j * v_stride; }
 };
 
-inline constexpr int64_t line_bytes = 64;
-
 template <class T>
 inline void prefetch_row(const T* p, int64_t n) {
-  const char* bytes = reinterpret_cast<const char*>(p);
-  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(T)); i += line_bytes) __builtin_prefetch(bytes + i);
+  constexpr int64_t line = 64 / sizeof(T);
+  for (int64_t i = 0; i < n; i += line) __builtin_prefetch(p + i);
 }
 
-// Adds keys [first, first + n) to what a row has seen, n <= row_keys. `query` is padded to whole vectors, times the sign
-// of the scale; c is its magnitude times log2(e).
-template <class T>
-inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, float c, RowSums* sums) {
-  alignas(64) float s[row_keys];
-  const int64_t padded = round_up(n, 2 * Vec::width), v_cols = round_up(x.v_dim, Vec::width);
-  for (int64_t j = 0; j < n; ++j) s[j] = dot(query, x.key(first + j), x.dim);
+// Scores of R rows and n keys, 4 / R keys at once; `prefetch` is how many keys from `first` on are worth fetching ahead.
+template <int R, class T>
+inline void row_scores(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead,
+                       float (*s)[row_keys]) {
+  constexpr int K = 4 / R;
+  static_assert(R * K == 4);
+  for (int64_t j = 0; j < n; j += K) {
+    Vec sum[4] = {zero(), zero(), zero(), zero()};
+    const T* key[K];
+    for (int i = 0; i < K; ++i) {
+      key[i] = x.key(first + least(j + i, n - 1));
+      if (j + i < ahead) prefetch_row(x.key(first + row_keys + j + i), x.dim);
+    }
+    for (int64_t d = 0; d < x.dim; d += Vec::width)
+      for (int i = 0; i < K; ++i) {
+        const Vec y = load_upto(key[i] + d, x.dim - d);
+        for (int r = 0; r < R; ++r) sum[r * K + i] = fma(load(query + r * max_dim + d), y, sum[r * K + i]);
+      }
+    float four[4];
+    reduce_add4(sum[0], sum[1], sum[2], sum[3], four);
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < K; ++i) s[r][least(j + i, n - 1)] = four[r * K + least(i, n - 1 - j)];
+  }
+}
+
+// sums.v += p * V for R rows and n keys, up to 64 dims at a time in registers.
+template <int R, class T>
+inline void row_values(const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead, const float (*p)[row_keys],
+                       RowSums* sums) {
+  constexpr int wide = 64 / Vec::width < 4 ? 64 / Vec::width : 4;
+  for (int64_t d = 0; d < x.v_dim; d += wide * Vec::width) {
+    const int64_t left = x.v_dim - d;
+    Vec sum[R][wide];
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < wide; ++i) sum[r][i] = i * Vec::width < left ? load(sums[r].v + d + i * Vec::width) : zero();
+    for (int64_t j = 0; j < n; ++j) {
+      const T* value = x.value(first + j) + d;
+      if (d == 0 && j < ahead) prefetch_row(x.value(first + row_keys + j), x.v_dim);
+      Vec y[wide];
+      for (int i = 0; i < wide; ++i)
+        y[i] = i * Vec::width < left ? load_upto(value + i * Vec::width, left - i * Vec::width) : zero();
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < wide; ++i) sum[r][i] = fma(set(p[r][j]), y[i], sum[r][i]);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < wide; ++i)
+        if (i * Vec::width < left) store(sums[r].v + d + i * Vec::width, sum[r][i]);
+  }
+}
+
+// Scores become probabilities relative to the row's running maximum, to which its sums are rescaled.
+inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* sums) {
+  const int64_t padded = round_up(n, 2 * Vec::width);
   for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
   const float block_top = reduce_max(row_maximum(s, padded)) * c, now = block_top > sums->top ? block_top : sums->top;
   if (now > sums->top) {
@@ -98,9 +131,18 @@ inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, i
   }
   sums->total += reduce_add(exponentials<float>(s, padded, c, sums->top == -infinity ? 0.0f : sums->top,
                                                 [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
-  int64_t j = 0;
-  for (; j + 4 <= n; j += 4) add_scaled4(s + j, x.value(first + j), x.v_stride, sums->v, x.v_dim);
-  for (; j < n; ++j) add_scaled(s[j], x.value(first + j), sums->v, x.v_dim);
+}
+
+// Adds keys [first, first + n) to what R rows have seen, n <= row_keys; the first `ahead` of those that lie row_keys
+// further are fetched meanwhile. Each row of `query` is padded to max_dim, times the sign of the scale; c is its
+// magnitude times log2(e).
+template <int R, class T>
+inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead, float c,
+                     RowSums* sums) {
+  alignas(64) float s[R][row_keys];
+  row_scores<R>(query, x, first, n, ahead, s);
+  for (int r = 0; r < R; ++r) row_softmax(s[r], n, round_up(x.v_dim, Vec::width), c, sums + r);
+  row_values<R>(x, first, n, ahead, s, sums);
 }
 
 // A query row as `add_keys` wants it, and the factor of its scores. As in the tiles: -q for a negative scale, q = 0 for
@@ -122,7 +164,7 @@ void forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys) {
       sees = true;
-      add_keys(query, x, at, least(row_keys, hi - at), c, &sums);
+      add_keys<1>(query, x, at, least(row_keys, hi - at), 0, c, &sums);
     }
   write_row(sum_v, sees ? 1.0f / sums.total : 0.0f, out, x.v_dim);
   *lse = sees ? log_sum(sums.top, sums.total) : -infinity;

@@ -134,6 +134,14 @@ inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
   const __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   _mm_storeu_ps(to, _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
 }
+// The sums of four vectors at once.
+inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+  const __m512 x = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+}
 inline Mask none() { return 0; }
 inline Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
 inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
@@ -332,6 +340,9 @@ inline void store_step(bf16* line, const Vec (&x)[2]) {
 #endif
 
 #if !defined(__AVX512F__)
+inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* to) {
+  to[0] = reduce_add(a), to[1] = reduce_add(b), to[2] = reduce_add(c), to[3] = reduce_add(d);
+}
 inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
   to[0] = reduce_max(a), to[1] = reduce_max(b), to[2] = reduce_max(c), to[3] = reduce_max(d);
 }
