@@ -7,6 +7,7 @@
 #include "few.h"
 #include "kernels.h"
 #include "pack.h"
+#include "parts.h"
 #include "rows.h"
 #include "spans.h"
 
@@ -29,8 +30,9 @@ class Forward {
         lds(block_keys + 16),  // off powers of two: fewer cache conflicts
         ldp(in_place ? lds * 4 / static_cast<int64_t>(sizeof(C)) : block_keys + 32),
         depth(round_up(a.head_dim, E::depth)),
-        keys(round_up(a.k_len, key_step)),
         v_cols(round_up(a.v_dim, panel)),
+        parts(choose_parts(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads)),
+        keys(parts.keys),
         k_panel(depth * panel),
         v_panel((keys + 2) * panel),
         k_plane(keys / panel * k_panel),
@@ -41,8 +43,7 @@ class Forward {
         v_head(E::pieces * v_plane),
         packs((keys + pack_keys - 1) / pack_keys),
         blocks((a.q_len + block_rows - 1) / block_rows),
-        by_heads(heads_suffice(threads)),
-        slots(by_heads ? threads : a.batch * a.kv_heads),
+        slots(parts.local ? threads : a.batch * a.kv_heads),
         few(args, threads) {}
 
   Scratch scratch() {
@@ -57,24 +58,23 @@ class Forward {
     if (few.takes()) return few.run(parallel, shared, per_thread, thread_bytes);
     Carver carver(shared);
     lay_out_shared(carver);
-    const auto work = [&](int64_t b, int64_t h, int64_t i, int64_t slot, int thread) {
-      Carver own(per_thread + static_cast<size_t>(thread) * thread_bytes);
-      query_block(b, h, (blocks - 1 - i) * block_rows, slot, lay_out_thread(own));  // causal blocks: costly ones first
+    const auto own = [&](int thread) {
+      Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
+      return lay_out_thread(carver);
     };
-    if (by_heads) {
-      parallel(a.batch * a.kv_heads, [&](int64_t kv, int thread) {
+    // Later rows of a causal mask cost more: they come first.
+    if (parts.local)
+      return parallel(a.batch * a.kv_heads * parts.count, [&](int64_t item, int thread) {
         const FlushSubnormals flush;
-        for (int64_t part = 0; part < packs; ++part) pack(kv, part, thread);
-        for (int64_t i = 0; i < a.group() * blocks; ++i)
-          work(kv / a.kv_heads, kv % a.kv_heads * a.group() + i / blocks, i % blocks, thread, thread);
+        part_of_head(item / parts.count, parts.count - 1 - item % parts.count, thread, own(thread));
       });
-      return;
-    }
-    parallel(slots * packs, [&](int64_t item, int) { pack(item / packs, item % packs, item / packs); });
+    parallel(slots * packs, [&](int64_t item, int) {
+      pack({item / packs / a.kv_heads, item / packs % a.kv_heads, 0, item / packs}, item % packs, keys);
+    });
     parallel(a.batch * a.q_heads * blocks, [&](int64_t item, int thread) {
       const FlushSubnormals flush;
-      const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads;
-      work(b, h, item % blocks, b * a.kv_heads + h / a.group(), thread);
+      const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads, hk = h / a.group();
+      query_block(b, h, (blocks - 1 - item % blocks) * block_rows, {b, hk, 0, b * a.kv_heads + hk}, own(thread));
     });
   }
 
@@ -85,15 +85,23 @@ class Forward {
     float *out, *maximum, *sums;
   };
 
-  // Small heads that share out evenly over the threads: each thread packs the head that it then works on, and finds it
-  // in its own cache. Otherwise all heads are packed first, and all threads work on one head after the other.
-  bool heads_suffice(int threads) const {
-    constexpr int64_t cached = int64_t{1} << 20;
-    const int64_t heads = a.batch * a.kv_heads, rounds = (heads + threads - 1) / threads;
-    return heads * 10 >= rounds * threads * 9 && (k_head + v_head) * static_cast<int64_t>(sizeof(C)) <= cached;
+  // Packed keys and values of one head, from key `base` on.
+  struct Packed {
+    int64_t b, hk, base, slot;
+  };
+
+  void part_of_head(int64_t head, int64_t part, int slot, const Strip& s) {
+    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads, first = part * parts.rows,
+                  last = least(first + parts.rows, a.q_len);
+    const KeyRange range = range_of_rows(a, b, hk, first, last);
+    const Packed packed{b, hk, range.lo, slot};
+    for (int64_t i = 0; i < packs; ++i) pack(packed, i, range.size());
+    for (int64_t g = 0; g < a.group(); ++g)
+      for (int64_t row = last - 1 - (last - 1 - first) % block_rows; row >= first; row -= block_rows)
+        query_block(b, hk * a.group() + g, row, packed, s);
   }
 
-  // Room for `slots` packed heads: one for each thread, or all.
+  // Room for `slots` packed ranges of keys: one for each thread, or all heads.
   void lay_out_shared(Carver& carver) {
     packed_k = carver.take<C>(slots * k_head);
     packed_v = carver.take<C>(slots * v_head);
@@ -126,20 +134,21 @@ class Forward {
     return true;
   }
 
-  void pack(int64_t kv, int64_t part, int64_t slot) {
-    const int64_t b = kv / a.kv_heads, h = kv % a.kv_heads, end = least((part + 1) * pack_keys, keys);
-    const T *k = at<T>(a.k, b, h, 0), *v = at<T>(a.v, b, h, 0);
+  // The i-th pack of keys, of the first `size` of the range.
+  void pack(const Packed& to, int64_t part, int64_t size) {
+    const int64_t slot = to.slot, end = least((part + 1) * pack_keys, size), valid_keys = a.k_len - to.base;
+    const T *k = at<T>(a.k, to.b, to.hk, to.base), *v = at<T>(a.v, to.b, to.hk, to.base);
     bool all_finite = true;
     float k_norm = 0.0f, v_norm = 0.0f;
     // A few rows at a time, so that what looks at them and what copies them find them in L1.
     for (int64_t i = part * pack_keys, count; i < end; i += count) {
       count = least(64, end - i);
-      const int64_t valid = most(0, least(count, a.k_len - i));
+      const int64_t valid = most(0, least(count, valid_keys - i));
       all_finite &= finite(v + i * a.v.row, a.v.row, valid, a.v_dim);
       k_norm = larger_or_nan(k_norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
       v_norm = larger_or_nan(v_norm, largest_norm(v + i * a.v.row, a.v.row, valid, a.v_dim));
-      Pack::keys(k, a.k.row, a.k_len, a.head_dim, {packed_k + slot * k_head, k_plane}, k_panel, i, count, depth);
-      Pack::dims(v, a.v.row, a.k_len, a.v_dim, {packed_v + slot * v_head, v_plane}, v_panel, i, count, v_cols);
+      Pack::keys(k, a.k.row, valid_keys, a.head_dim, {packed_k + slot * k_head, k_plane}, k_panel, i, count, depth);
+      Pack::dims(v, a.v.row, valid_keys, a.v_dim, {packed_v + slot * v_head, v_plane}, v_panel, i, count, v_cols);
     }
     // Pieces of an infinite number are no numbers.
     is_finite[slot * packs + part] = all_finite && (E::pieces == 1 || std::isfinite(k_norm));
@@ -159,18 +168,18 @@ class Forward {
     if (a.lse != nullptr) a.lse[(b * a.q_heads + h) * a.q_len + i] = value;
   }
 
-  void query_block(int64_t b, int64_t h, int64_t first, int64_t slot, Strip s) const {
+  void query_block(int64_t b, int64_t h, int64_t first, const Packed& packed, const Strip& s) const {
     const float q_norm = largest_norm(q_row(b, h, first), a.q.row, least(block_rows, a.q_len - first), a.head_dim);
-    if (packed_finite(slot) && (E::pieces == 1 || std::isfinite(q_norm))) {
+    if (packed_finite(packed.slot) && (E::pieces == 1 || std::isfinite(q_norm))) {
       E::begin();
-      block(b, h, first, slot, q_norm, s);
+      block(b, h, first, packed, q_norm, s);
       E::end();
     } else {
       for (int64_t i = first; i < least(first + block_rows, a.q_len); ++i) row(b, h, i);
     }
   }
 
-  void block(int64_t b, int64_t h, int64_t first, int64_t slot, float q_norm, Strip s) const {
+  void block(int64_t b, int64_t h, int64_t first, const Packed& packed, float q_norm, const Strip& s) const {
     const int64_t rows = least(block_rows, a.q_len - first), strips = (rows + E::strip - 1) / E::strip;
     const int32_t* spans = a.bounds.slice(b, h) + first * a.runs * 2;
     Hull hull[most_strips], all;
@@ -188,11 +197,11 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const float v_norm = largest_of(v_norms, slot);
-    const bool bounded = E::wide_exponents && within_range(q_norm, largest_of(k_norms, slot), v_norm, c);
+    const float v_norm = largest_of(v_norms, packed.slot);
+    const bool bounded = E::wide_exponents && within_range(q_norm, largest_of(k_norms, packed.slot), v_norm, c);
     if (bounded)
       for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
-    const Head head{slot, rows, spans, hull, all, c, moderate(v_norm) ? 8.0f : 0.0f, bounded};
+    const Head head{packed.slot, packed.base, rows, spans, hull, all, c, moderate(v_norm) ? 8.0f : 0.0f, bounded};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
     for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
@@ -206,7 +215,7 @@ class Forward {
 
   // A block of query rows of one head.
   struct Head {
-    int64_t slot, rows;
+    int64_t slot, base, rows;
     const int32_t* spans;
     const Hull* hull;
     const Hull& all;
@@ -229,7 +238,7 @@ class Forward {
       for (; job.strip < strips; ++job.strip) {
         const int32_t* spans = head.spans + job.strip * E::strip * a.runs * 2;
         job.seen = look(spans, head.strip_rows(job.strip), a.runs, head.hull[job.strip], job.key,
-                        least(job.key + block_keys, keys));
+                        least(job.key + block_keys, head.base + keys));
         if (job.seen.lo < job.seen.hi) return job;
       }
     return job;
@@ -239,7 +248,7 @@ class Forward {
   void scores(const Head& head, const Strip& s, const Job& job, float* to_scores, int64_t from, int64_t to) const {
     to = least(to, job.seen.hi - job.seen.lo);
     if (from >= to) return;
-    const C* k = packed_k + head.slot * k_head + (job.seen.lo + from) / panel * k_panel;
+    const C* k = packed_k + head.slot * k_head + (job.seen.lo - head.base + from) / panel * k_panel;
     E::product({s.q + job.strip * E::strip * depth, depth, q_plane}, {k, k_panel, k_plane}, to_scores + from, lds,
                round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
   }
@@ -265,7 +274,7 @@ class Forward {
         head.bounded ? &softmax_strip<E, true, decltype(between)> : &softmax_strip<E, false, decltype(between)>;
     softmax(ready, lds, p, ldp, p_plane, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols, between);
     if (prepare) scores(head, s, next, ahead, done, block_keys);
-    E::product({p, ldp, p_plane}, {packed_v + head.slot * v_head + job.seen.lo * panel, v_panel, v_plane},
+    E::product({p, ldp, p_plane}, {packed_v + head.slot * v_head + (job.seen.lo - head.base) * panel, v_panel, v_plane},
                s.out + at * v_cols, v_cols, round_up(rows, E::rows), v_cols, n, true);
   }
 
@@ -277,10 +286,10 @@ class Forward {
   }
 
   const ForwardArgs& a;
-  const int64_t block_rows, block_keys, lds, ldp, depth, keys, v_cols, k_panel, v_panel, k_plane, v_plane, q_plane,
-      p_plane, k_head, v_head, packs, blocks;
-  const bool by_heads;
-  const int64_t slots;
+  const int64_t block_rows, block_keys, lds, ldp, depth, v_cols;
+  const Parts parts;
+  const int64_t keys, k_panel, v_panel, k_plane, v_plane, q_plane,
+      p_plane, k_head, v_head, packs, blocks, slots;
   const FewQueries<T, E> few;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;

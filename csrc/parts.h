@@ -1,0 +1,67 @@
+// How the forward pass is shared out over threads.
+//
+// Best is to give a thread a part of the query rows whose keys, packed, fit in its own cache: it packs them itself, and
+// finds them there. Rows that see a window or a document are cut into as many parts as that takes. Where parts see too
+// much, all heads are packed first, and all threads work on one head after the other.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "spans.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// What some rows see lies in [lo, hi), whole steps of keys; lo == hi if nothing.
+struct KeyRange {
+  int64_t lo = 0, hi = 0;
+  int64_t size() const { return hi - lo; }
+};
+
+inline KeyRange key_range(const Hull& hull) {
+  return hull.lo >= hull.hi ? KeyRange{} : KeyRange{round_down(hull.lo, key_step), round_up(hull.hi, key_step)};
+}
+
+// What query rows [first, last) of all query heads of one key head see.
+inline KeyRange range_of_rows(const Problem& a, int64_t b, int64_t hk, int64_t first, int64_t last) {
+  Hull hull;
+  const int64_t heads = a.bounds.heads == 1 ? 1 : a.group();
+  for (int64_t g = 0; g < heads; ++g)
+    hull.include(hull_of(a.bounds.slice(b, hk * a.group() + g) + first * a.runs * 2, last - first, a.runs));
+  return key_range(hull);
+}
+
+struct Parts {
+  bool local = false;    // does each part pack its own keys?
+  int64_t rows, count;   // query rows of a part, parts of a head
+  int64_t keys;          // most keys of a part
+};
+
+inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads) {
+  constexpr int64_t cached = int64_t{1} << 20;
+  const int64_t blocks = (a.q_len + block_rows - 1) / block_rows, slices = a.bounds.batches * a.bounds.heads;
+  std::vector<Hull> hulls(static_cast<size_t>(slices * blocks));
+  for (int64_t s = 0; s < slices; ++s)
+    for (int64_t i = 0; i < blocks; ++i)
+      hulls[static_cast<size_t>(s * blocks + i)] =
+          hull_of(a.bounds.slice(s / a.bounds.heads, s % a.bounds.heads) + i * block_rows * a.runs * 2,
+                  least(block_rows, a.q_len - i * block_rows), a.runs);
+  const int64_t heads = a.batch * a.kv_heads;
+  for (int64_t step = blocks; step >= 1; step = step == 1 ? 0 : (step + 1) / 2) {
+    const int64_t count = (blocks + step - 1) / step, units = heads * count, rounds = (units + threads - 1) / threads;
+    int64_t widest = 0, all = 0;
+    for (int64_t s = 0; s < slices; ++s)
+      for (int64_t i = 0; i < blocks; i += step) {
+        Hull hull;
+        for (int64_t j = i; j < least(i + step, blocks); ++j) hull.include(hulls[static_cast<size_t>(s * blocks + j)]);
+        const int64_t size = key_range(hull).size();
+        widest = most(widest, size), all += size;
+      }
+    if (2 * all > 3 * slices * most(a.k_len, a.q_len)) break;  // smaller parts would only pack more keys twice
+    if (units * 10 >= rounds * threads * 9 && widest * bytes_of_a_key <= cached)
+      return {true, step * block_rows, count, most(key_step, widest)};
+  }
+  return {false, a.q_len, 1, round_up(a.k_len, key_step)};
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA
