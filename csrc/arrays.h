@@ -61,7 +61,7 @@ inline const Exchange* exchange_of(nb::handle x) {
 struct Array {
   static constexpr int most_dims = 5;
   void* data = nullptr;
-  int dtype = -1, ndim = 0;  // dtype: an index of dtype_names, or -1
+  int dtype = -1, ndim = 0;                           // dtype: an index of dtype_names, or -1
   std::array<int64_t, most_dims> shape{}, strides{};  // strides in elements
 
   bool has_shape(std::initializer_list<int64_t> other) const {

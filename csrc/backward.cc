@@ -9,6 +9,7 @@
 #include "columns.h"
 #include "kernels.h"
 #include "pack.h"
+#include "parts.h"
 #include "rows.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -40,10 +41,12 @@ class Backward {
         q_blocks((a.q_len + block - 1) / block),
         k_blocks((a.k_len + block - 1) / block),
         queries(q_blocks * block),
-        column_panel((queries + 2) * panel),
+        chunks(choose_chunks(a, block, 2 * (depth + v_depth) * pieces * static_cast<int64_t>(sizeof(C)))),
+        packed(chunks.query_blocks * block),
+        column_panel((packed + 2) * panel),
         head_dq(q_blocks * dim_rows * block),
-        key_plane(queries * depth),
-        v_key_plane(queries * v_depth),
+        key_plane(packed * depth),
+        v_key_plane(packed * v_depth),
         dim_plane(cols / panel * column_panel),
         v_dim_plane(v_cols / panel * column_panel),
         k_plane(block * depth),
@@ -82,7 +85,7 @@ class Backward {
     float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
     float* delta;
     Columns mask;
-    Columns::PanelHull* block_hulls;  // of each query block: most of them see nothing of a key block
+    Hull* block_hulls;     // of each query block: most of them see nothing of a key block
     float* dq;             // transposed: [query block][dim][query]
     float *dk, *dv;        // accumulators of a key block, or of the share's if several query heads add to them
     C *k, *v, *k_columns;  // one key block
@@ -101,7 +104,7 @@ class Backward {
     o.lse_rest = carver.take<float>(queries);
     o.delta = carver.take<float>(queries);
     o.mask = Columns::lay_out(carver, queries, a.runs);
-    o.block_hulls = carver.take<Columns::PanelHull>(q_blocks);
+    o.block_hulls = carver.take<Hull>(q_blocks);
     o.dq = carver.take<float>(shares == 1 ? head_dq : 0);
     const int64_t held = a.group() == 1 ? 1 : (k_blocks + shares - 1) / shares;
     o.dk = carver.take<float>(held * block * cols);
@@ -139,7 +142,9 @@ class Backward {
                          finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
                          finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
       float* dq = shares == 1 ? o.dq : partial + ((b * a.q_heads + h) * shares + share) * head_dq;
-      prepare(b, h, o, tiles);
+      prepare(b, h, o);
+      BlockSpan seen;
+      int64_t chunk = -1;
       std::memset(dq, 0, static_cast<size_t>(head_dq) * sizeof(float));
       for (int64_t kb = share, held = 0; kb < k_blocks; kb += shares, ++held) {
         const int64_t slot = a.group() == 1 ? 0 : held;
@@ -148,7 +153,11 @@ class Backward {
           std::memset(dk, 0, static_cast<size_t>(block * cols) * sizeof(float));
           std::memset(dv, 0, static_cast<size_t>(block * v_cols) * sizeof(float));
         }
-        tiles ? key_block(b, hk, kb, o, dq, dk, dv) : key_block_by_rows(b, h, kb, o, dq, dk, dv);
+        if (tiles && kb / chunks.key_blocks != chunk) {
+          chunk = kb / chunks.key_blocks;
+          seen = pack_queries(b, h, chunk, o);
+        }
+        tiles ? key_block(b, hk, kb, seen, o, dq, dk, dv) : key_block_by_rows(b, h, kb, o, dq, dk, dv);
         if (g + 1 == a.group()) write_key_block(b, hk, kb, dk, dv);
       }
       if (shares == 1)
@@ -156,8 +165,8 @@ class Backward {
     }
   }
 
-  void prepare(int64_t b, int64_t h, const Own& o, bool tiles) const {
-    const T *q = at<T>(a.q, b, h, 0), *dout = at<T>(a.dout, b, h, 0);
+  void prepare(int64_t b, int64_t h, const Own& o) const {
+    const T* dout = at<T>(a.dout, b, h, 0);
     const int64_t row = (b * a.q_heads + h) * a.q_len;
     for (int64_t i = 0; i < a.q_len; ++i) {
       const double lse = static_cast<double>(a.lse[row + i]) * 1.44269504088896340736;
@@ -167,12 +176,23 @@ class Backward {
     }
     for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
-    for (int64_t qb = 0; qb < q_blocks; ++qb) o.block_hulls[qb] = o.mask.around(qb * panels, panels);
-    if (!tiles) return;
-    Pack::keys(q, a.q.row, a.q_len, a.head_dim, {o.q_keys, key_plane}, depth * panel, 0, queries, depth);
-    Pack::keys(dout, a.dout.row, a.q_len, a.v_dim, {o.dout_keys, v_key_plane}, v_depth * panel, 0, queries, v_depth);
-    Pack::dims(q, a.q.row, a.q_len, a.head_dim, {o.q_dims, dim_plane}, column_panel, 0, queries, cols);
-    Pack::dims(dout, a.dout.row, a.q_len, a.v_dim, {o.dout_dims, v_dim_plane}, column_panel, 0, queries, v_cols);
+    for (int64_t qb = 0; qb < q_blocks; ++qb)
+      o.block_hulls[qb] =
+          hull_of(a.bounds.slice(b, h) + qb * block * a.runs * 2, least(block, a.q_len - qb * block), a.runs);
+  }
+
+  // The queries that see a chunk of keys.
+  BlockSpan pack_queries(int64_t b, int64_t h, int64_t chunk, const Own& o) const {
+    const int64_t step = chunks.key_blocks * block;
+    const BlockSpan seen = blocks_that_see(o.block_hulls, q_blocks, chunk * step, (chunk + 1) * step);
+    const int64_t first = seen.begin * block, count = (seen.end - seen.begin) * block, valid = a.q_len - first;
+    if (count == 0) return seen;
+    const T *q = at<T>(a.q, b, h, first), *dout = at<T>(a.dout, b, h, first);
+    Pack::keys(q, a.q.row, valid, a.head_dim, {o.q_keys, key_plane}, depth * panel, 0, count, depth);
+    Pack::keys(dout, a.dout.row, valid, a.v_dim, {o.dout_keys, v_key_plane}, v_depth * panel, 0, count, v_depth);
+    Pack::dims(q, a.q.row, valid, a.head_dim, {o.q_dims, dim_plane}, column_panel, 0, count, cols);
+    Pack::dims(dout, a.dout.row, valid, a.v_dim, {o.dout_dims, v_dim_plane}, column_panel, 0, count, v_cols);
+    return seen;
   }
 
   float product_of_rows(const T* x, const T* y) const {
@@ -182,13 +202,14 @@ class Backward {
     return reduce_add(sum);
   }
 
-  void key_block(int64_t b, int64_t hk, int64_t kb, const Own& o, float* dq, float* dk, float* dv) const {
+  void key_block(int64_t b, int64_t hk, int64_t kb, BlockSpan seen, const Own& o, float* dq, float* dk,
+                 float* dv) const {
     const int64_t first = kb * block, keys = least(block, a.k_len - first), used = (keys + strip - 1) / strip;
     const T *k = at<T>(a.k, b, hk, first), *v = at<T>(a.v, b, hk, first);
     Pack::rows(k, a.k.row, keys, a.head_dim, {o.k, k_plane}, depth, used * strip, false);
     Pack::rows(v, a.v.row, keys, a.v_dim, {o.v, v_plane}, v_depth, used * strip, false);
     Pack::columns(k, a.k.row, keys, a.head_dim, {o.k_columns, k_column_plane}, block, dim_rows);
-    for (int64_t qb = 0; qb < q_blocks; ++qb) {
+    for (int64_t qb = seen.begin; qb < seen.end; ++qb) {
       if (o.block_hulls[qb].lo >= first + keys || o.block_hulls[qb].hi <= first) continue;
       Range range[most_strips];
       Range all{panels, 0};
@@ -200,7 +221,7 @@ class Backward {
       for (int64_t s = 0; s < used; ++s) {
         hide_outside(o.ds_keys, s, all, range[s]);
         if (range[s].begin < range[s].end)
-          strip_of_keys(o, qb, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
+          strip_of_keys(o, qb, seen.begin, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
       }
       add_dq(o, range, used, all, dq + qb * dim_rows * block);
     }
@@ -232,21 +253,22 @@ class Backward {
           std::memset(packed_line(ds_keys, p, s * strip) + piece * tile_plane, 0, strip * panel * sizeof(C));
   }
 
-  void strip_of_keys(const Own& o, int64_t qb, int64_t first, int64_t s, Range seen, float* dk, float* dv) const {
-    const int64_t p0 = qb * panels + seen.begin, n = (seen.end - seen.begin) * panel;
-    E::product({o.k + s * strip * depth, depth, k_plane}, {o.q_keys + p0 * depth * panel, depth * panel, key_plane},
+  void strip_of_keys(const Own& o, int64_t qb, int64_t base, int64_t first, int64_t s, Range seen, float* dk,
+                     float* dv) const {
+    const int64_t p0 = qb * panels + seen.begin, at = p0 - base * panels, n = (seen.end - seen.begin) * panel;
+    E::product({o.k + s * strip * depth, depth, k_plane}, {o.q_keys + at * depth * panel, depth * panel, key_plane},
                o.scores, ld_scores, strip, n, depth, false);
     E::product({o.v + s * strip * v_depth, v_depth, v_plane},
-               {o.dout_keys + p0 * v_depth * panel, v_depth * panel, v_key_plane}, o.dp, ld_scores, strip, n, v_depth,
+               {o.dout_keys + at * v_depth * panel, v_depth * panel, v_key_plane}, o.dp, ld_scores, strip, n, v_depth,
                false);
     for (int64_t p = 0; p < seen.end - seen.begin; p += 2)
       if (covers(o.mask, p0 + p, first + s * strip))
         weights<false>(o, p0 + p, p, seen.begin + p, first, s);
       else
         weights<true>(o, p0 + p, p, seen.begin + p, first, s);
-    E::product({o.p, ld_weights, weight_plane}, {o.dout_dims + p0 * panel * panel, column_panel, v_dim_plane}, dv,
+    E::product({o.p, ld_weights, weight_plane}, {o.dout_dims + at * panel * panel, column_panel, v_dim_plane}, dv,
                v_cols, strip, v_cols, n, true);
-    E::product({o.ds, ld_weights, weight_plane}, {o.q_dims + p0 * panel * panel, column_panel, dim_plane}, dk, cols,
+    E::product({o.ds, ld_weights, weight_plane}, {o.q_dims + at * panel * panel, column_panel, dim_plane}, dk, cols,
                strip, cols, n, true);
   }
 
@@ -254,8 +276,8 @@ class Backward {
     return mask.covers(p, key, key + strip) && mask.covers(p + 1, key, key + strip);
   }
 
-  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and two panels of queries: panels `query` and the next
-  // of the head, at panel `from` of the strip's arrays, at panel `to` of the packed tile.
+  // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and two panels of queries: panels `query` and the
+  // next of the head, at panel `from` of the strip's arrays, at panel `to` of the packed tile.
   template <bool Masked>
   void weights(const Own& o, int64_t query, int64_t from, int64_t to, int64_t first, int64_t s) const {
     const Vec c = set(a.scale * log2_e);
@@ -354,8 +376,10 @@ class Backward {
 
   const BackwardArgs& a;
   const int64_t block, panels, ld_scores, ld_weights, depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks,
-      queries, column_panel, head_dq, key_plane, v_key_plane, dim_plane, v_dim_plane, k_plane, v_plane, k_column_plane,
-      weight_plane, tile_plane, shares;
+      queries;
+  const Chunks chunks;
+  const int64_t packed, column_panel, head_dq, key_plane, v_key_plane, dim_plane, v_dim_plane, k_plane, v_plane,
+      k_column_plane, weight_plane, tile_plane, shares;
 };
 
 template <class T, class E>

@@ -44,16 +44,6 @@ struct Columns {
       }
   }
 
-  // What the queries of `count` panels from `p` on see lies within; the other two fields say nothing.
-  PanelHull around(int64_t p, int64_t count) const {
-    PanelHull all{INT32_MAX, 0, 0, 0};
-    for (int64_t i = p * runs; i < (p + count) * runs; ++i) {
-      all.lo = hulls[i].lo < all.lo ? hulls[i].lo : all.lo;
-      all.hi = hulls[i].hi > all.hi ? hulls[i].hi : all.hi;
-    }
-    return all;
-  }
-
   // May some query of the panel see a key in [first, last)? (No false negatives.)
   bool touches(int64_t p, int64_t first, int64_t last) const {
     for (int64_t r = 0; r < runs; ++r)

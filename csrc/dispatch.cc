@@ -294,8 +294,7 @@ Result launch(Args args, Direction direction, Isa level, const Pair& pair, Paral
   if (args.config.threads != 0 && args.config.threads < parallel.threads)
     parallel.threads = static_cast<int>(args.config.threads);
   result = run(args, pair, parallel);
-  counters[static_cast<int>(direction)].add(std::chrono::steady_clock::now() - start,
-                                            flops_of(args, pairs, direction));
+  counters[static_cast<int>(direction)].add(std::chrono::steady_clock::now() - start, flops_of(args, pairs, direction));
   return result;
 }
 

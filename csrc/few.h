@@ -165,8 +165,7 @@ class FewQueries {
   template <int R>
   void group(int64_t m, const KeyValues<T>& x, int64_t from, int64_t to, int64_t ahead, float c, const Own& o) const {
     RowSums sums[R];
-    for (int r = 0; r < R; ++r)
-      sums[r] = {o.maximum[m + r], o.sums[(m + r) * Vec::width], o.out + (m + r) * v_cols};
+    for (int r = 0; r < R; ++r) sums[r] = {o.maximum[m + r], o.sums[(m + r) * Vec::width], o.out + (m + r) * v_cols};
     add_keys<R>(o.query + m * max_dim, x, from, to - from, ahead, c, sums);
     for (int r = 0; r < R; ++r) {
       o.maximum[m + r] = sums[r].top;
@@ -191,7 +190,8 @@ class FewQueries {
       Pack::rows(at<T>(a.q, b, hk * a.group() + g, 0), a.q.row, a.q_len, a.scale == 0.0f ? 0 : a.head_dim,
                  {o.q + g * a.q_len * depth, q_plane}, depth, a.q_len, a.scale < 0.0f);
     for (int piece = 0; piece < E::pieces; ++piece)
-      std::memset(o.q + piece * q_plane + rows * depth, 0, static_cast<size_t>((padded_rows - rows) * depth) * sizeof(C));
+      std::memset(o.q + piece * q_plane + rows * depth, 0,
+                  static_cast<size_t>((padded_rows - rows) * depth) * sizeof(C));
     E::begin();
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = least(block, last - key), n = round_up(valid, key_step);
@@ -243,8 +243,7 @@ class FewQueries {
     }
     const bool sees = sees_any(row.spans, a.runs);
     write_row(out, sees ? 1.0f / total : 0.0f, at<T>(a.out, b, row.h, row.i), a.v_dim);
-    if (a.lse != nullptr)
-      a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = sees ? log_sum(top, total) : -infinity;
+    if (a.lse != nullptr) a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = sees ? log_sum(top, total) : -infinity;
   }
 
   const ForwardArgs& a;

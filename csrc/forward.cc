@@ -272,7 +272,8 @@ class Forward {
     const Running run{s.maximum + at, s.sums + at * Vec::width};
     const auto softmax =
         head.bounded ? &softmax_strip<E, true, decltype(between)> : &softmax_strip<E, false, decltype(between)>;
-    softmax(ready, lds, p, ldp, p_plane, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols, between);
+    softmax(ready, lds, p, ldp, p_plane, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols,
+            between);
     if (prepare) scores(head, s, next, ahead, done, block_keys);
     E::product({p, ldp, p_plane}, {packed_v + head.slot * v_head + (job.seen.lo - head.base) * panel, v_panel, v_plane},
                s.out + at * v_cols, v_cols, round_up(rows, E::rows), v_cols, n, true);
@@ -288,8 +289,7 @@ class Forward {
   const ForwardArgs& a;
   const int64_t block_rows, block_keys, lds, ldp, depth, v_cols;
   const Parts parts;
-  const int64_t keys, k_panel, v_panel, k_plane, v_plane, q_plane,
-      p_plane, k_head, v_head, packs, blocks, slots;
+  const int64_t keys, k_panel, v_panel, k_plane, v_plane, q_plane, p_plane, k_head, v_head, packs, blocks, slots;
   const FewQueries<T, E> few;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;

@@ -191,8 +191,8 @@ struct PackerFor {
   using C = typename E::Element;
   using Whole = Packer<T, C>;
 
-  static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
-                   int64_t padded_rows, bool negate) {
+  static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda, int64_t padded_rows,
+                   bool negate) {
     if constexpr (E::pieces == 1) return Whole::rows(p, stride, rows, dim, a.data, lda, padded_rows, negate);
 #if defined(__AMX_BF16__)
     else
@@ -208,8 +208,7 @@ struct PackerFor {
     else
       for (int64_t i = 0; i < lda; i += chunk) {
         const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
-        for (int n = 0; n < E::pieces; ++n)
-          x.columns(n, a.data + n * a.plane + i, lda, padded_dim);
+        for (int n = 0; n < E::pieces; ++n) x.columns(n, a.data + n * a.plane + i, lda, padded_dim);
       }
 #endif
   }

@@ -32,9 +32,9 @@ inline KeyRange range_of_rows(const Problem& a, int64_t b, int64_t hk, int64_t f
 }
 
 struct Parts {
-  bool local = false;    // does each part pack its own keys?
-  int64_t rows, count;   // query rows of a part, parts of a head
-  int64_t keys;          // most keys of a part
+  bool local = false;   // does each part pack its own keys?
+  int64_t rows, count;  // query rows of a part, parts of a head
+  int64_t keys;         // most keys of a part
 };
 
 inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads) {
@@ -62,6 +62,50 @@ inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of
       return {true, step * block_rows, count, most(key_step, widest)};
   }
   return {false, a.q_len, 1, round_up(a.k_len, key_step)};
+}
+
+// The backward pass walks over a head's keys in chunks of key blocks, and packs the queries that see a chunk right
+// before it. Where queries see almost everything, there is one chunk, and all of them are packed once.
+struct Chunks {
+  int64_t key_blocks;    // of a chunk
+  int64_t query_blocks;  // most query blocks that see a chunk, with all between
+};
+
+struct BlockSpan {
+  int64_t begin = 0, end = 0;
+};
+
+// The query blocks, given what each sees, from the first to the last that sees a key in [first, last).
+inline BlockSpan blocks_that_see(const Hull* hulls, int64_t blocks, int64_t first, int64_t last) {
+  BlockSpan range{blocks, 0};
+  for (int64_t i = 0; i < blocks; ++i)
+    if (hulls[i].lo < last && hulls[i].hi > first) range = {least(range.begin, i), i + 1};
+  return range.begin < range.end ? range : BlockSpan{};
+}
+
+inline Chunks choose_chunks(const Problem& a, int64_t block, int64_t bytes_of_a_query) {
+  constexpr int64_t cached = int64_t{5} << 18;
+  const int64_t q_blocks = (a.q_len + block - 1) / block, k_blocks = (a.k_len + block - 1) / block;
+  const Chunks whole{most(1, k_blocks), q_blocks};
+  if (q_blocks * block * bytes_of_a_query <= cached) return whole;
+  const int64_t slices = a.bounds.batches * a.bounds.heads;
+  std::vector<Hull> hulls(static_cast<size_t>(slices * q_blocks));
+  for (int64_t s = 0; s < slices; ++s)
+    for (int64_t i = 0; i < q_blocks; ++i)
+      hulls[static_cast<size_t>(s * q_blocks + i)] =
+          hull_of(a.bounds.slice(s / a.bounds.heads, s % a.bounds.heads) + i * block * a.runs * 2,
+                  least(block, a.q_len - i * block), a.runs);
+  for (const int64_t chunk : {16, 8, 4, 2}) {
+    int64_t widest = 0, all = 0;
+    for (int64_t s = 0; s < slices; ++s)
+      for (int64_t k = 0; k < k_blocks; k += chunk) {
+        const BlockSpan range = blocks_that_see(hulls.data() + s * q_blocks, q_blocks, k * block, (k + chunk) * block);
+        widest = most(widest, range.end - range.begin), all += range.end - range.begin;
+      }
+    if (all > 2 * slices * q_blocks) return whole;  // queries would be packed more than twice
+    if (widest * block * bytes_of_a_query <= cached) return {chunk, most(1, widest)};
+  }
+  return whole;
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -68,7 +68,8 @@ inline void prefetch_row(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += line) __builtin_prefetch(p + i);
 }
 
-// Scores of R rows and n keys, 4 / R keys at once; `prefetch` is how many keys from `first` on are worth fetching ahead.
+// Scores of R rows and n keys, 4 / R keys at once; `prefetch` is how many keys from `first` on are worth fetching
+// ahead.
 template <int R, class T>
 inline void row_scores(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead,
                        float (*s)[row_keys]) {

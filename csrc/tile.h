@@ -221,7 +221,8 @@ struct AmxEngine {
     alignas(64) float sums[32 * 32];
     store_sums<M2, N2>(sums, 32);
     for (int i = 0; i < (M2 ? 32 : 16); ++i)
-      for (int j = 0; j < (N2 ? 32 : 16); j += 16) store(c + i * ldc + j, load(c + i * ldc + j) + load(sums + i * 32 + j));
+      for (int j = 0; j < (N2 ? 32 : 16); j += 16)
+        store(c + i * ldc + j, load(c + i * ldc + j) + load(sums + i * 32 + j));
   }
 
   // sum += a * b. By its bytes, because compilers learned of float16 tiles late.
