@@ -138,20 +138,19 @@ class Forward {
   void pack(const Packed& to, int64_t part, int64_t size) {
     const int64_t slot = to.slot, end = least((part + 1) * pack_keys, size), valid_keys = a.k_len - to.base;
     const T *k = at<T>(a.k, to.b, to.hk, to.base), *v = at<T>(a.v, to.b, to.hk, to.base);
-    bool all_finite = true;
     float k_norm = 0.0f, v_norm = 0.0f;
     // A few rows at a time, so that what looks at them and what copies them find them in L1.
     for (int64_t i = part * pack_keys, count; i < end; i += count) {
       count = least(64, end - i);
       const int64_t valid = most(0, least(count, valid_keys - i));
-      all_finite &= finite(v + i * a.v.row, a.v.row, valid, a.v_dim);
       k_norm = larger_or_nan(k_norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
       v_norm = larger_or_nan(v_norm, largest_norm(v + i * a.v.row, a.v.row, valid, a.v_dim));
       Pack::keys(k, a.k.row, valid_keys, a.head_dim, {packed_k + slot * k_head, k_plane}, k_panel, i, count, depth);
       Pack::dims(v, a.v.row, valid_keys, a.v_dim, {packed_v + slot * v_head, v_plane}, v_panel, i, count, v_cols);
     }
-    // Pieces of an infinite number are no numbers.
-    is_finite[slot * packs + part] = all_finite && (E::pieces == 1 || std::isfinite(k_norm));
+    // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers. A norm beyond
+    // all floats is taken for infinite: such values are left to the exact rows.
+    is_finite[slot * packs + part] = std::isfinite(v_norm) && (E::pieces == 1 || std::isfinite(k_norm));
     k_norms[slot * packs + part] = k_norm;
     v_norms[slot * packs + part] = v_norm;
   }

@@ -290,18 +290,29 @@ inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
 
 inline float larger_or_nan(float x, float y) { return y > x || y != y ? y : x; }
 
-// The largest squared norm of the rows; NaN if an element is.
+template <class T>
+inline Vec squares(const T* p, int64_t dim) {
+  Vec sum = zero();
+  for (int64_t d = 0; d < dim; d += Vec::width) {
+    const Vec x = dim - d >= Vec::width ? load(p + d) : load_part(p + d, dim - d);
+    sum = fma(x, x, sum);
+  }
+  return sum;
+}
+
+// The largest squared norm of the rows; not finite if an element is not.
 template <class T>
 inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
   float largest = 0.0f;
-  for (int64_t i = 0; i < rows; ++i) {
-    Vec sum = zero();
-    for (int64_t d = 0; d < dim; d += Vec::width) {
-      const Vec x = dim - d >= Vec::width ? load(p + i * stride + d) : load_part(p + i * stride + d, dim - d);
-      sum = fma(x, x, sum);
-    }
-    largest = larger_or_nan(largest, reduce_add(sum));
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) {
+    const T* x = p + i * stride;
+    float four[4];
+    reduce_add4(squares(x, dim), squares(x + stride, dim), squares(x + 2 * stride, dim), squares(x + 3 * stride, dim),
+                four);
+    for (const float norm : four) largest = larger_or_nan(largest, norm);
   }
+  for (; i < rows; ++i) largest = larger_or_nan(largest, reduce_add(squares(p + i * stride, dim)));
   return largest;
 }
 

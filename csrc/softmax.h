@@ -54,10 +54,9 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
   for (; at < cols; ++at) s[at] = -infinity;
 }
 
-// Natural logarithm of sum * 2^maximum, rounded once.
+// Natural logarithm of sum * 2^maximum.
 inline float log_sum(float maximum, float sum) {
-  return static_cast<float>((static_cast<double>(maximum) + std::log2(static_cast<double>(sum))) *
-                            0.69314718055994530942);
+  return static_cast<float>(static_cast<double>(maximum) * 0.69314718055994530942 + static_cast<double>(std::log(sum)));
 }
 
 // State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial
