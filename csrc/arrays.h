@@ -103,6 +103,7 @@ inline Array borrow(nb::handle x, const dlpack::Exchange& exchange) {
     a.strides[at] = t.strides != nullptr ? t.strides[i] : dense;
     dense *= t.shape[i];
   }
+  if (t.data == nullptr && dense != 0) fail("array: expected one with memory of its own");
   return a;
 }
 

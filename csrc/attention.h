@@ -132,7 +132,7 @@ struct Kernels {
 
 // Loops for peak.cc: FLOPs done by so many rounds of each kind (null where a level lacks it), and a read of memory.
 struct PeakLoops {
-  double (*compute[3])(int64_t rounds);
+  double (*compute[5])(int64_t rounds);
   void (*read)(const char* data, int64_t bytes);
 };
 

@@ -239,17 +239,18 @@ class Counter {
   void add(std::chrono::steady_clock::duration spent, double flops) {
     calls_.fetch_add(1, std::memory_order_relaxed);
     ticks_.fetch_add(spent.count(), std::memory_order_relaxed);
-    flops_.fetch_add(static_cast<int64_t>(flops), std::memory_order_relaxed);
+    flops_.fetch_add(flops, std::memory_order_relaxed);
   }
   Totals totals() const {
     return {calls_.load(std::memory_order_relaxed),
             std::chrono::duration<double>(std::chrono::steady_clock::duration(ticks_.load(std::memory_order_relaxed)))
                 .count(),
-            static_cast<double>(flops_.load(std::memory_order_relaxed))};
+            flops_.load(std::memory_order_relaxed)};
   }
 
  private:
-  std::atomic<int64_t> calls_{0}, ticks_{0}, flops_{0};
+  std::atomic<int64_t> calls_{0}, ticks_{0};
+  std::atomic<double> flops_{0.0};
 };
 Counter counters[2];
 

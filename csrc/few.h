@@ -34,7 +34,7 @@ class FewQueries {
         shares(choose_shares(threads)),
         record(v_cols + panel) {}
 
-  bool takes() const { return a.q_len <= most_queries; }
+  static bool takes(const ForwardArgs& a) { return a.q_len <= most_queries; }
 
   Scratch scratch() const {
     Carver shared, own;
@@ -111,12 +111,12 @@ class FewQueries {
       o.maximum[m] = -infinity;
       store(o.sums + m * Vec::width, zero());
     }
-    if (rows < tile_rows || !finite_queries(head) || !by_blocks(head, x, first, first + n, o))
-      by_rows(head, x, first, first + n, o);
+    const bool tiles = rows >= tile_rows && finite_queries(head) && by_blocks(head, x, first, first + n, o);
+    if (!tiles) by_rows(head, x, first, first + n, o);
     for (int64_t m = 0; m < rows; ++m) {
       float* to = records + m * record;
       std::memcpy(to, o.out + m * v_cols, static_cast<size_t>(v_cols) * sizeof(float));
-      to[v_cols] = o.maximum[m];
+      to[v_cols] = o.maximum[m] - (tiles ? E::exponent_offset : 0.0f);
       to[v_cols + 1] = reduce_add(load(o.sums + m * Vec::width));
     }
   }
@@ -219,7 +219,7 @@ class FewQueries {
     }
     for (int64_t j = key + block; j < next_end; ++j) prefetch_row(x.value(j), x.v_dim);
     const Running run{o.maximum + from, o.sums + from * Vec::width};
-    softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, round_up(count, 4), n, c, 8.0f, run,
+    softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, round_up(count, 4), n, c, 0.0f, run,
                             o.out + from * v_cols, v_cols, [] {});
     E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane}, o.out + from * v_cols, v_cols,
                round_up(count, E::rows), v_cols, n, true);

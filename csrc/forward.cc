@@ -3,6 +3,8 @@
 // 1. K and V of each head are packed once (they are read by every query block of the head).
 // 2. A query block of one head is worked on in strips of rows. A strip touches only keys that some row of
 // it may see.
+#include <cassert>
+
 #include "attention.h"
 #include "few.h"
 #include "kernels.h"
@@ -17,7 +19,7 @@ template <class T, class E>
 class Forward {
   using C = typename E::Element;
   using Pack = PackerFor<T, E>;
-  static constexpr int64_t pack_keys = 512, most_strips = 16;
+  static constexpr int64_t pack_keys = 512, most_strips = 16, element = sizeof(C);
   static constexpr bool in_place = E::pieces == 1;  // probabilities overwrite the scores of their row: both stay in L1
 
  public:
@@ -31,7 +33,9 @@ class Forward {
         ldp(in_place ? lds * 4 / static_cast<int64_t>(sizeof(C)) : block_keys + 32),
         depth(round_up(a.head_dim, E::depth)),
         v_cols(round_up(a.v_dim, panel)),
-        parts(choose_parts(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads)),
+        parts(FewQueries<T, E>::takes(a)
+                  ? Parts{false, a.q_len, 1, key_step}
+                  : choose_parts(a, block_rows, (depth + v_cols) * E::pieces * element, threads)),
         keys(parts.keys),
         k_panel(depth * panel),
         v_panel((keys + 2) * panel),
@@ -47,7 +51,7 @@ class Forward {
         few(args, threads) {}
 
   Scratch scratch() {
-    if (few.takes()) return few.scratch();
+    if (few.takes(a)) return few.scratch();
     Carver shared, own;
     lay_out_shared(shared);
     lay_out_thread(own);
@@ -55,7 +59,7 @@ class Forward {
   }
 
   void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
-    if (few.takes()) return few.run(parallel, shared, per_thread, thread_bytes);
+    if (few.takes(a)) return few.run(parallel, shared, per_thread, thread_bytes);
     Carver carver(shared);
     lay_out_shared(carver);
     const auto own = [&](int thread) {
@@ -94,6 +98,7 @@ class Forward {
     const int64_t b = head / a.kv_heads, hk = head % a.kv_heads, first = part * parts.rows,
                   last = least(first + parts.rows, a.q_len);
     const KeyRange range = range_of_rows(a, b, hk, first, last);
+    assert(range.size() <= keys && "the slot has room for what the part sees");
     const Packed packed{b, hk, range.lo, slot};
     for (int64_t i = 0; i < packs; ++i) pack(packed, i, range.size());
     for (int64_t g = 0; g < a.group(); ++g)
@@ -200,7 +205,9 @@ class Forward {
     const bool bounded = E::wide_exponents && within_range(q_norm, largest_of(k_norms, packed.slot), v_norm, c);
     if (bounded)
       for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
-    const Head head{packed.slot, packed.base, rows, spans, hull, all, c, moderate(v_norm) ? 8.0f : 0.0f, bounded};
+    const Head head{packed.slot, packed.base, rows, spans,
+                    hull,        all,         c,    E::wide_exponents && moderate(v_norm) ? 8.0f : 0.0f,
+                    bounded};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
     for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
@@ -282,7 +289,7 @@ class Forward {
     const bool sees = sees_any(spans, a.runs);
     const float sum = reduce_add(load(s.sums + r * Vec::width));
     write_row(s.out + r * v_cols, sees ? 1.0f / sum : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
-    write_lse(b, h, i, sees ? log_sum(s.maximum[r], sum) : -infinity);
+    write_lse(b, h, i, sees ? log_sum(s.maximum[r] - E::exponent_offset, sum) : -infinity);
   }
 
   const ForwardArgs& a;

@@ -16,6 +16,10 @@ namespace attnspan::ATTNSPAN_ISA {
 struct KeyRange {
   int64_t lo = 0, hi = 0;
   int64_t size() const { return hi - lo; }
+  void include(KeyRange other) {
+    if (other.size() == 0) return;
+    lo = size() == 0 ? other.lo : least(lo, other.lo), hi = most(hi, other.hi);
+  }
 };
 
 inline KeyRange key_range(const Hull& hull) {
@@ -39,23 +43,24 @@ struct Parts {
 
 inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads) {
   constexpr int64_t cached = int64_t{1} << 20;
-  const int64_t blocks = (a.q_len + block_rows - 1) / block_rows, slices = a.bounds.batches * a.bounds.heads;
-  std::vector<Hull> hulls(static_cast<size_t>(slices * blocks));
+  // One slice for each set of rows that differs: of all query heads of a key head together, as they share its keys.
+  const int64_t blocks = (a.q_len + block_rows - 1) / block_rows, slice_heads = a.bounds.heads == 1 ? 1 : a.kv_heads,
+                slices = a.bounds.batches * slice_heads;
+  std::vector<KeyRange> ranges(static_cast<size_t>(slices * blocks));
   for (int64_t s = 0; s < slices; ++s)
     for (int64_t i = 0; i < blocks; ++i)
-      hulls[static_cast<size_t>(s * blocks + i)] =
-          hull_of(a.bounds.slice(s / a.bounds.heads, s % a.bounds.heads) + i * block_rows * a.runs * 2,
-                  least(block_rows, a.q_len - i * block_rows), a.runs);
+      ranges[static_cast<size_t>(s * blocks + i)] =
+          range_of_rows(a, s / slice_heads, s % slice_heads, i * block_rows, least((i + 1) * block_rows, a.q_len));
   const int64_t heads = a.batch * a.kv_heads;
   for (int64_t step = blocks; step >= 1; step = step == 1 ? 0 : (step + 1) / 2) {
     const int64_t count = (blocks + step - 1) / step, units = heads * count, rounds = (units + threads - 1) / threads;
     int64_t widest = 0, all = 0;
     for (int64_t s = 0; s < slices; ++s)
       for (int64_t i = 0; i < blocks; i += step) {
-        Hull hull;
-        for (int64_t j = i; j < least(i + step, blocks); ++j) hull.include(hulls[static_cast<size_t>(s * blocks + j)]);
-        const int64_t size = key_range(hull).size();
-        widest = most(widest, size), all += size;
+        KeyRange range;
+        for (int64_t j = i; j < least(i + step, blocks); ++j)
+          range.include(ranges[static_cast<size_t>(s * blocks + j)]);
+        widest = most(widest, range.size()), all += range.size();
       }
     if (2 * all > 3 * slices * most(a.k_len, a.q_len)) break;  // smaller parts would only pack more keys twice
     if (units * 10 >= rounds * threads * 9 && widest * bytes_of_a_key <= cached)

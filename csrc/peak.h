@@ -5,9 +5,10 @@
 
 namespace attnspan {
 
-enum class PeakKind : int { fma_f32 = 0, dot_bf16 = 1, amx_bf16 = 2 };
-inline constexpr int peak_kinds = 3;
-inline constexpr const char* peak_kind_names[] = {"fma_f32", "dot_bf16", "amx_bf16"};
+// The last two are what the kernel reaches for on matrix tiles: a float32 product is six of bfloat16 pieces.
+enum class PeakKind : int { fma_f32 = 0, dot_bf16 = 1, amx_bf16 = 2, amx_f32 = 3, amx_f16 = 4 };
+inline constexpr int peak_kinds = 5;
+inline constexpr const char* peak_kind_names[] = {"fma_f32", "dot_bf16", "amx_bf16", "amx_f32", "amx_f16"};
 
 bool has_peak(PeakKind kind, Isa level);  // does the level have such instructions?
 

@@ -48,23 +48,14 @@ double peak_dot(int64_t rounds) {
 #endif
 
 #if defined(__AMX_BF16__)
-double peak_amx(int64_t rounds) {
-  alignas(64) static const bf16 operand[16 * 32] = {};
-  AmxEngine<bf16, 1>::begin();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_loadd(4, operand, 64);
-  _tile_loadd(5, operand, 64);
-  for (int64_t i = 0; i < rounds; ++i) {
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_dpbf16ps(1, 4, 5);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_dpbf16ps(3, 4, 5);
-  }
-  AmxEngine<bf16, 1>::end();
-  return static_cast<double>(rounds) * 4 * 16 * 16 * 64;
+// `products` of tiles count as one.
+template <class C, int products>
+double peak_tiles(int64_t rounds) {
+  alignas(64) static const C operand[16 * 32] = {};
+  AmxEngine<C, 1>::begin();
+  AmxEngine<C, 1>::repeat(operand, rounds);
+  AmxEngine<C, 1>::end();
+  return static_cast<double>(rounds) * 4 * 16 * 16 * 64 / products;
 }
 #endif
 
@@ -79,12 +70,16 @@ void read(const char* data, int64_t bytes) {
 }  // namespace
 
 PeakLoops peak_loops() {
-  PeakLoops loops{{peak_fma, nullptr, nullptr}, read};
+  PeakLoops loops{{peak_fma}, read};
 #if defined(__AVX512BF16__)
   loops.compute[1] = peak_dot;
 #endif
 #if defined(__AMX_BF16__)
-  loops.compute[2] = peak_amx;
+  loops.compute[2] = peak_tiles<bf16, 1>;
+  loops.compute[3] = peak_tiles<bf16, 6>;
+#if defined(ATTNSPAN_AMX_FP16)
+  loops.compute[4] = peak_tiles<f16, 1>;
+#endif
 #endif
   return loops;
 }

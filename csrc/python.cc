@@ -180,15 +180,21 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, i
   return nb::make_tuple(out, lse);
 }
 
-// (dq, dk, dv) of what `attend` took.
-nb::tuple gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-                    nb::handle bounds, float scale, int threads, nb::handle empty_strided) {
+// (dq, dk, dv) of what `attend` took, or None for arrays that the kernel cannot take as they are.
+nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+                     nb::handle bounds, float scale, int threads, nb::handle empty_strided) {
   BackwardArgs args{};
-  fill(args, q, k, v, bounds, scale);
-  const int dtype = static_cast<int>(args.dtype);
-  args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.lse = rows_of("lse", lse, args);
+  try {
+    fill(args, q, k, v, bounds, scale);
+    const int dtype = static_cast<int>(args.dtype);
+    args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+    args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+    args.lse = rows_of("lse", lse, args);
+  } catch (const nb::builtin_exception&) {
+    return nb::none();
+  } catch (const nb::python_error&) {
+    return nb::none();
+  }
   const nb::object type = q.attr("dtype");
   nb::object dq = new_bshd(empty_strided, type, args.batch, args.q_heads, args.q_len, args.head_dim),
              dk = new_bshd(empty_strided, type, args.batch, args.kv_heads, args.k_len, args.head_dim),

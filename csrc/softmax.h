@@ -20,14 +20,15 @@ inline Vec exp2_fraction(Vec f) {
     p = fma(p, f, set(0x1.62e42ap-1f));
     return fma(p, f, set(1.0f));
   } else {
-    Vec p = fma(set(0x1.bc31dap-7f), f, set(0x1.aa3fcap-5f));
-    p = fma(p, f, set(0x1.ee5884p-3f));
-    p = fma(p, f, set(0x1.62d51cp-1f));
-    return fma(p, f, set(1.0f));
+    constexpr float k = std::is_same_v<C, f16> ? 0x1p15f : 1.0f;  // see AmxEngine's exponent_offset
+    Vec p = fma(set(k * 0x1.bc31dap-7f), f, set(k * 0x1.aa3fcap-5f));
+    p = fma(p, f, set(k * 0x1.ee5884p-3f));
+    p = fma(p, f, set(k * 0x1.62d51cp-1f));
+    return fma(p, f, set(k));
   }
 }
 
-// 2^x for x <= 128: 0 for -inf, NaN for NaN.
+// 2^x for x <= 128: 0 for -inf, NaN for NaN. 2^15 times that for float16.
 template <class C>
 inline Vec exp2(Vec x) {
   return scale_by_floor(exp2_fraction<C>(fraction(x)), x);
@@ -86,14 +87,25 @@ inline Vec row_maximum(const float* s, int64_t cols) {
   return vmax(a, b);
 }
 
+// s * c - shift. float16 results are finer than the scores of large logits: only if the product is rounded as the
+// maximum was, so that the likeliest key's exponent is exactly 0, does a row with one likely key return its value.
+template <class C>
+inline Vec exponent(Vec s, Vec factor, Vec shift) {
+  if constexpr (std::is_same_v<C, f16>)
+    return rounded_product(s, factor) - shift;
+  else
+    return fma(s, factor, zero() - shift);
+}
+
 // 2^(s * c - shift) for one row of whole vector pairs, summed; `put(j, x, y)` stores the two vectors from column j on.
 template <class C, class Put>
 inline Vec exponentials(const float* s, int64_t cols, float c, float shift, const Put& put) {
   constexpr int w = Vec::width;
-  const Vec factor = set(c), offset = set(-shift);
+  const Vec factor = set(c), offset = set(shift);
   Vec a = zero(), b = zero();
   for (int64_t j = 0; j < cols; j += 2 * w) {
-    const Vec x = exp2<C>(fma(load(s + j), factor, offset)), y = exp2<C>(fma(load(s + j + w), factor, offset));
+    const Vec x = exp2<C>(exponent<C>(load(s + j), factor, offset)),
+              y = exp2<C>(exponent<C>(load(s + j + w), factor, offset));
     a = a + x;
     b = b + y;
     put(j, x, y);
@@ -101,7 +113,8 @@ inline Vec exponentials(const float* s, int64_t cols, float c, float shift, cons
   return a + b;
 }
 
-// The same as a row of A of an engine's products; p may be s itself where an element is one piece.
+// The same, times 2^exponent_offset, as a row of A of an engine's products; p may be s itself where an element is one
+// piece.
 template <class E>
 inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c, float shift) {
   return exponentials<typename E::Exponential>(s, cols, c, shift, [=](int64_t j, Vec x, Vec y) {

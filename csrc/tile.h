@@ -69,6 +69,7 @@ struct VectorEngine {
   using Exponential = C;
   static constexpr int pieces = 1;
   static constexpr bool wide_exponents = true;  // are exponentials of 2^-40 .. 2^40 elements?
+  static constexpr float exponent_offset = 0.0f;
   static constexpr bool interleaved = false;
   static constexpr int pair = Step<C>::pair;
   static constexpr int per_panel = 16 / Vec::width;  // vectors in a panel's line
@@ -155,6 +156,8 @@ struct AmxEngine {
   using Exponential = std::conditional_t<Pieces == 1, C, float>;
   static constexpr int pair = 2, pieces = Pieces;
   static constexpr bool wide_exponents = !std::is_same_v<C, f16>;
+  // Probabilities are held 2^15 times their size relative to the row's maximum: float16 has few numbers below 1.
+  static constexpr float exponent_offset = wide_exponents ? 0.0f : 15.0f;
   static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32;
   static constexpr bool overlaps = true;
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
@@ -172,6 +175,7 @@ struct AmxEngine {
   static void end() { _tile_release(); }
 
   static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
+    asm volatile("" : : : "memory");  // GCC's tile loads do not say that they read memory
     if constexpr (Pieces == 1)
       if (!add && m == 32 && n > 32) return short_product(a.data, a.stride, b.data, b.stride, c, ldc, n, k);
     for (int64_t j = 0; j < n; j += 32) {
@@ -186,6 +190,16 @@ struct AmxEngine {
           n2 ? block<false, true>(ai, bj, cij, ldc, k, add) : block<false, false>(ai, bj, cij, ldc, k, add);
       }
     }
+  }
+
+  // Products of one operand of 16 rows, over and over: what the tiles can do at best.
+  static void repeat(const C* operand, int64_t rounds) {
+    zero_sums();
+    _tile_loadd(4, operand, 64);
+    _tile_loadd(5, operand, 64);
+    _tile_loadd(6, operand, 64);
+    _tile_loadd(7, operand, 64);
+    for (int64_t i = 0; i < rounds; ++i) multiply_loaded<true, true>();
   }
 
   // Columns [0, 16) and [16, 32) of a group of 32 in a row of A.

@@ -64,6 +64,10 @@ Config tuned_for(Direction direction, Isa level, const Problem& p, int64_t pairs
   find_tuned({direction, level, p.dtype, p.head_dim, length_bucket(p.k_len),
               mask_kind(p.q_len, p.k_len, heads == 0 ? 0.0 : static_cast<double>(pairs) / heads)},
              &config);
+  // How many threads are worth it depends on what a key leaves open, too: only problems no larger than the tuner's
+  // obey.
+  constexpr int64_t tuned_heads = 8;
+  if (p.batch * p.q_heads > tuned_heads || p.q_len > (int64_t{1} << length_bucket(p.k_len))) config.threads = 0;
   return config;
 }
 

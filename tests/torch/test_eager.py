@@ -237,3 +237,28 @@ def test_a_mask_lowered_in_inference_mode_serves_training() -> None:
         attention(q, k, v, mask=mask)
     attention(q.requires_grad_(), k, v, mask=mask).sum().backward()
     assert q.grad is not None
+
+
+def test_batched_gradients_take_the_operator() -> None:
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    out = attention(x, x, x)
+    incoming = torch.eye(out.numel()).view(-1, *out.shape)
+    (together,) = torch.autograd.grad(out, x, incoming, is_grads_batched=True, retain_graph=True)
+    apart = torch.stack([torch.autograd.grad(out, x, g, retain_graph=True)[0] for g in incoming])
+    assert torch.allclose(together, apart, atol=1e-6)
+
+
+def test_saved_tensors_may_come_back_with_other_strides() -> None:
+    def run() -> list[Tensor]:
+        inputs = [x.requires_grad_() for x in _qkv()]
+        out = attention(*inputs)
+        out.square().sum().backward()
+        return [x.grad for x in inputs]
+
+    wanted = run()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() == 4 else x
+    ):
+        got = run()
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)

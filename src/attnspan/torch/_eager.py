@@ -146,12 +146,13 @@ class _Attend(torch.autograd.Function):
         # The operator takes what is unusual: higher derivatives, which it refuses by name, whoever watches,
         # and incoming gradients that need a copy.
         plain = type(dout) is Tensor and dlse is None and dout.stride(-1) == 1 and not dout.is_neg()
-        if not plain or torch.is_grad_enabled() or _is_watched():
-            gradients = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
-        else:
+        gradients = None
+        if plain and not torch.is_grad_enabled() and not _is_watched():
             gradients = cpu.compiled().gradients(
                 dout, q, k, v, out, lse, bounds, ctx.scale, torch.get_num_threads(), torch.empty_strided
             )
+        if gradients is None:
+            gradients = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
         needed = ctx.needs_input_grad
         dq, dk, dv = gradients
         return (

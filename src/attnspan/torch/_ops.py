@@ -76,6 +76,7 @@ def _backward_cpu(
     dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
+    out, lse = _readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
     cpu.backward(
         dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv, scale=scale, num_threads=torch.get_num_threads()
     )
