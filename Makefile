@@ -13,7 +13,7 @@ help:
 	@echo "make train   train a small language model on real text, about five minutes"
 	@echo "make test    run the tests"
 	@echo "make lint    formatters, linters, type checker"
-	@echo "make bench   measure beside torch's own CPU kernels, half an hour on an idle machine"
+	@echo "make bench   measure beside torch's own CPU kernels, twenty minutes on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
 	@echo "make clean   remove what was built"
@@ -51,22 +51,21 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/native/*.cc
 
-# The tables of README and docs/performance.md, about half an hour on an idle machine; BENCH_OUT is where raw samples go.
+# The tables of README and docs/performance.md, about twenty minutes on an idle machine; BENCH_OUT is where raw samples go.
 BENCH_OUT ?= benchmarks/results
-BENCH := $(BIN)/attnspan bench --seconds 1
+BENCH := $(BIN)/attnspan bench
+WORKLOADS := 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'window-*' report-shape
 TORCH_PEERS := --peers sdpa-flash,sdpa-dense-mask,sdpa-per-document
 
 bench: setup
-	$(BENCH) grid --dtypes float32,bfloat16 --lengths 1024,2048,4096,8192 --head-dims 64,128 --json $(BENCH_OUT)/targets.json
-	$(BENCH) grid --dtypes float32,bfloat16,float16 --lengths 128,512 --json $(BENCH_OUT)/short.json
-	$(BENCH) grid --dtypes float16 --lengths 2048 --json $(BENCH_OUT)/float16.json
-	$(BENCH) grid --dtypes float32,bfloat16 --lengths 16384 --modes forward --json $(BENCH_OUT)/long.json
-	$(BENCH) 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'window-*' report-shape $(TORCH_PEERS) \
-	  --modes forward --json $(BENCH_OUT)/workloads.json
-	$(BENCH) documents-32 documents-corpus small-16 'long-*' $(TORCH_PEERS) --modes forward+backward \
-	  --json $(BENCH_OUT)/backward.json
+	$(BENCH) grid --seconds 0.7 --lengths 1024,2048,4096,8192 --head-dims 64,128 --json $(BENCH_OUT)/targets.json
+	$(BENCH) grid --seconds 0.7 --dtypes float32,bfloat16,float16 --lengths 128,512 --json $(BENCH_OUT)/short.json
+	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes float32 --modes forward --json $(BENCH_OUT)/workloads.json
+	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes bfloat16 --modes forward --json $(BENCH_OUT)/workloads-bfloat16.json
+	$(BENCH) documents-32 small-16 'long-*' $(TORCH_PEERS) --modes forward+backward --json $(BENCH_OUT)/backward.json
 	$(BENCH) training --json $(BENCH_OUT)/training.json
-	$(BIN)/attnspan bench --summary $(BENCH_OUT)/targets.json
+	$(BIN)/python benchmarks/decode.py
+	$(BENCH) --summary $(BENCH_OUT)/targets.json
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
