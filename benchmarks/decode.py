@@ -1,6 +1,7 @@
 """Decoding beside a plain read of the same bytes, and beside SDPA, in turn: python benchmarks/decode.py
 
-The share is what a decoding step reaches of the rate at which this machine reads as many bytes as K and V have.
+The share is what a decoding step reaches of the rate at which this machine reads as many bytes as K and V
+have.
 """
 
 import statistics
