@@ -60,6 +60,8 @@ TORCH_PEERS := --peers sdpa-flash,sdpa-dense-mask,sdpa-per-document
 bench: setup
 	$(BENCH) grid --seconds 0.7 --lengths 1024,2048,4096,8192 --head-dims 64,128 --json $(BENCH_OUT)/targets.json
 	$(BENCH) grid --seconds 0.7 --dtypes float32,bfloat16,float16 --lengths 128,512 --json $(BENCH_OUT)/short.json
+	$(BENCH) grid --dtypes float16 --lengths 2048 --json $(BENCH_OUT)/float16.json
+	$(BENCH) grid --lengths 16384 --modes forward --json $(BENCH_OUT)/long.json
 	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes float32 --modes forward --json $(BENCH_OUT)/workloads.json
 	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes bfloat16 --modes forward --json $(BENCH_OUT)/workloads-bfloat16.json
 	$(BENCH) documents-32 small-16 'long-*' $(TORCH_PEERS) --modes forward+backward --json $(BENCH_OUT)/backward.json
