@@ -21,6 +21,8 @@ ROOMS = [
     {"_expression"},
     {"_leaves", "_tables", "_parse", "_pytrees", "_arguments"},
     {"masks"},
+    {"_biases", "_dropout"},
+    {"options"},
     {"problem"},
     {"reference"},
     {"_core"},

@@ -19,3 +19,9 @@ from .masks import prefix as prefix
 from .masks import segments as segments
 from .masks import spans as spans
 from .masks import window as window
+from .options import Bias as Bias
+from .options import alibi as alibi
+from .options import alibi_slopes as alibi_slopes
+from .options import dense_bias as dense_bias
+from .options import relative as relative
+from .options import t5_buckets as t5_buckets

@@ -1,11 +1,11 @@
-"""Masks as torch pytrees, so that torch.export and the like take them as inputs."""
+"""Masks and biases as torch pytrees, so that torch.export and the like take them as inputs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.utils._pytree import register_pytree_node
 
-from ..masks import register_pytrees
+from .. import masks, options
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
@@ -24,4 +24,5 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
     )
 
 
-register_pytrees(_register)
+masks.register_pytrees(_register)
+options.register_pytrees(_register)

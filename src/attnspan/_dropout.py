@@ -1,0 +1,140 @@
+"""Which weights dropout drops: a function of the seed, the batch row, the head and the two global indices.
+
+Nothing is drawn in sequence, so every tiling, thread count and shard of one problem drops the same elements.
+Words of 32 bits are kept in int64, of NumPy or torch alike: a product that overflows keeps its low 64 bits,
+and that is all that is read of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
+
+    Args:
+        counter: four words, int64 arrays or ints of 0 to 2**32 - 1 that broadcast.
+        key: two words.
+
+    Returns:
+        Four words, of 0 to 2**32 - 1.
+
+    Example:
+        >>> zero = np.zeros(1, np.int64)
+        >>> [f"{int(word[0]):08x}" for word in philox((zero, zero, zero, zero), (zero, zero))]
+        ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            (odd >> 32 & _WORD) ^ c1 ^ k0,
+            odd & _WORD,
+            (even >> 32 & _WORD) ^ c3 ^ k1,
+            even & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
+    """The seeds of batch rows and heads.
+
+    Args:
+        seed: int64, () or any shape that broadcasts with the indices.
+        batch_index: int64 (B, 1), global indices of the batch rows.
+        head_index: int64 (1, H), global indices of the query heads.
+
+    Returns:
+        int64 (B, H).
+
+    Example:
+        >>> indices = np.arange(2)
+        >>> split_seeds(np.array(7), indices[:, None], indices[None]).shape
+        (2, 2)
+    """
+    zero = (batch_index + head_index) * 0  # One shape for all four words: NumPy warns where scalars overflow.
+    key = (zero + seed) & _WORD, (zero + seed) >> 32 & _WORD
+    low, high, _, _ = philox((batch_index + zero, head_index + zero, zero, zero + 1), key)
+    return low | high << 32
+
+
+def threshold(p: float) -> int:
+    """How many of 65,536 equally likely numbers are dropped: p as a multiple of 2**-16, never 0 or 1.
+
+    Args:
+        p: probability, in (0, 1).
+
+    Example:
+        >>> threshold(0.1), threshold(1e-9)
+        (6554, 1)
+    """
+    return min(65535, max(1, round(p * 65536)))
+
+
+def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
+    """Which weights are kept; those are to be multiplied by 65536 / (65536 - threshold(p)).
+
+    Args:
+        p: probability of being dropped, in (0, 1).
+        seeds: int64 (B, H), from `split_seeds` or any others.
+        q_index: integer (B|1, Sq), global indices of the queries.
+        k_index: integer (B|1, Sk), global indices of the keys, in any order.
+
+    Returns:
+        bool (B, H, Sq, Sk).
+
+    Example:
+        >>> kept(0.5, np.zeros((1, 1), np.int64), np.arange(2)[None], np.arange(9)[None]).shape
+        (1, 1, 2, 9)
+    """
+    seeds = seeds[:, :, None]
+    zero = seeds * 0
+    row = (q_index[:, None, :] + zero) & _WORD
+    zero = row * 0
+    r0, r1, _, _ = philox((row, zero, zero, zero), ((zero + seeds) & _WORD, (zero + seeds) >> 32 & _WORD))
+    key = (k_index[:, None, None, :] + zero[..., None]) & _WORD
+    # One hash serves keys j and j + 16, which lie in one vector of the kernels: 16 bits for each.
+    x = ((key >> 5) << 4 | (key & 15)) ^ r0[..., None]
+    x = ((x ^ x >> 16) * 0x7FEB352D) & _WORD
+    x = ((x ^ x >> 15) + r1[..., None]) & _WORD
+    x = (x * 0x846CA68B) & _WORD
+    x = x ^ x >> 16
+    half = x >> ((key >> 4 & 1) << 4) & 0xFFFF
+    return half >= threshold(p)
+
+
+def scale_of_kept(p: float) -> float:
+    """The factor of kept weights, which keeps their expectation.
+
+    Example:
+        >>> scale_of_kept(0.5)
+        2.0
+    """
+    return 65536 / (65536 - threshold(p))
+
+
+def dropout_seeds(seed: int, batch: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The seeds of each batch row and head, which a shard may slice; see `attnspan.torch.dropout_seeds`.
+
+    Args:
+        seed: any int64.
+        batch: number of batch rows.
+        heads: number of query heads.
+
+    Returns:
+        int64 (batch, heads).
+
+    Example:
+        >>> dropout_seeds(1, 2, 4)[:1, 2:].tolist() == dropout_seeds(1, 1, 4)[:, 2:].tolist()
+        True
+    """
+    return np.asarray(split_seeds(np.int64(seed), np.arange(batch)[:, None], np.arange(heads)[None]))
