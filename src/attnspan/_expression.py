@@ -19,7 +19,7 @@ from ._intervals import (
 )
 from ._lowering import Lowering
 from ._start import begin
-from .arrays import Array, Arrays, is_array
+from .arrays import Array, Arrays, arrays_for, is_array
 from .errors import ShapeError
 from .spans import Spans
 
@@ -79,13 +79,41 @@ class Mask:
             >>> (causal() & window(1)).spans(2, 4).bounds[0, 0, :, 0].tolist()
             [[1, 3], [2, 4]]
         """
+        return self.placed(
+            q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
+        ).lowered
+
+    def placed(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_index: Array | None = None,
+        k_index: Array | None = None,
+        like: Any = None,
+    ) -> Prepared:
+        """Lower the mask as `spans` does, and keep the global indices of its rows and keys.
+
+        Biases of position and dropout read them. Unlike `prepare`, nothing waits for data.
+
+        Args and raises are those of `spans`.
+
+        Example:
+            >>> from attnspan import cache, causal
+            >>> (causal() & cache([2, 3])).placed(1, 3, batch=2).q_index.tolist()
+            [[1], [2]]
+        """
         low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
         rows = low.lower(self)
         los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
         spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
+        rows_at = None if low.counted_back else low.q_index[:, 0]
         if k_index is None:
-            return spans
-        return spans.take_keys(low.arrays.asarray(k_index, "int32"))
+            return Prepared(spans, rows_at)
+        k_index = low.arrays.asarray(k_index, "int32")
+        return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(
         self,
@@ -110,17 +138,17 @@ class Mask:
         Args and raises are those of `spans`; besides, OptionError for rows whose data break a promise.
 
         Returns:
-            A mask with canonical, contiguous bounds.
+            A mask with canonical, contiguous bounds, which keeps the global indices of its rows and keys.
 
         Example:
             >>> from attnspan import causal
             >>> causal().prepare(3, 3)
             Prepared(B=1, H=1, q_len=3, k_len=3, R=1)
         """
-        spans = self.spans(
+        placed = self.placed(
             q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
         )
-        return Prepared(spans.compact().validate())
+        return Prepared(placed.lowered.compact().validate(), placed.q_index, placed.k_index)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask; see `attnspan.picture.show` for the options.
@@ -279,6 +307,11 @@ class Prepared(Mask):
 
     Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for.
 
+    Attributes:
+        lowered: the spans.
+        q_index: int32 (B|1, q_len), the rows' global indices; None where they are the last of the keys.
+        k_index: int32 (1, k_len), the keys' global indices; None where they are 0..k_len-1.
+
     Example:
         >>> from attnspan import causal
         >>> causal().prepare(3, 3).spans(3, 3)
@@ -286,8 +319,10 @@ class Prepared(Mask):
     """
 
     lowered: Spans
+    q_index: Array | None = None
+    k_index: Array | None = None
 
-    def spans(
+    def placed(
         self,
         q_len: int,
         k_len: int,
@@ -297,14 +332,21 @@ class Prepared(Mask):
         q_index: Array | None = None,
         k_index: Array | None = None,
         like: Any = None,
-    ) -> Spans:
-        """The stored spans; with `k_index`, restricted to those keys. `q_index` changes nothing."""
-        if k_index is not None:
-            return super().spans(
-                q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
-            )
-        _check_fit(self.lowered, q_len, k_len, batch, heads)
-        return self.lowered
+    ) -> Prepared:
+        """The mask itself; with `k_index`, restricted to those keys. `q_index` changes nothing."""
+        if k_index is None:
+            _check_fit(self.lowered, q_len, k_len, batch, heads)
+            return self
+        placed = super().placed(
+            q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
+        )
+        arrays = arrays_for([self.lowered.bounds], None)
+        rows_at, keys_at = self.q_index, placed.k_index
+        if rows_at is None:  # Counted back from all keys, not from those that are left.
+            rows_at = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
+        if self.k_index is not None:
+            keys_at = arrays.take_along(self.k_index, keys_at)
+        return Prepared(placed.lowered, rows_at, keys_at)
 
     def _key_len(self) -> Any:
         return self.lowered.k_len

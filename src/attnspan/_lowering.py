@@ -30,6 +30,7 @@ class Lowering:
         k_len: length of the global key sequence, None where nothing says it (only with `k_index`).
         q_index: int32 (B|1, 1, q_len), the rows' global indices.
         tail: the rows are the last of the keys, so that taking by `q_index` is a slice.
+        counted_back: the rows are counted back from the end of the keys, which may lie before the first.
     """
 
     arrays: Arrays
@@ -39,6 +40,7 @@ class Lowering:
     heads: int
     q_index: Array = None
     tail: bool = False
+    counted_back: bool = False
     # Lists searched by identity, not dicts by id(): compilers trace `is` on tensors.
     lowered: list[tuple[object, Rows]] = field(default_factory=list)
     document_rows: list[tuple[object, DocumentRows]] = field(default_factory=list)

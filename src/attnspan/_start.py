@@ -80,7 +80,7 @@ def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) ->
         low.q_index = k_index[k_index.shape[0] - low.q_len :][None, None]
     else:
         low.q_index = arrays.arange(low.q_len)[None, None] + (low.top - low.q_len)
-        low.tail = low.q_len <= low.top
+        low.tail, low.counted_back = low.q_len <= low.top, True
 
 
 def _same_anchor(a: Any, b: Any) -> bool:

@@ -47,7 +47,7 @@ def test_results_are_stored_as_bshd_whatever_comes_in() -> None:
         sample = make_sample(transposed=transposed, v_dim=v_dim)
         out, lse = forward_op(*sample.arguments)
         gradients = backward_op(torch.ones_like(out), None, *sample.arguments[:4], out, lse, sample.scale)
-        for x in (out, *gradients):
+        for x in (out, *gradients[:3]):
             assert x.transpose(1, 2).is_contiguous()
         assert lse.is_contiguous()
         assert lse.dtype == torch.float32

@@ -154,7 +154,7 @@ class _Attend(torch.autograd.Function):
         if gradients is None:
             gradients = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
         needed = ctx.needs_input_grad
-        dq, dk, dv = gradients
+        dq, dk, dv = gradients[:3]
         return (
             dq if needed[0] else None,
             dk if needed[1] else None,

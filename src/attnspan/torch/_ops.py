@@ -16,20 +16,36 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 from ..kernels import cpu
+from ..options import DENSE, Options
 
 # The plain Library instead of the custom_op decorator: the decorator adds Python wrappers to every call.
 _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
 # Strides in the order of eager mode are what a unit last stride needs; exact ones would add copies.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# `bias_kind` says how `bias` is read; the indices are those of queries and keys in the whole sequence, for
+# biases of position and dropout. docs/options.md has the meaning of each.
+_OPTIONS = (
+    "float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
+    " Tensor? dropout_seed=None, Tensor? q_index=None, Tensor? k_index=None"
+)
 _library.define(  # type: ignore[no-untyped-call]
-    "forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale) -> (Tensor out, Tensor lse)",
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {_OPTIONS})"
+    " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 _library.define(  # type: ignore[no-untyped-call]
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out, Tensor lse,"
-    " float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f" float scale, {_OPTIONS}, bool want_dbias=False)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=_TAGS,
 )
+
+#: The option arguments of both operators that are absent, in their order.
+NO_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None, None, None)
+# Which of them are tensors: bias, sinks, dropout_seed, q_index, k_index.
+_TENSORS = (1, 3, 5, 6, 7)
+# Where the bias is among the inputs of an autograd function: behind the keyset, q, k, v, bounds and scale.
+_BIAS_AT = 7
 
 
 def _stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
@@ -42,9 +58,20 @@ def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
-def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _new_gradients(
+    q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], want_dbias: bool
+) -> tuple[Tensor, ...]:
+    """Uninitialised dq, dk, dv, dbias and dsinks; of what has no gradient, without elements."""
+    bias, sinks = given[1], given[3]
     dq, dk, dv = (_stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
-    return dq, dk, dv
+    shape: tuple[Any, ...] = (0,) if bias is None or not want_dbias else tuple(bias.shape)
+    if len(shape) == 4:
+        # Queries are contiguous, as backward goes through them for a block of keys at a time.
+        batch, heads, q_len, k_len = shape
+        shape = (batch, heads, k_len, q_len)
+    dbias = q.new_empty(shape, dtype=torch.float32)
+    dsinks = q.new_empty((0,) if sinks is None else tuple(sinks.shape), dtype=torch.float32)
+    return dq, dk, dv, dbias.transpose(-1, -2) if len(shape) == 4 else dbias, dsinks
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -52,10 +79,25 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _read_options(given: tuple[Any, ...]) -> Options | None:
+    """What the kernel takes of the option arguments: arrays as it can read them, None where none is given."""
+    softcap, bias, kind, sinks, dropout_p, *rest = given
+    if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
+        return None
+    if bias is not None:
+        bias = _readable(bias) if kind == DENSE else bias.contiguous()
+    sinks, seed, q_index, k_index = (None if x is None else x.contiguous() for x in (sinks, *rest))
+    return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
+
+
+def _forward_cpu(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
+) -> tuple[Tensor, Tensor]:
     out, lse = _new_outputs(q, v)
     q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
-    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=torch.get_num_threads())
+    options = _read_options(_all_options(given))
+    extra: dict[str, Any] = {} if options is None else {"options": options}
+    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=torch.get_num_threads(), **extra)
     return out, lse
 
 
@@ -69,22 +111,37 @@ def _backward_cpu(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _new_gradients(q, k, v)
-    if lse.numel() == 0:  # No query, so no key has a gradient; the kernel has nothing to walk over.
-        return dq, dk.zero_(), dv.zero_()
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    *given, want_dbias = _all_options(given, False)
+    dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, tuple(given), want_dbias)
+    if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
+        return dq, *(x.zero_() for x in gradients[1:])
     dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
     out, lse = _readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
-    cpu.backward(
-        dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv, scale=scale, num_threads=torch.get_num_threads()
-    )
-    return dq, dk, dv
+    options, extra = _read_options(tuple(given)), {}
+    if options is not None:
+        extra = {
+            "options": options,
+            "dbias": dbias if want_dbias else None,
+            "dsinks": None if options.sinks is None else dsinks,
+        }
+    arguments = (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)
+    cpu.backward(*arguments, scale=scale, num_threads=torch.get_num_threads(), **extra)
+    return gradients
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    del k, bounds, scale
+def _all_options(given: tuple[Any, ...], *last: Any) -> tuple[Any, ...]:
+    """The option arguments with the defaults at their end, which torch leaves out."""
+    return (*given, *(*NO_OPTIONS, *last)[len(given) :])
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
+) -> tuple[Tensor, Tensor]:
+    del k, bounds, scale, given
     return _new_outputs(q, v)
 
 
@@ -98,9 +155,11 @@ def _backward_fake(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *given: Any,
+) -> tuple[Tensor, ...]:
     del dout, dlse, bounds, out, lse, scale
-    return _new_gradients(q, k, v)
+    *given, want_dbias = _all_options(given, False)
+    return _new_gradients(q, k, v, tuple(given), want_dbias)
 
 
 _library.impl("forward", _forward_cpu, "CPU")  # type: ignore[no-untyped-call]
@@ -120,27 +179,38 @@ class _Forward(torch.autograd.Function):
         out, lse = _below_autograd(forward_op, keyset, inputs)
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:4], out, lse)
-        ctx.scale = inputs[4]
+        given = _all_options(inputs[5:])
+        ctx.save_for_backward(*inputs[:4], out, lse, *(given[i] for i in _TENSORS))
+        ctx.inputs, ctx.scale = len(inputs), inputs[4]
+        ctx.given = tuple(None if i in _TENSORS else x for i, x in enumerate(given))
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bounds, out, lse = ctx.saved_tensors
+        q, k, v, bounds, out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:
-            return None, None, None, None, None, None
+            return (None,) * (1 + ctx.inputs)
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
-        needed = ctx.needs_input_grad[1:4]
-        dq, dk, dv = (x if need else None for x, need in zip(gradients, needed, strict=True))
-        return None, dq, dk, dv, None, None
+        given = list(ctx.given)
+        for i, x in zip(_TENSORS, tensors, strict=True):
+            given[i] = x
+        needed = ctx.needs_input_grad
+        want_dbias = len(needed) > _BIAS_AT and needed[_BIAS_AT]
+        dq, dk, dv, dbias, dsinks = backward_op(
+            dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given, want_dbias
+        )
+        if want_dbias:  # A dense bias may have q's dtype; its gradient is summed in float32.
+            dbias = dbias.to(given[1].dtype)
+        gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
+        gradients = (*gradients, *(None,) * (1 + ctx.inputs))[: 1 + ctx.inputs]
+        return tuple(x if need else None for x, need in zip(gradients, needed, strict=True))
 
 
 class _Backward(torch.autograd.Function):
     """A node that raises: without one, second derivatives would silently be zero."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         del ctx
         return _below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
 
