@@ -1,10 +1,14 @@
 """The oracle itself: against finite differences and against torch's attention in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from attnspan import causal, from_dense, full, segments, window
+from attnspan._dropout import dropout_seeds, kept
+from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.reference import backward, forward
 
 
@@ -125,3 +129,155 @@ def test_bad_input_is_named():
     marked = segments(torch.tensor([1, 0, 1, 1, 0, 2, 2])).spans(5, 7).bounds.numpy()
     with pytest.raises(ValueError, match=r"\(0, -1\) marks a row"):
         forward(q, k, v, marked, scale=1.0)
+
+
+HEADS, Q_LEN, K_LEN = 4, 5, 7
+RNG = np.random.default_rng(7)
+Q_INDEX = np.array([[30, 2, 9, 4, 100], [3, 3, 12, 0, 8]])
+K_INDEX = np.stack([RNG.permutation(40)[:K_LEN], RNG.permutation(40)[:K_LEN]])
+PLACES = {"q_index": Q_INDEX, "k_index": K_INDEX}
+
+
+def _normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape)
+
+
+OPTIONS = {
+    "softcap": Options(softcap=1.5),
+    "sinks": Options(sinks=_normal(HEADS)),
+    "alibi": Options(bias=_normal(1, HEADS), bias_kind=ALIBI),
+    "alibi per batch row": Options(bias=_normal(2, HEADS), bias_kind=ALIBI),
+    "signed alibi": Options(bias=_normal(2, HEADS), bias_kind=SIGNED_ALIBI),
+    "distance": Options(bias=_normal(HEADS, 5), bias_kind=DISTANCE),
+    "dense": Options(bias=_normal(2, HEADS, Q_LEN, K_LEN), bias_kind=DENSE),
+    "dense, one row": Options(bias=_normal(1, HEADS, 1, K_LEN), bias_kind=DENSE),
+    "dense, one head": Options(bias=_normal(2, 1, Q_LEN, K_LEN), bias_kind=DENSE),
+    "dropout": Options(dropout_p=0.4, dropout_seed=np.array(11)),
+    "dropout by seeds": Options(dropout_p=0.4, dropout_seed=np.arange(8).reshape(2, 4)),
+    "alibi by index": Options(bias=0.1 * _normal(2, HEADS), bias_kind=ALIBI, **PLACES),
+    "distance by index": Options(bias=_normal(HEADS, 31), bias_kind=DISTANCE, **PLACES),
+    "dropout by index": Options(dropout_p=0.4, dropout_seed=np.array(11), **PLACES),
+    "all": Options(
+        softcap=2.0,
+        bias=_normal(HEADS, 31),
+        bias_kind=DISTANCE,
+        sinks=_normal(HEADS),
+        dropout_p=0.25,
+        dropout_seed=np.array(-3),
+        **PLACES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_options_equal_finite_differences(name):
+    options = OPTIONS[name]
+    rng = np.random.default_rng(3)
+    q, k, v = _problem(3)
+    bounds = _random_bounds(rng, Q_LEN, K_LEN, batch=2, heads=4).bounds
+    dout, dlse = rng.standard_normal((2, 4, 5, 4)), rng.standard_normal((2, 4, 5))
+    inputs = {"q": q, "k": k, "v": v, "bias": options.bias, "sinks": options.sinks}
+
+    def loss(q, k, v, bias, sinks):
+        out, lse = forward(q, k, v, bounds, 0.9, replace(options, bias=bias, sinks=sinks))
+        return (out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum()
+
+    grads = dict(zip(inputs, backward(dout, dlse, q, k, v, bounds, 0.9, options), strict=True))
+    step = 1e-5
+    for which, given in inputs.items():
+        if given is None:
+            assert grads[which].shape == (0,)
+            continue
+        assert grads[which].shape == given.shape
+        direction = rng.standard_normal(given.shape)
+        # Slopes and tables act through distances of up to 100, whatever their own size.
+        direction /= np.linalg.norm(direction) * (
+            100 if which == "bias" and options.k_index is not None else 1
+        )
+        ahead = loss(**{**inputs, which: given + step * direction})
+        behind = loss(**{**inputs, which: given - step * direction})
+        slope = (ahead - behind) / (2 * step)
+        exact = (grads[which] * direction).sum()
+        assert abs(exact) > 1e-4, "a direction without a slope shows nothing"
+        # Exact to O(step**2) times third derivatives of order ten, and to eps / step of rounding.
+        assert abs(slope - exact) < 100 * step**2, which
+
+
+def test_options_mean_what_they_say():
+    """Each option against its definition as whole matrices."""
+    q, k, v = _problem(heads=4, kv_heads=4)
+    bounds = full().spans(Q_LEN, K_LEN).bounds
+    scores = 0.7 * q @ k.swapaxes(-1, -2)
+    rows, keys = np.arange(2, 7)[:, None], np.arange(7)
+    slopes, table, sinks = _normal(1, HEADS), _normal(HEADS, 5), _normal(HEADS)
+    dense = _normal(2, 1, 1, K_LEN)
+    capped = 3 * np.tanh(scores / 3)
+    cases = {
+        "softcap": (Options(softcap=3.0), capped),
+        "alibi": (
+            Options(bias=slopes, bias_kind=ALIBI),
+            scores - slopes[..., None, None] * np.abs(keys - rows),
+        ),
+        "signed": (
+            Options(bias=slopes, bias_kind=SIGNED_ALIBI),
+            scores + slopes[..., None, None] * (keys - rows),
+        ),
+        "distance": (
+            Options(bias=table, bias_kind=DISTANCE),
+            scores + table[:, np.clip(keys - rows, -2, 2) + 2],
+        ),
+        "dense": (Options(bias=dense, bias_kind=DENSE), scores + dense),
+        "cap before bias": (Options(softcap=3.0, bias=dense, bias_kind=DENSE), capped + dense),
+        "sinks": (Options(sinks=sinks), scores),
+    }
+    for name, (options, logits) in cases.items():
+        total = np.exp(logits).sum(-1, keepdims=True)
+        if name == "sinks":
+            total = total + np.exp(sinks)[:, None, None]
+        out, lse = forward(q, k, v, bounds, 0.7, options)
+        np.testing.assert_allclose(out, np.exp(logits) / total @ v, rtol=1e-12, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(lse, np.log(total)[..., 0], rtol=1e-12, atol=1e-14, err_msg=name)
+
+
+def test_dropout_scales_what_it_keeps_and_leaves_lse():
+    q, k, v = _problem(heads=4, kv_heads=4)
+    bounds = full().spans(Q_LEN, K_LEN).bounds
+    options = Options(dropout_p=0.5, dropout_seed=np.array(5))
+    _, want_lse = forward(q, k, v, bounds, 0.7)
+    weights, lse = forward(q, k, np.broadcast_to(np.eye(K_LEN), (2, 4, 7, 7)), bounds, 0.7, options)
+    probabilities = np.exp(0.7 * q @ k.swapaxes(-1, -2) - want_lse[..., None])
+    keep = kept(0.5, dropout_seeds(5, 2, 4), np.arange(2, 7)[None], np.arange(7)[None])
+    assert 0.3 < keep.mean() < 0.7
+    np.testing.assert_allclose(weights, 2 * keep * probabilities, rtol=1e-12)
+    np.testing.assert_array_equal(lse, want_lse)
+
+
+def test_a_row_that_sees_nothing_falls_into_its_sink():
+    q, k, v = _problem()
+    spans = _random_bounds(np.random.default_rng(0), 5, 7)
+    sinks = _normal(HEADS)
+    options = Options(sinks=sinks)
+    out, lse = forward(q, k, v, spans.bounds, 1.0, options)
+    assert (out[:, :, 1] == 0).all()
+    assert (lse[:, :, 1] == sinks).all()
+    dout, dlse = np.zeros_like(out), np.zeros_like(lse)
+    dout[:, :, 1] = 1.0
+    for grad in backward(dout, dlse, q, k, v, spans.bounds, 1.0, options):
+        assert (grad == 0).all()
+    dlse[:, :, 1] = 1.0
+    *others, dsinks = backward(dout, dlse, q, k, v, spans.bounds, 1.0, options)
+    assert all((grad == 0).all() for grad in others)
+    np.testing.assert_array_equal(dsinks, np.full(HEADS, 2.0))  # lse is the sink, in two batch rows
+
+
+def test_a_row_whose_bias_hides_every_key_sees_nothing():
+    q, k, v = _problem()
+    bounds = full().spans(5, 7).bounds
+    bias = np.zeros((1, 1, 5, 7))
+    bias[0, 0, 3] = -np.inf
+    options = Options(bias=bias, bias_kind=DENSE)
+    out, lse = forward(q, k, v, bounds, 1.0, options)
+    assert (out[:, :, 3] == 0).all()
+    assert (lse[:, :, 3] == -np.inf).all()
+    for grad in backward(np.ones_like(out), np.ones_like(lse), q, k, v, bounds, 1.0, options):
+        assert np.isfinite(grad).all()

@@ -6,21 +6,28 @@ A row touches only the keys it may see, so a NaN in any other key cannot reach i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ._dropout import dropout_seeds, kept, scale_of_kept
 from .errors import ShapeError
+from .options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from .spans import Spans
 
 Float = np.ndarray[Any, np.dtype[np.float64]]
+Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def forward(q: Any, k: Any, v: Any, bounds: Any, scale: float) -> tuple[Float, Float]:
+def forward(
+    q: Any, k: Any, v: Any, bounds: Any, scale: float, options: Options | None = None
+) -> tuple[Float, Float]:
     """Softmax attention over the visible keys of each row.
 
-    With s_j = scale * q_i . k_j: lse_i = log sum_j exp(s_j) and out_i = sum_j exp(s_j - lse_i) v_j (Vaswani
-    et al. 2017, equation 1, restricted to visible keys).
+    With x_j = scale * q_i . k_j, softcapped and biased as the options say: lse_i = log sum_j exp(x_j) and
+    out_i = sum_j exp(x_j - lse_i) v_j (Vaswani et al. 2017, equation 1, restricted to visible keys). A sink
+    is one more term of the sum without a value; dropout takes terms out of out_i, not out of lse_i.
 
     Args:
         q: (B, Hq, Sq, D), anything `np.asarray` takes.
@@ -28,9 +35,11 @@ def forward(q: Any, k: Any, v: Any, bounds: Any, scale: float) -> tuple[Float, F
         v: (B, Hkv, Sk, Dv).
         bounds: integer (B|1, Hq|1, Sq, R, 2), see `attnspan.Spans`.
         scale: factor of the scores.
+        options: see `attnspan.options.Options`; its arrays are anything `np.asarray` takes.
 
     Returns:
-        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing: out 0, lse -inf.
+        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing: out 0, and lse
+        -inf or the sink.
 
     Raises:
         ShapeError: for shapes that do not fit.
@@ -43,30 +52,33 @@ def forward(q: Any, k: Any, v: Any, bounds: Any, scale: float) -> tuple[Float, F
         ([[1.0, 0.0], [0.0, 0.0]], [1.0, -inf])
     """
     q, k, v = _float64(q, k, v)
-    out = np.zeros((*q.shape[:3], v.shape[-1]))
-    lse = np.full(q.shape[:3], -np.inf)
+    out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
+    terms = _Terms(options or Options(), q, k)
     for b, h, i, g, keys in _rows(q, k, v, bounds):
-        p, lse[b, h, i] = _softmax(scale * (k[b, g, keys] @ q[b, h, i]))
-        out[b, h, i] = p @ v[b, g, keys]
+        x, _ = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
+        p, lse[b, h, i] = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
+        out[b, h, i] = (terms.keep(b, h, i, keys) * p) @ v[b, g, keys]
     return out, lse
 
 
 def backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, scale: float
-) -> tuple[Float, Float, Float]:
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, scale: float, options: Options | None = None
+) -> tuple[Float, ...]:
     """Gradients of sum(out * dout) + sum(lse * dlse).
 
-    With p the row's probabilities and dp_j = dout_i . v_j: ds_j = p_j (dp_j - sum_l p_l dp_l + dlse_i), dq_i
-    = scale * sum_j ds_j k_j, dk_j = scale * sum_i ds_j q_i, dv_j = sum_i p_j dout_i (Dao et al. 2022,
-    appendix B.2, with the term of dlse, since d lse / d s_j = p_j).
+    With p the row's probabilities, m_j what dropout multiplies p_j by, and dp_j = m_j dout_i . v_j: dx_j =
+    p_j (dp_j - sum_l p_l dp_l + dlse_i), ds_j = dx_j * d x_j / d s_j, dq_i = scale * sum_j ds_j k_j, dk_j =
+    scale * sum_i ds_j q_i, dv_j = sum_i m_j p_j dout_i (Dao et al. 2022, appendix B.2, with the term of dlse,
+    since d lse / d x_j = p_j). A sink is a key with dp = 0; a bias b_j = c_j * parameter gets c_j dx_j.
 
     Args:
         dout: (B, Hq, Sq, Dv).
         dlse: (B, Hq, Sq), or None for zeros.
-        q, k, v, bounds, scale: as in `forward`.
+        q, k, v, bounds, scale, options: as in `forward`.
 
     Returns:
-        dq, dk, dv with the shapes of q, k, v. A row that sees nothing contributes nothing.
+        dq, dk, dv with the shapes of q, k, v; with `options` also dbias and dsinks, with the shapes of its
+        arrays, or (0,) where it has none. A row that sees nothing contributes only its dlse, to its sink.
 
     Raises:
         ShapeError, OptionError: as in `forward`.
@@ -80,32 +92,115 @@ def backward(
     q, k, v, dout = _float64(q, k, v, dout)
     dlse = np.zeros(q.shape[:3]) if dlse is None else np.asarray(dlse, np.float64)
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    terms = _Terms(options or Options(), q, k)
+    dbias, dsinks = np.zeros_like(terms.parameter), np.zeros(q.shape[1])
     for b, h, i, g, keys in _rows(q, k, v, bounds):
-        p, _ = _softmax(scale * (k[b, g, keys] @ q[b, h, i]))
-        dp = v[b, g, keys] @ dout[b, h, i]
-        ds = scale * p * (dp - p @ dp + dlse[b, h, i])
+        x, slope = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
+        p, lse = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
+        m = terms.keep(b, h, i, keys)
+        dp = m * (v[b, g, keys] @ dout[b, h, i])
+        common = dlse[b, h, i] - p @ dp
+        dx = p * (dp + common)
+        if terms.sinks[h] != -np.inf:
+            dsinks[h] += np.exp(terms.sinks[h] - lse) * common
+        terms.add_dbias(dbias, dx, b, h, i, keys)
+        ds = scale * slope * dx
         dq[b, h, i] = ds @ k[b, g, keys]
         dk[b, g, keys] += np.outer(ds, q[b, h, i])
-        dv[b, g, keys] += np.outer(p, dout[b, h, i])
-    return dq, dk, dv
+        dv[b, g, keys] += np.outer(m * p, dout[b, h, i])
+    if options is None:
+        return dq, dk, dv
+    return dq, dk, dv, dbias, dsinks if options.sinks is not None else np.zeros(0)
+
+
+class _Terms:
+    """What the options say about one row: each method is one line of the definition."""
+
+    def __init__(self, options: Options, q: Float, k: Float) -> None:
+        batch, heads, q_len, _ = q.shape
+        k_len = k.shape[2]
+        self.options = options
+        last = np.arange(k_len - q_len, k_len) if options.q_index is None else np.asarray(options.q_index)
+        keys = np.arange(k_len) if options.k_index is None else np.asarray(options.k_index)
+        self.q_index: Index = np.broadcast_to(last, (batch, q_len)).astype(np.int64)
+        self.k_index: Index = np.broadcast_to(keys, (batch, k_len)).astype(np.int64)
+        self.sinks = np.full(heads, -np.inf) if options.sinks is None else _float64(options.sinks)[0]
+        self.parameter = _float64(np.zeros(0) if options.bias is None else options.bias)[0]
+        self.seeds: Index | None = None
+        if options.dropout_p:
+            seeds = np.asarray(options.dropout_seed)
+            self.seeds = dropout_seeds(int(seeds), batch, heads) if seeds.ndim == 0 else seeds
+
+    def cap(self, x: Float) -> tuple[Float, Float]:
+        """The softcapped scores, and their derivative."""
+        cap = self.options.softcap
+        if not cap:
+            return x, np.ones_like(x)
+        t = np.tanh(x / cap)
+        return cap * t, 1 - t * t
+
+    def bias(self, b: int, h: int, i: int, keys: Index) -> Float:
+        if self.options.bias_kind == 0:
+            return np.zeros(len(keys))
+        where = self._bias_of(b, h, i, keys)
+        return np.asarray(where.factor * self.parameter[where.index])
+
+    def add_dbias(self, dbias: Float, dx: Float, b: int, h: int, i: int, keys: Index) -> None:
+        if self.options.bias_kind != 0:
+            where = self._bias_of(b, h, i, keys)
+            np.add.at(dbias, where.index, where.factor * dx)
+
+    def keep(self, b: int, h: int, i: int, keys: Index) -> Float:
+        """What dropout multiplies each weight by."""
+        p = self.options.dropout_p
+        if self.seeds is None:
+            return np.ones(len(keys))
+        row, columns = self.q_index[b : b + 1, i : i + 1], self.k_index[b : b + 1, keys]
+        keep = kept(p, self.seeds[b : b + 1, h : h + 1], row, columns)
+        return np.asarray(keep[0, 0, 0] * scale_of_kept(p))
+
+    def _bias_of(self, b: int, h: int, i: int, keys: Index) -> _Where:
+        distance = self.k_index[b, keys] - self.q_index[b, i]
+        kind, sizes = self.options.bias_kind, self.parameter.shape
+        if kind in (ALIBI, SIGNED_ALIBI):
+            # The same slope for all keys, times another factor for each.
+            index = np.full(len(keys), b if sizes[0] > 1 else 0), np.full(len(keys), h)
+            return _Where(index, distance if kind == SIGNED_ALIBI else -np.abs(distance))
+        if kind == DISTANCE:
+            reach = sizes[1] // 2
+            return _Where(
+                (np.full(len(keys), h), np.clip(distance, -reach, reach) + reach), np.ones(len(keys))
+            )
+        assert kind == DENSE, kind
+        lead = (at if size > 1 else 0 for at, size in zip((b, h, i), sizes, strict=False))
+        return _Where((*(np.full(len(keys), at) for at in lead), keys), np.ones(len(keys)))
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The bias of each key is a factor times an element of the parameter."""
+
+    index: tuple[Index, ...]
+    factor: Any
 
 
 def _float64(*arrays: Any) -> list[Float]:
     return [np.asarray(x).astype(np.float64) for x in arrays]
 
 
-def _softmax(scores: Float) -> tuple[Float, float]:
+def _softmax(scores: Float, sink: float) -> tuple[Float, float]:
+    logits = np.append(scores, sink)
+    top = logits.max()
+    if top == -np.inf:
+        return np.zeros_like(scores), -np.inf
     # Infinite scores give NaN, as they do in every implementation; that is no accident to warn of here.
     with np.errstate(invalid="ignore"):
-        top = scores.max()
-        lse = top + np.log(np.exp(scores - top).sum())
+        lse = top + np.log(np.exp(logits - top).sum())
         return np.exp(scores - lse), float(lse)
 
 
-def _rows(
-    q: Float, k: Float, v: Float, bounds: Any
-) -> Iterator[tuple[int, int, int, int, np.ndarray[Any, Any]]]:
-    """Batch, query head, row, key head and visible keys of each row that sees anything."""
+def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int, int, int, Index]]:
+    """Batch, query head, row, key head and visible keys of each row."""
     bounds = np.asarray(bounds)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, k_len = k.shape[1:3]
@@ -123,5 +218,4 @@ def _rows(
     bounds = np.broadcast_to(bounds, (batch, heads, *bounds.shape[2:]))
     for b, h, i in np.ndindex(batch, heads, q_len):
         keys = np.concatenate([np.arange(lo, hi) for lo, hi in bounds[b, h, i]])
-        if len(keys) > 0:
-            yield b, h, i, h // (heads // kv_heads), keys
+        yield b, h, i, h // (heads // kv_heads), keys
