@@ -1,0 +1,172 @@
+"""The operator ``attnspan::cache_write``: new tokens into a key-value cache, in place.
+
+A mutating operator and not an indexed assignment: what it writes depends on data (each row has its own
+length, and may get fewer tokens than the chunk has), it must never write beyond the cache, and a compiler
+that sees one node with mutated arguments writes into the very buffers, without a copy.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arrays import INT32_MAX
+from ..errors import OptionError
+
+_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "cache_write(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor k_new, Tensor v_new,"
+    " Tensor? counts, bool wrap) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+#: Where values cannot be read, this length marks a row that was asked for what it does not have. Masks of
+#: such a row are illegal, and it stays so until `reset`.
+LOST = -1
+
+
+def write_anywhere(
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    counts: Tensor | None,
+    wrap: bool,
+) -> None:
+    """Write without reading a value on the host, on any device. Rows that would overflow become `LOST`.
+
+    Args:
+        keys: Shape (B, Hkv, slots, D), written in place.
+        values: Shape (B, Hkv, slots, Dv), written in place.
+        lengths: Shape (B,), int32: tokens so far; advanced in place.
+        k_new: Shape (B, Hkv, n, D), n <= slots.
+        v_new: Shape (B, Hkv, n, Dv).
+        counts: Shape (B,), integer: of each row, how many of the last tokens of the chunk are its own; None
+            for all n.
+        wrap: Token t goes to slot t % slots, not to slot t.
+
+    Example:
+        >>> keys, values, lengths = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.tensor([1])
+        >>> new = torch.ones(1, 1, 1, 2)
+        >>> write_anywhere(keys, values, lengths, new, new, None, wrap=False)
+        >>> keys[0, 0, :, 0].tolist(), lengths.tolist()
+        ([0.0, 1.0, 0.0], [2])
+    """
+    n, slots = k_new.shape[2], keys.shape[2]
+    if n == 0:
+        return
+    start = lengths.to(torch.int64)
+    count = torch.full_like(start, n) if counts is None else counts.to(torch.int64)
+    limit = INT32_MAX if wrap else slots
+    legal = (start >= 0) & (count >= 0) & (count <= n) & (start + count <= limit)
+    own = torch.where(legal, count, 0)[:, None]
+    # Every entry of the chunk writes, so that shapes do not depend on data: padding repeats the row's first
+    # token into the same slot, and a row without tokens writes back what is there.
+    token = torch.maximum(torch.arange(n, device=keys.device), n - own).clamp(max=n - 1)
+    slot = start[:, None] + token - (n - own)
+    slot = slot.remainder(slots) if wrap else slot.clamp(0, slots - 1)
+    row = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    for cache, new in ((keys, k_new), (values, v_new)):
+        stored_bshd = cache.transpose(1, 2)
+        taken = new.transpose(1, 2)[row, token]
+        stored_bshd[row, slot] = torch.where(own[..., None, None] > 0, taken, stored_bshd[row, slot])
+    lengths.copy_(torch.where(legal, start + count, LOST))
+
+
+def _write_cpu(
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    counts: Tensor | None,
+    wrap: bool,
+) -> None:
+    n, slots = k_new.shape[2], keys.shape[2]
+    starts = lengths.tolist()
+    own = [n] * len(starts) if counts is None else counts.tolist()
+    _check(starts, own, n, INT32_MAX if wrap else slots)
+    if n == 1 and min(own, default=1) == 1:
+        row, slot = torch.arange(len(starts)), lengths.remainder(slots) if wrap else lengths
+        for cache, new in ((keys, k_new), (values, v_new)):
+            cache.transpose(1, 2)[row, slot] = new.squeeze(2)
+    else:
+        for cache, new in ((keys, k_new), (values, v_new)):
+            for b, (start, count) in enumerate(zip(starts, own, strict=True)):
+                _write_row(cache[b], new[b, :, n - count :], start % slots if wrap else start)
+    lengths.add_(n if counts is None else counts)
+
+
+def _write_row(cache: Tensor, new: Tensor, slot: int) -> None:
+    """Copy (Hkv, count, D) to the slots from ``slot`` on, and on from slot 0 where they end."""
+    first = min(new.shape[1], cache.shape[1] - slot)
+    cache[:, slot : slot + first].copy_(new[:, :first])
+    cache[:, : new.shape[1] - first].copy_(new[:, first:])
+
+
+def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
+    """Raise before anything is written."""
+    for b, (start, count) in enumerate(zip(starts, own, strict=True)):
+        if start < 0:
+            raise OptionError(
+                f"cache row {b}",
+                expected="a length of at least 0",
+                got=f"{start}, the mark of a row that was truncated to what it did not hold",
+                remedy="reset() the row and fill it anew",
+            )
+        if not 0 <= count <= n:
+            raise OptionError(
+                f"counts[{b}]",
+                expected=f"0 to {n}, the tokens of the chunk",
+                got=str(count),
+                remedy="Pass how many of the last tokens of the chunk are the row's own",
+            )
+        if start + count > limit:
+            raise OptionError(
+                f"cache row {b}",
+                expected=f"room for {count} more tokens",
+                got=f"{start} of {limit} taken",
+                remedy="Allocate a larger max_len, or truncate() or reset() the row; nothing was written",
+            )
+
+
+def _write_fake(*arguments: Any) -> None:
+    del arguments
+
+
+def _refuse_gradients(keyset: Any, *arguments: Any) -> None:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        raise gradient_error()
+    with torch._C._AutoDispatchBelowAutograd():
+        cache_write_op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+def gradient_error() -> OptionError:
+    """What to raise for new tokens that require a gradient: a cache would cut them off silently.
+
+    Example:
+        >>> isinstance(gradient_error(), ValueError)
+        True
+    """
+    return OptionError(
+        "cache",
+        expected="keys and values without gradients",
+        got="ones that require them",
+        remedy="Call the model under torch.no_grad() or inference_mode(), or detach them",
+    )
+
+
+def _count_versions(keyset: Any, *arguments: Any) -> None:
+    # What autograd saved before the write must be found changed in backward.
+    torch.autograd.graph.increment_version(arguments[:3])
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        cache_write_op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+
+cache_write_op = torch.ops.attnspan.cache_write.default
+_library.impl("cache_write", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("cache_write", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("cache_write", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+_library.impl("cache_write", _count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::cache_write", _write_fake, lib=_library)

@@ -1,0 +1,166 @@
+"""The cache of a sliding window: a ring of slots."""
+
+import torch
+from torch import Tensor
+
+from ..arrays import INT32_MAX
+from ..errors import OptionError
+from ..spans import Spans
+from ._cache import Cache, CacheLayout, check_query_rows, readable
+
+
+class RollingCache(Cache):
+    """The newest tokens of each batch row, as many as a sliding window needs; token t is in slot t % slots.
+
+    The keys that a query may see are a cyclic interval of slots, at most two spans. Softmax does not care for
+    their order, so nothing is moved or sorted, and rows may be arbitrarily long. The result is that of full
+    attention under ``causal() & window(window - 1)``.
+
+    Args:
+        batch: Rows, B.
+        kv_heads: Key and value heads, Hkv.
+        window: Keys that each query sees, itself included.
+        head_dim: Elements of a key, D.
+        v_dim: Elements of a value, Dv; ``head_dim`` by default.
+        chunk: The most tokens that one `update` brings; the first query of a chunk still sees its whole
+            window, so there are ``window + chunk - 1`` slots. Drafts to be taken back count as well.
+        dtype: That of the keys and values; torch's default by default.
+        device: Where they are.
+        layout: "bhsd" or "bshd": order of the dims of new tokens and of the views that come back.
+
+    Raises:
+        ValueError: A size is not positive, or the layout is unknown.
+        TypeError: A size is no int, or the dtype is not floating.
+
+    Example:
+        >>> from attnspan.torch import attention
+        >>> cache = RollingCache(batch=1, kv_heads=1, window=3, head_dim=4)
+        >>> for _ in range(5):
+        ...     x = torch.randn(1, 1, 1, 4)
+        ...     keys, values = cache.update(x, x)
+        ...     out = attention(x, keys, values, mask=cache.mask(1))
+        >>> cache.k_index.tolist(), cache.mask(1).bounds[0, 0, 0].tolist()
+        ([[3, 4, 2]], [[0, 2], [2, 3]])
+    """
+
+    _wrap = True
+    _lost: Tensor
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        window: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        *,
+        chunk: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        layout: CacheLayout = "bhsd",
+    ) -> None:
+        for name, size in (("window", window), ("chunk", chunk)):
+            if not 1 <= size <= INT32_MAX // 2:
+                raise OptionError(
+                    name, expected=f"1 to {INT32_MAX // 2}", got=str(size), remedy="Pass a number of tokens"
+                )
+        sizes = (batch, kv_heads, window + chunk - 1, head_dim, head_dim if v_dim is None else v_dim)
+        super().__init__(sizes, dtype, device, layout)
+        self.window, self.chunk = window, chunk
+        self.slots = window + chunk - 1
+        with torch.inference_mode(False):
+            # Tokens that were overwritten by some that truncate() took back; slots alone do not tell.
+            self.register_buffer("_lost", torch.zeros_like(self.lengths), persistent=False)
+
+    @property
+    def k_index(self) -> Tensor:
+        """Shape (B, slots), int32: the global index of each slot's token; negative for a slot without one."""
+        newest = self.lengths[:, None] - 1
+        slot = torch.arange(self.slots, dtype=torch.int32, device=newest.device)
+        return newest - (newest - slot).remainder(self.slots)
+
+    def q_index(self, q_len: int) -> Tensor:
+        """Shape (B, q_len), int32: the global indices of the newest ``q_len`` tokens; negative for padding.
+
+        Example:
+            >>> cache = RollingCache(1, 1, window=2, head_dim=4, chunk=2)
+            >>> _ = cache.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
+            >>> cache.q_index(2).tolist()
+            [[0, 1]]
+        """
+        offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
+        return self.lengths[:, None] + offset
+
+    def mask(self, q_len: int) -> Spans:
+        """What the newest ``q_len`` tokens of each row may see, over slots.
+
+        With a position bias or dropout, pass ``q_index=cache.q_index(q_len), k_index=cache.k_index`` beside
+        it. Make it after `update`, anew at each step.
+
+        Args:
+            q_len: Query rows, those of the newest tokens; at most ``chunk``.
+
+        Returns:
+            Spans with bounds (B, 1, q_len, 2, 2). Rows of padding see nothing. Those of a row that was asked
+            for what it does not hold are illegal.
+
+        Raises:
+            ShapeError: More rows than ``chunk``.
+            OptionError: A row that needs tokens which are gone, where values can be read (CPU, eager).
+        """
+        check_query_rows(q_len, *self._most_new())
+        index = self.q_index(q_len)
+        padding = index < 0
+        oldest = (index - (self.window - 1)).clamp(min=0)
+        illegal = (self.lengths < 0)[:, None] | (~padding & (oldest < self._intact()[:, None]))
+        if readable(illegal) and illegal.any():
+            b = int(illegal.any(-1).nonzero()[0])
+            raise OptionError(
+                f"RollingCache.mask: row {b}",
+                expected="query rows whose whole window is in the cache",
+                got=f"{q_len} rows, the first of which sees token {int(oldest[b, 0])}",
+                remedy="Ask for the mask of the newest tokens, as many as update got",
+            )
+        return Spans(self._bounds(oldest, index, padding, illegal), self.slots)
+
+    def _bounds(self, oldest: Tensor, index: Tensor, padding: Tensor, illegal: Tensor) -> Tensor:
+        """The slots of tokens oldest..index: [lo, hi), or [0, hi) and [lo, slots) where the ring ends."""
+        lo, hi = oldest.remainder(self.slots), index.remainder(self.slots) + 1
+        wraps = lo >= hi
+        none = torch.zeros_like(lo)
+        spans = torch.stack(
+            [
+                torch.stack([torch.where(wraps, none, lo), hi], -1),
+                torch.stack([torch.where(wraps, lo, hi), torch.where(wraps, self.slots, hi)], -1),
+            ],
+            -2,
+        )
+        spans = torch.where(padding[..., None, None], 0, spans)
+        mark = torch.tensor([0, -1], dtype=torch.int32, device=spans.device)
+        return torch.where(illegal[..., None, None], mark, spans).to(torch.int32)[:, None]
+
+    def _intact(self) -> Tensor:
+        """Shape (B,): the oldest token whose slot still holds it."""
+        return torch.maximum(self._lost, self.lengths - self.slots)
+
+    def _most_new(self) -> tuple[int, str]:
+        return self.chunk, "Split the tokens into chunks, or make the cache with a larger chunk"
+
+    def _holds(self, lengths: Tensor) -> Tensor:
+        # The next query sees window - 1 tokens before it; those from its own on are yet to come.
+        needed = (lengths - (self.window - 1)).clamp(min=0)
+        return needed >= torch.minimum(self._intact(), lengths)
+
+    def _reach(self, b: int) -> str:
+        intact, length = int(self._intact()[b]), int(self.lengths[b])
+        least = intact + self.window - 1 if intact > 0 else 0
+        return f"{least} to {length}, whose window is still in the cache"
+
+    def _truncate(self, lengths: Tensor) -> None:
+        # Tokens from the new length on will be written anew, into slots of their own.
+        self._lost.copy_(torch.minimum(self._intact(), lengths))
+        super()._truncate(lengths)
+
+    def _reset(self, rows: Tensor) -> None:
+        super()._reset(rows)
+        self._lost.masked_fill_(rows, 0)
