@@ -11,10 +11,12 @@ from ..errors import DtypeError, OptionError
 from ..kernels import Choice, choose, cpu
 from ..kernels import math as math_kernel
 from ..masks import Mask, Prepared, full
+from ..options import Bias, Options
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager, _sharding
 from ._ops import forward_op
+from ._options import Given, lower_options
 
 #: Every backend that torch can drive, the preferred one first.
 BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}
@@ -44,7 +46,7 @@ def attention(
     mask: AnyMask = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
-    bias: object = ...,
+    bias: Bias | Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: Tensor | None = ...,
@@ -65,7 +67,7 @@ def attention(
     mask: AnyMask = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
-    bias: object = ...,
+    bias: Bias | Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: Tensor | None = ...,
@@ -85,7 +87,7 @@ def attention(
     mask: AnyMask = _FULL,
     scale: float | None = None,
     softcap: float | None = None,
-    bias: object = None,
+    bias: Bias | Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
@@ -106,27 +108,33 @@ def attention(
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
         mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``.
         scale: Factor of the scores; 1/sqrt(D) by default.
-        softcap: Of a later release.
-        bias: Of a later release.
-        sinks: Of a later release.
-        dropout_p: Of a later release.
-        dropout_seed: Of a later release.
+        softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
+        bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
+            a floating tensor of shape (B|1, Hq|1, Sq|1, Sk), which may lack axes in front; with gradients to
+            its tensors. A dense -inf hides its key; a row of nothing else has output 0.
+        sinks: Shape (Hq,), floating: logits that take part in each row's softmax without a value of their
+            own; with gradient.
+        dropout_p: Share of the weights to drop, in [0, 1), as a multiple of 2**-16; needs ``dropout_seed``.
+        dropout_seed: Integer, shape () or, as `dropout_seeds` makes them, (B, Hq). What is dropped depends on
+            it, batch row, head and the global indices of query and key alone.
         q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the
             keys.
-        k_index: Shape (Sk,), ascending integers: global indices of the keys.
+        k_index: Shape (Sk,), ascending integers: global indices of the keys. With a mask that is already
+            lowered, both are read by ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape
+            (B, Sk) and any order.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
         backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
 
     Returns:
         The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)); with ``return_lse`` also
-        ``lse``, float32 (float64 for float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A row
-        that may see nothing has output 0 and lse -inf.
+        ``lse``, float32 (float64 for float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd"; it
+        counts sinks, and knows no dropout. A row that may see nothing has output 0 and lse -inf, or its sink.
 
     Raises:
         ValueError: Shapes, devices, options or bounds do not fit; no backend can run the call.
         TypeError: Element types do not fit, or ``mask`` is no mask.
-        NotImplementedError: An option of a later release is used.
+        NotImplementedError: A second derivative or a forward-mode one is asked of a kernel.
 
     Example:
         >>> import torch
@@ -136,43 +144,43 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
         torch.Size([1, 4, 6, 16])
     """
-    if not (softcap is None is bias is None is sinks is None is dropout_seed and dropout_p == 0.0):
-        _refuse_later_options(
-            softcap=softcap, bias=bias, sinks=sinks, dropout_p=dropout_p or None, dropout_seed=dropout_seed
-        )
-    if not torch.compiler.is_compiling() and q_index is None and k_index is None and backend in (None, "cpu"):
+    plain = (
+        softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
+    )
+    if plain and dropout_p == 0.0 and not torch.compiler.is_compiling() and backend in (None, "cpu"):
         found = _eager.attend(q, k, v, mask, scale, layout, return_lse)
         if found is not None:
             return found  # type: ignore[no-any-return]
-    q, k, v, bounds, problem = lower_call(q, k, v, mask, q_index, k_index, layout)
+    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    q, k, v, bounds, problem, options = lower_call(q, k, v, mask, given, layout)
     check_scale(scale)
     choice = choose(problem, BACKENDS, backend)
     warn_if_slow(choice)
     scale = problem.head_dim**-0.5 if scale is None else scale
     if choice.name == "math":
-        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale)
+        extra: dict[str, Any] = {} if options is None else {"options": options}
+        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, **extra)
     else:
-        out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale)
+        arguments = () if options is None else _sharding.like_options(options, q)
+        out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale, *arguments)
     out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
     return (out, lse) if return_lse else out
 
 
 def lower_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AnyMask,
-    q_index: Tensor | None,
-    k_index: Tensor | None,
-    layout: Layout,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Problem]:
-    """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), and bounds."""
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Given, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Problem, Options | None]:
+    """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), bounds and options."""
     _check_tensors(q=q, k=k, v=v)
     check_layout(layout, q, k, v)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
-    bounds = _lower(mask, q, k, q_index, k_index, layout)
-    return q, k, v, bounds, describe(q, k, v, bounds)
+    placed = _lower(mask, q, k, given, layout)
+    bounds = placed.lowered.bounds
+    bounds = bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
+    problem = describe(q, k, v, bounds)
+    options = lower_options(given, q, k, placed, isinstance(mask, Prepared | Spans))
+    return q, k, v, bounds, problem, options
 
 
 def _check_tensors(**inputs: object) -> None:
@@ -207,15 +215,6 @@ def _warn_once(message: str) -> None:
         )
 
 
-def _refuse_later_options(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name}: expected None, as this release has no {name}; got {value!r}. Leave it out, or wait "
-                "for the release that has it: an option is never accepted and ignored."
-            )
-
-
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     device = q.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
@@ -236,25 +235,15 @@ def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
 
 
-def _lower(
-    mask: AnyMask, q: Tensor, k: Tensor, q_index: Tensor | None, k_index: Tensor | None, layout: Layout
-) -> Tensor:
+def _lower(mask: AnyMask, q: Tensor, k: Tensor, given: Given, layout: Layout) -> Prepared:
     q_len, k_len = q.shape[2], k.shape[2]
     if isinstance(mask, Prepared | Spans):
-        if q_index is not None or k_index is not None:
-            raise OptionError(
-                "q_index, k_index",
-                expected="None with a mask that is already lowered",
-                got=f"indices and a {type(mask).__name__}",
-                remedy="Give the indices to prepare() or spans()",
-            )
-        spans = mask.lowered if isinstance(mask, Prepared) else mask
+        placed = mask if isinstance(mask, Prepared) else Prepared(mask)
     elif isinstance(mask, Mask):
         if layout == "thd":
             _check_packed(mask)
-        spans = mask.spans(
-            q_len, k_len, batch=q.shape[0], heads=q.shape[1], q_index=q_index, k_index=k_index, like=q
-        )
+        indices = {"q_index": given.q_index, "k_index": given.k_index}
+        placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
     else:
         raise DtypeError(
             "mask",
@@ -265,15 +254,14 @@ def _lower(
         )
     # A compiler would take the plain number for a constant and recompile at each length; kernels reject
     # bounds beyond the keys in any case.
-    if not torch.compiler.is_compiling() and spans.k_len != k_len:
+    if not torch.compiler.is_compiling() and placed.lowered.k_len != k_len:
         raise OptionError(
             "mask",
             expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {spans.k_len}",
+            got=f"spans over {placed.lowered.k_len}",
             remedy="Lower the mask for these keys",
         )
-    bounds = spans.bounds
-    return bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
+    return placed
 
 
 def _check_packed(mask: Mask) -> None:

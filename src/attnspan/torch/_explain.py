@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import choose
+from ..options import Bias
 from ..problem import Problem
 from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
 from ._flops import visible_pairs
+from ._options import Given
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Explanation:
         flops: Floating-point operations of the forward pass (the backward pass has 2.5 times as many).
         threads: CPU threads that a kernel may use.
         isa: Instruction-set level of the CPU kernel, or None where it does not run.
+        options: Softcap, bias, sinks and dropout in words.
 
     Example:
         >>> x = torch.randn(1, 2, 4, 8)
@@ -40,6 +43,7 @@ class Explanation:
     flops: int
     threads: int
     isa: str | None
+    options: str = "none"
 
     def __str__(self) -> str:
         p = self.problem
@@ -52,6 +56,7 @@ class Explanation:
             f"  runs     {self.backend} ({self.threads} thread{'s' if self.threads != 1 else ''}{where})",
             *(f"  not      {name}: {reason}" for name, reason in self.refusals.items()),
             f"  mask     R={p.runs}, {self.pairs:,} visible pairs, {self.coverage:.1%} of all",
+            *([f"  options  {self.options}"] if self.options != "none" else []),
             f"  forward  {self.flops / 1e9:.3f} GFLOP, backward {2.5 * self.flops / 1e9:.3f}",
         ]
         return "\n".join(lines)
@@ -63,6 +68,11 @@ def explain(
     v: Tensor,
     *,
     mask: AnyMask = _FULL,
+    softcap: float | None = None,
+    bias: Bias | Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     q_index: Tensor | None = None,
     k_index: Tensor | None = None,
     layout: Layout = "bhsd",
@@ -75,6 +85,11 @@ def explain(
         k: As for `attention`.
         v: As for `attention`.
         mask: As for `attention`.
+        softcap: As for `attention`.
+        bias: As for `attention`.
+        sinks: As for `attention`.
+        dropout_p: As for `attention`.
+        dropout_seed: As for `attention`.
         q_index: As for `attention`.
         k_index: As for `attention`.
         layout: As for `attention`.
@@ -93,7 +108,8 @@ def explain(
         >>> print(explain(x, x, x, mask=causal(), backend="math").backend)
         math
     """
-    q, k, v, bounds, problem = lower_call(q, k, v, mask, q_index, k_index, layout)
+    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    q, k, v, bounds, problem, _ = lower_call(q, k, v, mask, given, layout)
     chosen = choose(problem, BACKENDS, backend).name
     pairs = visible_pairs(q, k, bounds)
     total = problem.batch * problem.q_heads * problem.q_len * problem.k_len
@@ -110,6 +126,7 @@ def explain(
         flops=problem.flops(pairs),
         threads=torch.get_num_threads(),
         isa=BACKENDS["cpu"].isa() if chosen == "cpu" else None,
+        options=str(given),
     )
 
 

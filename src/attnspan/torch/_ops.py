@@ -5,7 +5,8 @@ results are stored as contiguous (B, S, H, D) whatever the strides of the inputs
 no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _new_gradients(
-    q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], want_dbias: bool
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Any], want_dbias: bool
 ) -> tuple[Tensor, ...]:
     """Uninitialised dq, dk, dv, dbias and dsinks; of what has no gradient, without elements."""
     bias, sinks = given[1], given[3]
@@ -79,7 +80,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _read_options(given: tuple[Any, ...]) -> Options | None:
+def _read_options(given: Sequence[Any]) -> Options | None:
     """What the kernel takes of the option arguments: arrays as it can read them, None where none is given."""
     softcap, bias, kind, sinks, dropout_p, *rest = given
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
@@ -113,21 +114,18 @@ def _backward_cpu(
     scale: float,
     *given: Any,
 ) -> tuple[Tensor, ...]:
-    *given, want_dbias = _all_options(given, False)
-    dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, tuple(given), want_dbias)
+    *options, want_dbias = _all_options(given, False)
+    dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, options, want_dbias)
     if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
         return dq, *(x.zero_() for x in gradients[1:])
     dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
     out, lse = _readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
-    options, extra = _read_options(tuple(given)), {}
-    if options is not None:
-        extra = {
-            "options": options,
-            "dbias": dbias if want_dbias else None,
-            "dsinks": None if options.sinks is None else dsinks,
-        }
+    extra: dict[str, Any] = {}
+    if (read := _read_options(options)) is not None:
+        dsinks_or_none = None if read.sinks is None else dsinks
+        extra = {"options": read, "dbias": dbias if want_dbias else None, "dsinks": dsinks_or_none}
     arguments = (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)
     cpu.backward(*arguments, scale=scale, num_threads=torch.get_num_threads(), **extra)
     return gradients
@@ -158,8 +156,8 @@ def _backward_fake(
     *given: Any,
 ) -> tuple[Tensor, ...]:
     del dout, dlse, bounds, out, lse, scale
-    *given, want_dbias = _all_options(given, False)
-    return _new_gradients(q, k, v, tuple(given), want_dbias)
+    *options, want_dbias = _all_options(given, False)
+    return _new_gradients(q, k, v, options, want_dbias)
 
 
 _library.impl("forward", _forward_cpu, "CPU")  # type: ignore[no-untyped-call]
@@ -181,20 +179,20 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given = _all_options(inputs[5:])
         ctx.save_for_backward(*inputs[:4], out, lse, *(given[i] for i in _TENSORS))
-        ctx.inputs, ctx.scale = len(inputs), inputs[4]
+        ctx.scale = inputs[4]
         ctx.given = tuple(None if i in _TENSORS else x for i, x in enumerate(given))
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bounds, out, lse, *tensors = ctx.saved_tensors
+        needed: tuple[bool, ...] = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * (1 + ctx.inputs)
+            return (None,) * len(needed)
         dout = torch.zeros_like(out) if dout is None else dout
         given = list(ctx.given)
         for i, x in zip(_TENSORS, tensors, strict=True):
             given[i] = x
-        needed = ctx.needs_input_grad
         want_dbias = len(needed) > _BIAS_AT and needed[_BIAS_AT]
         dq, dk, dv, dbias, dsinks = backward_op(
             dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given, want_dbias
@@ -202,8 +200,10 @@ class _Forward(torch.autograd.Function):
         if want_dbias:  # A dense bias may have q's dtype; its gradient is summed in float32.
             dbias = dbias.to(given[1].dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
-        gradients = (*gradients, *(None,) * (1 + ctx.inputs))[: 1 + ctx.inputs]
-        return tuple(x if need else None for x, need in zip(gradients, needed, strict=True))
+        # None for the inputs behind these; torch leaves trailing defaults out, so there may be fewer.
+        return tuple(
+            x if need else None for x, need in zip_longest(gradients[: len(needed)], needed, fillvalue=None)
+        )
 
 
 class _Backward(torch.autograd.Function):

@@ -11,24 +11,53 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ._ops import backward_op, forward_op
+from ..options import DISTANCE, Options
+from ._ops import NO_OPTIONS, backward_op, forward_op
+from ._options import dropout_seeds
 
 _registered = False
 
 
-def like(bounds: Tensor, q: Tensor) -> Tensor:
-    """Give the bounds q's mesh if q is a DTensor; every rank lowered the same mask."""
-    if type(q) is Tensor or type(q) is torch.nn.Parameter or "torch.distributed.tensor" not in sys.modules:
-        return bounds
+def like(x: Tensor, q: Tensor) -> Tensor:
+    """Give a tensor q's mesh if q is a DTensor; every rank has made the same one from the same arguments."""
+    mesh = _mesh(q)
+    if mesh is None:
+        return x
     from torch.distributed.tensor import DTensor, Replicate
 
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def like_options(options: Options, q: Tensor) -> tuple[Any, ...]:
+    """The operator's option arguments, on q's mesh if q is a DTensor."""
+    o = options
+    seed = o.dropout_seed
+    if seed is not None and seed.dim() == 0 and _mesh(q) is not None:
+        # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
+        seed = dropout_seeds(_whole(seed), q.shape[0], q.shape[1])
+    tensors = (None if x is None else like(x, q) for x in (o.bias, o.sinks, seed, o.q_index, o.k_index))
+    bias, sinks, seed, q_index, k_index = tensors
+    return o.softcap, bias, o.bias_kind, sinks, o.dropout_p, seed, q_index, k_index
+
+
+def _mesh(q: Tensor) -> Any:
+    """The mesh of a DTensor, None for any other tensor; strategies are registered at the first one."""
+    if type(q) is Tensor or type(q) is torch.nn.Parameter or "torch.distributed.tensor" not in sys.modules:
+        return None
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(q, DTensor):
-        return bounds
+        return None
     register()
-    if isinstance(bounds, DTensor):
-        return bounds
-    mesh = q.device_mesh
-    return DTensor.from_local(bounds, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return q.device_mesh
+
+
+def _whole(x: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def register() -> None:
@@ -43,37 +72,78 @@ def register() -> None:
     _registered = True
 
 
-def _forward_strategies(
-    q: Any, k: Any, v: Any, bounds: Any, scale: float
-) -> list[tuple[list[Any], list[Any]]]:
+_Strategies = list[tuple[list[Any], list[Any]]]
+
+
+def _forward_strategies(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
     del scale
     _refuse_sharded_sequence(q=q, k=k, v=v)
     return [
-        ([place, place], [place, place, place, bounds_place, None])
-        for place, bounds_place in _placements(bounds)
+        (
+            [place, place],
+            [place, place, place, _follow(bounds, place), None, *_places(given, place)],
+        )
+        for place in _ways()
     ]
 
 
 def _backward_strategies(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float
-) -> list[tuple[list[Any], list[Any]]]:
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
+) -> _Strategies:
     del dout, out, lse, scale
     _refuse_sharded_sequence(q=q, k=k, v=v)
-    return [
-        (
-            [place, place, place],
-            [place, None if dlse is None else place, place, place, place, bounds_place, place, place, None],
-        )
-        for place, bounds_place in _placements(bounds)
-    ]
+    given, want_dbias = given[:8], given[8:] == (True,)
+    found = []
+    for place in _ways():
+        places = _places(given, place)
+        _, bias, _, sinks, *_ = (*places, *(None,) * 8)
+        gradients = [_summed(bias if want_dbias else None, place), _summed(sinks, place)]
+        inputs = [place, None if dlse is None else place, place, place, place, _follow(bounds, place)]
+        more = [None] if want_dbias else []
+        found.append(([place, place, place, *gradients], [*inputs, place, place, None, *places, *more]))
+    return found
 
 
-def _placements(bounds: Any) -> list[tuple[Any, Any]]:
-    """Placement of q, k, v and of the bounds, for each way to use one mesh axis."""
+def _ways() -> list[Any]:
+    """How q, k and v may lie on one mesh axis."""
     from torch.distributed.tensor import Replicate, Shard
 
-    shards = [(Shard(dim), Replicate() if bounds.shape[dim] == 1 else Shard(dim)) for dim in (0, 1)]
-    return [(Replicate(), Replicate()), *shards]
+    return [Replicate(), Shard(0), Shard(1)]
+
+
+def _follow(x: Any, place: Any, batch: int | None = 0, heads: int | None = 1) -> Any:
+    """Placement of a tensor with these dims for batch and heads, where q, k and v have ``place``."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if x is None:
+        return None
+    dim = (batch, heads)[place.dim] if place.is_shard() else None
+    return Replicate() if dim is None or x.shape[dim] == 1 else Shard(dim)
+
+
+def _places(given: tuple[Any, ...], place: Any) -> list[Any]:
+    """Placements of the option arguments; trailing ones may have been left out."""
+    _, bias, kind, sinks, _, seed, q_index, k_index = (*given, *NO_OPTIONS[len(given) :])
+    places = [
+        None,
+        _follow(bias, place, None, 0) if kind == DISTANCE else _follow(bias, place),
+        None,
+        _follow(sinks, place, None, 0),
+        None,
+        _follow(seed, place),
+        _follow(q_index, place, 0, None),
+        _follow(k_index, place, 0, None),
+    ]
+    return places[: len(given)]
+
+
+def _summed(place: Any, way: Any) -> Any:
+    """Placement of the gradient of a parameter: where each rank has all of it, it lacks the others' part."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    if place is None:
+        return Replicate()
+    return Partial() if way.is_shard() and not place.is_shard() else place
 
 
 def _refuse_sharded_sequence(**specs: Any) -> None:
