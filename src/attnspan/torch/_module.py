@@ -1,14 +1,21 @@
 """Attention as a module, for models that keep their options in modules."""
 
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..options import Bias
 from ._attention import AnyMask, attention
 
 
 class Attention(nn.Module):
-    """`attention` with its options fixed; it has no parameters.
+    """`attention` with its options fixed.
+
+    ``sinks`` and the tensors of a ``bias`` become the module's own, under the names ``sinks`` and ``bias``
+    or, as in ``bias_slopes``, ``bias`` and their field: parameters where they are `torch.nn.Parameter`, else
+    buffers, which move with the module and are not in its state. Dropout drops while the module is training,
+    as that of torch's modules does.
 
     Args:
         **options: Keywords of `attention`, used by every call.
@@ -19,33 +26,69 @@ class Attention(nn.Module):
     Example:
         >>> import torch
         >>> from attnspan import causal
-        >>> layer = Attention(mask=causal(), layout="bshd", backend="math")
+        >>> sinks = nn.Parameter(torch.zeros(2))
+        >>> layer = Attention(mask=causal(), layout="bshd", sinks=sinks, backend="math")
         >>> x = torch.randn(1, 5, 2, 8)
-        >>> layer(x, x, x).shape
-        torch.Size([1, 5, 2, 8])
+        >>> layer(x, x, x).shape, [name for name, _ in layer.named_parameters()]
+        (torch.Size([1, 5, 2, 8]), ['sinks'])
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
+        # Of a bias: its type, and its fields, each a value or the name of the tensor that is kept here.
+        self._bias: tuple[Any, dict[str, Any]] | None = None
+        self._kept: list[str] = []
+        bias = options.get("bias")
+        self._keep("sinks", options.get("sinks"))
+        self._keep("bias", bias)
+        if isinstance(bias, Bias):
+            values = {field.name: getattr(bias, field.name) for field in fields(bias)}  # type: ignore[arg-type]
+            for name, value in values.items():
+                self._keep(f"bias_{name}", value)
+            self._bias = type(bias), values
+
+    def _keep(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            self.register_parameter(name, value)
+        elif isinstance(value, Tensor):
+            self.register_buffer(name, value, persistent=False)
+        else:
+            return
+        self._kept.append(name)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend; a ``mask`` given here takes the place of the module's.
+        """Attend; options given here, ``mask`` among them, take the place of the module's.
 
         Args:
             q: Queries, in the module's layout.
             k: Keys.
             v: Values.
             mask: The mask of this call, such as one prepared for this batch.
+            **options: Keywords of `attention`, such as the ``dropout_seed`` of this call.
 
         Returns:
             What `attention` returns.
         """
-        options = self.options if mask is None else {**self.options, "mask": mask}
-        return attention(q, k, v, **options)  # type: ignore[no-any-return]
+        own = {**self.options, **{name: getattr(self, name) for name in self._kept if name in self.options}}
+        if self._bias is not None:
+            kind, values = self._bias
+            here = {name: getattr(self, f"bias_{name}", value) for name, value in values.items()}
+            own["bias"] = kind(**here)
+        if not self.training:
+            own.pop("dropout_p", None)
+        if mask is not None:
+            own["mask"] = mask
+        return attention(q, k, v, **{**own, **options})  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """The options, for ``print(model)``."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"

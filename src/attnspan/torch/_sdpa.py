@@ -1,11 +1,14 @@
 """A drop-in for ``torch.nn.functional.scaled_dot_product_attention``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..errors import DtypeError, OptionError, ShapeError
 from ..masks import causal, from_dense, full
 from ._attention import AnyMask, attention
+from ._options import check_dropout_p
 
 
 def scaled_dot_product_attention(
@@ -24,9 +27,14 @@ def scaled_dot_product_attention(
         query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims.
         key: Shape (..., H, S, E); batch dims of the three broadcast.
         value: Shape (..., H, S, Ev).
-        attn_mask: A boolean tensor that broadcasts to (..., Hq, L, S), True where a query may see a key, or a
-            mask. The tensor is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
-        dropout_p: Of a later release.
+        attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
+            floating, added to the scores and differentiable; or a mask. A boolean tensor is encoded anew at
+            each call: prefer ``from_dense(...).prepare(...)``, made once. A floating -inf hides its key too,
+            but that work is done nevertheless: prefer a mask there. Rows that see nothing have output 0,
+            where some of torch's kernels give NaN.
+        dropout_p: Share of the weights to drop, in [0, 1). The seed comes from torch's default generator, as
+            torch's own does, so that ``torch.manual_seed`` repeats it; which weights it drops is not torch's
+            choice.
         is_causal: Query i sees keys 0..i, also where L != S; excludes ``attn_mask``.
         scale: Factor of the scores; 1/sqrt(E) by default.
         enable_gqa: Let Hq be a multiple of H.
@@ -37,7 +45,6 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: Sizes or options do not fit.
         TypeError: Element types do not fit.
-        NotImplementedError: ``attn_mask`` is floating (an additive bias) or ``dropout_p`` is not 0.
 
     Example:
         >>> q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
@@ -56,10 +63,18 @@ def scaled_dot_product_attention(
         )
     query, key, value = _broadcast(query, key, value)
     q, k, v = (_to_4d(x) for x in (query, key, value))
-    mask, q_index = full() if attn_mask is None else _mask(attn_mask, q, k, query.shape[:-2]), None
+    mask: AnyMask = full()
+    bias = q_index = None
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        bias = _bias(attn_mask, query, k.shape[2])
+    elif attn_mask is not None:
+        mask = _mask(attn_mask, q, k, query.shape[:-2])
     if is_causal:
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
-    out = attention(q, k, v, mask=mask, scale=scale, dropout_p=dropout_p, q_index=q_index)
+    check_dropout_p(dropout_p)
+    seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
+    options: dict[str, Any] = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
 
 
@@ -105,33 +120,46 @@ def _to_4d(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
 
 
+def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
+    """A floating mask as (B|1, H|1, L|1, S), no larger than it must be."""
+    size = (*query.shape[:-1], k_len)
+    _check_broadcasts(attn_mask, size)
+    values = attn_mask[(None,) * (len(size) - attn_mask.dim())]
+    if values.shape[-1] != k_len:
+        values = values.expand(*values.shape[:-1], k_len)
+    if query.dim() == 3:
+        return values.unsqueeze(1)
+    lead = values.shape[:-3]
+    if query.dim() > 4 and any(n != 1 for n in lead):  # Several batch dims become one.
+        values = values.expand(*size[:-3], *values.shape[-3:])
+    return values if query.dim() == 4 else values.reshape(-1, *values.shape[-3:])
+
+
+def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
+    try:
+        return attn_mask.expand(size)
+    except RuntimeError:
+        raise ShapeError(
+            "attn_mask",
+            expected=f"a shape that broadcasts to {tuple(size)}",
+            got=f"{tuple(attn_mask.shape)}",
+            remedy="Its last dims are queries and keys",
+        ) from None
+
+
 def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -> AnyMask:
     if not isinstance(attn_mask, Tensor):
         return attn_mask
-    if attn_mask.is_floating_point():
-        raise NotImplementedError(
-            f"attn_mask: expected a boolean tensor or a mask, got {attn_mask.dtype}, an additive bias. Pass "
-            "mask > -inf if it only hides keys; other biases come in a later release."
-        )
     if attn_mask.dtype != torch.bool:
         raise DtypeError(
             "attn_mask",
-            expected="torch.bool or a mask",
+            expected="torch.bool, a floating dtype or a mask",
             got=str(attn_mask.dtype),
             remedy="Convert it with .bool()",
         )
     if torch.compiler.is_compiling():
         _refuse_traced()
-    size = (*lead, q.shape[2], k.shape[2])
-    try:
-        dense = attn_mask.expand(size)
-    except RuntimeError:
-        raise ShapeError(
-            "attn_mask",
-            expected=f"a shape that broadcasts to {size}",
-            got=f"{tuple(attn_mask.shape)}",
-            remedy="Its last dims are queries and keys",
-        ) from None
+    dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
     return from_dense(dense.reshape(q.shape[0], -1, q.shape[2], k.shape[2]))
 
 
