@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dropout import kept, scale_of_kept, split_seeds
+from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from ..problem import Problem
 from ..spans import Spans
+
+_NONE = Options()
 
 
 def supports(problem: Problem) -> str | None:
@@ -28,7 +32,9 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float, options: Options | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend, differentiably to any order and in forward mode.
 
     Args:
@@ -38,11 +44,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) ->
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span raises where its
             values can be read (CPU, eager) and gives NaN elsewhere.
         scale: Factor of the scores.
+        options: Softcap, bias, sinks and dropout, as tensors on q's device; bias and sinks are differentiated
+            too.
 
     Returns:
         ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural
         logarithm of the row's sum of exponentials, of shape (B, Hq, Sq), float64 for float64 inputs and else
-        float32. A row that sees nothing has out 0 and lse -inf.
+        float32. A row that sees nothing has out 0, and lse -inf or the head's sink.
 
     Raises:
         OptionError: Illegal spans, naming the row.
@@ -58,39 +66,104 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float) ->
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if bounds.device.type == "cpu" and not traced:
         Spans(bounds, k.shape[2]).validate()
+    options = _NONE if options is None else options
     if not torch.amp.is_autocast_available(q.device.type):
-        return _forward(q, k, v, bounds, scale)
+        return _forward(q, k, v, bounds, scale, options)
     with torch.autocast(q.device.type, enabled=False):
-        return _forward(q, k, v, bounds, scale)
+        return _forward(q, k, v, bounds, scale, options)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, options: Options
+) -> tuple[Tensor, Tensor]:
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, k_len = k.shape[1], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
     q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
     scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    bias = _bias(options, q, k)
+    if bias is not None:
+        scores = scores + _fold(bias.to(wide), kv_heads, q_heads, q_len)
     scores = torch.where(visible_bhms, scores, -torch.inf)
-    # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
-    top = (
-        scores.detach().amax(-1, keepdim=True)
-        if k_len
-        else scores.new_full((*scores.shape[:3], 1), -torch.inf)
-    )
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
-    empty = total == 0
-    total = torch.where(empty, 1.0, total)
-    # Masked once more: otherwise a NaN gradient of a masked weight would reach the row through its total.
-    weights = torch.where(visible_bhms, weights / total, 0.0)
-    lse_bhm1 = torch.where(empty, -torch.inf, top + torch.log(total))
+    sink = None
+    if options.sinks is not None:
+        sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
+    weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
+    if options.dropout_p:
+        keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)
+        weights = weights * _fold(keep, kv_heads, q_heads, q_len)
     out_bhme = _row_product(weights, v.to(wide), visible_bhms)
     out_bhme = torch.where(illegal_bhm1, torch.nan, out_bhme).to(q.dtype)
     lse_bhm1 = torch.where(illegal_bhm1, torch.nan, lse_bhm1)
     out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3])
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse_bhm1.reshape(batch, q_heads, q_len)
+
+
+def _softmax(scores: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights of each row, and the logarithm of its sum of exponentials."""
+    # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
+    top = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    if scores.shape[-1]:
+        top = scores.detach().amax(-1, keepdim=True)
+    if sink is not None:
+        top = torch.maximum(top, sink.detach())
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    # Masked once more: otherwise a NaN gradient of a masked weight would reach the row through its total.
+    weights = torch.where(visible, weights / total, 0.0)
+    return weights, torch.where(empty, -torch.inf, top + torch.log(total))
+
+
+def _fold(x: Tensor, kv_heads: int, q_heads: int, q_len: int) -> Tensor:
+    """(B|1, Hq|1, Sq|1, n) as (B|1, Hkv, m, n): query heads of one group become rows."""
+    x = x.expand(x.shape[0], q_heads, q_len, x.shape[3])
+    return x.reshape(x.shape[0], kv_heads, q_heads // kv_heads * q_len, x.shape[3])
+
+
+def _positions(options: Options, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Global indices of queries (B|1, Sq) and keys (B|1, Sk), int64."""
+    q_len, k_len = q.shape[2], k.shape[2]
+    queries = torch.arange(q_len, device=q.device)[None] + (k_len - q_len)
+    keys = torch.arange(k_len, device=q.device)[None]
+    if options.q_index is not None:
+        queries = options.q_index.to(torch.int64)
+    if options.k_index is not None:
+        keys = options.k_index.to(torch.int64)
+    return queries, keys
+
+
+def _bias(options: Options, q: Tensor, k: Tensor) -> Tensor | None:
+    """What is added to the scores, (B|1, Hq|1, Sq|1, Sk)."""
+    kind = options.bias_kind
+    if kind in (0, DENSE):
+        return options.bias if kind == DENSE else None
+    queries, keys = _positions(options, q, k)
+    distance = keys[:, None, :] - queries[:, :, None]
+    if kind == DISTANCE:
+        reach = options.bias.shape[1] // 2
+        column = distance.clamp(-reach, reach) + reach
+        return options.bias[:, column].transpose(0, 1)  # type: ignore[no-any-return]
+    assert kind in (ALIBI, SIGNED_ALIBI), kind
+    factor = distance if kind == SIGNED_ALIBI else -distance.abs()
+    return options.bias[:, :, None, None] * factor[:, None]  # type: ignore[no-any-return]
+
+
+def _kept(options: Options, q: Tensor, k: Tensor) -> Tensor:
+    """Which weights dropout keeps, (B, Hq, Sq, Sk)."""
+    seeds = options.dropout_seed
+    if seeds.dim() == 0:
+        rows, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])
+        seeds = split_seeds(seeds, rows[:, None], heads[None])
+    queries, keys = _positions(options, q, k)
+    return kept(options.dropout_p, seeds, queries, keys)  # type: ignore[no-any-return]
 
 
 def _visible(bounds: Tensor, q_heads: int, kv_heads: int, k_len: int) -> tuple[Tensor, Tensor]:
