@@ -9,6 +9,8 @@ from ._ops import forward_op
 
 #: Operators whose outputs are worth keeping: their recomputation costs most, their outputs are O(S).
 SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op,)
+# Those of wrapped kernels, for the same reason.
+_also: set[torch._ops.OpOverload] = set()
 
 
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -24,7 +26,7 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
         **kwargs: Its keywords, unused.
 
     Returns:
-        ``MUST_SAVE`` for `SAVE_OPS`, else ``PREFER_RECOMPUTE``.
+        ``MUST_SAVE`` for `SAVE_OPS` and the operators of `wrap`, else ``PREFER_RECOMPUTE``.
 
     Example:
         >>> from functools import partial
@@ -35,4 +37,15 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
         torch.Size([2, 4])
     """
     del ctx, args, kwargs
-    return CheckpointPolicy.MUST_SAVE if op in SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in SAVE_OPS or op in _also else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_also(op: torch._ops.OpOverload) -> None:
+    """Let `checkpoint_policy` keep the results of another operator of attention.
+
+    Example:
+        >>> save_also(forward_op)
+        >>> checkpoint_policy(None, forward_op)
+        <CheckpointPolicy.MUST_SAVE: 0>
+    """
+    _also.add(op)

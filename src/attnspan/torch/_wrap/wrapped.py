@@ -1,0 +1,242 @@
+"""The public ``wrap`` and what it returns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+
+from ...errors import OptionError
+from ...masks import Mask
+from .._attention import Layout
+from .._checkpoint import save_also
+from . import oracle as checks
+from .derivative import Backward, Derivative, read_derivative
+from .errors import DeclarationError
+from .flops import register_flops
+from .layouts import STRIDES, Strides
+from .operators import NAMESPACE, register
+from .outputs import Declarations, Outputs, read_outputs
+from .parameters import REQUIRED, Parameters, read_parameters
+
+
+class Wrapped:
+    """A kernel as an opaque operator; made by `wrap`, called as the kernel is.
+
+    Attributes:
+        op: The operator ``attnspan_wrapped::name``, for checkpointing policies and graph passes.
+        backward_op: ``attnspan_wrapped::name_backward``, or None without a derivative.
+        kernel: The function that was wrapped.
+
+    Example:
+        >>> def attend(q, k, v, causal: bool = False):
+        ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        >>> wrap(attend, name="wrapped_example", backward="recompute")
+        <attnspan_wrapped::wrapped_example(Tensor q, Tensor k, Tensor v, bool causal)>
+    """
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        op: torch._ops.OpOverload,
+        backward_op: torch._ops.OpOverload | None,
+        parameters: Parameters,
+        derivative: Derivative | None,
+        layout: Layout,
+        autocast: bool | torch.dtype,
+    ) -> None:
+        self.kernel, self.op, self.backward_op = kernel, op, backward_op
+        self._parameters, self._layout, self._autocast = parameters, layout, autocast
+        self._differentiable = () if derivative is None else derivative.differentiable
+        # Plain tuples, which a compiler reads without tracing through dataclasses.
+        self._names = parameters.names
+        self._defaults = tuple(item.default for item in parameters.items)
+        self._cast = tuple(name in parameters.required_tensors[:3] for name in self._names)
+
+    def __repr__(self) -> str:
+        return f"<{self.op._schema.name}({self._parameters.schema})>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the kernel: its positional arguments, its keywords, its defaults.
+
+        Returns:
+            What the kernel returns: a tensor, or a tuple of tensors where several outputs are declared.
+
+        Raises:
+            ValueError: The kernel returned something else than was declared.
+            TypeError: Arguments that the operator does not have, or of other types.
+        """
+        return self.op(*self._bind(args, kwargs))
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        names = self._names
+        if len(args) > len(names):
+            raise TypeError(f"{self!r}: expected at most {len(names)} arguments, got {len(args)}.")
+        values = list(args)
+        for place in range(len(args), len(names)):
+            value = kwargs.get(names[place], self._defaults[place])
+            if value is REQUIRED:
+                raise TypeError(f"{self!r}: expected a value for {names[place]!r}, got none.")
+            values.append(value)
+        for name in kwargs:
+            if name not in names[len(args) :]:
+                raise self._unknown(name)
+        return self._autocasted(values) if self._autocast else values
+
+    def _unknown(self, name: str) -> TypeError:
+        if name in self._names:
+            return TypeError(f"{self!r}: expected {name!r} once, got it by position and by keyword.")
+        if name in self._parameters.left_out:
+            return TypeError(
+                f"{self!r}: expected a parameter whose type is known, got {name!r}, of which the kernel's "
+                "signature tells none. Annotate it, or describe all parameters with schema=..."
+            )
+        return TypeError(f"{self!r}: expected one of {', '.join(self._names)}, got {name!r}.")
+
+    def _autocasted(self, values: list[Any]) -> list[Any]:
+        device = values[self._cast.index(True)].device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return values
+        dtype = torch.get_autocast_dtype(device) if self._autocast is True else self._autocast
+        return [
+            x.to(dtype) if cast and x.is_floating_point() and x.dtype != torch.float64 else x
+            for x, cast in zip(values, self._cast, strict=True)
+        ]
+
+    def check(
+        self,
+        *args: Any,
+        mask: Mask | None = None,
+        oracle: Callable[..., Any] | None = None,
+        within: float = 4.0,
+        **kwargs: Any,
+    ) -> checks.Report:
+        """Check the operator on one call: its declaration, `torch.library.opcheck`, and float64.
+
+        Args:
+            *args: Arguments of the kernel.
+            mask: What each query may see, for the oracle; None for causal where the kernel's ``causal`` (or
+                ``is_causal``) is true, else everything.
+            oracle: A function of all arguments by name (floating tensors in float64) to compare with, for
+                kernels that compute something else than attention under a mask and a scale.
+            within: Largest error that is accepted, as a multiple of SDPA's on the same inputs.
+            **kwargs: Keyword arguments of the kernel.
+
+        Returns:
+            The errors. Print it.
+
+        Raises:
+            ValueError: The outputs are not as declared, differ from call to call, share memory from call to
+                call, or err more than ``within`` times as much as SDPA.
+            torch.library.OpCheckError: The operator breaks one of torch's rules, for example by writing to an
+                input.
+
+        Example:
+            >>> def attend(q, k, v):
+            ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            >>> q, k, v = torch.randn(3, 1, 2, 8, 16)
+            >>> report = wrap(attend, name="check_example", backward="recompute").check(q, k, v)
+            >>> sorted(report.errors)
+            ['dk', 'dq', 'dv', 'out']
+        """
+        call = checks.Call(
+            self.op,
+            self._bind(args, kwargs),
+            self._names,
+            self._parameters.required_tensors[:3],
+            self._differentiable,
+            self._layout,
+            self.op._schema.name,
+        )
+        checks.check_repeats(call)
+        opcheck = checks.check_operator(call)
+        report = checks.Report(*checks.compare(call, mask, oracle), opcheck)
+        worst = {name: ratio for name, ratio in report.ratios.items() if not ratio <= within}
+        if worst:
+            raise DeclarationError(
+                call.owner,
+                expected=f"errors of at most {within:g} times SDPA's against float64",
+                got=", ".join(f"{name}: {ratio:.3g} times" for name, ratio in worst.items()),
+                remedy="Check mask, scale and layout of the call, or give oracle=fn",
+            )
+        return report
+
+
+def wrap(
+    kernel: Callable[..., Any],
+    *,
+    name: str,
+    schema: str | None = None,
+    outputs: Declarations = "out",
+    backward: Backward = None,
+    differentiable: Sequence[str] | None = None,
+    layout: Layout = "bhsd",
+    strides: Strides = "unit",
+    flops: Callable[..., int] | None = None,
+    autocast: bool | torch.dtype = False,
+    check: bool = True,
+) -> Wrapped:
+    """Make an attention function that compilers cannot look into an operator that they need not look into.
+
+    Under ``torch.compile`` the call is then one node: no graph break, no recompilation for what varies from
+    call to call. The kernel must be a function of its arguments, write to none of them and return new
+    tensors. docs/wrap.md has recipes.
+
+    Args:
+        kernel: flash-attn's function, one that calls a C library, or any Python function of tensors.
+        name: Of the operator, ``attnspan_wrapped::name``; once per process.
+        schema: The kernel's arguments in torch's schema language, where its signature does not tell them.
+            Parameters without annotation take the type of their default; those without a default are tensors.
+        outputs: What it returns, which is verified at every call: "out" (new, contiguous, q's shape with v's
+            last dim, q's dtype), "out like q" (also q's strides, as `torch.empty_like` has them), "lse"
+            (contiguous float32 (B, H, S), or (H, T) in layout "thd"), or a function of arguments by their
+            names that returns an empty tensor; several as a sequence of names or a mapping of names to
+            either.
+        backward: A function that takes by name what it needs, ``dout`` and ``dlse`` (after the outputs'
+            names; zeros where the loss does not use the output), inputs and outputs, and returns the
+            gradients; or "recompute", which runs the kernel again under autograd; or None, and `backward()` raises.
+        differentiable: Names of the inputs that have gradients, in the order in which ``backward`` returns
+            them; by default the tensors that every call gives.
+        layout: Order of the dims of q, k, v, the first three tensors: "bhsd", "bshd" or "thd".
+        strides: What the kernel accepts: "any"; "unit", a last stride of 1; "contiguous"; "bshd" or "bhsd",
+            stored as contiguous in that order. An input that breaks it is copied, no other.
+        flops: A function of arguments by their names that counts forward operations; by default
+            2 * pairs * (D + Dv) over all pairs, or half of them where ``causal`` is true.
+        autocast: Cast q, k, v to autocast's dtype (True) or to a given one in an autocast region. By default
+            they are left alone. Inside the kernel autocast is off in either case.
+        check: Verify the outputs of each call (some microseconds).
+
+    Returns:
+        A callable with the kernel's parameters.
+
+    Raises:
+        ValueError: The name is taken, or a description contradicts itself.
+
+    Example:
+        >>> def attend(q, k, v, causal=False, softmax_scale=None):  # stands for flash_attn_func
+        ...     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        ...     out = torch.nn.functional.scaled_dot_product_attention(
+        ...         q, k, v, is_causal=causal, scale=softmax_scale
+        ...     )
+        ...     return out.transpose(1, 2).contiguous()
+        >>> flash = wrap(attend, name="wrap_example", layout="bshd", backward="recompute")
+        >>> q = torch.randn(1, 6, 2, 8, requires_grad=True)
+        >>> torch.compile(flash, fullgraph=True, backend="aot_eager")(q, q, q, causal=True).shape
+        torch.Size([1, 6, 2, 8])
+    """
+    _check_choice("layout", layout, get_args(Layout))
+    _check_choice("strides", strides, STRIDES)
+    owner = f"{NAMESPACE}::{name}"
+    parameters = read_parameters(kernel, schema)
+    declared: Outputs = read_outputs(outputs, parameters, strides, layout, owner)
+    derivative = read_derivative(backward, kernel, parameters, declared, differentiable, owner)
+    op, backward_op = register(name, kernel, declared, derivative, check)
+    register_flops(op, backward_op, parameters, derivative, flops, layout, backward == "recompute")
+    save_also(op)
+    return Wrapped(kernel, op, backward_op, parameters, derivative, layout, autocast)
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise OptionError(
+            name, expected=f"one of {', '.join(choices)}", got=repr(value), remedy="Take one of them"
+        )
