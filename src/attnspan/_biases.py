@@ -150,7 +150,7 @@ BIASES: tuple[type, ...] = (Alibi, Relative, DenseBias)
 
 def floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
-    x = np.asarray(x, np.float64) if isinstance(x, list | tuple) else x
+    x = readable(np.asarray(x, np.float64) if isinstance(x, list | tuple) else x)
     if not is_array(x) or not _is_floating(x):
         got = str(x.dtype) if is_array(x) else type(x).__name__
         raise DtypeError(what, expected="a floating array", got=got, remedy="Convert it to float32")
@@ -161,6 +161,14 @@ def floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
             got=f"shape {tuple(x.shape)}",
             remedy="Drop or add axes; heads come before distances, a batch axis comes first",
         )
+    return x
+
+
+def readable(x: Any) -> Any:
+    """`x` itself, or a tensor where torch's compiler reads this code, which cannot ask NumPy for a dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, np.ndarray) and torch.compiler.is_compiling():
+        return torch.as_tensor(x)
     return x
 
 

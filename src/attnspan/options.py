@@ -28,6 +28,7 @@ from ._biases import (
     floats,
     make_slopes,
     make_t5_buckets,
+    readable,
 )
 from ._dropout import dropout_seeds
 from ._pytrees import register
@@ -153,7 +154,7 @@ def relative(table: Array, buckets: Array | None = None) -> Bias:
                 remedy="Pass buckets, or an odd number of columns with that of distance 0 in the middle",
             )
         return Relative(table)
-    buckets = checked.integers("relative: buckets", buckets, (1,))
+    buckets = checked.integers("relative: buckets", readable(buckets), (1,))
     check_buckets(table, buckets)
     return Relative(table, buckets)
 

@@ -1,0 +1,222 @@
+"""Descriptions of biases: what they lower to, in every framework, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import attnspan as a
+from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, register_pytrees
+
+SIZES = {"batch": 2, "heads": 4, "q_len": 3, "k_len": 5}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 20, 64])
+def test_slopes_are_those_of_the_papers_code(heads):
+    def power_of_two(n):
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    closest = 2 ** math.floor(math.log2(heads))
+    want = power_of_two(closest) + power_of_two(2 * closest)[0::2][: heads - closest]
+    slopes = a.alibi_slopes(heads)
+    assert slopes.dtype == np.float32
+    np.testing.assert_allclose(slopes, want, rtol=1e-6)
+
+
+def _t5(relative_position, bidirectional, num_buckets, max_distance):
+    """Buckets as T5's own code computes them, in float32."""
+    buckets = torch.zeros_like(relative_position)
+    if bidirectional:
+        num_buckets //= 2
+        buckets += (relative_position > 0).long() * num_buckets
+        relative_position = relative_position.abs()
+    else:
+        relative_position = -torch.min(relative_position, torch.zeros_like(relative_position))
+    exact = num_buckets // 2
+    large = exact + (
+        torch.log(relative_position.float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    ).long().clamp(min=0)
+    large = large.clamp(max=num_buckets - 1)
+    return buckets + torch.where(relative_position < exact, relative_position, large)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (64, 256), (8, 20), (32, 1000), (6, 7)])
+def test_buckets_are_t5s(num_buckets, max_distance, bidirectional):
+    buckets = a.t5_buckets(num_buckets, max_distance, bidirectional)
+    assert buckets.shape == (2 * max_distance + 1,)
+    far = 3 * max_distance
+    distance = torch.arange(-far, far + 1)
+    got = buckets[distance.clamp(-max_distance, max_distance) + max_distance]
+    np.testing.assert_array_equal(got, _t5(distance, bidirectional, num_buckets, max_distance).numpy())
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_lowering(convert):
+    slopes, rows = np.arange(4, dtype=np.float32), np.ones((2, 4), np.float16)
+    table, buckets = np.arange(12, dtype=np.float64).reshape(4, 3), np.array([2, 0, 0, 1, 1])
+    cases = [
+        (a.alibi(convert(slopes)), slopes[None], ALIBI),
+        (a.alibi(convert(rows), signed=True), rows, SIGNED_ALIBI),
+        (a.relative(convert(table)), table, DISTANCE),
+        (a.relative(convert(table), convert(buckets)), table[:, buckets], DISTANCE),
+        (a.relative(convert(table), buckets), table[:, buckets], DISTANCE),
+    ]
+    for bias, want, kind in cases:
+        lowered, got_kind = bias.lower(**SIZES)
+        assert type(lowered) is type(convert(want))
+        assert (str(lowered.dtype).removeprefix("torch."), got_kind) == ("float32", kind)
+        np.testing.assert_array_equal(np.asarray(lowered), want.astype(np.float32))
+        assert str(bias.lower(**SIZES, wide=True)[0].dtype).endswith("float64")
+
+
+def test_lowering_in_the_framework_of_the_call():
+    lowered, _ = a.alibi(a.alibi_slopes(4)).lower(**SIZES, like=torch.zeros(1))
+    assert isinstance(lowered, torch.Tensor)
+    lowered, _ = a.relative(np.zeros((4, 32)), a.t5_buckets()).lower(**SIZES, like=torch.zeros(1))
+    assert isinstance(lowered, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 5), (1, 5), (4, 3, 5), (4, 1, 5), (2, 1, 3, 5), (1, 4, 1, 5), (2, 4, 3, 5)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_dense_keeps_its_dtype_unless_that_is_double(shape, dtype):
+    values = torch.zeros(shape, dtype=getattr(torch, dtype))
+    lowered, kind = a.dense_bias(values).lower(**SIZES)
+    assert kind == DENSE
+    assert tuple(lowered.shape) == (1,) * (4 - len(shape)) + shape
+    assert lowered.dtype == (torch.float32 if dtype == "float64" else values.dtype)
+    assert a.dense_bias(values).lower(**SIZES, wide=True)[0].dtype == torch.float64
+
+
+def test_parameters_get_gradients():
+    table = torch.zeros(4, 3, requires_grad=True)
+    lowered, _ = a.relative(table, np.array([2, 0, 0, 1, 1])).lower(**SIZES)
+    lowered.sum().backward()
+    assert table.grad.tolist() == [[2.0, 2.0, 1.0]] * 4
+    slopes = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    a.alibi(slopes).lower(**SIZES)[0].sum().backward()
+    assert slopes.grad.tolist() == [[1.0] * 4] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_lowering_traces_without_a_break():
+    buckets = a.t5_buckets(8, 4)
+
+    def lower(table, slopes, values):
+        biases = (
+            a.relative(table, buckets),
+            a.relative(table, a.t5_buckets(8, 4)),
+            a.alibi(slopes),
+            a.alibi(a.alibi_slopes(4)),
+            a.dense_bias(values),
+        )
+        return [bias.lower(**SIZES, like=table)[0] for bias in biases]
+
+    inputs = torch.randn(4, 8), torch.randn(4), torch.randn(3, 5)
+    compiled = torch.compile(lower, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*inputs), lower(*inputs), strict=True):
+        assert torch.equal(got, want)
+    torch._dynamo.reset()
+
+
+def test_jax():
+    jax = pytest.importorskip("jax")
+    table = jax.numpy.arange(12.0).reshape(4, 3)
+    buckets = np.array([2, 0, 0, 1, 1])
+    lowered, _ = a.relative(table, buckets).lower(**SIZES)
+    assert isinstance(lowered, jax.Array)
+    np.testing.assert_array_equal(lowered, np.arange(12.0).reshape(4, 3)[:, buckets])
+    # What cannot be read is never a plausible wrong value.
+    unread = jax.jit(lambda t, b: a.relative(t, b).lower(**SIZES)[0])
+    outside = np.asarray(unread(table, jax.numpy.array([3, 0, -1])))
+    np.testing.assert_array_equal(np.isnan(outside), [[True, False, True]] * 4)
+    gradient = jax.grad(lambda t: a.relative(t, buckets).lower(**SIZES)[0].sum())(table)
+    assert gradient.tolist() == [[2.0, 2.0, 1.0]] * 4
+    assert isinstance(a.alibi(a.alibi_slopes(4)).lower(**SIZES, like=table)[0], jax.Array)
+
+
+def test_pytrees():
+    functions = {}
+    register_pytrees(lambda cls, flatten, unflatten: functions.update({cls: (flatten, unflatten)}))
+    for bias in (
+        a.alibi(np.ones(4), signed=True),
+        a.relative(np.ones((4, 3)), np.zeros(5, int)),
+        a.relative(np.ones((4, 3))),
+        a.dense_bias(np.ones((3, 5))),
+    ):
+        flatten, unflatten = functions[type(bias)]
+        children, context = flatten(bias)
+        hash(context)
+        again = unflatten(tuple(2 * child for child in children), context)
+        assert repr(again) == repr(bias)
+        lowered, kind = again.lower(**SIZES)
+        assert kind == bias.lower(**SIZES)[1]
+        np.testing.assert_array_equal(lowered, 2 * bias.lower(**SIZES)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: a.alibi(np.arange(4)), DtypeError, "alibi: slopes: expected a floating array, got int64"),
+        (lambda: a.alibi(0.5), DtypeError, "alibi: slopes: expected a floating array, got float"),
+        (lambda: a.alibi(np.ones((1, 2, 4))), ShapeError, r"1 or 2 axes, got shape \(1, 2, 4\)"),
+        (lambda: a.alibi(np.ones(3)).lower(**SIZES), ShapeError, r"\(4,\) or \(2, 4\).*got \(3,\)"),
+        (lambda: a.alibi(np.ones((3, 4))).lower(**SIZES), ShapeError, r"\(4,\) or \(2, 4\).*got \(3, 4\)"),
+        (lambda: a.alibi_slopes(0), OptionError, "alibi_slopes: heads: expected 1 to"),
+        (lambda: a.alibi_slopes(2.0), DtypeError, "alibi_slopes: heads: expected an int"),
+        (lambda: a.relative(np.ones(4)), ShapeError, "relative: table: expected 2 axes"),
+        (lambda: a.relative(np.ones((4, 32))), ShapeError, r"relative: table.*2L \+ 1.*got \(4, 32\)"),
+        (
+            lambda: a.relative(np.ones((4, 32)), np.zeros(256, int)),
+            ShapeError,
+            r"relative: buckets: expected \(2L \+ 1,\).*got \(256,\)",
+        ),
+        (lambda: a.relative(np.ones((4, 32)), np.zeros(5)), DtypeError, "relative: buckets"),
+        (
+            lambda: a.relative(np.ones((4, 16)), a.t5_buckets()),
+            OptionError,
+            "relative: buckets: expected columns of the table, 0 to 15, got 0 to 31. Make",
+        ),
+        (
+            lambda: a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])),
+            OptionError,
+            "0 to 2, got -1 to 2",
+        ),
+        (
+            lambda: a.relative(np.ones((5, 3))).lower(**SIZES),
+            ShapeError,
+            r"relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head; transpose",
+        ),
+        (lambda: a.t5_buckets(3), OptionError, "t5_buckets: num_buckets: expected 4 to"),
+        (lambda: a.t5_buckets(33), OptionError, "t5_buckets: expected .* even number"),
+        (lambda: a.t5_buckets(32, 8), OptionError, "max_distance beyond the 8 distances .*max_distance=8"),
+        (lambda: a.dense_bias(np.ones(5)), ShapeError, "dense_bias: expected 2 or 3 or 4 axes"),
+        (lambda: a.dense_bias(np.ones((3, 5), bool)), DtypeError, "dense_bias: expected a floating array"),
+        (
+            lambda: a.dense_bias(np.ones((3, 4))).lower(**SIZES),
+            ShapeError,
+            r"dense bias: expected \(B\|1, H\|1, q_len\|1, k_len\) with B=2, H=4, .*, got \(3, 4\)",
+        ),
+        (lambda: a.dense_bias(np.ones((3, 1))).lower(**SIZES), ShapeError, r"got \(3, 1\)"),
+        (lambda: a.dense_bias(np.ones((2, 2, 3, 5))).lower(**SIZES), ShapeError, r"got \(2, 2, 3, 5\)"),
+    ],
+)
+def test_what_is_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_an_unreadable_bucket_outside_the_table_fails_in_torch():
+    # Under a compiler values cannot be read; the gather itself refuses, also what would count from the end.
+    lower = torch.compile(
+        lambda t, b: a.relative(t, b).lower(**SIZES)[0], fullgraph=True, backend="aot_eager"
+    )
+    for outside in (3, -1):
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            lower(torch.ones(4, 3), torch.tensor([0, outside, 2]))
+    torch._dynamo.reset()
