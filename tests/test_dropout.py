@@ -1,0 +1,223 @@
+"""What dropout drops: the definition, word by word, and what its users rely on."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from attnspan import reference
+from attnspan._dropout import dropout_seeds, kept, philox, scale_of_kept, split_seeds, threshold
+from attnspan.kernels import math as math_kernel
+from attnspan.options import Options
+
+WORD = 2**32 - 1
+
+
+def _philox(counter, key):
+    """Philox4x32-10 as in Salmon et al. 2011, with integers of any size."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        even, odd = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(odd >> 32) ^ c[1] ^ k[0], odd & WORD, (even >> 32) ^ c[3] ^ k[1], even & WORD]
+        k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
+    return c
+
+
+def _seed_of(seed, b, h):
+    low, high, _, _ = _philox((b, h, 0, 1), (seed & WORD, seed >> 32 & WORD))
+    return low | high << 32
+
+
+def _keeps(p, seed, q_index, k_index):
+    """The definition for one pair; `seed` is that of the batch row and head."""
+    r0, r1, _, _ = _philox((q_index & WORD, 0, 0, 0), (seed & WORD, seed >> 32 & WORD))
+    key = k_index & WORD
+    x = ((key >> 5) << 4 | (key & 15)) ^ r0
+    x = ((x ^ x >> 16) * 0x7FEB352D) & WORD
+    x = ((x ^ x >> 15) + r1) & WORD
+    x = (x * 0x846CA68B) & WORD
+    x ^= x >> 16
+    number = x >> 16 if key & 16 else x & 0xFFFF
+    return number >= min(65535, max(1, round(p * 65536)))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "want"),
+    [
+        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((WORD,) * 4, (WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_words_published_with_it(counter, key, want):
+    """The known answers of Random123, the authors' own code."""
+    assert tuple(_philox(counter, key)) == want
+    for make in (np.array, torch.tensor):
+        words = philox([make([c]) for c in counter], [make([k]) for k in key])
+        assert tuple(int(word[0]) for word in words) == want
+
+
+INDICES = np.array([0, 1, 15, 16, 17, 31, 32, 33, 1000, 2**31 - 1, -1, -(2**31)])
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
+def test_definition(seed, dtype, convert):
+    seeds = split_seeds(convert(np.array(seed)), convert(np.arange(2)[:, None]), convert(np.arange(3)[None]))
+    assert tuple(seeds.shape) == (2, 3)
+    want = [[_seed_of(seed, b, h) for h in range(3)] for b in range(2)]
+    assert [[s & 2**64 - 1 for s in row] for row in seeds.tolist()] == want
+    index = convert(INDICES.astype(dtype)[None])
+    got = kept(0.3, seeds, index, index)
+    assert tuple(got.shape) == (2, 3, len(INDICES), len(INDICES))
+    for b, h, i, j in np.ndindex(*got.shape):
+        assert bool(got[b, h, i, j]) == _keeps(0.3, want[b][h], int(INDICES[i]), int(INDICES[j]))
+
+
+def test_seeds_for_a_plain_number():
+    want = [[_seed_of(-5, b, h) for h in range(3)] for b in range(2)]
+    seeds = dropout_seeds(-5, 2, 3)
+    assert seeds.dtype == np.int64
+    assert seeds.astype(np.uint64).tolist() == want
+
+
+@pytest.mark.parametrize("p", [1e-9, 2**-16, 0.01, 0.1, 0.25, 0.5, 0.9, 1 - 2**-16, 1 - 1e-9])
+def test_rates_are_multiples_of_two_to_the_minus_16(p):
+    assert threshold(p) == min(65535, max(1, round(p * 65536)))
+    assert scale_of_kept(p) * (1 - threshold(p) / 65536) == pytest.approx(1, abs=1e-15)
+
+
+ROWS, KEYS = 512, 512
+
+
+def _pattern(p, seed=3, batch=2, heads=4, q_index=None, k_index=None):
+    q_index = np.arange(ROWS)[None] if q_index is None else q_index
+    k_index = np.arange(KEYS)[None] if k_index is None else k_index
+    return kept(p, dropout_seeds(seed, batch, heads), q_index, k_index)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.25, 0.5, 0.9])
+def test_keep_rate(p):
+    rate = 1 - threshold(p) / 65536
+    keep = _pattern(p)
+    for one in (keep, keep[0], keep[:, 0], keep[..., ::2], keep[..., 16::32], keep[:, :, ::32]):
+        sigma = math.sqrt(rate * (1 - rate) / one.size)
+        assert abs(one.mean() - rate) < 4 * sigma
+    # Over rows and over keys too: their means scatter as those of independent draws do, no less and no more.
+    for axis, count in ((3, KEYS), (2, ROWS)):
+        means = keep.mean(axis)
+        ratio = means.var() / (rate * (1 - rate) / count)
+        # The variance of n means, each nearly normal with some kurtosis, is off by this much.
+        kurtosis = (1 - 6 * rate * (1 - rate)) / (rate * (1 - rate) * count)
+        assert abs(ratio - 1) < 4 * math.sqrt((2 + kurtosis) / means.size)
+
+
+def _correlation(a, b, p):
+    rate = 1 - threshold(p) / 65536
+    return float(((a - rate) * (b - rate)).mean() / (rate * (1 - rate))), 1 / math.sqrt(a.size)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("apart", [1, 2, 8, 15, 16, 17, 32, 48, 64, 128, 256])
+def test_keys_and_rows_are_independent(p, apart):
+    keep = _pattern(p).astype(np.float64)
+    by_key = _correlation(keep[..., apart:], keep[..., :-apart], p)
+    by_row = _correlation(keep[:, :, apart:], keep[:, :, :-apart], p)
+    diagonal = _correlation(keep[:, :, apart:, apart:], keep[:, :, :-apart, :-apart], p)
+    halves = np.arange(KEYS) & 16 == 0  # one hash serves both halves of a pair
+    one, other = keep[..., halves], keep[..., ~halves]
+    shared = _correlation(np.roll(one, apart - 1, axis=-1), other, p)
+    for correlation, sigma in (by_key, by_row, diagonal, shared):
+        assert abs(correlation) < 4 * sigma
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_heads_batch_rows_and_seeds_are_independent(p):
+    keep, other = _pattern(p).astype(np.float64), _pattern(p, seed=4).astype(np.float64)
+    high = _pattern(p, seed=3 + 2**32).astype(np.float64)
+    pairs = [
+        (keep[:, 1:], keep[:, :-1]),
+        (keep[1:], keep[:-1]),
+        (keep, other),
+        (keep, high),
+        (keep[:1, 1:2], keep[1:, :1]),  # the counters (b, h) and (h, b)
+    ]
+    for one, two in pairs:
+        correlation, sigma = _correlation(one, two, p)
+        assert abs(correlation) < 4 * sigma
+
+
+def test_the_low_bits_of_an_index_are_not_all_that_counts():
+    near = _pattern(0.5)
+    for shift in (2**16, 2**20, 2**30):
+        far = _pattern(0.5, k_index=np.arange(KEYS)[None] + shift)
+        later = _pattern(0.5, q_index=np.arange(ROWS)[None] + shift)
+        for one in (far, later):
+            correlation, sigma = _correlation(one.astype(np.float64), near.astype(np.float64), 0.5)
+            assert abs(correlation) < 4 * sigma
+
+
+def test_a_shard_drops_what_the_whole_drops():
+    rng = np.random.default_rng(0)
+    whole = _pattern(0.3)
+    seeds = dropout_seeds(3, 2, 4)
+    rows, keys = rng.permutation(ROWS)[:100], rng.permutation(KEYS)[:70]
+    part = kept(0.3, seeds[1:, 1:3], rows[None], keys[None])
+    np.testing.assert_array_equal(part, whole[1:, 1:3][:, :, rows][..., keys])
+    # Indices may differ from one batch row to another.
+    other_rows = np.stack([rows, rng.permutation(ROWS)[:100]])
+    part = kept(0.3, seeds, other_rows, keys[None])
+    for b in range(2):
+        np.testing.assert_array_equal(part[b], whole[b][:, other_rows[b]][..., keys])
+
+
+def _problem(batch=2, heads=4, q_len=6, k_len=40):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(batch, heads, q_len, 4, generator=generator, dtype=torch.float64)
+    k = torch.randn(batch, heads // 2, k_len, 4, generator=generator, dtype=torch.float64)
+    v = torch.eye(k_len, dtype=torch.float64).expand(batch, heads // 2, -1, -1)
+    bounds = torch.tensor([0, k_len], dtype=torch.int32).expand(1, 1, q_len, 1, 2).contiguous()
+    return q, k, v, bounds
+
+
+@pytest.mark.parametrize("seed", [torch.tensor(9), torch.tensor(dropout_seeds(9, 2, 4))], ids=["one", "each"])
+def test_the_oracle_and_the_math_backend_drop_the_same(seed):
+    q, k, v, bounds = _problem()
+    options = Options(dropout_p=0.4, dropout_seed=seed)
+    weights, _ = math_kernel.forward(q, k, v, bounds, scale=0.5, options=options)
+    plain, _ = math_kernel.forward(q, k, v, bounds, scale=0.5)
+    as_arrays = Options(dropout_p=0.4, dropout_seed=seed.numpy())
+    exact, _ = reference.forward(q, k, v, bounds.numpy(), 0.5, as_arrays)
+    want = [
+        [[[_keeps(0.4, _seed_of(9, b, h), 34 + i, j) for j in range(40)] for i in range(6)] for h in range(4)]
+        for b in range(2)
+    ]
+    np.testing.assert_array_equal(weights.numpy() > 0, want)
+    np.testing.assert_array_equal(exact > 0, want)
+    torch.testing.assert_close(weights, torch.tensor(want) * plain * scale_of_kept(0.4), rtol=1e-12, atol=0)
+
+
+def test_sharded_calls_drop_what_the_whole_call_drops():
+    q, k, v, bounds = _problem()
+    seeds = torch.tensor(dropout_seeds(9, 2, 4))
+    rows, keys = torch.tensor([4, 1]), torch.tensor([30, 3, 17, 16, 0])
+    whole, _ = math_kernel.forward(
+        q, k, v, bounds, scale=0.5, options=Options(dropout_p=0.4, dropout_seed=torch.tensor(9))
+    )
+    options = Options(
+        dropout_p=0.4,
+        dropout_seed=seeds[1:, 2:],
+        q_index=(rows + 34).int()[None],
+        k_index=keys.int()[None],
+    )
+    some = torch.tensor([0, 5], dtype=torch.int32).expand(1, 1, 2, 1, 2)
+    part, _ = math_kernel.forward(
+        q[1:, 2:, rows], k[1:, 1:, keys], v[1:, 1:, keys][..., keys], some, scale=0.5, options=options
+    )
+    assert torch.equal(part > 0, (whole > 0)[1:, 2:][:, :, rows][..., keys])
