@@ -56,7 +56,11 @@ WHEN_LOWERED = [
     (a.cache([2, 2]) & a.documents([0, 4], [0, 4]), {}, "q_index: expected one default"),
     (a.from_dense(np.ones((3, 4), bool)), {}, "from_dense: expected one entry per query row, 4, got 3"),
     (a.from_dense(np.ones((1, 3, 4, 4), bool)), {}, "1 or 1 along the heads axis, got 3"),
-    (a.from_predicate(lambda b, h, q, k: q > k and k > 2), {}, "from_predicate: .* Write it with &"),
+    (
+        a.from_predicate(lambda b, h, q, k: q > k and k > 2),
+        {},
+        r"from_predicate\(<lambda>\): .* Write it with &",
+    ),
     (a.spans(np.full((1, 1, 4, 1, 2), 5)), {}, r"row 0: expected .* in \[0, 4\], got \(5, 5\). Clip"),
     (a.spans(np.zeros((1, 1, 3, 1, 2), int)), {}, "spans: bounds: expected one entry per query row, 4"),
     (a.causal().prepare(3, 4), {}, "prepared mask: expected spans for batch 2"),
@@ -73,7 +77,7 @@ WHEN_LOWERED = [
     (
         a.from_predicate(lambda b, h, q, k: q >= k),
         {"k_index": np.arange(4)},
-        "from_predicate: .* k_index alone",
+        r"from_predicate\(<lambda>\): .* k_index alone",
     ),
 ]
 

@@ -7,6 +7,7 @@ import torch
 from mask_samples import BATCH, KEYS, SAMPLES
 
 import attnspan as a
+import attnspan.torch
 
 _COMBINED = {"segments, three runs", "documents", "causal cache", "prefix-LM in documents", "images in text"}
 
@@ -125,14 +126,77 @@ def test_broken_promises_are_illegal_spans_when_traced():
         assert (bounds == marker).all()
 
 
-@pytest.mark.parametrize(
-    "mask", [a.from_dense(torch.ones(3, 3, dtype=torch.bool)), a.from_predicate(lambda b, h, q, k: q >= k)]
-)
-def test_masks_whose_runs_depend_on_data_say_so(mask):
-    torch._dynamo.reset()
-    lower = torch.compile(lambda q: mask.spans(3, 3, like=q).bounds, backend="eager")
-    with pytest.raises(Exception, match=r"from_\w+: expected values: .* mask.prepare\(...\)"):
-        lower(torch.zeros(3))
-    prepared = mask.prepare(3, 3, like=torch.zeros(1))
-    lower = torch.compile(lambda q: prepared.spans(3, 3, like=q).bounds, fullgraph=True, backend="eager")
-    assert torch.equal(lower(torch.zeros(3)), prepared.lowered.bounds)
+_EVERY_THIRD = torch.arange(12) % 3 == 0
+_FROM_VALUES = [
+    lambda runs: a.from_dense(_EVERY_THIRD.expand(5, 12), max_runs=runs),
+    lambda runs: a.from_predicate(lambda b, h, q, k: k % 3 == 0, max_runs=runs),
+]
+
+
+@pytest.mark.parametrize("make", _FROM_VALUES, ids=["from_dense", "from_predicate"])
+@pytest.mark.parametrize(("runs", "static"), [(None, 8), (4, 4), (6, 6)])
+def test_masks_whose_runs_depend_on_data_have_static_ones(make, runs, static):
+    lower = torch.compile(lambda q: make(runs).spans(5, 12, like=q).bounds, fullgraph=True, backend="eager")
+    bounds = lower(torch.zeros(3))
+    assert bounds.shape == (1, 1, 5, static, 2)
+    want = make(runs).spans(5, 12, like=torch.zeros(3)).bounds
+    assert want.shape[3] == (4 if runs is None else runs)
+    assert torch.equal(bounds[:, :, :, : want.shape[3]], want)
+    assert not bounds[:, :, :, want.shape[3] :].any()
+
+
+@pytest.mark.parametrize("make", _FROM_VALUES, ids=["from_dense", "from_predicate"])
+def test_more_runs_than_there_is_room_for(make):
+    lower = torch.compile(lambda q: make(3).spans(5, 12, like=q).bounds, fullgraph=True, backend="eager")
+    for run in (lower, lambda q: make(3).spans(5, 12, like=q)):
+        with pytest.raises(
+            ValueError, match=r"rows of at most max_runs=3 .*, got one with 4. Pass max_runs=4"
+        ):
+            run(torch.zeros(3))
+
+
+def test_rows_with_too_many_runs_stay_illegal_in_a_composition(monkeypatch):
+    from attnspan import _encoding
+    from attnspan.torch import _encode
+
+    # As on a device, where nobody waits for the values.
+    monkeypatch.setitem(_encoding._operators, "torch", _encode._encode_device)
+    checkered = torch.ones(4, 12, dtype=torch.bool)
+    checkered[2] = torch.arange(12) % 2 == 0
+    mask = a.causal() & (a.window(1) | a.from_dense(checkered, max_runs=3))
+    lower = torch.compile(lambda q: mask.spans(4, 12, like=q).bounds, fullgraph=True, backend="eager")
+    broken = (lower(torch.zeros(3)) == torch.tensor([0, -1])).all(-1).all(-1)
+    assert broken[0, 0].tolist() == [False, False, True, False]
+
+
+def test_a_program_traced_without_the_front_end_says_what_it_lacks(monkeypatch):
+    from attnspan import _encoding
+
+    monkeypatch.setattr(_encoding, "_operators", {})
+    mask = a.from_predicate(lambda b, h, q, k: q >= k)
+    with torch._subclasses.FakeTensorMode(), pytest.raises(ValueError, match=r"Import attnspan\.torch first"):
+        mask.spans(4, 4, like=torch.zeros(3))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_long_masks_are_evaluated_a_few_rows_at_a_time(dynamic, monkeypatch):
+    monkeypatch.setattr("attnspan._tables.CHUNK_PAIRS", 100)
+    seen = []
+
+    def backend(graph, _inputs):
+        seen.append(sum(node.target is torch.ops.attnspan.encode.default for node in graph.graph.nodes))
+        return graph.forward
+
+    def build(q, ids):
+        mask = a.from_predicate(lambda b, h, i, j: ids[i] == ids[j])
+        return mask.spans(q.shape[0], ids.shape[0], like=q).bounds
+
+    lower = torch.compile(build, fullgraph=True, dynamic=dynamic, backend=backend)
+    for n in (40, 37):
+        ids = torch.arange(n) // 7
+        want = a.segments(ids).spans(n, n).bounds
+        got = lower(torch.zeros(n), ids)
+        assert torch.equal(got[:, :, :, :1], want)
+        assert not got[:, :, :, 1:].any()
+    # The length of the symbolic one is not known to be large; a copy of the predicate is made for each chunk.
+    assert seen == ([1] if dynamic else [14, 13])

@@ -21,6 +21,10 @@ def count(what: str, value: Any, least: int = 0) -> int:
     return int(value)
 
 
+def runs(what: str, value: Any) -> int | None:
+    return None if value is None else count(what, value, least=1)
+
+
 def rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
     if x.ndim not in ranks:
         raise ShapeError(

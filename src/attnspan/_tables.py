@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ._encoding import CHUNK_PAIRS, TRACED_RUNS, encode, encode_traced
+from ._encoding import SpansLargerThanMask as SpansLargerThanMask
 from ._expression import Mask, _split
-from ._intervals import Rows
+from ._intervals import Interval, Rows
 from ._lowering import Lowering
+from ._predicates import call, call_traced, name_of
 from .arrays import Array
 from .errors import OptionError
 from .spans import Spans
 
-_CHUNK_PAIRS = 1 << 22
-"""(query, key) pairs that a predicate is evaluated on at once, per batch row and head."""
-
-_SMALL = 1 << 20
-"""Bytes below which the size of spans is nobody's concern."""
-
-
-class SpansLargerThanMask(UserWarning):
-    """The spans of a mask take more memory than its booleans would: its rows alternate too often.
-
-    Example:
-        >>> issubclass(SpansLargerThanMask, UserWarning)
-        True
-    """
+_TRACED_CHUNKS = 16
+"""Chunks of rows in a traced program, at most: each is a copy of the predicate in it."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +49,7 @@ class Explicit(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     visible: Array
+    max_runs: int | None = None
 
     def _key_len(self) -> Any:
         return self.visible.shape[-1]
@@ -67,15 +58,15 @@ class Dense(Mask):
         return self.visible.shape[-2]
 
     def _lower(self, low: Lowering) -> Rows:
-        _require_values(low, "from_dense", self.visible)
-        visible = low.arrays.to_numpy(self.visible)
+        visible = self.visible
         if visible.ndim < 4:
-            batch = 1 if visible.ndim == 2 else visible.shape[0]
-            visible = visible.reshape(batch, 1, *visible.shape[-2:])
+            visible = visible[:, None] if visible.ndim == 3 else visible[None, None]
         low.check_rows("from_dense", visible.shape[2])
         low.check_axis("from_dense", "batch", visible.shape[0], low.batch)
         low.check_axis("from_dense", "heads", visible.shape[1], low.heads)
-        return _rows(low, [encode(visible)])
+        if _is_traced(low, visible):
+            return _traced_rows(low, [low.arrays.asarray(visible, "bool")], self.max_runs)
+        return _rows(low, [encode(low.arrays.to_numpy(visible), self.max_runs, "from_dense")])
 
     def __repr__(self) -> str:
         return f"from_{super().__repr__()}"
@@ -84,70 +75,95 @@ class Dense(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Predicate(Mask):
     fn: Callable[[Any, Any, Any, Any], Any]
-    example: Array | None = None
-    """Decides the framework that `fn` computes in, where it is known."""
-    top_left: bool = False
-
-    def _anchor(self) -> tuple[Any, ...] | None:
-        return ("row numbers",) if self.top_left else None
-
-    def _anchor_index(self, low: Lowering) -> Array:
-        return low.arrays.arange(low.q_len)[None, None]
+    max_runs: int | None = None
 
     def _lower(self, low: Lowering) -> Rows:
-        _require_values(low, "from_predicate", low.q_index)
         if low.k_len is None:
             raise OptionError(
-                "from_predicate",
+                self._what(),
                 expected="the length of the global key sequence",
                 got="k_index alone",
                 remedy="Lower it over all keys, then use Spans.take_keys",
             )
-        arrays, k_len = low.arrays, low.k_len
-        if low.q_len == 0 or k_len == 0:
-            return _rows(low, [encode(np.zeros((1, 1, low.q_len, k_len), bool))])
-        b = arrays.asarray(np.arange(low.batch), "int64").reshape(-1, 1, 1, 1)
-        h = arrays.asarray(np.arange(low.heads), "int64").reshape(1, -1, 1, 1)
-        keys = arrays.asarray(np.arange(k_len), "int64")[None, None, None]
-        q_index = arrays.cast(low.q_index, "int64")[..., None]
-        step = max(_CHUNK_PAIRS // k_len, 1)
-        chunks = (
-            self._evaluate(low, b, h, q_index[:, :, i : i + step], keys) for i in range(0, low.q_len, step)
-        )
-        return _rows(low, [encode(chunk) for chunk in chunks])
+        if _is_traced(low, low.q_index):
+            chunks = (call_traced(self._what(), self.fn, low, rows) for rows in _traced_chunks(low))
+            return _traced_rows(low, chunks, self.max_runs)
+        if low.q_len == 0 or low.k_len == 0:
+            return _rows(low, [encode(np.zeros((1, 1, low.q_len, low.k_len), bool), self.max_runs)])
+        chunks = (call(self._what(), self.fn, low, rows) for rows in _chunks(low))
+        return _rows(low, [encode(low.arrays.to_numpy(x), self.max_runs, self._what()) for x in chunks])
 
-    def _evaluate(
-        self, low: Lowering, b: Array, h: Array, q_index: Array, keys: Array
-    ) -> np.ndarray[Any, Any]:
-        """Bool (B|1, H|1, rows, k_len)."""
-        try:
-            visible = low.arrays.to_numpy(low.arrays.asarray(self.fn(b, h, q_index, keys), "bool"))
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise OptionError(
-                "from_predicate",
-                expected="a function of index arrays that broadcast",
-                got=f"one that raised {type(error).__name__}: {error}",
-                remedy="Write it with &, | and where instead of and, or and if",
-            ) from error
-        lead = (1,) * (4 - visible.ndim) + visible.shape[:-2] if visible.ndim >= 2 else (1, 1)
-        return np.broadcast_to(visible, (*lead[:2], q_index.shape[2], keys.shape[-1]))
+    def _what(self) -> str:
+        return f"from_predicate({name_of(self.fn)})"
 
     def __repr__(self) -> str:
-        name = getattr(self.fn, "__name__", "fn")
-        return f"from_block_mask({name})" if self.top_left else f"from_predicate({name})"
+        return self._what()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(Predicate):
+    """The predicate of a `BlockMask`, which counts rows from 0."""
+
+    example: Array | None = None
+    """Decides the framework that `fn` computes in."""
+    lengths: tuple[int, int] | None = None
+    """Rows and keys of the `BlockMask`, where it says them."""
+
+    def _key_len(self) -> Any:
+        return None if self.lengths is None else self.lengths[1]
+
+    def _row_len(self) -> Any:
+        return None if self.lengths is None else self.lengths[0]
+
+    def _anchor(self) -> tuple[Any, ...] | None:
+        return ("row numbers",)
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        if self.lengths is not None:
+            low.check_rows(self._what(), self.lengths[0])
+        return low.arrays.arange(low.q_len)[None, None]
+
+    def _lower(self, low: Lowering) -> Rows:
+        if self.example is not None and self.example.ndim > 2:
+            low.check_axis(self._what(), "batch", self.example.shape[0], low.batch)
+            low.check_axis(self._what(), "heads", self.example.shape[1], low.heads)
+        return super()._lower(low)
+
+    def _what(self) -> str:
+        return f"from_block_mask({name_of(getattr(self.fn, 'mask_mod', self.fn))})"
+
+
+def _is_traced(low: Lowering, x: Array) -> bool:
+    """Whether the values of `x` are not there: what is on a device can be waited for."""
+    on_host = getattr(getattr(x, "device", None), "type", "cpu") == "cpu"
+    return low.arrays.tracing() or (on_host and not low.arrays.concrete(x))
 
 
 def _require_values(low: Lowering, what: str, x: Array) -> None:
-    fake = low.arrays.tracing() or (
-        getattr(getattr(x, "device", None), "type", "cpu") == "cpu" and not low.arrays.concrete(x)
-    )
-    if fake:
+    if _is_traced(low, x):
         raise OptionError(
             what,
             expected="values: the number of spans of such a mask depends on its data",
             got="a traced array",
             remedy="Lower it once outside the compiled function, with mask.prepare(...)",
         )
+
+
+def _chunks(low: Lowering) -> Iterator[Array]:
+    """The rows' indices, (B|1, 1, rows), a few rows at a time."""
+    step = max(CHUNK_PAIRS // low.top, 1)
+    for i in range(0, low.q_len, step):
+        yield low.q_index[:, :, i : i + step]
+
+
+def _traced_chunks(low: Lowering) -> list[Array]:
+    """The same with few chunks; one where the lengths are symbols."""
+    sizes = (low.q_len, low.top)
+    if not (low.arrays.tracing() and all(map(low.arrays.is_static, sizes))):
+        return [low.q_index]
+    wanted = -(-low.q_len * low.top // CHUNK_PAIRS)
+    step = max(-(-low.q_len // max(min(wanted, _TRACED_CHUNKS), 1)), 1)
+    return [low.q_index[:, :, i : i + step] for i in range(0, max(low.q_len, 1), step)]
 
 
 def _rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
@@ -158,40 +174,9 @@ def _rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
     return Rows(_split(bounds[..., 0], bounds[..., 1]))
 
 
-def encode(visible: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Run-length encode the rows of a boolean mask.
-
-    Args:
-        visible: bool (B, H, rows, k_len).
-
-    Returns:
-        int32 (B, H, rows, R, 2), R the largest number of runs in a row, at least 1; empty spans last, as (0,
-        0).
-
-    Example:
-        >>> encode(np.array([[[[True, False, True]]]]))[0, 0, 0].tolist()
-        [[0, 1], [2, 3]]
-    """
-    *lead, k_len = visible.shape
-    if visible.size == 0:
-        return np.zeros((*lead, 1, 2), np.int32)
-    flat = np.ascontiguousarray(visible).reshape(-1, k_len)
-    edges = np.zeros((len(flat), k_len + 1), bool)
-    edges[:, 0:1] = flat[:, 0:1]
-    edges[:, 1:-1] = flat[:, 1:] != flat[:, :-1]
-    edges[:, -1:] = flat[:, -1:]
-    count = edges.sum(axis=1) // 2
-    runs = max(int(count.max(initial=0)), 1)
-    row, at = np.nonzero(edges)
-    bounds = np.zeros((len(flat), runs, 2), np.int32)
-    # Edges of a row alternate between starts and stops, and come in pairs.
-    slot = np.arange(len(row) // 2) - np.repeat(np.cumsum(count) - count, count)
-    bounds[row[::2], slot] = np.stack([at[::2], at[1::2]], axis=-1)
-    if bounds.nbytes > max(flat.nbytes, _SMALL):
-        warnings.warn(
-            f"mask: its rows have up to {runs} runs, so its spans take {bounds.nbytes >> 20} MiB where "
-            f"booleans would take {flat.nbytes >> 20} MiB. Spans are meant for masks with few runs per row.",
-            SpansLargerThanMask,
-            stacklevel=2,
-        )
-    return bounds.reshape(*lead, runs, 2)
+def _traced_rows(low: Lowering, chunks: Iterable[Array], max_runs: int | None) -> Rows:
+    """The same from chunks of booleans; rows with too many runs are illegal."""
+    runs = TRACED_RUNS if max_runs is None else max_runs
+    encoded = [encode_traced(low.arrays, chunk, runs) for chunk in chunks]
+    ends = [low.arrays.concat([x[..., r, i] for x in encoded]) for r in range(runs) for i in range(2)]
+    return Rows(tuple(map(Interval, ends[::2], ends[1::2])), ends[0] > ends[1])

@@ -86,6 +86,11 @@ class Arrays:
         """Whether a compiler is reading this code, so that sizes must not be compared for nothing."""
         return False
 
+    def is_static(self, size: Any) -> bool:
+        """Whether a size is one number, not a symbol that a compiler would have to fix."""
+        del size
+        return True
+
     def concrete(self, x: Array) -> bool:
         """Whether Python may read the values of `x` now, at no cost: on the host, not under a tracer."""
         del x
@@ -264,6 +269,9 @@ class TorchArrays(Arrays):
 
     def tracing(self) -> bool:
         return bool(self.torch.compiler.is_compiling())
+
+    def is_static(self, size: Any) -> bool:
+        return bool(self.torch.fx.experimental.symbolic_shapes.has_static_value(size))
 
     def concrete(self, x: Array) -> bool:
         if self.torch.compiler.is_compiling():

@@ -1,5 +1,6 @@
 """attnspan for PyTorch."""
 
+from . import _encode as _encode  # registers the operator that masks from booleans need
 from . import _pytrees as _pytrees  # registers the masks
 from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
@@ -14,3 +15,6 @@ from ._module import Attention as Attention
 from ._options import dropout_seeds as dropout_seeds
 from ._rolling import RollingCache as RollingCache
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+from ._wrap import DeclarationError as DeclarationError
+from ._wrap import Wrapped as Wrapped
+from ._wrap import wrap as wrap
