@@ -109,12 +109,7 @@ def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
         if start < 0:
-            raise OptionError(
-                f"cache row {b}",
-                expected="a length of at least 0",
-                got=f"{start}, the mark of a row that was truncated to what it did not hold",
-                remedy="reset() the row and fill it anew",
-            )
+            raise lost_error(b)
         if not 0 <= count <= n:
             raise OptionError(
                 f"counts[{b}]",
@@ -129,6 +124,22 @@ def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
                 got=f"{start} of {limit} taken",
                 remedy="Allocate a larger max_len, or truncate() or reset() the row; nothing was written",
             )
+
+
+def lost_error(b: int) -> OptionError:
+    """What to raise for a row that carries the mark, where it can be read.
+
+    Example:
+        >>> print(lost_error(3))
+        cache row 3: expected a length of at least 0, got the mark of a lost row. It was asked for what it \
+did not hold: reset() it and fill it anew.
+    """
+    return OptionError(
+        f"cache row {b}",
+        expected="a length of at least 0",
+        got="the mark of a lost row",
+        remedy="It was asked for what it did not hold: reset() it and fill it anew",
+    )
 
 
 def _write_fake(*arguments: Any) -> None:

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from ..arrays import INT32_MAX
 from ..errors import OptionError
+from ..masks import Prepared
 from ..spans import Spans
 from ._cache import Cache, CacheLayout, check_query_rows, readable
+from ._cache_write import lost_error
 
 
 class RollingCache(Cache):
@@ -39,7 +41,7 @@ class RollingCache(Cache):
         ...     x = torch.randn(1, 1, 1, 4)
         ...     keys, values = cache.update(x, x)
         ...     out = attention(x, keys, values, mask=cache.mask(1))
-        >>> cache.k_index.tolist(), cache.mask(1).bounds[0, 0, 0].tolist()
+        >>> cache.k_index.tolist(), cache.mask(1).lowered.bounds[0, 0, 0].tolist()
         ([[3, 4, 2]], [[0, 2], [2, 3]])
     """
 
@@ -91,53 +93,43 @@ class RollingCache(Cache):
         offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
         return self.lengths[:, None] + offset
 
-    def mask(self, q_len: int) -> Spans:
-        """What the newest ``q_len`` tokens of each row may see, over slots.
+    def mask(self, q_len: int) -> Prepared:
+        """What the newest ``q_len`` tokens of each row may see, over slots, with the indices of both.
 
-        With a position bias or dropout, pass ``q_index=cache.q_index(q_len), k_index=cache.k_index`` beside
-        it. Make it after `update`, anew at each step.
+        Position biases and dropout find the tokens' own indices in it. It is lowered: other masks count slots
+        as if they were tokens, so do not compose it. Make it after `update`, anew at each step.
 
         Args:
             q_len: Query rows, those of the newest tokens; at most ``chunk``.
 
         Returns:
-            Spans with bounds (B, 1, q_len, 2, 2). Rows of padding see nothing. Those of a row that was asked
-            for what it does not hold are illegal.
+            A lowered mask with bounds (B, 1, q_len, 2, 2). Rows of padding, which the ring may no longer
+            hold, see nothing; those of a row that was truncated to what it did not hold are illegal.
 
         Raises:
             ShapeError: More rows than ``chunk``.
-            OptionError: A row that needs tokens which are gone, where values can be read (CPU, eager).
+            OptionError: Such a row, where it can be read (CPU, eager).
         """
         check_query_rows(q_len, *self._most_new())
+        if readable(self.lengths) and bool((self.lengths < 0).any()):
+            raise lost_error(int(self.lengths.argmin()))
         index = self.q_index(q_len)
-        padding = index < 0
         oldest = (index - (self.window - 1)).clamp(min=0)
-        illegal = (self.lengths < 0)[:, None] | (~padding & (oldest < self._intact()[:, None]))
-        if readable(illegal) and illegal.any():
-            b = int(illegal.any(-1).nonzero()[0])
-            raise OptionError(
-                f"RollingCache.mask: row {b}",
-                expected="query rows whose whole window is in the cache",
-                got=f"{q_len} rows, the first of which sees token {int(oldest[b, 0])}",
-                remedy="Ask for the mask of the newest tokens, as many as update got",
-            )
-        return Spans(self._bounds(oldest, index, padding, illegal), self.slots)
+        # The rows of the last update are never gone; earlier ones are there where a row's chunk was shorter.
+        gone = (index < 0) | (oldest < self._intact()[:, None])
+        spans = Spans(self._bounds(oldest, index, gone), self.slots)
+        return Prepared(spans, index, self.k_index)
 
-    def _bounds(self, oldest: Tensor, index: Tensor, padding: Tensor, illegal: Tensor) -> Tensor:
+    def _bounds(self, oldest: Tensor, index: Tensor, gone: Tensor) -> Tensor:
         """The slots of tokens oldest..index: [lo, hi), or [0, hi) and [lo, slots) where the ring ends."""
         lo, hi = oldest.remainder(self.slots), index.remainder(self.slots) + 1
         wraps = lo >= hi
-        none = torch.zeros_like(lo)
-        spans = torch.stack(
-            [
-                torch.stack([torch.where(wraps, none, lo), hi], -1),
-                torch.stack([torch.where(wraps, lo, hi), torch.where(wraps, self.slots, hi)], -1),
-            ],
-            -2,
-        )
-        spans = torch.where(padding[..., None, None], 0, spans)
-        mark = torch.tensor([0, -1], dtype=torch.int32, device=spans.device)
-        return torch.where(illegal[..., None, None], mark, spans).to(torch.int32)[:, None]
+        first = torch.stack([torch.where(wraps, 0, lo), hi], -1)
+        second = torch.stack([torch.where(wraps, lo, hi), torch.where(wraps, self.slots, hi)], -1)
+        spans = torch.where(gone[..., None, None], 0, torch.stack([first, second], -2))
+        illegal = torch.tensor([0, -1], dtype=torch.int32, device=spans.device)
+        spans = torch.where((self.lengths < 0)[:, None, None, None], illegal, spans)
+        return spans.to(torch.int32)[:, None]
 
     def _intact(self) -> Tensor:
         """Shape (B,): the oldest token whose slot still holds it."""
