@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils._pytree import register_pytree_node
 
-from .. import masks, options
+from .. import library, masks, options
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
@@ -25,4 +25,5 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
 
 
 masks.register_pytrees(_register)
+library.register_pytrees(_register)
 options.register_pytrees(_register)

@@ -1,0 +1,582 @@
+"""Samples of each mask of the library, with its definition pair by pair, written anew from its source."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import attnspan as a
+from attnspan import library as lib
+
+BATCH, HEADS = 2, 2
+
+CU = np.array([0, 5, 5, 16, 22])
+CU_TWO_ROWS = np.array([[0, 5, 9, 24, 24], [0, 1, 20, 21, 22]])
+PREFIX_OF = np.array([0, 0, 0, 2])
+MARKED = np.isin(np.arange(24), [0, 1, 9, 10, 11])
+MARKED_TWO_ROWS = np.stack([MARKED, np.arange(24) == 23])
+PARENTS = np.array([-1, 0, 0, 1, 1, 2, 5, -1, 7])
+PARENTS_TWO_ROWS = np.array([[-1, 0, 1, 2], [-1, -1, 0, 2]])
+IMAGES = np.array([2, 3, 9])
+IMAGES_TWO_ROWS = np.array([[0, 4, 5], [3, 8, 99]])
+INTERVALS = np.array([[0, 7], [1, 7], [7, 12]])
+INTERVALS_TWO_ROWS = np.array([[[5, 9], [0, 6], [5, 12]], [[0, 0], [3, 4], [4, 4]]])
+CHOSEN = np.array([[[[0, 2, 2], [3, 1, -1], [5, 4, 0], [-1, -1, -1], [0, 1, 5], [5, 5, 5]]]])
+CHOSEN_BY_HEAD = np.stack([np.stack([CHOSEN[0, 0], 5 - CHOSEN[0, 0] % 6]), np.stack([CHOSEN[0, 0] % 5] * 2)])
+SIZES = np.array([4, 1, 4, 0, 3, 2])
+
+
+def document_of(cu: np.ndarray, i: int) -> int | None:
+    return next((d for d in range(len(cu) - 1) if cu[d] <= i < cu[d + 1]), None)
+
+
+def in_document(cu: np.ndarray, i: int, j: int, inner: Callable[[int, int], Any]) -> bool:
+    """attention-gym, generate_doc_mask_mod: one document, and the inner mask on places within it."""
+    d = document_of(cu, i)
+    return d is not None and d == document_of(cu, j) and inner(i - cu[d], j - cu[d])
+
+
+def shares_prefix(cu: np.ndarray, of: np.ndarray, i: int, j: int) -> bool:
+    """attention-gym, generate_shared_prefix_mask_mod."""
+    mine, theirs = document_of(cu, i), document_of(cu, j)
+    return mine is not None and theirs is not None and (j <= i if mine == theirs else of[mine] == theirs)
+
+
+def block_diffusion(n: int, block: int, i: int, j: int) -> bool:
+    """attention-gym, generate_block_diffusion_mask: diagonal, offset causal, causal."""
+    bi, bj, noisy_i, noisy_j = i % n // block, j % n // block, i < n, j < n
+    diagonal = bi == bj and noisy_i == noisy_j
+    return diagonal or (bi > bj and noisy_i and not noisy_j) or (bi >= bj and not noisy_i and not noisy_j)
+
+
+def drafts(prefix: int, block: int, i: int, j: int) -> bool:
+    """attention-gym, generate_jetspec_training_mask_mod; rows of the prefix are causal."""
+    mine = (i - prefix) // block == (j - prefix) // block and j >= prefix
+    return j <= i if i < prefix else j < prefix or (mine and j <= i)
+
+
+def ancestor(parents: np.ndarray, prefix: int, i: int, j: int) -> bool:
+    """attention-gym, generate_jetspec_tree_causal_mask_mod; rows of the prefix are causal."""
+    if i < prefix:
+        return j <= i
+    node = i - prefix
+    while 0 <= node < len(parents) and node != j - prefix:
+        node = parents[node]
+    return 0 <= i - prefix < len(parents) and (j < prefix or node == j - prefix)
+
+
+def at(canvas: tuple[int, ...], i: int) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.unravel_index(i, canvas))
+
+
+def near(
+    n: int, kernel: int, x: int, y: int, dilation: int = 1, stride: int = 1, causal: bool = False
+) -> bool:
+    """NATTEN's flex back end along one axis, without its grouping into tiles."""
+    if x % dilation != y % dilation:
+        return False
+    group = list(range(x % dilation, n, dilation))
+    own, other = group.index(x), group.index(y)
+    if causal:
+        leader = min(own // stride * stride + stride - 1, len(group) - 1)
+        return own >= other and leader - other < kernel
+    leader = min(own // stride * stride + stride // 2, len(group) - 1)
+    left, right = kernel // 2, kernel // 2 + kernel % 2 - 1
+    centre = min(max(leader, left), len(group) - 1 - right)
+    return centre - left <= other <= centre + right
+
+
+def neighbours(canvas: tuple, kernel: tuple, i: int, j: int, text: int = 0, **options: Any) -> bool:
+    n = int(np.prod(canvas))
+    if i >= n or j >= n:
+        return i < n + text and j < n + text
+    axes = range(len(canvas))
+    each = [{name: value[x] for name, value in options.items()} for x in axes]
+    x, y = at(canvas, i), at(canvas, j)
+    return all(near(canvas[k], kernel[k], x[k], y[k], **each[k]) for k in axes)
+
+
+def gym_natten(n: int, kernel: int, i: int, j: int) -> bool:
+    """attention-gym, generate_natten on a square canvas: a centre held kernel // 2 away from the borders."""
+    half = kernel // 2
+    centres = [min(max(x, half), n - 1 - half) for x in at((n, n), i)]
+    return all(abs(c - y) <= half for c, y in zip(centres, at((n, n), j), strict=True))
+
+
+def tiles_near(canvas: tuple, kernel: tuple, tile: tuple, i: int, j: int, text: int = 0) -> bool:
+    """attention-gym, generate_sta_mask_mod: neighbourhoods of tiles, whose tokens are contiguous."""
+    n, numel = int(np.prod(canvas)), int(np.prod(tile))
+    if i >= n or j >= n:
+        return i < n + text and j < n + text
+    tiles, reach = (tuple(np.array(x) // np.array(tile)) for x in (canvas, kernel))
+    return neighbours(tiles, reach, i // numel, j // numel)
+
+
+def tile_token(canvas: tuple[int, int], tile: tuple[int, int], p: int) -> int:
+    """attention-gym, get_x_y_tiled: the row-major token at place p."""
+    t, o = divmod(p, tile[0] * tile[1])
+    (ty, tx), (y, x) = divmod(t, canvas[1] // tile[1]), divmod(o, tile[1])
+    return (ty * tile[0] + y) * canvas[1] + tx * tile[1] + x
+
+
+def morton_token(n: int, p: int) -> int:
+    """attention-gym, morton_decode: even bits are x, odd bits y."""
+    x, y = (sum((p >> (2 * bit + odd) & 1) << bit for bit in range(8)) for odd in (0, 1))
+    return y * n + x
+
+
+def last_image(places: np.ndarray, length: int, i: int, j: int, earlier: bool = False) -> bool:
+    """Flamingo, section 2.1: phi(i) is the last image at or before token i."""
+    phi = max((n for n, at in enumerate(places) if at <= i), default=-1)
+    return j // length <= phi if earlier else j // length == phi
+
+
+def spatial(prompt: int, frame: int, band: int, sink: bool, i: int, j: int) -> bool:
+    """attention-gym, generate_spatial_head_mask_mod."""
+    return i < prompt or j < prompt + (frame if sink else 0) or abs(i - j) < band
+
+
+def temporal(prompt: int, frame: int, reach: int, i: int, j: int) -> bool:
+    """attention-gym, generate_temporal_head_mask_mod."""
+    return i < prompt or j < prompt or abs((i - prompt) % frame - (j - prompt) % frame) < reach
+
+
+def selected(chosen: np.ndarray, block: int, b: int, h: int, i: int, j: int, sizes: Any = None) -> bool:
+    """attention-gym, generate_vsa_mask_mod."""
+    row = chosen[b % len(chosen), h % chosen.shape[1], i // block]
+    return j // block in row and (sizes is None or j % block < sizes[j // block])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`build(*arrays)` is the mask; `sees(b, h, i, j)`: index i sees key j; `runs` is R; None: by data."""
+
+    function: str
+    note: str
+    build: Callable[..., a.Mask]
+    sees: Callable[[int, int, int, int], Any]
+    keys: int = 24
+    runs: int | None = 1
+    arrays: tuple[np.ndarray, ...] = ()
+    rows: int | None = None
+    """Rows of cross attention."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}, {self.note}" if self.note else self.function
+
+    def mask(self, convert: Callable[[np.ndarray], Any] = np.asarray) -> a.Mask:
+        return self.build(*map(convert, self.arrays))
+
+    def dense(self, q_index: np.ndarray, k_index: np.ndarray) -> np.ndarray:
+        """Bool (B, H, q_len, k_len), by a loop over all pairs. Rows that are no tokens see nothing."""
+        rows = self.keys if self.rows is None else self.rows
+        pairs = [
+            [
+                [[0 <= i < rows and self.sees(b, h, i, j) for j in k_index] for i in q_index]
+                for h in range(HEADS)
+            ]
+            for b in range(BATCH)
+        ]
+        return np.array(pairs, bool).reshape(BATCH, HEADS, len(q_index), len(k_index))
+
+
+SAMPLES = [
+    Sample("sliding_window", "", lambda: lib.sliding_window(3), lambda b, h, i, j: j <= i and i - j <= 3),
+    Sample(
+        "dilated",
+        "",
+        lambda: lib.dilated(7, 3),
+        lambda b, h, i, j: abs(i - j) <= 7 and (i - j) % 3 == 0,
+        runs=5,
+    ),
+    Sample(
+        "dilated",
+        "causal",
+        lambda: lib.dilated(6, 3, causal=True),
+        lambda b, h, i, j: 0 <= i - j <= 6 and (i - j) % 3 == 0,
+        runs=3,
+    ),
+    Sample("dilated", "by 1", lambda: lib.dilated(4, 1), lambda b, h, i, j: abs(i - j) <= 4),
+    Sample(
+        "global_sliding",
+        "first tokens",
+        lambda: lib.global_sliding(2, 3),
+        lambda b, h, i, j: abs(i - j) <= 2 or i < 3 or j < 3,
+        runs=2,
+    ),
+    Sample(
+        "global_sliding",
+        "keys only",
+        lambda: lib.global_sliding(2, 3, rows=False),
+        lambda b, h, i, j: abs(i - j) <= 2 or j < 3,
+        runs=2,
+    ),
+    Sample(
+        "global_sliding",
+        "marked tokens",
+        lambda marked: lib.global_sliding(2, marked, max_runs=2),
+        lambda b, h, i, j: abs(i - j) <= 2 or MARKED[i] or MARKED[j],
+        runs=3,
+        arrays=(MARKED,),
+    ),
+    Sample(
+        "global_sliding",
+        "marked per batch row, keys only",
+        lambda marked: lib.global_sliding(2, marked, rows=False, max_runs=2),
+        lambda b, h, i, j: abs(i - j) <= 2 or MARKED_TWO_ROWS[b][j],
+        runs=3,
+        arrays=(MARKED_TWO_ROWS,),
+    ),
+    Sample("prefix_lm", "", lambda: lib.prefix_lm(7), lambda b, h, i, j: j <= i or j < 7),
+    Sample(
+        "prefix_lm",
+        "per batch row",
+        lib.prefix_lm,
+        lambda b, h, i, j: j <= i or j < (4, 30)[b],
+        arrays=(np.array([4, 30]),),
+    ),
+    Sample(
+        "prefix_lm",
+        "packed",
+        lib.prefix_lm,
+        lambda b, h, i, j: in_document(CU, i, j, lambda x, y: y <= x or y < 2),
+        arrays=(np.array([2, 2, 2, 2]), CU),
+    ),
+    Sample(
+        "document",
+        "",
+        lib.document,
+        lambda b, h, i, j: in_document(CU, i, j, lambda x, y: True),
+        arrays=(CU,),
+    ),
+    Sample(
+        "causal_document",
+        "",
+        lib.causal_document,
+        lambda b, h, i, j: in_document(CU_TWO_ROWS[b], i, j, lambda x, y: y <= x),
+        arrays=(CU_TWO_ROWS,),
+    ),
+    Sample(
+        "shared_prefix",
+        "",
+        lib.shared_prefix,
+        lambda b, h, i, j: shares_prefix(CU, PREFIX_OF, i, j),
+        runs=2,
+        arrays=(CU, PREFIX_OF),
+    ),
+    Sample(
+        "shared_prefix",
+        "per batch row, prompt last",
+        lib.shared_prefix,
+        lambda b, h, i, j: shares_prefix(CU_TWO_ROWS[b], [[2, 1, 2, 3], [0, 0, 0, 1]][b], i, j),
+        runs=2,
+        arrays=(CU_TWO_ROWS, np.array([[2, 1, 2, 3], [0, 0, 0, 1]])),
+    ),
+    Sample(
+        "right_padding", "", lib.right_padding, lambda b, h, i, j: j < (9, 24)[b], arrays=(np.array([9, 24]),)
+    ),
+    Sample(
+        "left_padding",
+        "",
+        lib.left_padding,
+        lambda b, h, i, j: j >= 24 - (9, 24)[b],
+        arrays=(np.array([9, 24]),),
+    ),
+    Sample("block_causal", "", lambda: lib.block_causal(5), lambda b, h, i, j: j // 5 <= i // 5),
+    Sample(
+        "block_diffusion",
+        "",
+        lambda: lib.block_diffusion(12, 4),
+        lambda b, h, i, j: block_diffusion(12, 4, i, j),
+        runs=2,
+    ),
+    Sample(
+        "block_diffusion",
+        "ragged",
+        lambda: lib.block_diffusion(11, 4),
+        lambda b, h, i, j: block_diffusion(11, 4, i, j),
+        keys=22,
+        runs=2,
+    ),
+    Sample("draft_blocks", "", lambda: lib.draft_blocks(9, 4), lambda b, h, i, j: drafts(9, 4, i, j), runs=2),
+    Sample(
+        "draft_blocks",
+        "per batch row",
+        lambda n: lib.draft_blocks(n, 3),
+        lambda b, h, i, j: drafts((0, 6)[b], 3, i, j),
+        runs=2,
+        arrays=(np.array([0, 6]),),
+    ),
+    Sample(
+        "tree", "", lib.tree, lambda b, h, i, j: ancestor(PARENTS, 0, i, j), keys=9, runs=5, arrays=(PARENTS,)
+    ),
+    Sample(
+        "tree",
+        "after a prefix",
+        lambda parents: lib.tree(parents, prefix=5, depth=6),
+        lambda b, h, i, j: ancestor(PARENTS, 5, i, j),
+        keys=14,
+        runs=7,
+        arrays=(PARENTS,),
+    ),
+    Sample(
+        "tree",
+        "per batch row, in a cache with room to spare",
+        lambda parents, prefix: lib.tree(parents, prefix),
+        lambda b, h, i, j: ancestor(PARENTS_TWO_ROWS[b], (3, 7)[b], i, j),
+        runs=5,
+        arrays=(PARENTS_TWO_ROWS, np.array([3, 7])),
+    ),
+    Sample("natten", "1-D", lambda: lib.natten(24, 5), lambda b, h, i, j: neighbours((24,), (5,), i, j)),
+    Sample(
+        "natten",
+        "2-D",
+        lambda: lib.natten((4, 6), (3, 3)),
+        lambda b, h, i, j: neighbours((4, 6), (3, 3), i, j),
+        runs=3,
+    ),
+    Sample(
+        "natten",
+        "2-D, even kernel, text",
+        lambda: lib.natten((4, 6), (2, 4), text=3),
+        lambda b, h, i, j: neighbours((4, 6), (2, 4), i, j, text=3),
+        keys=27,
+        runs=3,
+    ),
+    Sample(
+        "natten",
+        "3-D",
+        lambda: lib.natten((3, 3, 4), (2, 3, 3)),
+        lambda b, h, i, j: neighbours((3, 3, 4), (2, 3, 3), i, j),
+        keys=36,
+        runs=6,
+    ),
+    Sample(
+        "natten",
+        "dilated",
+        lambda: lib.natten((5, 7), (2, 3), dilation=(2, 2)),
+        lambda b, h, i, j: neighbours((5, 7), (2, 3), i, j, dilation=(2, 2)),
+        keys=35,
+        runs=6,
+    ),
+    Sample(
+        "natten",
+        "strided",
+        lambda: lib.natten((5, 7), (3, 4), stride=(2, 3)),
+        lambda b, h, i, j: neighbours((5, 7), (3, 4), i, j, stride=(2, 3)),
+        keys=35,
+        runs=3,
+    ),
+    Sample(
+        "natten",
+        "causal in time",
+        lambda: lib.natten((5, 7), (3, 3), causal=(True, False)),
+        lambda b, h, i, j: neighbours((5, 7), (3, 3), i, j, causal=(True, False)),
+        keys=35,
+        runs=3,
+    ),
+    Sample(
+        "natten",
+        "causal, strided, dilated",
+        lambda: lib.natten((6, 9), (2, 3), dilation=(2, 3), stride=(2, 2), causal=True),
+        lambda b, h, i, j: neighbours(
+            (6, 9), (2, 3), i, j, dilation=(2, 3), stride=(2, 2), causal=(True, True)
+        ),
+        keys=54,
+        runs=6,
+    ),
+    Sample(
+        "natten",
+        "as attention-gym, odd",
+        lambda: lib.natten((5, 5), 3),
+        lambda b, h, i, j: gym_natten(5, 3, i, j),
+        keys=25,
+        runs=3,
+    ),
+    Sample(
+        "natten",
+        "as attention-gym, even",
+        lambda: lib.natten((6, 6), 4 | 1),
+        lambda b, h, i, j: gym_natten(6, 4, i, j),
+        keys=36,
+        runs=5,
+    ),
+    Sample(
+        "sasa",
+        "",
+        lambda: lib.sasa((4, 6), (1, 2)),
+        lambda b, h, i, j: abs(i // 6 - j // 6) <= 1 and abs(i % 6 - j % 6) <= 2,
+        runs=3,
+    ),
+    Sample(
+        "sta",
+        "2-D",
+        lambda: lib.sta((4, 6), (2, 6), (2, 2)),
+        lambda b, h, i, j: tiles_near((4, 6), (2, 6), (2, 2), i, j),
+    ),
+    Sample(
+        "sta",
+        "2-D, text",
+        lambda: lib.sta((6, 4), (4, 2), (2, 1), text=2),
+        lambda b, h, i, j: tiles_near((6, 4), (4, 2), (2, 1), i, j, text=2),
+        keys=26,
+        runs=3,
+    ),
+    Sample(
+        "sta",
+        "3-D, even kernel",
+        lambda: lib.sta((4, 4, 3), (2, 4, 2), (1, 2, 1)),
+        lambda b, h, i, j: tiles_near((4, 4, 3), (2, 4, 2), (1, 2, 1), i, j),
+        keys=48,
+        runs=4,
+    ),
+    Sample(
+        "tiled_natten",
+        "",
+        lambda: lib.tiled_natten((4, 6), (3, 3), (2, 3)),
+        lambda b, h, i, j: neighbours((4, 6), (3, 3), *(tile_token((4, 6), (2, 3), p) for p in (i, j))),
+        runs=None,
+    ),
+    Sample(
+        "morton_natten",
+        "",
+        lambda: lib.morton_natten(4, 3),
+        lambda b, h, i, j: gym_natten(4, 3, morton_token(4, i), morton_token(4, j)),
+        keys=16,
+        runs=None,
+    ),
+    Sample(
+        "flamingo",
+        "",
+        lambda at: lib.flamingo(at, 3),
+        lambda b, h, i, j: last_image(IMAGES, 3, i, j),
+        keys=9,
+        rows=12,
+        arrays=(IMAGES,),
+    ),
+    Sample(
+        "flamingo",
+        "earlier images, per batch row",
+        lambda at: lib.flamingo(at, 2, earlier=True),
+        lambda b, h, i, j: last_image(IMAGES_TWO_ROWS[b], 2, i, j, earlier=True),
+        keys=6,
+        rows=12,
+        arrays=(IMAGES_TWO_ROWS,),
+    ),
+    Sample(
+        "vision_cross_attention",
+        "",
+        lambda x: lib.vision_cross_attention(x, 3),
+        lambda b, h, i, j: INTERVALS[j // 3][0] <= i < INTERVALS[j // 3][1],
+        keys=9,
+        rows=12,
+        runs=3,
+        arrays=(INTERVALS,),
+    ),
+    Sample(
+        "vision_cross_attention",
+        "per batch row",
+        lambda x: lib.vision_cross_attention(x, 2),
+        lambda b, h, i, j: INTERVALS_TWO_ROWS[b][j // 2][0] <= i < INTERVALS_TWO_ROWS[b][j // 2][1],
+        keys=6,
+        rows=12,
+        runs=3,
+        arrays=(INTERVALS_TWO_ROWS,),
+    ),
+    Sample(
+        "spatial_heads",
+        "",
+        lambda: lib.spatial_heads(4, 5, 0.8),
+        lambda b, h, i, j: spatial(4, 5, 4, False, i, j),
+        runs=2,
+    ),
+    Sample(
+        "spatial_heads",
+        "first frame",
+        lambda: lib.spatial_heads(4, 5, 1, sink=True, multiple=2),
+        lambda b, h, i, j: spatial(4, 5, 4, True, i, j),
+        runs=2,
+    ),
+    Sample(
+        "temporal_heads",
+        "",
+        lambda: lib.temporal_heads(3, 4, 6, 1.5),
+        lambda b, h, i, j: temporal(3, 6, 2, i, j),
+        keys=27,
+        runs=5,
+    ),
+    Sample(
+        "selected_blocks",
+        "",
+        lambda chosen: lib.selected_blocks(chosen, 4),
+        lambda b, h, i, j: selected(CHOSEN, 4, b, h, i, j),
+        keys=22,
+        runs=3,
+        arrays=(CHOSEN,),
+    ),
+    Sample(
+        "selected_blocks",
+        "padded, by batch row and head",
+        lambda chosen, sizes: lib.selected_blocks(chosen, 4, sizes),
+        lambda b, h, i, j: selected(CHOSEN_BY_HEAD, 4, b, h, i, j, SIZES),
+        runs=3,
+        arrays=(CHOSEN_BY_HEAD, SIZES),
+    ),
+    Sample(
+        "per_row",
+        "",
+        lambda ids: lib.per_row([a.causal(), lib.dilated(4, 2) & a.segments(ids)]),
+        lambda b, h, i, j: j <= i if b == 0 else abs(i - j) in (0, 2, 4) and i // 12 == j // 12,
+        runs=5,
+        arrays=(np.arange(24) // 12,),
+    ),
+    Sample(
+        "per_head",
+        "",
+        lambda lengths: lib.per_head([a.window(2), a.causal() & (a.window(1) | a.prefix(lengths))]),
+        lambda b, h, i, j: j <= i and (i - j <= 2 if h == 0 else i - j <= 1 or j < (2, 5)[b]),
+        runs=2,
+        arrays=(np.array([2, 5]),),
+    ),
+    Sample(
+        "per_document",
+        "global and sliding",
+        lambda cu: lib.per_document(lib.global_sliding(1, 2), cu),
+        lambda b, h, i, j: in_document(CU_TWO_ROWS[b], i, j, lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2),
+        runs=2,
+        arrays=(CU_TWO_ROWS,),
+    ),
+    Sample(
+        "per_document",
+        "causal",
+        lambda cu: lib.per_document(a.causal(), cu),
+        lambda b, h, i, j: in_document(CU, i, j, lambda x, y: y <= x),
+        arrays=(CU,),
+    ),
+    Sample(
+        "batchify",
+        "",
+        lambda: lib.batchify(lib.global_sliding(1, 2, rows=False), 7),
+        lambda b, h, i, j: i // 7 == j // 7 and (abs(i - j) <= 1 or j % 7 < 2),
+        runs=2,
+    ),
+    Sample(
+        "batchify",
+        "segments",
+        lambda ids: lib.batchify(a.causal() & a.segments(ids), 6),
+        lambda b, h, i, j: i // 6 == j // 6 and j <= i and i % 6 // 4 == j % 6 // 4,
+        arrays=(np.arange(6) // 4,),
+    ),
+    Sample(
+        "reordered",
+        "",
+        lambda order: lib.reordered(a.causal() & a.window(5), order),
+        lambda b, h, i, j: 0 <= (i * 7 % 24) - (j * 7 % 24) <= 5,
+        runs=None,
+        arrays=(np.arange(24) * 7 % 24,),
+    ),
+]
+IDS = [sample.name for sample in SAMPLES]
