@@ -31,6 +31,7 @@ from ._biases import (
     readable,
 )
 from ._dropout import dropout_seeds
+from ._dropout import threshold as dropout_threshold
 from ._pytrees import register
 from .arrays import Array
 from .errors import OptionError, ShapeError
@@ -46,6 +47,7 @@ __all__ = [
     "alibi_slopes",
     "dense_bias",
     "dropout_seeds",
+    "dropout_threshold",
     "register_pytrees",
     "relative",
     "t5_buckets",
