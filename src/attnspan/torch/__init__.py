@@ -4,6 +4,7 @@ from . import _encode as _encode  # registers the operator that masks from boole
 from . import _pytrees as _pytrees  # registers the masks
 from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
+from ._block_mask import to_block_mask as to_block_mask
 from ._cache import StaticCache as StaticCache
 from ._checkpoint import SAVE_OPS as SAVE_OPS
 from ._checkpoint import checkpoint_policy as checkpoint_policy

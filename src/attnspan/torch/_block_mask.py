@@ -1,0 +1,126 @@
+"""FlexAttention's ``BlockMask`` from a mask: the way back from ``from_block_mask``."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .._arguments import count
+from ..errors import DtypeError, OptionError
+from ..masks import Mask, Prepared
+from ..spans import Spans
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def to_block_mask(
+    mask: Mask | Spans,
+    q_len: int,
+    k_len: int,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    block_size: int | tuple[int, int] = 128,
+    device: torch.device | str | None = None,
+) -> "BlockMask":
+    """A mask for ``torch.nn.attention.flex_attention``: exact, block by block and pair by pair.
+
+    Its lists of blocks follow from the spans' ends, without a look at all pairs: O(q_len * R + blocks) work
+    where ``create_block_mask`` evaluates q_len * k_len pairs. Values are read, so this belongs outside
+    compiled functions.
+
+    Args:
+        mask: What each query may see; lowered for the sizes given here if it is not yet.
+        q_len: Number of query rows.
+        k_len: Number of keys.
+        batch: Batch rows that arrays of the mask must fit; by default 1. Axes on which nothing depends stay
+            1.
+        heads: Query heads, likewise.
+        block_size: Rows and keys of a block, one number or (rows, keys); FlexAttention's kernels may want
+            multiples of 128.
+        device: Where its tensors are; by default where the mask's are, or torch's default device for a mask
+            without tensors.
+
+    Returns:
+        A ``BlockMask`` of ``seq_lengths`` (q_len, k_len). As in torch, a block that sticks out over the last
+        row or key is listed as a partial one.
+
+    Raises:
+        TypeError: ``mask`` is no mask, a size no int.
+        ValueError: Sizes that do not fit, a block size below 1, illegal spans.
+
+    Example:
+        >>> from attnspan import causal, window
+        >>> block_mask = to_block_mask(causal() & window(100), 512, 512)
+        >>> block_mask.kv_num_blocks.tolist(), block_mask.sparsity()
+        ([[[1, 2, 2, 2]]], 56.25)
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    q_block, k_block = _block_sizes(block_size)
+    spans = _lowered(mask, q_len, k_len, batch or 1, heads or 1, device)
+    states = spans.block_states(q_block, k_block)
+    full = states == 2
+    full[:, :, q_len // q_block :] = False
+    full[:, :, :, k_len // k_block :] = False
+    return BlockMask.from_kv_blocks(
+        *_lists((states > 0) & ~full),
+        *_lists(full),
+        BLOCK_SIZE=(q_block, k_block),
+        mask_mod=_mask_mod(spans.bounds),
+        seq_lengths=(q_len, k_len),
+    )
+
+
+def _block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise OptionError(
+            "block_size",
+            expected="an int, or rows and keys",
+            got=f"{len(sizes)} numbers",
+            remedy="Pass (rows, keys)",
+        )
+    rows, keys = (count("block_size", size, least=1) for size in sizes)
+    return rows, keys
+
+
+def _lowered(
+    mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, device: torch.device | str | None
+) -> Spans:
+    """Legal spans with the smallest R, whose bounds are a tensor on the device."""
+    if isinstance(mask, Spans):
+        mask = Prepared(mask.validate())
+    if not isinstance(mask, Mask):
+        raise DtypeError(
+            "to_block_mask: mask",
+            expected="a mask expression, a Prepared or a Spans",
+            got=type(mask).__name__,
+            remedy="Wrap a function in from_predicate(...), a boolean tensor in from_dense(...)",
+        )
+    like = torch.empty(0, device=device)
+    spans = mask.prepare(q_len, k_len, batch=batch, heads=heads, like=like).lowered
+    bounds = torch.as_tensor(spans.bounds, device=None if isinstance(spans.bounds, Tensor) else like.device)
+    return Spans(bounds if device is None else bounds.to(device), k_len)
+
+
+def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks are chosen in each row (B, H, q blocks), and which: those come first, ascending."""
+    order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _mask_mod(bounds: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    lo, hi = (x.contiguous() for x in bounds.unbind(-1))
+    batch, heads, _, runs = lo.shape
+
+    def in_spans(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        at = (b if batch > 1 else 0, h if heads > 1 else 0, q)
+        visible = (k >= lo[(*at, 0)]) & (k < hi[(*at, 0)])
+        for r in range(1, runs):
+            visible = visible | ((k >= lo[(*at, r)]) & (k < hi[(*at, r)]))
+        return visible
+
+    return in_spans
