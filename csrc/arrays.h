@@ -83,7 +83,8 @@ inline int dtype_code(const dlpack::Tensor& t) {
   if (t.lanes != 1) return -1;
   if (t.code == floating) return t.bits == 32 ? 0 : t.bits == 16 ? 2 : -1;
   if (t.code == brain && t.bits == 16) return 1;
-  return t.code == integer && t.bits == 32 ? 3 : -1;
+  if (t.code != integer) return -1;
+  return t.bits == 32 ? 3 : t.bits == 64 ? 4 : -1;
 }
 
 inline Array borrow(nb::handle x, const dlpack::Exchange& exchange) {
@@ -132,7 +133,7 @@ inline Array checked(const char* name, nb::handle x, int dtype, std::initializer
   const Array a = array_of(x);
   if (a.dtype != dtype)
     fail(std::string(name) + ": expected " + dtype_names[dtype] + ", got " +
-         (a.dtype >= 0 && a.dtype <= 3 ? dtype_names[a.dtype] : "an unknown dtype"));
+         (a.dtype >= 0 && a.dtype <= 4 ? dtype_names[a.dtype] : "an unknown dtype"));
   if (!a.has_shape(shape))
     fail(std::string(name) + ": expected shape " + Array::text(shape.begin(), static_cast<int>(shape.size())) +
          ", got " + a.shape_text());
@@ -145,6 +146,14 @@ inline Tensor tensor_of(const char* name, nb::handle x, int dtype, std::initiali
   if (a.strides[3] != 1 && a.shape[3] > 1)
     fail(std::string(name) + ": expected a unit last stride, got " + std::to_string(a.strides[3]));
   return {a.data, a.strides[0], a.strides[1], a.strides[2]};
+}
+
+inline void check_packed(const char* name, const Array& a);
+
+inline Array packed(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {
+  const Array a = checked(name, x, dtype, shape);
+  check_packed(name, a);
+  return a;
 }
 
 inline void check_packed(const char* name, const Array& a) {

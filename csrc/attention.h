@@ -22,6 +22,47 @@ struct Bounds {
   const int32_t* slice(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };
 
+enum class BiasKind : int { none = 0, alibi = 1, signed_alibi = 2, distance = 3, dense = 4 };
+
+// What is added to the scores of query index i and key index j: -slope * |j - i|, slope * (j - i), an entry of a table
+// of 2 * reach + 1 by j - i (those at its ends serve beyond), or an entry of a (batch, heads, q_len, k_len) array.
+struct Bias {
+  BiasKind kind = BiasKind::none;
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;                  // of a dense one; the others are float
+  int64_t batch = 0, head = 0, row = 0;      // strides in elements, 0 where shared
+  int64_t batches = 0, heads = 0, rows = 0;  // extents
+  int64_t reach = 0;
+  const float* floats(int64_t b, int64_t h) const { return static_cast<const float*>(data) + b * batch + h * head; }
+};
+
+// Which weights are dropped is a function of the seed and of the indices of batch row, head, query and key alone.
+struct Dropout {
+  uint32_t threshold = 0;          // of 2^16; 0 drops nothing
+  const int64_t* seeds = nullptr;  // one, or one for each batch row and query head
+  bool per_head = false;
+  bool on() const { return threshold != 0; }
+  float kept_weight() const { return 65536.0f / static_cast<float>(65536 - threshold); }
+};
+
+// Global indices, shared by the batch if `batch` is 0; null: keys count from 0, and queries are the last of them.
+struct Indices {
+  const int32_t* data = nullptr;
+  int64_t batch = 0;
+  const int32_t* of(int64_t b) const { return data == nullptr ? nullptr : data + b * batch; }
+};
+
+// What a plain call has nothing of.
+struct Options {
+  float softcap = 0.0f;  // 0: none
+  Bias bias = {};
+  const float* sinks = nullptr;  // (q_heads)
+  Dropout dropout = {};
+  Indices q_index = {}, k_index = {};
+  bool change_scores() const { return softcap > 0.0f || bias.kind != BiasKind::none; }
+  bool change_weights() const { return change_scores() || dropout.on(); }
+};
+
 // How a kernel cuts a problem up. 0 leaves a choice to the kernel. The meaning of a result does not depend on it.
 struct Config {
   int64_t block_q = 0, block_k = 0;  // rows and keys of a block
@@ -36,6 +77,7 @@ struct Problem {
   Bounds bounds;
   Tensor q, k, v;
   Config config = {};
+  Options options = {};
   int64_t group() const { return q_heads / kv_heads; }
 };
 
@@ -44,10 +86,18 @@ struct ForwardArgs : Problem {
   float* lse;  // (batch, q_heads, q_len), contiguous; may be null
 };
 
+// Gradient of a bias, in its shape; that of a dense one has queries innermost: `key` elements between keys.
+struct BiasGradient {
+  float* data = nullptr;  // null: not wanted
+  int64_t batch = 0, head = 0, key = 0;
+};
+
 struct BackwardArgs : Problem {
   Tensor out, dout, dq, dk, dv;
   const float* lse;
   const float* dlse;  // may be null
+  BiasGradient dbias = {};
+  float* dsinks = nullptr;  // (q_heads); null without sinks
 };
 
 // How the caller runs a loop in parallel. `body(context, item, thread)` is called once for each item,
@@ -79,7 +129,7 @@ struct Result {
 
 enum class Direction : int { forward = 0, backward = 1 };
 inline constexpr const char* direction_names[] = {"forward", "backward"};
-inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32"};
+inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32", "int64"};
 
 enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4, amxfp16 = 5 };
 inline constexpr int isa_levels = 6;

@@ -5,7 +5,10 @@
 // them packed. A unit of work is a share of one key head's key blocks: it owns its rows of dK and dV. Its dQ is
 // complete where the head is one share; otherwise each share keeps a dQ of its own and a last loop adds them in a fixed
 // order. No atomics: same threads, same bits.
+#include <cassert>
+
 #include "attention.h"
+#include "bias_tiles.h"
 #include "columns.h"
 #include "kernels.h"
 #include "pack.h"
@@ -54,28 +57,39 @@ class Backward {
         k_column_plane(dim_rows * block),
         weight_plane(strip * ld_weights),
         tile_plane(block * block),
-        shares(choose_shares(threads)) {}
+        changes(a.options.change_weights()),
+        drops(a.options.dropout.on()),
+        rounds(choose_rounds()),
+        shares(choose_shares(threads)),
+        bias_size(BiasTiles::partial_size(a)) {}
 
   Scratch scratch() const {
     Carver shared, own;
-    shared.take<float>(partial_dq());
+    lay_out_shared(shared);
     lay_out(own);
     return {shared.used(), own.used()};
   }
 
   void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) {
-    float* partial = Carver(shared).take<float>(partial_dq());
-    parallel(a.batch * a.kv_heads * shares, [&](int64_t item, int thread) {
-      const FlushSubnormals flush;
-      Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
-      const Own own = lay_out(carver);
-      E::begin();
-      unit(item / shares / a.kv_heads, item / shares % a.kv_heads, item % shares, own, partial);
-      E::end();
-    });
+    Carver carver(shared);
+    const Partial partial = lay_out_shared(carver);
+    if (a.options.bias.kind == BiasKind::dense && a.dbias.data != nullptr) clear_dense_gradient(parallel);
+    const int64_t batch = a.batch / rounds.batch, heads = a.kv_heads / rounds.heads;
+    for (int64_t round = 0; round < rounds.batch * rounds.heads; ++round)
+      parallel(batch * heads * shares, [&](int64_t item, int thread) {
+        const FlushSubnormals flush;
+        Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
+        const Own own = lay_out(carver);
+        E::begin();
+        unit(round / rounds.heads * batch + item / shares / heads, round % rounds.heads * heads + item / shares % heads,
+             item % shares, own, partial);
+        E::end();
+      });
     if (shares > 1)
       parallel(a.batch * a.q_heads * q_blocks,
-               [&](int64_t item, int) { reduce(item / q_blocks, item % q_blocks, partial); });
+               [&](int64_t item, int) { reduce(item / q_blocks, item % q_blocks, partial.dq); });
+    if (bias_size > 0) parallel(a.q_heads, [&](int64_t h, int) { reduce_bias(h, partial.bias); });
+    if (a.dsinks != nullptr) reduce_sinks(partial.sinks);
   }
 
  private:
@@ -91,7 +105,31 @@ class Backward {
     C *k, *v, *k_columns;  // one key block
     float *scores, *dp;    // one strip
     C *p, *ds;
-    C* ds_keys;  // one tile, packed for dQ
+    C* ds_keys;   // one tile, packed for dQ
+    float* bias;  // of one strip, then the gradient of its exponents
+    BiasTiles::Room bias_room;
+    uint32_t* kept;      // of one tile, for each 32 keys and each query: which weights dropout keeps
+    RandomPair* random;  // of each query
+  };
+
+  // What shares of a head sum on their own.
+  struct Partial {
+    float *dq, *bias, *sinks;
+  };
+
+  Partial lay_out_shared(Carver& carver) const {
+    Partial p;
+    p.dq = carver.take<float>(partial_dq());
+    p.bias = carver.take<float>(a.batch * a.q_heads * shares * bias_size);
+    p.sinks = carver.take<float>(a.dsinks == nullptr ? 0 : a.batch * a.q_heads);
+    return p;
+  }
+
+  // One query head of a call with options.
+  struct Changes {
+    BiasTiles bias;
+    Softcap cap;
+    float kept_weight;
   };
 
   Own lay_out(Carver& carver) const {
@@ -117,14 +155,40 @@ class Backward {
     o.p = sizeof(C) == 4 ? reinterpret_cast<C*>(o.scores) : carver.take<C>(pieces * weight_plane);
     o.ds = sizeof(C) == 4 ? reinterpret_cast<C*>(o.dp) : carver.take<C>(pieces * weight_plane);
     o.ds_keys = carver.take<C>(pieces * tile_plane);
+    o.bias = carver.take<float>(a.options.bias.kind == BiasKind::none ? 0 : strip * ld_scores);
+    o.bias_room = BiasTiles::lay_out(carver, a, queries);
+    o.kept = carver.take<uint32_t>(drops ? block / 32 * block : 0);
+    o.random = carver.take<RandomPair>(drops ? queries : 0);
     return o;
+  }
+
+  // Units that run together must not add to the same gradient of a dense bias: where batch rows or heads share one,
+  // they take turns. (Shares of a head own their keys.)
+  struct Rounds {
+    int64_t batch, heads;
+  };
+  Rounds choose_rounds() const {
+    const Bias& bias = a.options.bias;
+    if (bias.kind != BiasKind::dense || a.dbias.data == nullptr) return {1, 1};
+    return {bias.batches == 1 ? a.batch : 1, bias.heads == 1 ? a.kv_heads : 1};
+  }
+
+  void clear_dense_gradient(const Parallel& parallel) const {
+    const Bias& bias = a.options.bias;
+    const int64_t rows = bias.rows == 1 ? 1 : a.q_len;
+    parallel(bias.batches * bias.heads * a.k_len, [&](int64_t item, int) {
+      float* to = a.dbias.data + item / a.k_len / bias.heads * a.dbias.batch +
+                  item / a.k_len % bias.heads * a.dbias.head + item % a.k_len * a.dbias.key;
+      std::memset(to, 0, static_cast<size_t>(rows) * sizeof(float));
+    });
   }
 
   // Enough shares of each head to keep the threads nine tenths busy, as far as 2 GiB of partial dQ go.
   int64_t choose_shares(int threads) const {
     constexpr int64_t budget = int64_t{1} << 31;
     const int64_t bytes = most(1, a.batch * a.q_heads * head_dq * static_cast<int64_t>(sizeof(float)));
-    const int64_t heads = a.batch * a.kv_heads, limit = most(1, least(least(k_blocks, 16), budget / bytes));
+    const int64_t heads = a.batch * a.kv_heads / (rounds.batch * rounds.heads),
+                  limit = most(1, least(least(k_blocks, 16), budget / bytes));
     for (int64_t n = 1; n <= limit; ++n) {
       const int64_t units = heads * n, rounds = (units + threads - 1) / threads;
       if (units * 10 >= rounds * threads * 9) return n;
@@ -133,7 +197,22 @@ class Backward {
   }
   int64_t partial_dq() const { return shares == 1 ? 0 : a.batch * a.q_heads * shares * head_dq; }
 
-  void unit(int64_t b, int64_t hk, int64_t share, const Own& o, float* partial) const {
+  // The largest magnitude of a head's scaled scores, which decides how its softcap is computed.
+  float largest_score(int64_t b, int64_t h) const {
+    if (a.options.softcap <= 0.0f) return 0.0f;
+    return largest_product(largest_norm(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim),
+                           largest_norm(at<T>(a.k, b, h / a.group(), 0), a.k.row, a.k_len, a.head_dim),
+                           std::fabs(a.scale));
+  }
+
+  Changes changes_of(int64_t b, int64_t h, int64_t share, const Own& o, const Partial& partial) const {
+    float* sums = partial.bias == nullptr ? nullptr : partial.bias + ((b * a.q_heads + h) * shares + share) * bias_size;
+    return {BiasTiles(a, b, h, queries, o.bias_room, sums),
+            a.options.softcap > 0.0f ? Softcap::make<T>(a.options.softcap, a.scale, largest_score(b, h)) : Softcap{},
+            kept_weight_of(a)};
+  }
+
+  void unit(int64_t b, int64_t hk, int64_t share, const Own& o, const Partial& partial) const {
     const bool finite_kv = finite(at<T>(a.k, b, hk, 0), a.k.row, a.k_len, a.head_dim) &&
                            finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
     for (int64_t g = 0; g < a.group(); ++g) {
@@ -141,8 +220,10 @@ class Backward {
       const bool tiles = a.q_len >= few_rows && finite_kv &&
                          finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
                          finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
-      float* dq = shares == 1 ? o.dq : partial + ((b * a.q_heads + h) * shares + share) * head_dq;
+      float* dq = shares == 1 ? o.dq : partial.dq + ((b * a.q_heads + h) * shares + share) * head_dq;
       prepare(b, h, o);
+      const Changes change = changes_of(b, h, share, o, partial);
+      if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(b, h, o);
       BlockSpan seen;
       int64_t chunk = -1;
       std::memset(dq, 0, static_cast<size_t>(head_dq) * sizeof(float));
@@ -157,12 +238,22 @@ class Backward {
           chunk = kb / chunks.key_blocks;
           seen = pack_queries(b, h, chunk, o);
         }
-        tiles ? key_block(b, hk, kb, seen, o, dq, dk, dv) : key_block_by_rows(b, h, kb, o, dq, dk, dv);
+        tiles ? key_block(b, hk, kb, seen, o, change, dq, dk, dv) : key_block_by_rows(b, h, kb, o, change, dq, dk, dv);
         if (g + 1 == a.group()) write_key_block(b, hk, kb, dk, dv);
       }
+      change.bias.finish();
       if (shares == 1)
         for (int64_t qb = 0; qb < q_blocks; ++qb) write_dq(b, h, qb, dq + qb * dim_rows * block, 1, 0);
     }
+  }
+
+  // Of one head's sink: its weight in each row has a value of 0.
+  float sink_gradient(int64_t b, int64_t h, const Own& o) const {
+    const float* lse = a.lse + (b * a.q_heads + h) * a.q_len;
+    double sum = 0.0;
+    for (int64_t i = 0; i < a.q_len; ++i)
+      if (lse[i] != -infinity) sum -= static_cast<double>(std::exp(a.options.sinks[h] - lse[i]) * o.delta[i]);
+    return static_cast<float>(sum);
   }
 
   void prepare(int64_t b, int64_t h, const Own& o) const {
@@ -170,12 +261,17 @@ class Backward {
     const int64_t row = (b * a.q_heads + h) * a.q_len;
     for (int64_t i = 0; i < a.q_len; ++i) {
       const double lse = static_cast<double>(a.lse[row + i]) * 1.44269504088896340736;
-      o.lse[i] = static_cast<float>(std::nearbyint(lse));
+      // A row that sees nothing: its weights are 2^-infinity.
+      o.lse[i] = a.lse[row + i] == -infinity ? infinity : static_cast<float>(std::nearbyint(lse));
       o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(lse - static_cast<double>(o.lse[i])) : 0.0f;
       o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
     for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
+    if (drops) {
+      const uint64_t seed = seed_of_head(a, b, h);
+      for (int64_t i = 0; i < queries; ++i) o.random[i] = i < a.q_len ? random_of_row(a, seed, b, i) : RandomPair{};
+    }
     for (int64_t qb = 0; qb < q_blocks; ++qb)
       o.block_hulls[qb] =
           hull_of(a.bounds.slice(b, h) + qb * block * a.runs * 2, least(block, a.q_len - qb * block), a.runs);
@@ -202,8 +298,8 @@ class Backward {
     return reduce_add(sum);
   }
 
-  void key_block(int64_t b, int64_t hk, int64_t kb, BlockSpan seen, const Own& o, float* dq, float* dk,
-                 float* dv) const {
+  void key_block(int64_t b, int64_t hk, int64_t kb, BlockSpan seen, const Own& o, const Changes& change, float* dq,
+                 float* dk, float* dv) const {
     const int64_t first = kb * block, keys = least(block, a.k_len - first), used = (keys + strip - 1) / strip;
     const T *k = at<T>(a.k, b, hk, first), *v = at<T>(a.v, b, hk, first);
     Pack::rows(k, a.k.row, keys, a.head_dim, {o.k, k_plane}, depth, used * strip, false);
@@ -218,10 +314,11 @@ class Backward {
         all.include(range[s]);
       }
       if (all.begin >= all.end) continue;
+      if (drops) draw(b, qb, all, first, keys, o);
       for (int64_t s = 0; s < used; ++s) {
         hide_outside(o.ds_keys, s, all, range[s]);
         if (range[s].begin < range[s].end)
-          strip_of_keys(o, qb, seen.begin, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
+          strip_of_keys(o, change, qb, seen.begin, first, s, range[s], dk + s * strip * cols, dv + s * strip * v_cols);
       }
       add_dq(o, range, used, all, dq + qb * dim_rows * block);
     }
@@ -229,11 +326,19 @@ class Backward {
 
   struct Range {
     int64_t begin, end;
+    int64_t size() const { return end - begin; }
     void include(Range other) {
       if (other.begin >= other.end) return;
       begin = least(begin, other.begin), end = most(end, other.end);
     }
   };
+
+  // Which weights of a tile dropout keeps.
+  void draw(int64_t b, int64_t qb, Range seen, int64_t first, int64_t keys, const Own& o) const {
+    for (int64_t j = 0; j < keys; j += 32)
+      for (int64_t i = seen.begin * panel; i < seen.end * panel; ++i)
+        o.kept[j / 32 * block + i] = kept_of_32(a, o.random[qb * block + i], b, first + j);
+  }
 
   // Panels of a query block that see a strip of keys, as pairs: products want multiples of 32 queries.
   Range seen_panels(const Columns& mask, int64_t qb, int64_t key) const {
@@ -253,24 +358,33 @@ class Backward {
           std::memset(packed_line(ds_keys, p, s * strip) + piece * tile_plane, 0, strip * panel * sizeof(C));
   }
 
-  void strip_of_keys(const Own& o, int64_t qb, int64_t base, int64_t first, int64_t s, Range seen, float* dk,
-                     float* dv) const {
-    const int64_t p0 = qb * panels + seen.begin, at = p0 - base * panels, n = (seen.end - seen.begin) * panel;
+  void strip_of_keys(const Own& o, const Changes& change, int64_t qb, int64_t base, int64_t first, int64_t s,
+                     Range seen, float* dk, float* dv) const {
+    const int64_t p0 = qb * panels + seen.begin, at = p0 - base * panels, n = seen.size() * panel;
     E::product({o.k + s * strip * depth, depth, k_plane}, {o.q_keys + at * depth * panel, depth * panel, key_plane},
                o.scores, ld_scores, strip, n, depth, false);
     E::product({o.v + s * strip * v_depth, v_depth, v_plane},
                {o.dout_keys + at * v_depth * panel, v_depth * panel, v_key_plane}, o.dp, ld_scores, strip, n, v_depth,
                false);
-    for (int64_t p = 0; p < seen.end - seen.begin; p += 2)
-      if (covers(o.mask, p0 + p, first + s * strip))
-        weights<false>(o, p0 + p, p, seen.begin + p, first, s);
-      else
-        weights<true>(o, p0 + p, p, seen.begin + p, first, s);
+    const Tile bias{o.bias, ld_scores, first + s * strip, strip, p0 * panel, n};
+    if (a.options.softcap > 0.0f)
+      for (int64_t j = 0; j < strip; ++j) change.cap.apply(o.scores + j * ld_scores, n);
+    if (change.bias.present()) change.bias.fill(bias);
+    const auto all_weights = [&](const auto& with) {
+      for (int64_t p = 0; p < seen.size(); p += 2)
+        if (covers(o.mask, p0 + p, first + s * strip))
+          weights<false>(o, with, p0 + p, p, seen.begin + p, first, s);
+        else
+          weights<true>(o, with, p0 + p, p, seen.begin + p, first, s);
+    };
+    changes ? all_weights(change) : all_weights(None{});
+    if (change.bias.present() && change.bias.wants_gradient()) change.bias.record(bias);
     E::product({o.p, ld_weights, weight_plane}, {o.dout_dims + at * panel * panel, column_panel, v_dim_plane}, dv,
                v_cols, strip, v_cols, n, true);
     E::product({o.ds, ld_weights, weight_plane}, {o.q_dims + at * panel * panel, column_panel, dim_plane}, dk, cols,
                strip, cols, n, true);
   }
+  struct None {};  // no options
 
   static bool covers(const Columns& mask, int64_t p, int64_t key) {
     return mask.covers(p, key, key + strip) && mask.covers(p + 1, key, key + strip);
@@ -278,9 +392,10 @@ class Backward {
 
   // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and two panels of queries: panels `query` and the
   // next of the head, at panel `from` of the strip's arrays, at panel `to` of the packed tile.
-  template <bool Masked>
-  void weights(const Own& o, int64_t query, int64_t from, int64_t to, int64_t first, int64_t s) const {
-    const Vec c = set(a.scale * log2_e);
+  template <bool Masked, class Change>
+  void weights(const Own& o, const Change& change, int64_t query, int64_t from, int64_t to, int64_t first,
+               int64_t s) const {
+    const Vec c = set(a.options.softcap > 0.0f ? 1.0f : a.scale * log2_e);  // capped scores have their units
     for (int64_t lane = 0; lane < panel; lane += Vec::width) {
       Queries at[2];
       for (int64_t side = 0; side < 2; ++side) {
@@ -294,14 +409,20 @@ class Backward {
           for (int64_t side = 0; side < 2; ++side) {
             const int64_t score = (j + i) * ld_scores + (from + side) * panel + lane;
             const Queries& x = at[side];
-            p[side] = exp2_shifted<typename E::Exponential>(fma(load(o.scores + score), c, zero() - x.rest), x.lse);
             Mask seen{};
-            if constexpr (Masked) {
-              seen = o.mask.see(first + s * strip + j + i, x.index);
-              p[side] = select(seen, p[side], zero());
+            if constexpr (Masked) seen = o.mask.see(first + s * strip + j + i, x.index);
+            if constexpr (std::is_same_v<Change, None>) {
+              p[side] = exp2_shifted<typename E::Exponential>(fma(load(o.scores + score), c, zero() - x.rest), x.lse);
+              ds[side][i] = p[side] * (load(o.dp + score) - x.delta);
+            } else {
+              const int64_t tile_query = (to + side) * panel + lane;
+              p[side] =
+                  changed_weight(o, change, c, score, s * strip + j + i, tile_query, x, seen, Masked, &ds[side][i]);
             }
-            ds[side][i] = p[side] * (load(o.dp + score) - x.delta);
-            if constexpr (Masked) ds[side][i] = select(seen, ds[side][i], zero());
+            if constexpr (Masked) {
+              p[side] = select(seen, p[side], zero());
+              ds[side][i] = select(seen, ds[side][i], zero());
+            }
           }
           E::store_group(o.p + group, lane, weight_plane, p[0], p[1]);
           E::store_group(o.ds + group, lane, weight_plane, ds[0][i], ds[1][i]);
@@ -310,6 +431,33 @@ class Backward {
           E::store_line(packed_line(o.ds_keys, to + side, s * strip + j) + lane * pair, tile_plane, ds[side]);
       }
     }
+  }
+
+  struct Queries;
+
+  // The same with options, for 16 queries and key `key` of the tile: returns what V's gradient takes, gives what those
+  // of Q and K take, and leaves the gradient of the exponent where the bias was.
+  Vec changed_weight(const Own& o, const Changes& change, Vec c, int64_t score, int64_t key, int64_t query,
+                     const Queries& x, Mask seen, bool masked, Vec* ds) const {
+    const Vec product = load(o.scores + score);
+    Vec exponent = product * c;
+    if (change.bias.present()) exponent = exponent + load(o.bias + score);
+    // Not -infinity, of which the exponential's two steps would make NaN.
+    exponent = vmax(set(-0x1p60f), exponent - x.rest);
+    const Vec p = exp2_shifted<typename E::Exponential>(exponent, x.lse);
+    Vec kept = p, dp = load(o.dp + score);
+    if (drops) {
+      const Ints bits = load_ints(reinterpret_cast<const int32_t*>(o.kept) + key / 32 * block + query);
+      const Mask keep = share_bits(bits, set_ints(uint32_t{1} << (key % 32)));
+      kept = select(keep, p * set(change.kept_weight), zero());
+      dp = select(keep, dp * set(change.kept_weight), zero());
+    }
+    Vec gradient = p * (dp - x.delta);
+    if (change.bias.present() && change.bias.wants_gradient())
+      store(o.bias + score, masked ? select(seen, gradient, zero()) : gradient);
+    if (a.options.softcap > 0.0f) gradient = gradient * change.cap.derivative(product);
+    *ds = gradient;
+    return kept;
   }
   struct Queries {
     int64_t index;
@@ -329,13 +477,27 @@ class Backward {
     }
   }
 
-  void key_block_by_rows(int64_t b, int64_t h, int64_t kb, const Own& o, float* dq, float* dk, float* dv) const {
+  void key_block_by_rows(int64_t b, int64_t h, int64_t kb, const Own& o, const Changes& change, float* dq, float* dk,
+                         float* dv) const {
     const int64_t hk = h / a.group(), first = kb * block, last = least(first + block, a.k_len);
+    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    const bool recorded = change.bias.present() && change.bias.wants_gradient();
     for (int64_t i = 0; i < a.q_len; ++i) {
       alignas(64) float row[max_dim] = {};
-      backward_row(at<T>(a.q, b, h, i), at<T>(a.k, b, hk, 0), a.k.row, at<T>(a.v, b, hk, 0), a.v.row,
-                   at<T>(a.dout, b, h, i), a.head_dim, a.v_dim, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, first,
-                   last, a.scale, a.lse[(b * a.q_heads + h) * a.q_len + i], o.delta[i], row, dk, cols, dv, v_cols);
+      const float lse = a.lse[(b * a.q_heads + h) * a.q_len + i];
+      const auto by = [&](const auto& weigh) {
+        const auto record = [&](int64_t j, float ds) {
+          if (recorded) change.bias.record(i, j, ds);
+        };
+        backward_row(at<T>(a.q, b, h, i), x, at<T>(a.dout, b, h, i), a.bounds.slice(b, h) + i * a.runs * 2, a.runs,
+                     first, last, a.scale, o.delta[i], weigh, record, row, dk, cols, dv, v_cols);
+      };
+      if (changes) {
+        const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
+        by([&](int64_t j, float score) { return options.weigh(j, score, lse); });
+      } else {
+        by([&](int64_t, float score) { return PairWeight{std::exp(score - lse), 1.0f, 1.0f}; });
+      }
       float* column = dq + i / block * dim_rows * block + i % block;
       for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
     }
@@ -374,12 +536,38 @@ class Backward {
              head_dq);
   }
 
+  // Adds what shares and batch rows have of the gradient of one head's bias.
+  void reduce_bias(int64_t h, const float* partial) const {
+    const bool reversed = a.options.bias.kind == BiasKind::distance;
+    for (int64_t b = 0; b < a.batch; ++b) {
+      float* to = a.dbias.data + b * a.dbias.batch + h * a.dbias.head;
+      for (int64_t n = 0; n < bias_size; ++n) {
+        double sum = 0.0;
+        for (int64_t s = 0; s < shares; ++s)
+          sum += static_cast<double>(
+              partial[((b * a.q_heads + h) * shares + s) * bias_size + (reversed ? bias_size - 1 - n : n)]);
+        to[n] = static_cast<float>(sum) + (b > 0 && a.dbias.batch == 0 ? to[n] : 0.0f);
+      }
+    }
+  }
+
+  void reduce_sinks(const float* partial) const {
+    for (int64_t h = 0; h < a.q_heads; ++h) {
+      double sum = 0.0;
+      for (int64_t b = 0; b < a.batch; ++b) sum += static_cast<double>(partial[b * a.q_heads + h]);
+      a.dsinks[h] = static_cast<float>(sum);
+    }
+  }
+
   const BackwardArgs& a;
   const int64_t block, panels, ld_scores, ld_weights, depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks,
       queries;
   const Chunks chunks;
   const int64_t packed, column_panel, head_dq, key_plane, v_key_plane, dim_plane, v_dim_plane, k_plane, v_plane,
-      k_column_plane, weight_plane, tile_plane, shares;
+      k_column_plane, weight_plane, tile_plane;
+  const bool changes, drops;
+  const Rounds rounds;
+  const int64_t shares, bias_size;
 };
 
 template <class T, class E>

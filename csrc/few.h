@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "pack.h"
 #include "rows.h"
+#include "scores.h"
 #include "spans.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -17,7 +18,7 @@ class FewQueries {
   using C = typename E::Element;
   using Pack = PackerFor<T, E>;
   static constexpr int64_t most_queries = 16, block = 64;  // keys packed at once: they stay in L1
-  static constexpr int64_t lds = block + 16, ldp = block + 32;
+  static constexpr int64_t lds = block + 16, ldp = block + 32, kept_words = block / 32;
   static constexpr int64_t tile_rows = 16;  // with fewer rows, packing costs more than tiles save
 
  public:
@@ -32,7 +33,9 @@ class FewQueries {
         v_plane(v_cols * block),
         p_plane(E::strip * ldp),
         shares(choose_shares(threads)),
-        record(v_cols + panel) {}
+        record(v_cols + panel),
+        changes(args.options.change_weights()),
+        drops(args.options.dropout.on()) {}
 
   static bool takes(const ForwardArgs& a) { return a.q_len <= most_queries; }
 
@@ -60,6 +63,8 @@ class FewQueries {
     float* query;  // rows, widened
     C *q, *k, *v, *p;
     float *scores, *out, *maximum, *sums;
+    RowOptions* options;  // of each row
+    uint32_t* kept;       // of dropout: a bit for each key of a block, row after row of a strip
   };
 
   // Row m of a key head is query m % q_len of its query head m / q_len.
@@ -85,6 +90,8 @@ class FewQueries {
     o.out = carver.take<float>(padded_rows * v_cols);
     o.maximum = carver.take<float>(padded_rows);
     o.sums = carver.take<float>(padded_rows * Vec::width);
+    o.options = carver.take<RowOptions>(changes ? rows : 0);
+    o.kept = carver.take<uint32_t>(drops ? E::strip * kept_words : 0);
     return o;
   }
 
@@ -111,6 +118,9 @@ class FewQueries {
       o.maximum[m] = -infinity;
       store(o.sums + m * Vec::width, zero());
     }
+    if (changes)
+      for (int64_t m = 0; m < rows; ++m)
+        o.options[m] = RowOptions::make<T>(a, b, row_of(head, m).h, row_of(head, m).i, magnitude_of(a.scale));
     const bool tiles = rows >= tile_rows && finite_queries(head) && by_blocks(head, x, first, first + n, o);
     if (!tiles) by_rows(head, x, first, first + n, o);
     for (int64_t m = 0; m < rows; ++m) {
@@ -166,7 +176,10 @@ class FewQueries {
   void group(int64_t m, const KeyValues<T>& x, int64_t from, int64_t to, int64_t ahead, float c, const Own& o) const {
     RowSums sums[R];
     for (int r = 0; r < R; ++r) sums[r] = {o.maximum[m + r], o.sums[(m + r) * Vec::width], o.out + (m + r) * v_cols};
-    add_keys<R>(o.query + m * max_dim, x, from, to - from, ahead, c, sums);
+    if (changes)
+      add_keys<R>(o.query + m * max_dim, x, from, to - from, ahead, c, RowsWithOptions{o.options + m}, sums);
+    else
+      add_keys<R>(o.query + m * max_dim, x, from, to - from, ahead, c, PlainRows{}, sums);
     for (int r = 0; r < R; ++r) {
       o.maximum[m + r] = sums[r].top;
       o.sums[(m + r) * Vec::width] = sums[r].total;
@@ -185,7 +198,7 @@ class FewQueries {
   // As the tiles of many queries, but each block is packed right before it is used. False where a number is not finite.
   bool by_blocks(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
     const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
-    const float c = a.scale == 0.0f ? 1.0f : std::fabs(a.scale) * log2_e;
+    const float c = magnitude_of(a.scale);
     for (int64_t g = 0; g < a.group(); ++g)
       Pack::rows(at<T>(a.q, b, hk * a.group() + g, 0), a.q.row, a.q_len, a.scale == 0.0f ? 0 : a.head_dim,
                  {o.q + g * a.q_len * depth, q_plane}, depth, a.q_len, a.scale < 0.0f);
@@ -214,15 +227,32 @@ class FewQueries {
     E::product({o.q + from * depth, depth, q_plane}, {o.k, depth * panel, k_plane}, o.scores, lds,
                round_up(count, E::rows), n, depth, false);
     for (int64_t m = 0; m < count; ++m) {
+      if (changes) ready_row(o, from, m, key, n);
       hide(o.scores + m * lds, key, n, row_of(head, from + m).spans, a.runs);
       for (int64_t j = most(0, last - key); j < n; ++j) o.scores[m * lds + j] = -infinity;
     }
     for (int64_t j = key + block; j < next_end; ++j) prefetch_row(x.value(j), x.v_dim);
     const Running run{o.maximum + from, o.sums + from * Vec::width};
-    softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, round_up(count, 4), n, c, 0.0f, run,
-                            o.out + from * v_cols, v_cols, [] {});
+    const auto softmax = [&](const auto& strip) {
+      softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, round_up(count, 4), n,
+                              a.options.change_scores() ? 1.0f : c, 0.0f, run, o.out + from * v_cols, v_cols, strip,
+                              [] {});
+    };
+    const auto ready = [](int64_t) {};
+    if (drops)
+      softmax(ChangedStrip<decltype(ready)>{ready, o.kept, kept_words});
+    else
+      softmax(PlainStrip{});
     E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane}, o.out + from * v_cols, v_cols,
                round_up(count, E::rows), v_cols, n, true);
+  }
+
+  // Row `from` + m of a strip with options: scores become exponents, and dropout decides.
+  void ready_row(const Own& o, int64_t from, int64_t m, int64_t key, int64_t n) const {
+    const RowOptions& row = o.options[from + m];
+    row.exponents(o.scores + m * lds, n, key, 1.0f);
+    if (drops)
+      for (int64_t j = 0; j < n; j += 32) o.kept[m * kept_words + j / 32] = row.kept_of(key + j);
   }
 
   void merge(int64_t head, int64_t m, const float* records) const {
@@ -241,13 +271,15 @@ class FewQueries {
       const Vec f = set(factor);
       for (int64_t d = 0; d < v_cols; d += Vec::width) store(out + d, fma(f, load(from + d), load(out + d)));
     }
-    const bool sees = sees_any(row.spans, a.runs);
-    write_row(out, sees ? 1.0f / total : 0.0f, at<T>(a.out, b, row.h, row.i), a.v_dim);
-    if (a.lse != nullptr) a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = sees ? log_sum(top, total) : -infinity;
+    const RowEnd end =
+        end_of_row(top, sees_any(row.spans, a.runs) ? total : 0.0f, sink_of(a, row.h), kept_weight_of(a));
+    write_row(out, end.factor, at<T>(a.out, b, row.h, row.i), a.v_dim);
+    if (a.lse != nullptr) a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = end.lse;
   }
 
   const ForwardArgs& a;
   const int64_t rows, padded_rows, depth, v_cols, q_plane, k_plane, v_plane, p_plane, shares, record;
+  const bool changes, drops;
 };
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -11,6 +11,7 @@
 #include "pack.h"
 #include "parts.h"
 #include "rows.h"
+#include "scores.h"
 #include "spans.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -48,7 +49,10 @@ class Forward {
         packs((keys + pack_keys - 1) / pack_keys),
         blocks((a.q_len + block_rows - 1) / block_rows),
         slots(parts.local ? threads : a.batch * a.kv_heads),
-        few(args, threads) {}
+        few(args, threads),
+        changes(a.options.change_weights()),
+        drops(a.options.dropout.on()),
+        kept_words(block_keys / 32) {}
 
   Scratch scratch() {
     if (few.takes(a)) return few.scratch();
@@ -87,6 +91,8 @@ class Forward {
     C *q, *p;
     float* scores[2];
     float *out, *maximum, *sums;
+    uint32_t* kept;      // of dropout: a bit for each key of a block, row after row of a strip
+    RandomPair* random;  // of each row
   };
 
   // Packed keys and values of one head, from key `base` on.
@@ -122,6 +128,8 @@ class Forward {
     s.out = carver.take<float>(block_rows * v_cols);
     s.maximum = carver.take<float>(block_rows);
     s.sums = carver.take<float>(block_rows * Vec::width);
+    s.kept = carver.take<uint32_t>(drops ? E::strip * kept_words : 0);
+    s.random = carver.take<RandomPair>(drops ? block_rows : 0);
     return s;
   }
 
@@ -164,7 +172,16 @@ class Forward {
     const int64_t hk = h / a.group();
     float lse;
     const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
-    forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, at<T>(a.out, b, h, i), &lse);
+    const auto by = [&](const auto& rows) {
+      forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, rows, sink_of(a, h),
+                  kept_weight_of(a), at<T>(a.out, b, h, i), &lse);
+    };
+    if (changes) {
+      const RowOptions options = RowOptions::make<T>(a, b, h, i, magnitude_of(a.scale));
+      by(RowsWithOptions{&options});
+    } else {
+      by(PlainRows{});
+    }
     write_lse(b, h, i, lse);
   }
 
@@ -192,7 +209,7 @@ class Forward {
       all.include(hull[t]);
     }
     // A negative scale is carried by -q, so that the larger score is the likelier key; scale 0 by q = 0.
-    const float c = a.scale == 0.0f ? 1.0f : std::fabs(a.scale) * log2_e;
+    const float c = magnitude_of(a.scale);
     Pack::rows(q_row(b, h, first), a.q.row, rows, a.scale == 0.0f ? 0 : a.head_dim, {s.q, q_plane}, depth,
                strips * E::strip, a.scale < 0.0f);
     for (int64_t i = 0; i < block_rows; ++i) {
@@ -202,12 +219,19 @@ class Forward {
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
     const float v_norm = largest_of(v_norms, packed.slot);
-    const bool bounded = E::wide_exponents && within_range(q_norm, largest_of(k_norms, packed.slot), v_norm, c);
-    if (bounded)
-      for (int64_t i = 0; i < block_rows; ++i) s.maximum[i] = 0.0f;
-    const Head head{packed.slot, packed.base, rows, spans,
-                    hull,        all,         c,    E::wide_exponents && moderate(v_norm) ? 8.0f : 0.0f,
-                    bounded};
+    const float product = largest_product(q_norm, largest_of(k_norms, packed.slot), c);
+    const Scores scoring = changes ? Scores::make<T>(a, b, h, c, product / log2_e) : Scores{};
+    const float exponent = a.options.softcap > 0.0f ? least_of(product, a.options.softcap * log2_e) : product;
+    const BiasRange bias = range_of_bias(scoring);
+    const bool bounded = E::wide_exponents && within_range(exponent + bias.spread, v_norm) &&
+                         start_at_ceilings(scoring, bias.top, first, rows, spans, s);
+    if (drops) {
+      const uint64_t seed = seed_of_head(a, b, h);
+      for (int64_t i = 0; i < rows; ++i) s.random[i] = random_of_row(a, seed, b, first + i);
+    }
+    const Head head{b,       first,  packed.slot, packed.base, rows,
+                    spans,   hull,   all,         c,           E::wide_exponents && moderate(v_norm) ? 8.0f : 0.0f,
+                    bounded, scoring};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
     for (int side = 0; job.valid(all); side = E::overlaps ? 1 - side : 0) {
@@ -219,14 +243,44 @@ class Forward {
     for (int64_t i = 0; i < rows; ++i) finish(b, h, first + i, s, i, spans + i * a.runs * 2);
   }
 
+  static float least_of(float x, float y) { return x < y ? x : y; }
+
+  // Bounds what a bias adds, in units of log2: values are within `spread` below `top`.
+  struct BiasRange {
+    float top, spread;
+  };
+  BiasRange range_of_bias(const Scores& scoring) const {
+    if (a.options.bias.kind == BiasKind::none || a.options.bias.kind == BiasKind::alibi) return {0.0f, 0.0f};
+    if (a.options.bias.kind != BiasKind::distance) return {0.0f, infinity};
+    const DistanceTable table = scoring.table_of_head();
+    const auto [low, high] = std::minmax_element(table.values, table.values + table.size());
+    return {*high * log2_e, (*high - *low) * log2_e};
+  }
+
+  // Sets each row's maximum to what its bias is at most, so that it need not be found; false where that is not known.
+  bool start_at_ceilings(const Scores& scoring, float top, int64_t first, int64_t rows, const int32_t* spans,
+                         const Strip& s) const {
+    const bool by_row = a.options.bias.kind == BiasKind::alibi;
+    for (int64_t i = 0; i < block_rows; ++i) {
+      const float ceiling = by_row && i < rows ? scoring.nearest_alibi(first + i, spans + i * a.runs * 2) : top;
+      if (!(std::fabs(ceiling) <= 0x1p20f)) {
+        for (int64_t n = 0; n < i; ++n) s.maximum[n] = -infinity;
+        return false;
+      }
+      s.maximum[i] = ceiling;
+    }
+    return true;
+  }
+
   // A block of query rows of one head.
   struct Head {
-    int64_t slot, base, rows;
+    int64_t b, first, slot, base, rows;
     const int32_t* spans;
     const Hull* hull;
     const Hull& all;
     float c, slack;
     bool bounded;
+    const Scores& scoring;
     int64_t strip_rows(int64_t t) const { return least(E::strip, rows - t * E::strip); }
   };
 
@@ -263,33 +317,69 @@ class Forward {
   // the next one meanwhile, a few columns after each few rows of exponentials: the two run on different parts of the
   // processor.
   void values(const Head& head, const Strip& s, const Job& job, float* ready, const Job& next, float* ahead) const {
-    const int64_t at = job.strip * E::strip, rows = head.strip_rows(job.strip), n = job.seen.hi - job.seen.lo;
-    if (!job.seen.full)
-      for (int64_t i = 0; i < rows; ++i)
-        hide(ready + i * lds, job.seen.lo, n, head.spans + (at + i) * a.runs * 2, a.runs);
     const int64_t step = round_up(block_keys / (E::strip / 4), panel);  // columns for each four rows
     const bool prepare = E::overlaps && next.valid(head.all);
     int64_t done = 0;
-    C* p = in_place ? reinterpret_cast<C*>(ready) : s.p;
     const auto between = [&] {
       if (prepare) scores(head, s, next, ahead, done, done + step);
       done += step;
     };
-    const Running run{s.maximum + at, s.sums + at * Vec::width};
-    const auto softmax =
-        head.bounded ? &softmax_strip<E, true, decltype(between)> : &softmax_strip<E, false, decltype(between)>;
-    softmax(ready, lds, p, ldp, p_plane, round_up(rows, 4), n, head.c, head.slack, run, s.out + at * v_cols, v_cols,
-            between);
+    if (changes) {
+      const auto prepare_rows = [&](int64_t i) { ready_rows(head, s, job, ready, i); };
+      softmax(head, s, job, ready,
+              ChangedStrip<decltype(prepare_rows)>{prepare_rows, drops ? s.kept : nullptr, kept_words}, between);
+    } else {
+      hide_unseen(head, job, ready, 0, head.strip_rows(job.strip));
+      softmax(head, s, job, ready, PlainStrip{}, between);
+    }
     if (prepare) scores(head, s, next, ahead, done, block_keys);
-    E::product({p, ldp, p_plane}, {packed_v + head.slot * v_head + (job.seen.lo - head.base) * panel, v_panel, v_plane},
-               s.out + at * v_cols, v_cols, round_up(rows, E::rows), v_cols, n, true);
+    const int64_t at = job.strip * E::strip;
+    E::product({weights_in(s, ready), ldp, p_plane},
+               {packed_v + head.slot * v_head + (job.seen.lo - head.base) * panel, v_panel, v_plane},
+               s.out + at * v_cols, v_cols, round_up(head.strip_rows(job.strip), E::rows), v_cols,
+               job.seen.hi - job.seen.lo, true);
+  }
+
+  C* weights_in(const Strip& s, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : s.p; }
+
+  template <class Change, class Between>
+  void softmax(const Head& head, const Strip& s, const Job& job, float* ready, const Change& change,
+               const Between& between) const {
+    const int64_t at = job.strip * E::strip;
+    const Running run{s.maximum + at, s.sums + at * Vec::width};
+    const auto run_strip =
+        head.bounded ? &softmax_strip<E, true, Change, Between> : &softmax_strip<E, false, Change, Between>;
+    run_strip(ready, lds, weights_in(s, ready), ldp, p_plane, round_up(head.strip_rows(job.strip), 4),
+              job.seen.hi - job.seen.lo, a.options.change_scores() ? 1.0f : head.c, head.slack, run,
+              s.out + at * v_cols, v_cols, change, between);
+  }
+
+  // Hides what rows [from, to) of a job's strip may not see.
+  void hide_unseen(const Head& head, const Job& job, float* ready, int64_t from, int64_t to) const {
+    if (job.seen.full) return;
+    for (int64_t i = from; i < to; ++i)
+      hide(ready + i * lds, job.seen.lo, job.seen.hi - job.seen.lo,
+           head.spans + (job.strip * E::strip + i) * a.runs * 2, a.runs);
+  }
+
+  // Rows [i, i + 4) of a job's strip with options: scores become exponents, and dropout decides.
+  void ready_rows(const Head& head, const Strip& s, const Job& job, float* ready, int64_t i) const {
+    const int64_t end = least(i + 4, head.strip_rows(job.strip)), n = job.seen.hi - job.seen.lo,
+                  at = job.strip * E::strip;
+    for (int64_t r = i; r < end; ++r) {
+      if (a.options.change_scores()) head.scoring.exponents(ready + r * lds, n, head.first + at + r, job.seen.lo);
+      if (drops)
+        for (int64_t j = 0; j < n; j += 32)
+          s.kept[r * kept_words + j / 32] = kept_of_32(a, s.random[at + r], head.b, job.seen.lo + j);
+    }
+    hide_unseen(head, job, ready, i, end);
   }
 
   void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
-    const bool sees = sees_any(spans, a.runs);
-    const float sum = reduce_add(load(s.sums + r * Vec::width));
-    write_row(s.out + r * v_cols, sees ? 1.0f / sum : 0.0f, at<T>(a.out, b, h, i), a.v_dim);
-    write_lse(b, h, i, sees ? log_sum(s.maximum[r] - E::exponent_offset, sum) : -infinity);
+    const float sum = sees_any(spans, a.runs) ? reduce_add(load(s.sums + r * Vec::width)) : 0.0f;
+    const RowEnd end = end_of_row(s.maximum[r] - E::exponent_offset, sum, sink_of(a, h), kept_weight_of(a));
+    write_row(s.out + r * v_cols, end.factor, at<T>(a.out, b, h, i), a.v_dim);
+    write_lse(b, h, i, end.lse);
   }
 
   const ForwardArgs& a;
@@ -297,6 +387,8 @@ class Forward {
   const Parts parts;
   const int64_t keys, k_panel, v_panel, k_plane, v_plane, q_plane, p_plane, k_head, v_head, packs, blocks, slots;
   const FewQueries<T, E> few;
+  const bool changes, drops;
+  const int64_t kept_words;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;
   float *k_norms = nullptr, *v_norms = nullptr;

@@ -18,7 +18,7 @@ using namespace attnspan;
 
 namespace {
 
-constexpr int code_f32 = 0, code_i32 = 3;
+constexpr int code_f32 = 0, code_i32 = 3, code_i64 = 4;
 
 void fill_bounds(Problem& p, nb::handle bounds) {
   const Array a = array_of(bounds);
@@ -91,11 +91,97 @@ Config config_of(nb::handle x) {
   return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2]), true};
 }
 
+// Extent `i` of an array with a first or other axis that may be shared: 1, or `full`.
+int64_t own_or_shared(const char* name, const Array& a, int i, int64_t full) {
+  const int64_t size = i < a.ndim ? a.shape[static_cast<size_t>(i)] : 0;
+  if (size != 1 && size != full)
+    fail(std::string(name) + ": expected 1 or " + std::to_string(full) + " along axis " + std::to_string(i) +
+         ", got shape " + a.shape_text());
+  return size;
+}
+
+Indices indices_of(const char* name, nb::handle x, const Problem& p, int64_t length) {
+  if (x.is_none()) return {};
+  const int64_t rows = own_or_shared(name, array_of(x), 0, p.batch);
+  return {static_cast<const int32_t*>(packed(name, x, code_i32, {rows, length}).data), rows == 1 ? 0 : length};
+}
+
+Bias dense_bias_of(nb::handle x, const Problem& p) {
+  const Array a = array_of(x);
+  Bias bias{BiasKind::dense, a.data, static_cast<Dtype>(a.dtype)};
+  if (a.dtype < 0 || a.dtype > 2) fail("bias: expected float32, bfloat16 or float16");
+  bias.batches = own_or_shared("bias", a, 0, p.batch), bias.heads = own_or_shared("bias", a, 1, p.q_heads);
+  bias.rows = own_or_shared("bias", a, 2, p.q_len);
+  const Tensor t = tensor_of("bias", x, a.dtype, {bias.batches, bias.heads, bias.rows, p.k_len});
+  bias.batch = bias.batches == 1 ? 0 : t.batch, bias.head = bias.heads == 1 ? 0 : t.head;
+  bias.row = bias.rows == 1 ? 0 : t.row;
+  return bias;
+}
+
+Bias bias_of(nb::handle x, BiasKind kind, const Problem& p) {
+  if (kind == BiasKind::none) return {};
+  if (kind == BiasKind::dense) return dense_bias_of(x, p);
+  const Array a = array_of(x);
+  Bias bias{kind};
+  bias.heads = p.q_heads, bias.rows = 1;
+  if (kind == BiasKind::distance) {
+    const int64_t size = a.ndim == 2 ? a.shape[1] : 0;
+    if (size % 2 == 0) fail("bias: expected a table of (heads, 2 * reach + 1), got " + a.shape_text());
+    bias.data = packed("bias", x, code_f32, {p.q_heads, size}).data;
+    bias.batches = 1, bias.head = size, bias.reach = size / 2;
+  } else {
+    bias.batches = own_or_shared("bias", a, 0, p.batch);
+    bias.data = packed("bias", x, code_f32, {bias.batches, p.q_heads}).data;
+    bias.batch = bias.batches == 1 ? 0 : p.q_heads, bias.head = 1;
+  }
+  return bias;
+}
+
+// None, or (softcap, bias, bias_kind, sinks, dropout_threshold, dropout_seed, q_index, k_index).
+void fill_options(Problem& p, nb::handle x) {
+  if (x.is_none()) return;
+  const auto t = nb::cast<nb::tuple>(x);
+  if (t.size() != 8) fail("options: expected 8 items, got " + std::to_string(t.size()));
+  Options& o = p.options;
+  o.softcap = nb::cast<float>(t[0]);
+  if (!(o.softcap >= 0.0f) || !std::isfinite(o.softcap)) fail("softcap: expected 0 or a positive number");
+  const int kind = nb::cast<int>(t[2]);
+  if (kind < 0 || kind > 4) fail("bias_kind: expected 0 to 4, got " + std::to_string(kind));
+  o.bias = bias_of(t[1], static_cast<BiasKind>(kind), p);
+  if (!t[3].is_none()) o.sinks = static_cast<const float*>(packed("sinks", t[3], code_f32, {p.q_heads}).data);
+  const int64_t threshold = nb::cast<int64_t>(t[4]);
+  if (threshold < 0 || threshold > 65535) fail("dropout: expected a threshold of 0 to 65535");
+  if (threshold > 0) {
+    const bool one = array_of(t[5]).ndim == 0;
+    const Array seeds =
+        one ? packed("dropout_seed", t[5], code_i64, {}) : packed("dropout_seed", t[5], code_i64, {p.batch, p.q_heads});
+    o.dropout = {static_cast<uint32_t>(threshold), static_cast<const int64_t*>(seeds.data), !one};
+  }
+  o.q_index = indices_of("q_index", t[6], p, p.q_len), o.k_index = indices_of("k_index", t[7], p, p.k_len);
+}
+
+// The gradient of a bias, in its shape; a dense one's has queries innermost.
+BiasGradient bias_gradient_of(nb::handle x, const Problem& p) {
+  const Bias& bias = p.options.bias;
+  if (x.is_none() || bias.kind == BiasKind::none) return {};
+  if (bias.kind == BiasKind::dense) {
+    const Array a = checked("dbias", x, code_f32, {bias.batches, bias.heads, bias.rows, p.k_len});
+    if (a.shape[2] > 1 && a.strides[2] != 1) fail("dbias: expected queries with a unit stride");
+    return {static_cast<float*>(a.data), bias.batches == 1 ? 0 : a.strides[0], bias.heads == 1 ? 0 : a.strides[1],
+            a.strides[3]};
+  }
+  const bool table = bias.kind == BiasKind::distance;
+  const Array a =
+      packed("dbias", x, code_f32, {table ? p.q_heads : bias.batches, table ? 2 * bias.reach + 1 : p.q_heads});
+  return {static_cast<float*>(a.data), bias.batch, bias.head, 0};
+}
+
 void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle bounds,
-                 float scale, int threads, nb::handle config) {
+                 float scale, int threads, nb::handle config, nb::handle options) {
   ForwardArgs args{};
   fill(args, q, k, v, bounds, scale);
   args.config = config_of(config);
+  fill_options(args, options);
   args.out = tensor_of("out", out, static_cast<int>(args.dtype), {args.batch, args.q_heads, args.q_len, args.v_dim});
   args.lse = lse.is_none() ? nullptr : rows_of("lse", lse, args);
   const Isa isa = level();
@@ -109,10 +195,14 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
 
 void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                   nb::handle lse, nb::handle bounds, nb::handle dq, nb::handle dk, nb::handle dv, float scale,
-                  int threads, nb::handle config) {
+                  int threads, nb::handle config, nb::handle options, nb::handle dbias, nb::handle dsinks) {
   BackwardArgs args{};
   fill(args, q, k, v, bounds, scale);
   args.config = config_of(config);
+  fill_options(args, options);
+  args.dbias = bias_gradient_of(dbias, args);
+  if (args.options.sinks != nullptr && !dsinks.is_none())
+    args.dsinks = static_cast<float*>(packed("dsinks", dsinks, code_f32, {args.q_heads}).data);
   const int dtype = static_cast<int>(args.dtype);
   args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
   args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
@@ -290,10 +380,13 @@ double read_bandwidth(int64_t bytes, int threads, double seconds) {
 NB_MODULE(_core, m) {
   m.doc() = "The CPU kernel. Use it through attnspan.kernels.cpu.";
   m.def("forward", &run_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("lse").none(),
-        nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none());
+        nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none(),
+        nb::arg("options").none() = nb::none());
   m.def("backward", &run_backward, nb::arg("dout"), nb::arg("dlse").none(), nb::arg("q"), nb::arg("k"), nb::arg("v"),
         nb::arg("out"), nb::arg("lse"), nb::arg("bounds"), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"),
-        nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none());
+        nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none(),
+        nb::arg("options").none() = nb::none(), nb::arg("dbias").none() = nb::none(),
+        nb::arg("dsinks").none() = nb::none());
   m.def(
       "fits",
       [](nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len) {

@@ -134,17 +134,30 @@ inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* s
                                                 [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
 }
 
+// Rows of a call without options.
+struct PlainRows {
+  float exponents(int, float*, int64_t, int64_t, float c) const { return c; }
+  void drop(int, float*, int64_t, int64_t) const {}
+};
+
 // Adds keys [first, first + n) to what R rows have seen, n <= row_keys; the first `ahead` of those that lie row_keys
 // further are fetched meanwhile. Each row of `query` is padded to max_dim, times the sign of the scale; c is its
-// magnitude times log2(e).
-template <int R, class T>
+// magnitude times log2(e). `rows` may change scores, and gives the factor that is left; and it may drop weights.
+template <int R, class T, class Rows>
 inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead, float c,
-                     RowSums* sums) {
+                     const Rows& rows, RowSums* sums) {
   alignas(64) float s[R][row_keys];
   row_scores<R>(query, x, first, n, ahead, s);
-  for (int r = 0; r < R; ++r) row_softmax(s[r], n, round_up(x.v_dim, Vec::width), c, sums + r);
+  for (int r = 0; r < R; ++r) {
+    const float factor = rows.exponents(r, s[r], n, first, c);
+    row_softmax(s[r], n, round_up(x.v_dim, Vec::width), factor, sums + r);
+    rows.drop(r, s[r], n, first);
+  }
   row_values<R>(x, first, n, ahead, s, sums);
 }
+
+// The factor of scores that come with the sign of the scale, in units of log2.
+inline float magnitude_of(float scale) { return scale == 0.0f ? 1.0f : std::fabs(scale) * log2_e; }
 
 // A query row as `add_keys` wants it, and the factor of its scores. As in the tiles: -q for a negative scale, q = 0 for
 // scale 0.
@@ -152,41 +165,46 @@ template <class T>
 inline float prepare_query(const T* q, int64_t dim, float scale, float* query) {
   widen(q, query, dim);
   scale_row(query, round_up(dim, Vec::width), scale == 0.0f ? 0.0f : std::copysign(1.0f, scale));
-  return scale == 0.0f ? 1.0f : std::fabs(scale) * log2_e;
+  return magnitude_of(scale);
 }
 
-template <class T>
-void forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, T* out,
-                 float* lse) {
+template <class T, class Rows>
+void forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, const Rows& rows,
+                 const float* sink, float kept_weight, T* out, float* lse) {
   alignas(64) float query[max_dim], sum_v[max_dim] = {};
   const float c = prepare_query(q, x.dim, scale, query);
   RowSums sums{-infinity, 0.0f, sum_v};
-  bool sees = false;
   for (int64_t r = 0; r < runs; ++r)
-    for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys) {
-      sees = true;
-      add_keys<1>(query, x, at, least(row_keys, hi - at), 0, c, &sums);
-    }
-  write_row(sum_v, sees ? 1.0f / sums.total : 0.0f, out, x.v_dim);
-  *lse = sees ? log_sum(sums.top, sums.total) : -infinity;
+    for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys)
+      add_keys<1>(query, x, at, least(row_keys, hi - at), 0, c, rows, &sums);
+  const RowEnd end = end_of_row(sums.top, sums.total, sink, kept_weight);
+  write_row(sum_v, end.factor, out, x.v_dim);
+  *lse = end.lse;
 }
 
+// What backward needs of one pair: its weight, what dropout makes of it, and how its exponent follows its score.
+struct PairWeight {
+  float p, kept, slope;
+};
+
 // One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`.
-// As in the tiles, dq and dk lack the factor `scale`.
-template <class T>
-void backward_row(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* dout, int64_t dim,
-                  int64_t v_dim, const int32_t* spans, int64_t runs, int64_t first, int64_t last, float scale,
-                  float lse, float delta, float* dq, float* dk, int64_t dk_stride, float* dv, int64_t dv_stride) {
+// As in the tiles, dq and dk lack the factor `scale`. `weigh` makes a PairWeight of a key and its score, `record` is
+// given the gradient of its exponent.
+template <class T, class Weigh, class Record>
+void backward_row(const T* q, const KeyValues<T>& x, const T* dout, const int32_t* spans, int64_t runs, int64_t first,
+                  int64_t last, float scale, float delta, const Weigh& weigh, const Record& record, float* dq,
+                  float* dk, int64_t dk_stride, float* dv, int64_t dv_stride) {
   alignas(64) float query[max_dim], grad[max_dim];
-  widen(q, query, dim);
-  widen(dout, grad, v_dim);
+  widen(q, query, x.dim);
+  widen(dout, grad, x.v_dim);
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t j = most(spans[2 * r], first); j < least(spans[2 * r + 1], last); ++j) {
-      const float p = std::exp(dot(query, k + j * k_stride, dim) * scale - lse);
-      const float ds = p * (dot(grad, v + j * v_stride, v_dim) - delta);
-      add_scaled(ds, k + j * k_stride, dq, dim);
-      add_scaled(ds, q, dk + (j - first) * dk_stride, dim);
-      add_scaled(p, dout, dv + (j - first) * dv_stride, v_dim);
+      const PairWeight w = weigh(j, dot(query, x.key(j), x.dim) * scale);
+      const float ds = w.p * (w.kept * dot(grad, x.value(j), x.v_dim) - delta);
+      record(j, ds);
+      add_scaled(ds * w.slope, x.key(j), dq, x.dim);
+      add_scaled(ds * w.slope, q, dk + (j - first) * dk_stride, x.dim);
+      add_scaled(w.p * w.kept, dout, dv + (j - first) * dv_stride, x.v_dim);
     }
 }
 

@@ -182,6 +182,35 @@ inline void store_two(f16* p, Vec a, Vec b) {
 // a * b in one rounding of its own, never as a part of a multiply-add.
 inline Vec rounded_product(Vec a, Vec b) { return {_mm512_mul_round_ps(a.v, b.v, _MM_FROUND_CUR_DIRECTION)}; }
 
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Mask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+
+struct Ints {  // unsigned 32-bit integers, modulo 2^32
+  __m512i v;
+};
+inline Ints set_ints(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+inline Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints operator*(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline Ints operator^(Ints a, Ints b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
+template <int n>
+inline Ints shift_right(Ints a) {
+  return {_mm512_srli_epi32(a.v, n)};
+}
+template <int n>
+inline Ints shift_left(Ints a) {
+  return {_mm512_slli_epi32(a.v, n)};
+}
+inline Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }  // as signed
+inline Mask share_bits(Ints a, Ints b) { return _mm512_test_epi32_mask(a.v, b.v); }
+inline Ints select(Mask m, Ints yes, Ints no) { return {_mm512_mask_mov_epi32(no.v, m, yes.v)}; }
+// A bit for each lane that is at least `least`, both below 2^31.
+inline uint32_t bits_at_least(Ints a, uint32_t least) {
+  return _mm512_cmpge_epi32_mask(a.v, _mm512_set1_epi32(static_cast<int>(least)));
+}
+inline Mask from_bits(uint32_t bits) { return static_cast<Mask>(bits); }
+
 #elif defined(__AVX2__)
 
 struct Vec {
@@ -245,6 +274,41 @@ inline void store(f16* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Mask greater(Vec a, Vec b) { return _mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)); }
+
+struct Ints {
+  __m256i v;
+};
+inline Ints set_ints(uint32_t x) { return {_mm256_set1_epi32(static_cast<int>(x))}; }
+inline Ints load_ints(const int32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Ints operator*(Ints a, Ints b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+inline Ints operator^(Ints a, Ints b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline Ints operator&(Ints a, Ints b) { return {_mm256_and_si256(a.v, b.v)}; }
+template <int n>
+inline Ints shift_right(Ints a) {
+  return {_mm256_srli_epi32(a.v, n)};
+}
+template <int n>
+inline Ints shift_left(Ints a) {
+  return {_mm256_slli_epi32(a.v, n)};
+}
+inline Vec to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.v)}; }
+inline Mask share_bits(Ints a, Ints b) {
+  return _mm256_xor_si256(_mm256_cmpeq_epi32(_mm256_and_si256(a.v, b.v), _mm256_setzero_si256()),
+                          _mm256_set1_epi32(-1));
+}
+inline Ints select(Mask m, Ints yes, Ints no) { return {_mm256_blendv_epi8(no.v, yes.v, m)}; }
+inline uint32_t bits_at_least(Ints a, uint32_t least) {
+  const __m256i m = _mm256_cmpgt_epi32(a.v, _mm256_set1_epi32(static_cast<int>(least) - 1));
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(m)));
+}
+inline Mask from_bits(uint32_t bits) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lanes), lanes);
+}
+
 #else  // portable: the compiler's own vector types (SSE2, NEON, ...)
 
 typedef float f32x4 __attribute__((vector_size(16)));
@@ -301,6 +365,45 @@ inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
   std::memcpy(&h, hi, sizeof h);
   return (l <= key) & (h > key);
 }
+inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+inline Mask greater(Vec a, Vec b) { return a.v > b.v; }
+
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+struct Ints {
+  u32x4 v;
+};
+inline Ints set_ints(uint32_t x) { return {u32x4{x, x, x, x}}; }
+inline Ints load_ints(const int32_t* p) {
+  Ints a;
+  std::memcpy(&a.v, p, sizeof a.v);
+  return a;
+}
+inline Ints operator+(Ints a, Ints b) { return {a.v + b.v}; }
+inline Ints operator*(Ints a, Ints b) { return {a.v * b.v}; }
+inline Ints operator^(Ints a, Ints b) { return {a.v ^ b.v}; }
+inline Ints operator&(Ints a, Ints b) { return {a.v & b.v}; }
+template <int n>
+inline Ints shift_right(Ints a) {
+  return {a.v >> n};
+}
+template <int n>
+inline Ints shift_left(Ints a) {
+  return {a.v << n};
+}
+inline Vec to_floats(Ints a) {
+  i32x4 x;
+  std::memcpy(&x, &a.v, sizeof x);
+  return {__builtin_convertvector(x, f32x4)};
+}
+inline Mask share_bits(Ints a, Ints b) { return (a.v & b.v) != 0; }
+inline Ints select(Mask m, Ints yes, Ints no) { return {m ? yes.v : no.v}; }
+inline uint32_t bits_at_least(Ints a, uint32_t least) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; ++i) bits |= static_cast<uint32_t>(a.v[i] >= least) << i;
+  return bits;
+}
+inline Mask from_bits(uint32_t bits) { return (u32x4{bits, bits, bits, bits} & u32x4{1, 2, 4, 8}) != 0; }
+
 template <class T>
 inline Vec load_each(const T* p) {
   return {f32x4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
@@ -361,6 +464,13 @@ inline Vec clamped(Vec x) { return zero() - vmax(set(-128.0f), zero() - vmax(set
 inline Vec fraction(Vec x) { return clamped(x) - floor(clamped(x)); }
 inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, floor(clamped(x))); }
 #endif
+
+inline Vec magnitude(Vec a) { return vmax(a, zero() - a); }
+
+inline Ints count_from(int64_t first) {
+  alignas(64) static constexpr int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return set_ints(static_cast<uint32_t>(first)) + load_ints(lanes);
+}
 
 // The first n < width elements; the others are zero.
 template <class T>

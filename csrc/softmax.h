@@ -71,11 +71,31 @@ struct Running {
 // have room for 2^31 of them with |v| <= 2^50.
 inline bool moderate(float v_norm) { return v_norm <= 0x1p100f; }
 
-// Are all exponentials of c * q . k within 2^-40 .. 2^40, by the Cauchy-Schwarz bound on the largest squared norms?
-// Relative precision does not depend on their size, as long as their products with v neither overflow nor vanish. False
-// for NaN.
-inline bool within_range(float q_norm, float k_norm, float v_norm, float c) {
-  return std::sqrt(q_norm) * std::sqrt(k_norm) * c <= 40.0f && moderate(v_norm) && v_norm >= 0x1p-60f;
+// The Cauchy-Schwarz bound on |c * q . k|, from the largest squared norms.
+inline float largest_product(float q_norm, float k_norm, float c) { return std::sqrt(q_norm) * std::sqrt(k_norm) * c; }
+
+// Are exponentials up to this exponent within 2^-40 .. 2^40? Relative precision does not depend on their size, as long
+// as their products with v neither overflow nor vanish. False for NaN.
+inline bool within_range(float exponent, float v_norm) {
+  return exponent <= 40.0f && moderate(v_norm) && v_norm >= 0x1p-60f;
+}
+
+// The factor of a row's weighted values, and its lse.
+struct RowEnd {
+  float factor, lse;
+};
+
+// From the row's maximum (in units of log2) and the sum of its weights relative to that; 0: it saw nothing. A sink is
+// one more logit, without a value.
+inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight) {
+  if (sink == nullptr) {
+    if (sum == 0.0f) return {0.0f, -infinity};
+    return {kept_weight / sum, log_sum(maximum, sum)};
+  }
+  if (sum == 0.0f) return {0.0f, *sink};
+  const float s = *sink * log2_e, top = s > maximum ? s : maximum;
+  const float seen = std::exp2(maximum - top), total = sum * seen + std::exp2(s - top);
+  return {kept_weight * seen / total, log_sum(top, total)};
 }
 
 inline Vec row_maximum(const float* s, int64_t cols) {
@@ -113,11 +133,25 @@ inline Vec exponentials(const float* s, int64_t cols, float c, float shift, cons
   return a + b;
 }
 
+// A strip of a call without options: nothing happens to its scores or weights.
+struct PlainStrip {
+  static constexpr bool changes = false;
+  void before(int64_t) const {}
+  const uint32_t* kept(int64_t) const { return nullptr; }
+};
+
 // The same, times 2^exponent_offset, as a row of A of an engine's products; p may be s itself where an element is one
-// piece.
-template <class E>
-inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c, float shift) {
+// piece. Weights whose bit in `kept` is not set become 0 after they are summed; null keeps all.
+template <class E, class Strip>
+inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c, float shift,
+                      const uint32_t* kept) {
   return exponentials<typename E::Exponential>(s, cols, c, shift, [=](int64_t j, Vec x, Vec y) {
+    if constexpr (Strip::changes)
+      if (kept != nullptr) {
+        const uint32_t bits = kept[j / 32] >> (j % 32);
+        x = select(from_bits(bits), x, zero());
+        y = select(from_bits(bits >> Vec::width), y, zero());
+      }
     if constexpr (Vec::width == panel)
       E::store_group(p + j, 0, plane, x, y);
     else
@@ -135,20 +169,22 @@ inline void scale_row(float* o, int64_t n, float factor) {
 // > 0.
 //
 // The maximum is left alone while it rises by at most `slack`: any shift gives the same result, and rescaling is then
-// rare. `between` is called after each four rows.
+// rare. `strip` has its say before each four rows, `between` is called after them.
 //
-// `Bounded`: the exponential of every score is within 2^-40 .. 2^40 (see `within_range`). Then no maximum is needed at
-// all: it stays 0.
-template <class E, bool Bounded, class Between>
+// `Bounded`: the exponential of every score, less the row's maximum as it is given, is at most 2^40, and at least 2^-40
+// for one that the row sees (see `within_range`). Then the maximum need not be found: it stays.
+template <class E, bool Bounded, class Strip, class Between>
 inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t ldp, int64_t plane, int64_t rows,
                           int64_t cols, float c, float slack, Running run, float* out, int64_t v_cols,
-                          const Between& between) {
+                          const Strip& strip, const Between& between) {
   for (int64_t i = 0; i < rows; i += 4) {
     float *row = s + i * lds, *maximum = run.maximum + i;
+    strip.before(i);
     if constexpr (Bounded) {
       for (int r = 0; r < 4; ++r) {
         float* sum = run.sums + (i + r) * Vec::width;
-        store(sum, load(sum) + weights_of<E>(row + r * lds, p + (i + r) * ldp, plane, cols, c, 0.0f));
+        store(sum, load(sum) + weights_of<E, Strip>(row + r * lds, p + (i + r) * ldp, plane, cols, c, maximum[r],
+                                                    strip.kept(i + r)));
       }
       between();
       continue;
@@ -172,7 +208,8 @@ inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t
       }
     for (int r = 0; r < 4; ++r) {
       float* sum = run.sums + (i + r) * Vec::width;
-      store(sum, load(sum) + weights_of<E>(row + r * lds, p + (i + r) * ldp, plane, cols, c, shift[r]));
+      store(sum, load(sum) + weights_of<E, Strip>(row + r * lds, p + (i + r) * ldp, plane, cols, c, shift[r],
+                                                  strip.kept(i + r)));
     }
     between();
   }

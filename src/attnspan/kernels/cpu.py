@@ -9,12 +9,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from .. import _dropout as dropout
+from ..options import Options
 from ..problem import Problem
 from . import tuned
 
 MAX_HEAD_DIM = 256
 
-_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
+_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4}
 
 _core: ModuleType | None
 _core_error = ""
@@ -59,6 +61,7 @@ def forward(
     scale: float,
     num_threads: int,
     config: Mapping[str, int] | None = None,
+    options: Options | None = None,
 ) -> None:
     """Attend, writing ``out`` and ``lse``.
 
@@ -72,9 +75,10 @@ def forward(
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
         config: One of `configs`; None takes the tuned one, or else the kernel's own choice.
+        options: Softcap, bias, sinks, dropout and positions; None for a plain call.
 
     Raises:
-        ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
+        ValueError: Illegal bounds, configuration or options, or arrays that do not fit each other.
 
     Example:
         >>> import numpy as np
@@ -97,6 +101,7 @@ def forward(
         scale,
         num_threads,
         None if config is None else _config(config),
+        None if options is None else _options(options),
     )
 
 
@@ -116,6 +121,9 @@ def backward(
     scale: float,
     num_threads: int,
     config: Mapping[str, int] | None = None,
+    options: Options | None = None,
+    dbias: Any = None,
+    dsinks: Any = None,
 ) -> None:
     """Write the gradients of `forward` into ``dq``, ``dk`` and ``dv``.
 
@@ -134,6 +142,10 @@ def backward(
         scale: As in `forward`.
         num_threads: Threads to use. The same number gives the same bits.
         config: As in `forward`.
+        options: As in `forward`.
+        dbias: Written, float32 in the shape of the bias: slopes and distance tables contiguous, a dense bias
+            with unit stride between queries. None where it is not wanted.
+        dsinks: Written, float32 (Hq,), or None.
 
     Raises:
         ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
@@ -157,6 +169,9 @@ def backward(
         scale,
         num_threads,
         None if config is None else _config(config),
+        None if options is None else _options(options),
+        None if dbias is None else _array(dbias),
+        None if dsinks is None else _array(dsinks),
     )
 
 
@@ -332,6 +347,23 @@ def _config(config: Mapping[str, int]) -> tuple[int, int, int]:
         )
     block_q, block_k, threads = (config.get(name, 0) for name in tuned.CONFIG_FIELDS)
     return block_q, block_k, threads
+
+
+def _options(options: Options) -> tuple[Any, ...]:
+    def array(x: Any) -> Any:
+        return None if x is None else _array(x)
+
+    threshold = dropout.threshold(options.dropout_p) if options.dropout_p else 0
+    return (
+        options.softcap,
+        array(options.bias),
+        options.bias_kind,
+        array(options.sinks),
+        threshold,
+        array(options.dropout_seed),
+        array(options.q_index),
+        array(options.k_index),
+    )
 
 
 def _array(x: Any) -> Any:

@@ -1,0 +1,210 @@
+// Biases and their gradients as the backward pass meets them: by tiles of keys x queries, queries innermost.
+#pragma once
+
+#include <cassert>
+
+#include "pack.h"
+#include "scores.h"
+#include "spans.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// data[j * ld + i] belongs to key `key` + j and query `query` + i. `queries` is a multiple of 16; both may reach beyond
+// the arrays, where values mean nothing and gradients are 0.
+struct Tile {
+  float* data;
+  int64_t ld, key, keys, query, queries;
+  float* row(int64_t j) const { return data + j * ld; }
+};
+
+// The bias of one query head. Distances are from key to query here: ascending along a row of a tile.
+class BiasTiles {
+ public:
+  // Room for one head, by thread.
+  struct Room {
+    int32_t* q_index;      // of all queries, padded
+    uint8_t* consecutive;  // for each 16 of them: does each follow the one before?
+    float* table;          // a distance table, reversed
+    double* slope_sum;     // gradient of a slope
+  };
+
+  static Room lay_out(Carver& carver, const Problem& a, int64_t queries) {
+    const BiasKind kind = a.options.bias.kind;
+    const bool positional = kind != BiasKind::none && kind != BiasKind::dense;
+    Room room;
+    room.q_index = carver.take<int32_t>(positional ? queries : 0);
+    room.consecutive = carver.take<uint8_t>(positional ? queries / panel : 0);
+    room.table = carver.take<float>(kind == BiasKind::distance ? 2 * a.options.bias.reach + 1 : 0);
+    room.slope_sum = carver.take<double>(1);
+    return room;
+  }
+
+  // Floats of the gradient that each share of a head sums on its own; a dense bias has none, shares own their keys.
+  static int64_t partial_size(const BackwardArgs& a) {
+    if (a.dbias.data == nullptr) return 0;
+    const BiasKind kind = a.options.bias.kind;
+    return kind == BiasKind::distance ? 2 * a.options.bias.reach + 1 : kind == BiasKind::dense ? 0 : 1;
+  }
+
+  // `partial` is null where no gradient is wanted.
+  BiasTiles(const BackwardArgs& args, int64_t b, int64_t h, int64_t queries, const Room& room, float* partial)
+      : a_(args),
+        b_(b),
+        h_(h),
+        kind_(args.options.bias.kind),
+        room_(room),
+        partial_(partial),
+        scores_(Scores::make<float>(args, b, h, 1.0f, 0.0f)) {
+    for (int64_t i = 0; i < partial_size(a_); ++i) partial_[i] = 0.0f;
+    *room.slope_sum = 0.0;
+    if (kind_ == BiasKind::none || kind_ == BiasKind::dense) return;
+    for (int64_t i = 0; i < queries; ++i)
+      room.q_index[i] = i < a_.q_len ? query_index(a_, b, i) : i > 0 ? room.q_index[i - 1] : 0;
+    for (int64_t p = 0; p < queries / panel; ++p) {
+      room.consecutive[p] = 1;
+      for (int64_t i = p * panel + 1; i < (p + 1) * panel; ++i)
+        if (room.q_index[i] != room.q_index[i - 1] + 1) room.consecutive[p] = 0;
+    }
+    if (kind_ != BiasKind::distance) return;
+    const DistanceTable table = scores_.table_of_head();
+    std::reverse_copy(table.values, table.values + table.size(), room.table);
+  }
+
+  bool present() const { return kind_ != BiasKind::none; }
+  bool wants_gradient() const { return a_.dbias.data != nullptr; }
+
+  // The biases of a tile, in units of log2.
+  void fill(const Tile& t) const {
+    if (kind_ == BiasKind::dense) return fill_dense(t);
+    const float slope = kind_ == BiasKind::distance ? 0.0f : scores_.slope_of_head() * log2_e;
+    const Vec factor = set(kind_ == BiasKind::distance ? log2_e : -slope);
+    for_each_row(t, [&](int64_t j, int64_t key) {
+      for (int64_t i = 0; i < t.queries; i += Vec::width) {
+        const int64_t query = t.query + i;
+        const Vec x = kind_ == BiasKind::distance ? from_table(query, key) : distance(query, key);
+        store(t.row(j) + i, factor * (kind_ == BiasKind::alibi ? magnitude(x) : x));
+      }
+    });
+  }
+
+  // Adds the gradients of the exponents of a tile to that of the bias.
+  void record(const Tile& t) const {
+    if (kind_ == BiasKind::dense) return record_dense(t);
+    if (kind_ == BiasKind::distance) return record_table(t);
+    Vec sum = zero();
+    for_each_row(t, [&](int64_t j, int64_t key) {
+      for (int64_t i = 0; i < t.queries; i += Vec::width) {
+        const Vec d = distance(t.query + i, key);
+        sum = fma(load(t.row(j) + i), kind_ == BiasKind::alibi ? magnitude(d) : d, sum);
+      }
+    });
+    *room_.slope_sum -= static_cast<double>(reduce_add(sum));
+  }
+
+  // One pair, off the tiles.
+  void record(int64_t i, int64_t j, float ds) const {
+    const int64_t d = scores_.key_index(j) - query_index(a_, b_, i);
+    if (kind_ == BiasKind::dense)
+      dense_gradient(j, i)[0] += ds;
+    else if (kind_ == BiasKind::distance)
+      partial_[reversed().clamp(-d)] += ds;
+    else
+      *room_.slope_sum += static_cast<double>(ds) * static_cast<double>(kind_ == BiasKind::alibi && d > 0 ? -d : d);
+  }
+
+  // After all tiles of the head.
+  void finish() const {
+    if (wants_gradient() && (kind_ == BiasKind::alibi || kind_ == BiasKind::signed_alibi))
+      partial_[0] = static_cast<float>(*room_.slope_sum);
+  }
+
+ private:
+  template <class Row>
+  void for_each_row(const Tile& t, const Row& row) const {
+    for (int64_t j = 0; j < t.keys; ++j) row(j, t.key + j < a_.k_len ? scores_.key_index(t.key + j) : 0);
+  }
+
+  DistanceTable reversed() const { return {room_.table, a_.options.bias.reach}; }
+
+  // Query indices from position `query` on, less the key's.
+  Vec distance(int64_t query, int64_t key) const {
+    return to_floats(load_ints(room_.q_index + query) + set_ints(static_cast<uint32_t>(-key)));
+  }
+  Vec from_table(int64_t query, int64_t key) const {
+    const int32_t* q = room_.q_index + query;
+    if (room_.consecutive[query / panel]) return reversed().ascending(q[0] - key);
+    float lanes[Vec::width];
+    for (int n = 0; n < Vec::width; ++n) lanes[n] = reversed().at(q[n] - key);
+    return load(lanes);
+  }
+
+  void record_table(const Tile& t) const {
+    const DistanceTable table = reversed();
+    for_each_row(t, [&](int64_t j, int64_t key) {
+      for (int64_t i = 0; i < t.queries; i += Vec::width) {
+        const int32_t* q = room_.q_index + t.query + i;
+        const float* ds = t.row(j) + i;
+        const int64_t at = q[0] - key + table.reach;
+        if (room_.consecutive[(t.query + i) / panel] && at >= 0 && at + Vec::width <= table.size())
+          store(partial_ + at, load(partial_ + at) + load(ds));
+        else
+          for (int n = 0; n < Vec::width; ++n) partial_[table.clamp(q[n] - key)] += ds[n];
+      }
+    });
+  }
+
+  void fill_dense(const Tile& t) const {
+    if (a_.options.bias.row == 0) {  // one row for all queries
+      float values[64] = {};
+      assert(t.keys <= 64);
+      scores_.dense_row(0, t.key, most(0, least(t.keys, a_.k_len - t.key)), values);
+      for (int64_t j = 0; j < t.keys; ++j)
+        for (int64_t i = 0; i < t.queries; i += Vec::width) store(t.row(j) + i, set(values[j] * log2_e));
+      return;
+    }
+    Block x;
+    for (int64_t j = 0; j < t.keys; j += 16) {
+      const int64_t keys = most(0, least(16, a_.k_len - t.key - j));
+      for (int64_t i = 0; i < t.queries; i += 16) {
+        std::memset(x.unit, 0, sizeof x.unit);
+        for (int64_t r = 0; r < most(0, least(16, a_.q_len - t.query - i)); ++r)
+          scores_.dense_row(t.query + i + r, t.key + j, keys, reinterpret_cast<float*>(x.unit[r]));
+        transpose(x);
+        for (int64_t r = 0; r < least(16, t.keys - j); ++r)
+          for (int64_t lane = 0; lane < 16; lane += Vec::width)
+            store(t.row(j + r) + i + lane, load(reinterpret_cast<float*>(x.unit[r]) + lane) * set(log2_e));
+      }
+    }
+  }
+
+  float* dense_gradient(int64_t key, int64_t query) const {
+    const BiasGradient& to = a_.dbias;
+    return to.data + b_ * to.batch + h_ * to.head + key * to.key + (a_.options.bias.rows == 1 ? 0 : query);
+  }
+
+  void record_dense(const Tile& t) const {
+    const int64_t queries = least(t.queries, a_.q_len - t.query);
+    for (int64_t j = 0; j < least(t.keys, a_.k_len - t.key); ++j) {
+      const float* ds = t.row(j);
+      float* to = dense_gradient(t.key + j, t.query);
+      if (a_.options.bias.rows == 1) {
+        Vec sum = zero();
+        for (int64_t i = 0; i < t.queries; i += Vec::width) sum = sum + load(ds + i);
+        to[0] += reduce_add(sum);
+        continue;
+      }
+      int64_t i = 0;
+      for (; i + Vec::width <= queries; i += Vec::width) store(to + i, load(to + i) + load(ds + i));
+      for (; i < queries; ++i) to[i] += ds[i];
+    }
+  }
+
+  const BackwardArgs& a_;
+  const int64_t b_, h_;
+  const BiasKind kind_;
+  const Room room_;
+  float* const partial_;
+  const Scores scores_;
+};
+
+}  // namespace attnspan::ATTNSPAN_ISA

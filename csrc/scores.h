@@ -1,0 +1,255 @@
+// What options make of scores: from products q . k to exponents in units of log2, for one query head.
+#pragma once
+
+#include <algorithm>
+
+#include "dropout.h"
+#include "rows.h"
+#include "softcap.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// A distance table's value for each distance, its ends beyond.
+struct DistanceTable {
+  const float* values;
+  int64_t reach;
+  int64_t size() const { return 2 * reach + 1; }
+  int64_t clamp(int64_t distance) const { return most(0, least(2 * reach, distance + reach)); }
+  float at(int64_t distance) const { return values[clamp(distance)]; }
+  // Of the distances from `distance` on, one after the other.
+  Vec ascending(int64_t distance) const {
+    const int64_t i = distance + reach;
+    if (i >= 0 && i + Vec::width <= size()) return load(values + i);
+    if (i + Vec::width <= 1) return set(values[0]);
+    if (i >= 2 * reach) return set(values[2 * reach]);
+    float lanes[Vec::width];
+    for (int n = 0; n < Vec::width; ++n) lanes[n] = at(distance + n);
+    return load(lanes);
+  }
+};
+
+// One head's scores on their way to exponents: scaled, capped, biased.
+class Scores {
+ public:
+  Scores() = default;
+
+  // `c` turns a product into an exponent (it is positive: products come with the sign of the scale); `bound` is the
+  // largest magnitude that scaled scores can have.
+  template <class T>
+  static Scores make(const Problem& a, int64_t b, int64_t h, float c, float bound) {
+    Scores s;
+    s.a_ = &a, s.b_ = b, s.h_ = h, s.c_ = c;
+    if (a.options.softcap > 0.0f) s.cap_ = Softcap::make<T>(a.options.softcap, c / log2_e, bound);
+    s.k_index_ = a.options.k_index.of(b);
+    return s;
+  }
+
+  // s[j] is the product of row i and key first + j; it becomes the exponent. Keys beyond the last stay as they are.
+  void exponents(float* s, int64_t n, int64_t i, int64_t first) const {
+    n = most(0, least(n, a_->k_len - first));
+    const bool capped = a_->options.softcap > 0.0f;
+    if (capped) cap_.apply(s, n);
+    const float c = capped ? 1.0f : c_;
+    const Bias& bias = a_->options.bias;
+    const int64_t q = query_index(*a_, b_, i);
+    switch (bias.kind) {
+      case BiasKind::none:
+        if (!capped) scale_row(s, n, c);
+        return;
+      case BiasKind::alibi:
+        return add(s, n, c, [&, slope = set(-slope_of_head() * log2_e)](int64_t j, Vec x) {
+          return fma(slope, magnitude(distances(first + j, q)), x);
+        });
+      case BiasKind::signed_alibi:
+        return add(s, n, c, [&, slope = set(slope_of_head() * log2_e)](int64_t j, Vec x) {
+          return fma(slope, distances(first + j, q), x);
+        });
+      case BiasKind::distance:
+        return add(s, n, c, [&, table = table_of_head()](int64_t j, Vec x) {
+          return fma(from_table(table, first + j, q), set(log2_e), x);
+        });
+      case BiasKind::dense:
+        return add_dense(s, n, c, i, first);
+    }
+  }
+
+  // ALiBi's bias of the nearest key that row i sees, the largest of all, in units of log2; NaN where it is not known.
+  float nearest_alibi(int64_t i, const int32_t* spans) const {
+    const float slope = slope_of_head();
+    if (k_index_ != nullptr || !(slope >= 0.0f)) return NAN;
+    const int64_t q = query_index(*a_, b_, i);
+    int64_t nearest = INT64_MAX;
+    for (int64_t r = 0; r < a_->runs; ++r) {
+      const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
+      if (lo < hi) nearest = least(nearest, q < lo ? lo - q : q >= hi ? q - hi + 1 : 0);
+    }
+    return nearest == INT64_MAX ? 0.0f : -slope * log2_e * static_cast<float>(nearest);
+  }
+
+  float slope_of_head() const { return *a_->options.bias.floats(b_, h_); }
+  DistanceTable table_of_head() const { return {a_->options.bias.floats(b_, h_), a_->options.bias.reach}; }
+  const Softcap& cap() const { return cap_; }
+  int64_t key_index(int64_t j) const { return k_index_ == nullptr ? j : k_index_[j]; }
+
+  // Bias of one pair, in natural units.
+  float bias_of(int64_t i, int64_t j) const {
+    const Bias& bias = a_->options.bias;
+    const int64_t distance = key_index(j) - query_index(*a_, b_, i);
+    switch (bias.kind) {
+      case BiasKind::none:
+        return 0.0f;
+      case BiasKind::alibi:
+        return -slope_of_head() * static_cast<float>(distance < 0 ? -distance : distance);
+      case BiasKind::signed_alibi:
+        return slope_of_head() * static_cast<float>(distance);
+      case BiasKind::distance:
+        return table_of_head().at(distance);
+      case BiasKind::dense:
+        return dense_at(i, j);
+    }
+    return 0.0f;
+  }
+
+  // `n` dense values of row i from key j on, as floats; `to` has room for whole vectors.
+  void dense_row(int64_t i, int64_t j, int64_t n, float* to) const {
+    with_dense(i, [&](const auto* row) { widen(row + j, to, n); });
+  }
+
+ private:
+  template <class Bias>
+  void add(float* s, int64_t n, float c, const Bias& bias) const {
+    const Vec factor = set(c);
+    int64_t j = 0;
+    for (; j + Vec::width <= n; j += Vec::width) store(s + j, bias(j, load(s + j) * factor));
+    if (j < n) store_part(s + j, bias(j, load_part(s + j, n - j) * factor), n - j);
+  }
+
+  void add_dense(float* s, int64_t n, float c, int64_t i, int64_t first) const {
+    with_dense(i, [&](const auto* row) {
+      const Vec factor = set(c), unit = set(log2_e);
+      int64_t j = 0;
+      for (; j + Vec::width <= n; j += Vec::width) store(s + j, fma(load(row + first + j), unit, load(s + j) * factor));
+      if (j < n)
+        store_part(s + j, fma(load_part(row + first + j, n - j), unit, load_part(s + j, n - j) * factor), n - j);
+    });
+  }
+
+  template <class Use>
+  void with_dense(int64_t i, const Use& use) const {
+    const Bias& bias = a_->options.bias;
+    const int64_t at = b_ * bias.batch + h_ * bias.head + i * bias.row;
+    if (bias.dtype == Dtype::f32)
+      use(static_cast<const float*>(bias.data) + at);
+    else if (bias.dtype == Dtype::bf16)
+      use(static_cast<const bf16*>(bias.data) + at);
+    else
+      use(static_cast<const f16*>(bias.data) + at);
+  }
+  float dense_at(int64_t i, int64_t j) const {
+    float value = 0.0f;
+    with_dense(i, [&](const auto* row) { value = to_float(row[j]); });
+    return value;
+  }
+
+  // Key indices from position j on, less the query's.
+  Vec distances(int64_t j, int64_t q) const {
+    if (k_index_ == nullptr) return to_floats(count_from(j - q));
+    alignas(64) int32_t index[Vec::width] = {};
+    for (int64_t n = 0; n < least(Vec::width, a_->k_len - j); ++n) index[n] = k_index_[j + n];
+    return to_floats(load_ints(index) + set_ints(static_cast<uint32_t>(-q)));
+  }
+  Vec from_table(const DistanceTable& table, int64_t j, int64_t q) const {
+    if (k_index_ == nullptr) return table.ascending(j - q);
+    float lanes[Vec::width] = {};
+    for (int64_t n = 0; n < least(Vec::width, a_->k_len - j); ++n) lanes[n] = table.at(k_index_[j + n] - q);
+    return load(lanes);
+  }
+
+  const Problem* a_ = nullptr;
+  int64_t b_ = 0, h_ = 0;
+  float c_ = 1.0f;
+  Softcap cap_{};
+  const int32_t* k_index_ = nullptr;
+};
+
+// One query row of a call with options: its scores and what dropout does to its weights.
+class RowOptions {
+ public:
+  template <class T>
+  static RowOptions make(const Problem& a, int64_t b, int64_t h, int64_t i, float c) {
+    RowOptions row;
+    row.a_ = &a, row.b_ = b, row.i_ = i;
+    row.scores_ = Scores::make<T>(a, b, h, c, infinity);
+    if (a.options.dropout.on()) row.random_ = random_of_row(a, seed_of_head(a, b, h), b, i);
+    return row;
+  }
+  float exponents(float* s, int64_t n, int64_t first, float c) const {
+    if (!a_->options.change_scores()) return c;
+    scores_.exponents(s, n, i_, first);
+    return 1.0f;
+  }
+  void drop(float* s, int64_t n, int64_t first) const {
+    if (!a_->options.dropout.on()) return;
+    for (int64_t j = first; j < first + n;) {
+      const int64_t group = round_down(j, 32);
+      const uint32_t bits = kept_of(group);
+      for (; j < least(first + n, group + 32); ++j)
+        if (!bit_of(&bits, j - group)) s[j - first] = 0.0f;
+    }
+  }
+  // Of key j, whose scaled score is x, for a row with this lse.
+  PairWeight weigh(int64_t j, float x, float lse) const {
+    PairWeight w{0.0f, 1.0f, 1.0f};
+    if (const float cap = a_->options.softcap; cap > 0.0f) {
+      const float t = std::tanh(x / cap);
+      x = cap * t, w.slope = 1.0f - t * t;
+    }
+    x += scores_.bias_of(i_, j);
+    w.p = x == -infinity ? 0.0f : std::exp(x - lse);
+    if (a_->options.dropout.on()) {
+      const int64_t group = round_down(j, 32);
+      const uint32_t bits = kept_of(group);
+      w.kept = bit_of(&bits, j - group) ? a_->options.dropout.kept_weight() : 0.0f;
+    }
+    return w;
+  }
+  // A bit for each of the 32 keys from the `first` on, a multiple of 32.
+  uint32_t kept_of(int64_t first) const { return kept_of_32(*a_, random_, b_, first); }
+
+ private:
+  const Problem* a_ = nullptr;
+  int64_t b_ = 0, i_ = 0;
+  Scores scores_{};
+  RandomPair random_{};
+};
+
+// Rows that `add_keys` works on together.
+struct RowsWithOptions {
+  const RowOptions* rows;
+  float exponents(int r, float* s, int64_t n, int64_t first, float c) const {
+    return rows[r].exponents(s, n, first, c);
+  }
+  void drop(int r, float* s, int64_t n, int64_t first) const { rows[r].drop(s, n, first); }
+};
+
+// A strip of rows of a call with options: `prepare(i)` readies rows [i, i + 4), `bits` has `words` of each row's kept
+// weights, or is null.
+template <class Prepare>
+struct ChangedStrip {
+  static constexpr bool changes = true;
+  const Prepare& prepare;
+  const uint32_t* bits;
+  int64_t words;
+  void before(int64_t i) const { prepare(i); }
+  const uint32_t* kept(int64_t i) const { return bits == nullptr ? nullptr : bits + i * words; }
+};
+
+inline const float* sink_of(const Problem& a, int64_t h) {
+  return a.options.sinks == nullptr ? nullptr : a.options.sinks + h;
+}
+
+inline float kept_weight_of(const Problem& a) {
+  return a.options.dropout.on() ? a.options.dropout.kept_weight() : 1.0f;
+}
+
+}  // namespace attnspan::ATTNSPAN_ISA

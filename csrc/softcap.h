@@ -1,0 +1,158 @@
+// tanh for capping scores: an odd polynomial as short as the scores allow.
+#pragma once
+
+#include <array>
+#include <cmath>
+
+#include "softmax.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// tanh(x) = x * (c[0] + c[1] x^2 + ... + c[degree] x^(2 degree)) for |x| <= reach.
+struct TanhPolynomial {
+  static constexpr int most = 8;
+  double reach;
+  int degree;
+  std::array<double, most + 1> c;
+};
+
+// Interpolates tanh(sqrt t) / sqrt t at the Chebyshev points of [0, reach^2]: within a small factor of minimax.
+inline TanhPolynomial tanh_polynomial(double reach, int degree) {
+  const auto f = [](double t) { return t < 1e-12 ? 1.0 : std::tanh(std::sqrt(t)) / std::sqrt(t); };
+  std::array<double, TanhPolynomial::most + 1> t{}, y{};
+  for (int i = 0; i <= degree; ++i) {
+    t[i] = 0.5 * reach * reach * (1.0 + std::cos(M_PI * (2 * i + 1) / (2 * degree + 2)));
+    y[i] = f(t[i]);
+  }
+  for (int order = 1; order <= degree; ++order)  // divided differences
+    for (int i = degree; i >= order; --i) y[i] = (y[i] - y[i - 1]) / (t[i] - t[i - order]);
+  TanhPolynomial p{reach, degree, {}};
+  for (int i = degree; i >= 0; --i) {  // p = p * (t - t[i]) + y[i]
+    for (int n = degree; n > 0; --n) p.c[n] = p.c[n - 1] - t[i] * p.c[n];
+    p.c[0] = y[i] - t[i] * p.c[0];
+  }
+  return p;
+}
+
+inline double error_of(const TanhPolynomial& p) {
+  double worst = 0.0;
+  for (int i = 1; i <= 64; ++i) {
+    const double x = p.reach * i / 64, t = x * x;
+    double value = 0.0;
+    for (int n = p.degree; n >= 0; --n) value = value * t + p.c[n];
+    worst = std::fmax(worst, std::fabs(x * value / std::tanh(x) - 1.0));
+  }
+  return worst;
+}
+
+// The shortest polynomials of relative error `accuracy` for a few reaches.
+class TanhTable {
+ public:
+  static constexpr std::array<double, 5> reaches = {0.25, 0.5, 0.75, 1.0, 1.25};
+  explicit TanhTable(double accuracy) {
+    for (size_t i = 0; i < reaches.size(); ++i)
+      for (int degree = 1; degree <= TanhPolynomial::most; ++degree)
+        if (polynomials_[i] = tanh_polynomial(reaches[i], degree); error_of(polynomials_[i]) <= accuracy) break;
+  }
+  // For |x| <= bound, or null beyond all of them (and for NaN).
+  const TanhPolynomial* find(float bound) const {
+    for (const TanhPolynomial& p : polynomials_)
+      if (bound <= p.reach) return &p;
+    return nullptr;
+  }
+  const TanhPolynomial& unit() const { return polynomials_[3]; }
+
+ private:
+  std::array<TanhPolynomial, reaches.size()> polynomials_{};
+};
+
+// An error of the exponent is one of the weight: halves round weights to 2^-9 or 2^-12.
+template <class T>
+inline const TanhTable& tanh_table() {
+  static const TanhTable table(sizeof(T) == 4 ? 3e-8 : 2e-6);
+  return table;
+}
+
+// Scores to capped ones: to_cap * tanh(from_score * s).
+class Softcap {
+ public:
+  Softcap() = default;
+  // `scale` times a score is capped at `cap`, `bound` is the largest magnitude of scaled scores (may be infinite).
+  template <class T>
+  static Softcap make(float cap, float scale, float bound) {
+    Softcap s;
+    const TanhPolynomial* short_one = tanh_table<T>().find(bound / cap);
+    const TanhPolynomial& p = short_one != nullptr ? *short_one : tanh_table<float>().unit();
+    s.wide_ = short_one == nullptr;
+    s.degree_ = p.degree;
+    s.from_score_ = scale / cap;
+    s.to_cap_ = cap * log2_e;
+    for (int n = 0; n <= p.degree; ++n) s.c_[n] = static_cast<float>(p.c[n] * static_cast<double>(s.to_cap_));
+    return s;
+  }
+
+  // s[j] for j < n, in place: units of log2.
+  void apply(float* s, int64_t n) const {
+    if (wide_) return apply_wide(s, n);
+    switch (degree_) {
+      case 1:
+        return apply_short<1>(s, n);
+      case 2:
+        return apply_short<2>(s, n);
+      case 3:
+        return apply_short<3>(s, n);
+      case 4:
+        return apply_short<4>(s, n);
+      case 5:
+        return apply_short<5>(s, n);
+      case 6:
+        return apply_short<6>(s, n);
+      case 7:
+        return apply_short<7>(s, n);
+      default:
+        return apply_short<8>(s, n);
+    }
+  }
+
+  // The derivative's factor, given a capped score: 1 - tanh^2.
+  Vec derivative(Vec capped) const {
+    const Vec t = capped * set(1.0f / to_cap_);
+    return fma(zero() - t, t, set(1.0f));
+  }
+
+ private:
+  template <int N>
+  Vec polynomial(Vec x) const {
+    const Vec t = x * x;
+    Vec y = set(c_[N]);
+    for (int n = N - 1; n >= 0; --n) y = fma(y, t, set(c_[n]));
+    return x * y;
+  }
+  template <int N>
+  void apply_short(float* s, int64_t n) const {
+    const Vec from = set(from_score_);
+    for (int64_t j = 0; j < n; j += Vec::width) store(s + j, polynomial<N>(load(s + j) * from));
+  }
+  // Near 0 by the polynomial, whose error is relative; beyond 1 by 1 - 2 / (e^(2 |x|) + 1).
+  void apply_wide(float* s, int64_t n) const {
+    for (int64_t j = 0; j < n; j += Vec::width) {
+      const Vec x = load(s + j) * set(from_score_), size = magnitude(x);
+      const Vec e = exp2<float>(zero() - vmax(set(-64.0f), zero() - size * set(2.0f * log2_e)));
+      const Vec far = set(1.0f) - set(2.0f) / (e + set(1.0f)), one = set(1.0f);
+      const Vec side = select(greater(zero(), x), zero() - one, one) * set(to_cap_);
+      Vec near = x;
+      const Vec t = x * x;
+      Vec y = set(c_[degree_]);
+      for (int i = degree_; i-- > 0;) y = fma(y, t, set(c_[i]));
+      near = x * y;
+      store(s + j, select(greater(size, one), far * side, near));
+    }
+  }
+
+  bool wide_ = false;
+  int degree_ = 0;
+  float from_score_ = 0.0f, to_cap_ = 1.0f;
+  std::array<float, TanhPolynomial::most + 1> c_{};
+};
+
+}  // namespace attnspan::ATTNSPAN_ISA
