@@ -158,8 +158,7 @@ def attention(
     warn_if_slow(choice)
     scale = problem.head_dim**-0.5 if scale is None else scale
     if choice.name == "math":
-        extra: dict[str, Any] = {} if options is None else {"options": options}
-        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, **extra)
+        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, options=options)
     else:
         arguments = () if options is None else _sharding.like_options(options, q)
         out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale, *arguments)

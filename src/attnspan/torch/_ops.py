@@ -97,8 +97,8 @@ def _forward_cpu(
     out, lse = _new_outputs(q, v)
     q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
     options = _read_options(_all_options(given))
-    extra: dict[str, Any] = {} if options is None else {"options": options}
-    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=torch.get_num_threads(), **extra)
+    threads = torch.get_num_threads()
+    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=options)
     return out, lse
 
 
@@ -122,12 +122,15 @@ def _backward_cpu(
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
     out, lse = _readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
-    extra: dict[str, Any] = {}
-    if (read := _read_options(options)) is not None:
-        dsinks_or_none = None if read.sinks is None else dsinks
-        extra = {"options": read, "dbias": dbias if want_dbias else None, "dsinks": dsinks_or_none}
-    arguments = (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)
-    cpu.backward(*arguments, scale=scale, num_threads=torch.get_num_threads(), **extra)
+    read = _read_options(options)
+    cpu.backward(
+        *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
+        scale=scale,
+        num_threads=torch.get_num_threads(),
+        options=read,
+        dbias=dbias if want_dbias else None,
+        dsinks=None if read is None or read.sinks is None else dsinks,
+    )
     return gradients
 
 

@@ -95,7 +95,7 @@ def dropout_seeds(seed: Tensor, batch: int, heads: int) -> Tensor:
         >>> torch.equal(seeds[:, :2], dropout_seeds(torch.tensor(5), 2, 2))
         True
     """
-    _check_seed(seed, [()], "a single seed")
+    _check_seed(seed)
     rows, heads_at = torch.arange(batch, device=seed.device), torch.arange(heads, device=seed.device)
     return split_seeds(seed.to(torch.int64), rows[:, None], heads_at[None])  # type: ignore[no-any-return]
 
@@ -198,12 +198,12 @@ def _lower_dropout(dropout_p: Any, seed: Any, q: Tensor) -> Tensor | None:
             remedy="Pass another one for each layer and step, such as torch.randint(2**62, ())",
         )
     batch, heads = q.shape[0], q.shape[1]
-    _check_seed(seed, [(), (batch, heads)], f"() or (B, H) = ({batch}, {heads})")
+    _check_seed(seed, batch, heads)
     _check_device("dropout_seed", seed, q)
     return None if dropout_p == 0 else seed.to(torch.int64)
 
 
-def _check_seed(seed: Any, shapes: list[tuple[int, ...]], words: str) -> None:
+def _check_seed(seed: Any, batch: int | None = None, heads: int | None = None) -> None:
     if not isinstance(seed, Tensor) or seed.dtype not in _INTEGERS:
         got = str(seed.dtype) if isinstance(seed, Tensor) else type(seed).__name__
         raise DtypeError(
@@ -212,10 +212,11 @@ def _check_seed(seed: Any, shapes: list[tuple[int, ...]], words: str) -> None:
             got=got,
             remedy="Pass torch.tensor(seed): a compiler would take a number for a constant",
         )
-    if not any(len(seed.shape) == len(shape) and tuple(seed.shape) == shape for shape in shapes):
+    own = seed.dim() == 2 and seed.shape[0] == batch and seed.shape[1] == heads
+    if seed.dim() != 0 and not own:
         raise ShapeError(
             "dropout_seed",
-            expected=words,
+            expected="shape ()" if batch is None else f"shape () or (B, H) = ({batch}, {heads})",
             got=f"shape {tuple(seed.shape)}",
             remedy="Pass one seed for all, or dropout_seeds(seed, batch, heads)",
         )
