@@ -1,0 +1,388 @@
+"""Any function as a mask, inside compiled regions too: traced with the program, one graph, one compile."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial, reduce
+from operator import and_, or_
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from attnspan import Mask, causal, from_dense, from_predicate, segments
+from attnspan.torch import attention, checkpoint_policy
+from attnspan.torch._encode import _encode_device, encode_op
+
+BATCH, HEADS, LENGTH = 2, 4, 33
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _within(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor, *, width: int) -> Tensor:
+    return (q - k).abs() <= width
+
+
+class _Documents:
+    """A callable object."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __call__(self, b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return self.ids[b, q] == self.ids[b, k]
+
+
+class _Learned(torch.nn.Module):
+    """A module with a buffer, which differs from head to head."""
+
+    widths: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("widths", torch.arange(1, HEADS + 1))
+
+    def forward(self, _b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k).abs() <= self.widths[h]
+
+
+LEARNED = _Learned()
+
+
+def _closure(ids: Tensor) -> Predicate:
+    def same_document(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return ids[b, q] == ids[b, k]
+
+    return same_document
+
+
+def _composed(ids: Tensor) -> Predicate:
+    """As FlexAttention's and_masks and or_masks make them."""
+
+    def combine(operator: Callable, *functions: Predicate) -> Predicate:
+        def combined(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return reduce(operator, [function(b, h, q, k) for function in functions])
+
+        return combined
+
+    near = partial(_within, width=2)
+    return combine(or_, combine(and_, _closure(ids), lambda b, h, q, k: q >= k), near)
+
+
+def _of_dense(ids: Tensor) -> Predicate:
+    """A tensor that the function captures, made inside."""
+    table = ids[:, :, None] == ids[:, None, :]
+    return lambda b, h, q, k: table[b, q, k]
+
+
+#: Each makes a function from ids (BATCH, LENGTH), inside the compiled region.
+FUNCTIONS: dict[str, Callable[[Tensor], Predicate]] = {
+    "closure": _closure,
+    "lambda": lambda ids: lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (k % (h + 2) != 1),
+    "partial": lambda ids: partial(_within, width=4),
+    "partial of a closure": lambda ids: partial(lambda b, h, q, k, ids: ids[b, q] == ids[b, k], ids=ids),
+    "callable object": _Documents,
+    "module": lambda ids: LEARNED,
+    "composition": _composed,
+    "captured table": _of_dense,
+}
+
+
+def _ids(seed: int, length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (BATCH, length), generator=generator).cumsum(-1) // 3
+
+
+def _q(length: int = LENGTH) -> Tensor:
+    return torch.randn(BATCH, HEADS, length, 16, requires_grad=True)
+
+
+def _alone(make: Callable[[Tensor], Predicate], ids: Tensor) -> Mask:
+    return from_predicate(make(ids), max_runs=12)
+
+
+def _beside_causal(make: Callable[[Tensor], Predicate], ids: Tensor) -> Mask:
+    return causal() & from_predicate(make(ids), max_runs=12)
+
+
+def _attend(
+    q: Tensor, ids: Tensor, make: Callable[[Tensor], Predicate], build: Callable[..., Mask]
+) -> Tensor:
+    return attention(q, q, q, mask=build(make, ids))
+
+
+def _wanted(q: Tensor, visible: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+
+
+def _dense(make: Callable[[Tensor], Predicate], ids: Tensor, *, beside_causal: bool) -> Tensor:
+    """What the function says, pair by pair, in plain torch."""
+    b, h, q, k = (torch.arange(n) for n in (BATCH, HEADS, LENGTH, LENGTH))
+    visible = make(ids)(b[:, None, None, None], h[:, None, None], q[:, None], k)
+    visible = visible.expand(BATCH, HEADS, LENGTH, LENGTH)
+    return visible.tril() if beside_causal else visible
+
+
+def _compare(got: Tensor, q: Tensor, visible: Tensor) -> None:
+    wanted = _wanted(q, visible)
+    torch.testing.assert_close(got, wanted)
+    (grad,) = torch.autograd.grad(got.square().sum(), q)
+    (wanted_grad,) = torch.autograd.grad(wanted.square().sum(), q)
+    torch.testing.assert_close(grad, wanted_grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("build", [_alone, _beside_causal])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_made_inside_the_compiled_region(name: str, build: Callable[..., Mask]) -> None:
+    make = FUNCTIONS[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda q, ids: _attend(q, ids, make, build), fullgraph=True, backend=counter)
+    for seed in range(3):
+        ids, q = _ids(seed), _q()
+        _compare(run(q, ids), q, _dense(make, ids, beside_causal=build is _beside_causal))
+    assert counter.frame_count == 1, "a new mask is no new program"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_same_in_eager_mode(name: str) -> None:
+    make, ids, q = FUNCTIONS[name], _ids(5), _q()
+    for build in (_alone, _beside_causal):
+        _compare(_attend(q, ids, make, build), q, _dense(make, ids, beside_causal=build is _beside_causal))
+
+
+@pytest.mark.parametrize("name", ["closure", "partial", "module"])
+def test_a_mask_made_outside_and_handed_in(name: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda q, mask: attention(q, q, q, mask=mask), fullgraph=True, backend=counter)
+    for seed in range(3):
+        ids, q = _ids(seed), _q()
+        mask = causal() & from_predicate(FUNCTIONS[name](ids))
+        _compare(run(q, mask), q, _dense(FUNCTIONS[name], ids, beside_causal=True))
+    assert counter.frame_count == 1
+
+
+def test_under_activation_checkpointing() -> None:
+    def block(q: Tensor, ids: Tensor) -> Tensor:
+        return attention(q, q, q, mask=causal() & from_predicate(_closure(ids)))
+
+    selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+
+    def run(q: Tensor, ids: Tensor) -> Tensor:
+        q = checkpoint(block, q, ids, use_reentrant=False)
+        return checkpoint(block, q, ids, use_reentrant=False, context_fn=selective)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        ids, q = _ids(seed), _q()
+        visible = _dense(_closure, ids, beside_causal=True)
+        wanted = _wanted(_wanted(q, visible), visible)
+        (wanted_grad,) = torch.autograd.grad(wanted.square().sum(), q)
+        for function in (compiled, run):
+            got = function(q, ids)
+            torch.testing.assert_close(got, wanted)
+            (grad,) = torch.autograd.grad(got.square().sum(), q)
+            torch.testing.assert_close(grad, wanted_grad, atol=1e-4, rtol=1e-4)
+
+
+def test_a_closure_of_an_outer_function_inside_a_checkpointed_one() -> None:
+    def run(q: Tensor, ids: Tensor) -> Tensor:
+        predicate = _closure(ids + 1)
+        return checkpoint(
+            lambda q: attention(q, q, q, mask=causal() & from_predicate(predicate)), q, use_reentrant=False
+        )
+
+    ids, q = _ids(0), _q()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    _compare(compiled(q, ids), q, _dense(_closure, ids, beside_causal=True))
+
+
+FRESH = """
+import torch
+from attnspan import causal, from_predicate
+from attnspan.torch import attention
+
+ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+q = torch.randn(2, 4, 6, 16, requires_grad=True)
+
+@torch.compile(fullgraph=True, backend={backend!r})
+def run(q, ids):
+    def same_document(b, h, i, j):
+        return ids[b, i] == ids[b, j]
+
+    return attention(q, q, q, mask=causal() & from_predicate(same_document))
+
+visible = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
+got, wanted = run(q, ids), torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+torch.testing.assert_close(got, wanted)
+grads = [torch.autograd.grad(x.square().sum(), q)[0] for x in (got, wanted)]
+torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_at_the_first_call_of_a_fresh_process(backend: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", FRESH.format(backend=backend)], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "same"
+
+
+def test_lengths_that_change_are_few_compilations() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(
+        lambda q, ids: attention(q, q, q, mask=causal() & from_predicate(_closure(ids))),
+        fullgraph=True,
+        backend=counter,
+    )
+    for length in (20, 33, 41, 27, 64):
+        q, ids = _q(length), _ids(length, length)
+        torch.testing.assert_close(run(q, ids), attention(q, q, q, mask=causal() & segments(ids)))
+    assert counter.frame_count <= 2
+
+
+def test_export_keeps_the_operator() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, ids: Tensor) -> Tensor:
+            return attention(q, q, q, mask=causal() & from_predicate(_closure(ids)))
+
+    ids, q = _ids(1), _q().detach()
+    program = torch.export.export(Block(), (q, ids))
+    assert sum(node.target is encode_op for node in program.graph.nodes) == 1
+    other = _ids(2)
+    torch.testing.assert_close(program.module()(q, other), Block()(q, other))
+
+
+def test_booleans_inside_a_compiled_region() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Tensor, ids: Tensor) -> Tensor:
+        visible = ids[:, :, None] == ids[:, None]
+        return attention(q, q, q, mask=causal() & from_dense(visible, max_runs=2))
+
+    run = torch.compile(attend, fullgraph=True, backend=counter)
+    for seed in range(3):
+        ids, q = _ids(seed), _q()
+        _compare(run(q, ids), q, _dense(_closure, ids, beside_causal=True))
+    assert counter.frame_count == 1
+
+
+BAD: list[tuple[Predicate, str]] = [
+    (lambda b, h, q, k: None, "got NoneType. End it with return"),
+    (lambda b, h, q, k: 1, r"got int\. Compare: x != 0"),
+    (lambda b, h, q, k: 0.5, r"got float\. Compare: x != 0"),
+    (lambda b, h, q, k: q - k, r"got an array of torch.int64\. Compare: x != 0"),
+    (lambda b, h, q, k: -(q - k).abs().float(), r"got an array of torch.float32\. .* pass bias="),
+    (lambda b, h, q, k: "yes", r"got str\. Return what comparisons"),
+    (lambda b, h, q, k: (q >= k).any(-1), r"broadcasts to .*\(1, 1, 5, 7\), got \(1, 1, 5\)\. Index with"),
+    (lambda b, h, q, k: (q >= k)[..., :-1], r"got \(1, 1, 5, 6\)"),
+    (lambda b, h, q, k: (q >= k)[None], r"got \(1, 1, 1, 5, 7\)"),
+]
+
+
+@pytest.mark.parametrize(("fn", "message"), BAD, ids=[message for _, message in BAD])
+def test_what_is_no_mask_function_is_named_alike_in_both_modes(fn: Predicate, message: str) -> None:
+    def run(q: Tensor) -> Tensor:
+        return from_predicate(fn).spans(5, 7, like=q).bounds
+
+    for function in (run, torch.compile(run, fullgraph=True, backend="eager")):
+        with pytest.raises(Exception, match=rf"from_predicate\(<lambda>\): expected .*{message}"):
+            function(torch.zeros(1))
+
+
+def _raises(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    raise KeyError("no such document")
+
+
+_TABLE = torch.zeros(2, 5, dtype=torch.long)
+
+RAISING: list[tuple[Predicate, str]] = [
+    (
+        _raises,
+        r"from_predicate\(_raises\): .* raised KeyError: 'no such document'\. Try it on .*\(1, 1, 5, 1\)",
+    ),
+    (lambda b, h, q, k: k if q > k else q, "raised RuntimeError: Boolean value.*ambiguous. Write it with &"),
+    (lambda b, h, q, k: q > k and k > 2, "raised RuntimeError: Boolean value.*ambiguous. Write it with &"),
+    (lambda b, h, q, k: _TABLE[b][q] == 0, r"raised IndexError: .*ids\[b, q\] and not ids\[b\]\[q\]"),
+    (partial(_within, hight=3), r"from_predicate\(_within\): .* raised TypeError: .*hight"),
+    (lambda b, h, q: q > 0, "raised TypeError: .* takes 3 positional arguments but 4 were given"),
+]
+
+
+@pytest.mark.parametrize(("fn", "message"), RAISING, ids=[message for _, message in RAISING])
+def test_what_a_function_raises_is_passed_on_with_its_name(fn: Predicate, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        from_predicate(fn).spans(5, 7, like=torch.zeros(1))
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda b, h, q, k: q > k and k > 2, lambda b, h, q, k: k > 0 if (q > k).any() else k > 1]
+)
+def test_control_flow_on_indices_in_a_compiled_region_names_the_remedy(fn: Predicate) -> None:
+    run = torch.compile(
+        lambda q: from_predicate(fn).spans(5, 7, like=q).bounds, fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match=r"(?s)Data-dependent branching.*write it with &, \| and where"):
+        run(torch.zeros(1))
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(7)) < 0.5
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9, 17), (2, 3, 5, 64), (1, 1, 4, 0), (1, 1, 0, 4), (2, 1, 3, 1)])
+def test_the_operator_encodes_runs(shape: tuple[int, ...]) -> None:
+    visible = _noise(*shape)
+    starts = visible & ~torch.nn.functional.pad(visible, (1, 0))[..., :-1]
+    most = max(int(starts.sum(-1).max()) if starts.numel() else 0, 1)
+    for runs in (most, most + 3):
+        bounds = encode_op(visible, runs)
+        assert bounds.dtype == torch.int32
+        assert bounds.is_contiguous()
+        keys = torch.arange(shape[-1])
+        inside = (keys >= bounds[..., :1]) & (keys < bounds[..., 1:])
+        assert torch.equal(inside.any(-2), visible)
+        assert inside.sum(-2).max() <= 1 if inside.numel() else True
+        # The kernel for devices, which does not wait, gives the same spans.
+        assert torch.equal(_encode_device(visible, runs), bounds)
+        torch.library.opcheck(encode_op, (visible, runs))
+
+
+def test_the_operator_takes_expanded_and_transposed_booleans() -> None:
+    visible = _noise(2, 1, 9, 5).transpose(2, 3).expand(2, 3, 5, 9)
+    bounds = encode_op(visible, 6)
+    assert torch.equal(bounds, encode_op(visible.contiguous(), 6))
+    assert torch.equal(bounds, _encode_device(visible, 6))
+
+
+def test_the_operator_goes_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = _noise(2, 2, 11, 20)
+    wanted = encode_op(visible, 10)
+    monkeypatch.setattr("attnspan.torch._encode.CHUNK_PAIRS", 200)
+    assert torch.equal(encode_op(visible, 10), wanted)
+    assert torch.equal(_encode_device(visible, 10), wanted)
+
+
+def test_rows_with_too_many_runs() -> None:
+    visible = torch.zeros(1, 1, 3, 12, dtype=torch.bool)
+    visible[..., 1, ::2] = True
+    visible[..., 2, 3:5] = True
+    with pytest.raises(ValueError, match="at most max_runs=5 runs of visible keys, got one with 6"):
+        encode_op(visible, 5)
+    bounds = _encode_device(visible, 5)[0, 0]
+    assert (bounds[1] == torch.tensor([0, -1])).all()
+    assert bounds[[0, 2], 0].tolist() == [[0, 0], [3, 5]]
+
+
+def test_a_compiled_call_with_too_many_runs_never_gives_a_result() -> None:
+    run = torch.compile(
+        lambda q: attention(q, q, q, mask=from_predicate(lambda b, h, i, j: j % 2 == 0)),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with pytest.raises(ValueError, match=r"max_runs=8 .* got one with 17\. Pass max_runs=17 or more"):
+        run(_q())
