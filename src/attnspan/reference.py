@@ -126,10 +126,12 @@ class _Terms:
         self.k_index: Index = np.broadcast_to(keys, (batch, k_len)).astype(np.int64)
         self.sinks = np.full(heads, -np.inf) if options.sinks is None else _float64(options.sinks)[0]
         self.parameter = _float64(np.zeros(0) if options.bias is None else options.bias)[0]
-        self.seeds: Index | None = None
+        self.multiplier: Float | None = None
         if options.dropout_p:
             seeds = np.asarray(options.dropout_seed)
-            self.seeds = dropout_seeds(int(seeds), batch, heads) if seeds.ndim == 0 else seeds
+            seeds = dropout_seeds(int(seeds), batch, heads) if seeds.ndim == 0 else seeds
+            keep = kept(options.dropout_p, seeds, self.q_index, self.k_index)
+            self.multiplier = keep * scale_of_kept(options.dropout_p)
 
     def cap(self, x: Float) -> tuple[Float, Float]:
         """The softcapped scores, and their derivative."""
@@ -152,12 +154,7 @@ class _Terms:
 
     def keep(self, b: int, h: int, i: int, keys: Index) -> Float:
         """What dropout multiplies each weight by."""
-        p = self.options.dropout_p
-        if self.seeds is None:
-            return np.ones(len(keys))
-        row, columns = self.q_index[b : b + 1, i : i + 1], self.k_index[b : b + 1, keys]
-        keep = kept(p, self.seeds[b : b + 1, h : h + 1], row, columns)
-        return np.asarray(keep[0, 0, 0] * scale_of_kept(p))
+        return np.ones(len(keys)) if self.multiplier is None else self.multiplier[b, h, i, keys]
 
     def _bias_of(self, b: int, h: int, i: int, keys: Index) -> _Where:
         distance = self.k_index[b, keys] - self.q_index[b, i]
