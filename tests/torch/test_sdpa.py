@@ -6,11 +6,13 @@ import pytest
 import torch
 from samples import relative_error
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from attnspan import causal, from_dense, window
 from attnspan.torch import attention
 from attnspan.torch import scaled_dot_product_attention as ours
+from attnspan.torch._sdpa import _mask
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "plain": ((2, 4, 9, 16), (2, 4, 9, 16), {}),
@@ -86,10 +88,35 @@ def test_bad_input() -> None:
         ours(q, q, q, dropout_p=0.1)
 
 
-def test_a_dense_mask_in_a_compiled_function_is_refused_by_name() -> None:
-    q, visible = torch.randn(1, 2, 8, 16), torch.ones(8, 8, dtype=torch.bool)
-    with pytest.raises(Exception, match=r"(?s)attn_mask: expected a mask.*from_dense\(\.\.\.\)\.prepare"):
-        torch.compile(ours, fullgraph=True, backend="eager")(q, q, q, attn_mask=visible)
-    mask = from_dense(visible).prepare(8, 8, like=q)
+@pytest.mark.parametrize("shape", [(8, 9), (2, 1, 8, 9), (2, 8, 9), (1, 9)])
+def test_a_dense_mask_in_a_compiled_function(shape: tuple[int, ...]) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    q, k = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 9, 16)
+    for seed in range(2):
+        visible = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+        visible[..., 0] = True  # Where a row sees nothing, torch's result is another.
+        torch.testing.assert_close(compiled(q, k, k, attn_mask=visible), torchs(q, k, k, attn_mask=visible))
+    assert counter.frame_count == 1
+
+
+def test_a_dense_mask_with_many_runs_in_a_compiled_function() -> None:
+    q, visible = torch.randn(1, 2, 20, 16), torch.arange(20) % 2 == 0
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, q, q, attn_mask=mask), ours(q, q, q, attn_mask=visible))
+    with pytest.raises(ValueError, match=r"max_runs=8 .*got one with 10\. Pass max_runs=10"):
+        compiled(q, q, q, attn_mask=visible.expand(20, 20))
+    mask = from_dense(visible.expand(20, 20), max_runs=10)
+    torch.testing.assert_close(
+        compiled(q, q, q, attn_mask=mask), torchs(q, q, q, attn_mask=visible.expand(20, 20))
+    )
+
+
+def test_what_heads_share_is_encoded_once() -> None:
+    q, k, visible = torch.randn(3, 4, 8, 16), torch.randn(3, 4, 9, 16), torch.ones(8, 9, dtype=torch.bool)
+    for mask, shape in (
+        (visible, (1, 1, 8, 9)),
+        (visible[:1], (1, 1, 8, 9)),
+        (visible[None, None], (1, 1, 8, 9)),
+    ):
+        assert _mask(mask, q, k, q.shape[:-2]).visible.shape == shape
+    assert _mask(visible.expand(3, 1, 8, 9), q, k, q.shape[:-2]).visible.shape == (3, 1, 8, 9)

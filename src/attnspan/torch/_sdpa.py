@@ -29,9 +29,10 @@ def scaled_dot_product_attention(
         value: Shape (..., H, S, Ev).
         attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
             floating, added to the scores and differentiable; or a mask. A boolean tensor is encoded anew at
-            each call: prefer ``from_dense(...).prepare(...)``, made once. A floating -inf hides its key too,
-            but that work is done nevertheless: prefer a mask there. Rows that see nothing have output 0,
-            where some of torch's kernels give NaN.
+            each call: prefer ``from_dense(...).prepare(...)``, made once. Inside a compiled function its rows
+            may have 8 runs of visible keys: pass ``from_dense(attn_mask, max_runs=...)`` for more. A floating
+            -inf hides its key too, but that work is done nevertheless: prefer a mask there. Rows that see
+            nothing have output 0, where some of torch's kernels give NaN.
         dropout_p: Share of the weights to drop, in [0, 1). The seed comes from torch's default generator, as
             torch's own does, so that ``torch.manual_seed`` repeats it; which weights it drops is not torch's
             choice.
@@ -157,18 +158,8 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
             got=str(attn_mask.dtype),
             remedy="Convert it with .bool()",
         )
-    if torch.compiler.is_compiling():
-        _refuse_traced()
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
+    if len(lead) == 2:  # What batch rows or heads share is encoded once.
+        own = attn_mask[(None,) * (4 - attn_mask.dim())]
+        return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))
     return from_dense(dense.reshape(q.shape[0], -1, q.shape[2], k.shape[2]))
-
-
-# Run while a compiler reads the call: an error that is raised in what it reads would lose its message.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuse_traced() -> None:
-    raise OptionError(
-        "attn_mask",
-        expected="a mask: the number of spans of a boolean tensor depends on its data",
-        got="a traced tensor",
-        remedy="Encode it once outside the compiled function, with from_dense(...).prepare(...)",
-    )
