@@ -1,6 +1,7 @@
 """Samples of each mask of the library, with its definition pair by pair, written anew from its source."""
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -172,15 +173,17 @@ class Sample:
 
     def dense(self, q_index: np.ndarray, k_index: np.ndarray) -> np.ndarray:
         """Bool (B, H, q_len, k_len), by a loop over all pairs. Rows that are no tokens see nothing."""
-        rows = self.keys if self.rows is None else self.rows
-        pairs = [
-            [
-                [[0 <= i < rows and self.sees(b, h, i, j) for j in k_index] for i in q_index]
-                for h in range(HEADS)
-            ]
-            for b in range(BATCH)
-        ]
-        return np.array(pairs, bool).reshape(BATCH, HEADS, len(q_index), len(k_index))
+        whole = _pairs(self.name)
+        inside = (q_index >= 0) & (q_index < whole.shape[2])
+        return whole[:, :, np.where(inside, q_index, 0)][..., k_index] & inside[:, None]
+
+
+@functools.cache
+def _pairs(name: str) -> np.ndarray:
+    sample = SAMPLES[IDS.index(name)]
+    rows = sample.keys if sample.rows is None else sample.rows
+    shape = (BATCH, HEADS, rows, sample.keys)
+    return np.array([sample.sees(*map(int, pair)) for pair in np.ndindex(shape)], bool).reshape(shape)
 
 
 SAMPLES = [

@@ -147,8 +147,9 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
         shapes.append(_grid(rows, columns))
     left, top = 70, 44
     wide, tall = columns * cell, rows * cell
-    # Wide enough for the caption, and for a title in letters of about 8 pixels.
-    total = max(left + wide + 16, left + 8 * len(title) + 8, 300)
+    caption = _caption(spans, plane)
+    # Wide enough for the caption in letters of about 6 pixels, and for a title in letters of about 8.
+    total = max(left + wide + 16, left + 8 * len(title) + 8, left + 6 * len(caption))
     full = top + tall + 34
     ink = 'fill="currentColor" font-family="system-ui, sans-serif" font-size="11"'
     heading = f'font-size="13" font-weight="600">{html.escape(title)}</text>'
@@ -156,7 +157,7 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.0f} {full:.0f}" '
         f'width="{total:.0f}" height="{full:.0f}"><g {ink}><text x="{left}" y="16" {heading}{labels}'
-        f'<text x="{left}" y="{full - 12:.0f}" opacity="0.75">{_caption(spans, plane)}</text></g>'
+        f'<text x="{left}" y="{full - 12:.0f}" opacity="0.75">{caption}</text></g>'
         f'<g transform="translate({left} {top}) scale({cell:.6g})" shape-rendering="crispEdges">'
         f'<rect width="{columns}" height="{rows}" fill="#8a94a6" fill-opacity="0.16"/>'
         f"{''.join(shapes)}</g></svg>"

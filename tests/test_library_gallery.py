@@ -1,0 +1,69 @@
+"""Every mask of the library has a picture, an entry in docs/library.md and a definition beside it."""
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from library_samples import SAMPLES
+
+import attnspan
+from attnspan import library
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "library.md").read_text(encoding="utf-8")
+
+
+def _pictures():
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pictures = _pictures()
+FUNCTIONS = sorted(set(library.__all__) - {"register_pytrees"})
+MASKS = [name for name in FUNCTIONS if inspect.signature(getattr(library, name)).return_annotation == "Mask"]
+
+
+def test_what_is_public_is_listed():
+    defined = {
+        name
+        for name, value in vars(library).items()
+        if inspect.isfunction(value) and value.__module__.startswith("attnspan.library") and name[0] != "_"
+    }
+    assert defined == set(library.__all__)
+    assert len(MASKS) > 20
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_page_names_it(name):
+    assert f"`{name}(" in PAGE
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_it_has_a_definition(name):
+    assert any(sample.function == name for sample in SAMPLES), f"add {name} to tests/library_samples.py"
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_it_has_a_picture_which_is_that_of_its_row(name):
+    written = (DOCS / "images" / "library" / f"{name}.svg").read_text(encoding="utf-8")
+    assert written == pictures.draw(name), "run python docs/pictures.py"
+    assert len(written) < 20_000
+    assert f"| ![{name}](images/library/{name}.svg) | `{pictures.GALLERY[name][0]}` |" in PAGE
+
+
+def test_no_picture_is_left_over():
+    files = {path.stem for path in (DOCS / "images" / "library").iterdir()}
+    assert files == set(pictures.GALLERY) == set(MASKS)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_it_is_shown_by_the_names_of_masks(name):
+    mask = pictures.mask_of(name)
+    assert isinstance(mask, attnspan.Mask)
+    names = {*vars(attnspan), *vars(library), "global_rows", "prefix_of"}
+    called = set(re.findall(r"([a-z_]+)\(", repr(mask)))
+    assert called <= names, repr(mask)
