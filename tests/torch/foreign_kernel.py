@@ -1,6 +1,7 @@
-"""The foreign C library of these tests as its users would bind it: ctypes, addresses, no word about torch."""
+"""Foreign kernels for the tests of `wrap`: a C library as its users bind it, and an eager function."""
 
 import ctypes
+import itertools
 import os
 import shlex
 import subprocess
@@ -8,6 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnspan.torch import Wrapped, wrap
+
+#: The schema of kernels whose Python signature does not tell it.
+QKV = "Tensor q, Tensor k, Tensor v"
+_numbers = itertools.count()
 
 SOURCE = Path(__file__).parent / "foreign" / "attention.c"
 
@@ -84,3 +92,24 @@ class Library:
     def _sizes(q: Tensor, k: Tensor, scale: float | None) -> tuple[object, ...]:
         sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3])
         return *map(ctypes.c_int64, sizes), ctypes.c_float(q.shape[3] ** -0.5 if scale is None else scale)
+
+
+def fresh_name(base: str = "kernel") -> str:
+    """A name that no operator of this process has."""
+    return f"{base}_{next(_numbers)}"
+
+
+def inputs(q_len: int = 6, k_len: int = 6, batch: int = 2, grad: bool = False) -> list[Tensor]:
+    """q, k, v of shape (batch, length, 3, 8)."""
+    return [torch.randn(batch, n, 3, 8, requires_grad=grad) for n in (q_len, k_len, k_len)]
+
+
+def wrap_foreign(foreign: Library, base: str = "foreign", **options: object) -> Wrapped:
+    """The C library's attention with its backward, as its user would wrap it."""
+    given = {"outputs": ("out", "lse"), "backward": foreign.backward, "layout": "bshd", **options}
+    return wrap(foreign.forward, name=fresh_name(base), strides="contiguous", **given)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
+    """A user's own function, in (B, H, S, D)."""
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)

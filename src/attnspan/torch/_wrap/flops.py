@@ -11,6 +11,8 @@ from .derivative import Derivative
 from .outputs import names_wanted
 from .parameters import Parameters
 
+Formula = Callable[[tuple[Any, ...]], int]
+
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, layout: str, causal: bool = False) -> int:
     """Floating-point operations of one forward call: 2 * pairs * (D + Dv).
@@ -46,8 +48,7 @@ def register_flops(
     backward: torch._ops.OpOverload | None,
     parameters: Parameters,
     derivative: Derivative | None,
-    flops: Callable[..., int] | None,
-    layout: str,
+    formula: Formula,
     recomputes: bool,
 ) -> None:
     """Tell torch's FLOP counter what the operators cost: backward 2.5 times forward, and what it runs again.
@@ -57,14 +58,9 @@ def register_flops(
         backward: Its backward operator.
         parameters: The parameters of the kernel.
         derivative: Its derivative.
-        flops: The user's formula of the arguments by name; None for attention's.
-        layout: Order of the dims of q, k, v.
+        formula: Of the forward operator's values.
         recomputes: The backward runs the kernel again.
-
-    Raises:
-        ValueError: The formula wants what no parameter is called.
     """
-    formula = _formula(parameters, flops, layout)
 
     def count_forward(*values: Any, **kwargs: Any) -> int:
         del kwargs
@@ -82,11 +78,20 @@ def register_flops(
     register_flop_formula(backward.overloadpacket, get_raw=True)(count_backward)
 
 
-def _formula(
-    parameters: Parameters, flops: Callable[..., int] | None, layout: str
-) -> Callable[[tuple[Any, ...]], int]:
+def read_flops(flops: Callable[..., int] | None, parameters: Parameters, layout: str) -> Formula:
+    """A formula of the operator's values from the user's formula of arguments by name, or attention's.
+
+    Raises:
+        ValueError: The formula wants what no parameter is called.
+
+    Example:
+        >>> from attnspan.torch._wrap.parameters import read_parameters
+        >>> parameters = read_parameters(max, "Tensor q, Tensor k, Tensor v")
+        >>> read_flops(lambda q: 5 * len(q), parameters, "bhsd")((torch.zeros(2), None, None))
+        10
+    """
     if flops is not None:
-        wanted = names_wanted(flops, parameters.names, "flops")
+        wanted = names_wanted(flops, parameters.traced, "flops")
 
         def own(values: tuple[Any, ...]) -> int:
             named = dict(zip(parameters.names, values, strict=True))

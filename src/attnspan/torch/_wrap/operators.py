@@ -96,6 +96,8 @@ class _Forward:
 
     def __call__(self, *values: Any) -> Any:
         outputs = self._outputs
+        # As in compiled code, where inputs have no history: a kernel may ask and then work in another way.
+        values = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in values)
         # Autocast ends here, in eager mode as in compiled code, which runs without it.
         with torch._C._DisableAutocast():
             returned = outputs.parameters.call(self._kernel, outputs.conforming(values))
@@ -124,7 +126,8 @@ def _define_backward(
             shape, _, dtype, device = expected[output]
             grads[f"d{output}"] = torch.zeros(shape, dtype=dtype, device=device) if x is None else x
         names = (*grads, *parameters.names, *derivative.saved)
-        seen = outputs.conforming((*grads.values(), *values_seen[incoming:]))
+        kept = values_seen[len(values_seen) - saved :]
+        seen = outputs.conforming((*grads.values(), *parameters.plain(inputs), *kept))
         with torch._C._DisableAutocast():
             return derivative.gradients(dict(zip(names, seen, strict=True)), wanted)
 
@@ -146,7 +149,7 @@ def _with_derivative(
 ) -> Callable[..., Any]:
     """The kernel of the forward operator at the autograd key."""
     names = outputs.parameters.names
-    tensors = [place for place, item in enumerate(outputs.parameters.items) if item.is_tensor]
+    tensors = [place for place, item in enumerate(outputs.parameters.items) if item.is_tensor or item.varying]
     differentiable = () if derivative is None else derivative.differentiable
     places = [names.index(name) for name in differentiable]
 
@@ -169,13 +172,14 @@ def _with_derivative(
             if derivative is None or backward is None:
                 raise _no_derivative(outputs.owner)
             taken = _taken(dict(zip(outputs.names, grads, strict=True)), derivative)
-            values = list(ctx.values)
-            for place, x in zip(tensors, ctx.saved_tensors, strict=False):
+            # Read once: checkpointing computes them anew at each reading.
+            saved, values = ctx.saved_tensors, list(ctx.values)
+            for place, x in zip(tensors, saved, strict=False):
                 values[place] = x
             wanted = [ctx.needs_input_grad[1 + place] for place in places]
             if all(x is None for x in taken):
                 return (None,) * (1 + len(values))
-            found = iter(backward(*taken, *values, *ctx.saved_tensors[len(tensors) :], wanted))
+            found = iter(backward(*taken, *values, *saved[len(tensors) :], wanted))
             result: list[Tensor | None] = [None] * (1 + len(values))
             for place, want in zip(places, wanted, strict=True):
                 result[1 + place] = next(found) if want else None

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ...masks import Mask, causal, full
 from .._attention import Layout, attention
 from .errors import DeclarationError
+from .parameters import Parameters
 
 _SCALES = ("softmax_scale", "sm_scale", "scale")
 
@@ -61,6 +62,7 @@ class Call:
         differentiable: Names of those that have a gradient.
         layout: Order of the dims of q, k, v.
         owner: The operator, for errors.
+        parameters: The parameters of the kernel.
     """
 
     op: torch._ops.OpOverload
@@ -70,6 +72,7 @@ class Call:
     differentiable: Sequence[str]
     layout: Layout
     owner: str
+    parameters: Parameters
 
     @property
     def named(self) -> dict[str, Any]:
@@ -136,11 +139,12 @@ def compare(
     if mask is None:
         mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
     q = named[call.roles[0]]
-    scale = next((named[name] for name in _SCALES if named.get(name) is not None), q.shape[-1] ** -0.5)
+    scale = next((float(named[name]) for name in _SCALES if named.get(name) is not None), q.shape[-1] ** -0.5)
 
     def exact(**all_named: Any) -> Tensor:
         if oracle is not None:
-            return _as_tuple(oracle(**all_named))[0]
+            plain = call.parameters.plain(all_named.values())
+            return _as_tuple(oracle(**dict(zip(all_named, plain, strict=True))))[0]
         q, k, v = (all_named[name] for name in call.roles)
         out = attention(q, k, v, mask=mask, scale=scale, layout=call.layout, backend="math")
         assert isinstance(out, Tensor)

@@ -246,7 +246,7 @@ def read_outputs(
             remedy="Give other names, as a mapping of names to 'out', 'lse' or functions",
         )
     makers = tuple(_known(x, parameters, layout) if isinstance(x, str) else x for x in named.values())
-    wanted = tuple(names_wanted(maker, parameters.names, "outputs") for maker in makers)
+    wanted = tuple(names_wanted(maker, parameters.traced, "outputs") for maker in makers)
     return Outputs(tuple(named), makers, parameters, strides, layout, owner, wanted)
 
 

@@ -1,8 +1,8 @@
 """The parameters of a wrapped kernel: read from its signature, or from a schema where it has none."""
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -46,6 +46,8 @@ class Parameter:
         type: Its type in torch's schema language; integers are SymInt.
         default: Its default value, or `REQUIRED`.
         keyword: The kernel takes it by keyword only.
+        varying: It is a float, which the operator takes as a tensor of no dims: a compiler would recompile
+            for each value of a float.
 
     Example:
         >>> Parameter("causal", "bool", False).is_tensor
@@ -56,11 +58,17 @@ class Parameter:
     type: str
     default: Any = REQUIRED
     keyword: bool = False
+    varying: bool = False
 
     @property
     def is_tensor(self) -> bool:
         """Whether it takes a tensor (or None)."""
         return self.type.startswith("Tensor")
+
+    @property
+    def schema(self) -> str:
+        """The argument of the operator."""
+        return f"{self.type.replace('float', 'Tensor') if self.varying else self.type} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ class Parameters:
         return tuple(item.name for item in self.items if item.is_tensor)
 
     @property
+    def traced(self) -> tuple[str, ...]:
+        """Names of those that are known where a program is traced: all but varying numbers."""
+        return tuple(item.name for item in self.items if not item.varying)
+
+    @property
     def required_tensors(self) -> tuple[str, ...]:
         """Names of the tensors that every call must give."""
         return tuple(item.name for item in self.items if item.type == "Tensor")
@@ -98,7 +111,18 @@ class Parameters:
     @property
     def schema(self) -> str:
         """The arguments of the operator; without defaults, which the wrapper fills in."""
-        return ", ".join(f"{item.type} {item.name}" for item in self.items)
+        return ", ".join(item.schema for item in self.items)
+
+    def plain(self, values: Iterable[Any]) -> list[Any]:
+        """The operator's values as the kernel takes them: tuples for lists, numbers for varying ones."""
+        plain: list[Any] = []
+        for item, value in zip(self.items, values, strict=True):
+            if item.varying and isinstance(value, Tensor):
+                plain.append(float(value))
+            else:
+                # The dispatcher hands lists back for tuples; kernels of the field compare with tuples.
+                plain.append(tuple(value) if isinstance(value, list) else value)
+        return plain
 
     def call(self, kernel: Callable[..., Any], values: Iterable[Any]) -> Any:
         """Call the kernel with one value for each parameter.
@@ -109,9 +133,7 @@ class Parameters:
         """
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
-        for item, value in zip(self.items, values, strict=True):
-            # The dispatcher hands lists back for tuples; kernels of the field compare with tuples.
-            value = tuple(value) if isinstance(value, list) else value
+        for item, value in zip(self.items, self.plain(values), strict=True):
             if item.keyword:
                 keywords[item.name] = value
             else:
@@ -119,20 +141,24 @@ class Parameters:
         return kernel(*positional, **keywords)
 
 
-def read_parameters(kernel: Callable[..., Any], schema: str | None = None) -> Parameters:
+def read_parameters(
+    kernel: Callable[..., Any], schema: str | None = None, varying: Sequence[str] = ()
+) -> Parameters:
     """Read what a kernel takes from its signature, or from ``schema``.
 
     Args:
         kernel: The function; `functools.partial` and callable objects too.
         schema: Arguments in torch's schema language, where the function has no signature (ctypes, extension
             modules) or one that does not tell the types.
+        varying: Names of floats that the operator takes as tensors.
 
     Raises:
-        ValueError: No signature, a type that operators do not have, or no tensor.
+        ValueError: No signature, a type that operators do not have, no tensor, or a varying one that
+            is no float.
 
     Example:
         >>> read_parameters(max, "Tensor q, int n=3").items[1]
-        Parameter(name='n', type='SymInt', default=3, keyword=False)
+        Parameter(name='n', type='SymInt', default=3, keyword=False, varying=False)
     """
     parameters = _from_signature(kernel) if schema is None else _from_schema(schema)
     if not parameters.required_tensors:
@@ -142,7 +168,16 @@ def read_parameters(kernel: Callable[..., Any], schema: str | None = None) -> Pa
             got=f"({parameters.schema})",
             remedy="Describe its arguments with schema='Tensor q, Tensor k, Tensor v'",
         )
-    return parameters
+    floats = [item.name for item in parameters.items if item.type in ("float", "float?")]
+    if not set(varying) <= set(floats):
+        raise OptionError(
+            "varying",
+            expected=f"names of parameters that are floats ({', '.join(floats) or 'none'})",
+            got=", ".join(varying),
+            remedy="Leave out the others; integers may vary in any case",
+        )
+    items = tuple(replace(item, varying=item.name in varying) for item in parameters.items)
+    return Parameters(items, parameters.left_out)
 
 
 def _from_schema(schema: str) -> Parameters:

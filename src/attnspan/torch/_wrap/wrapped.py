@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from ...errors import OptionError
 from ...masks import Mask
@@ -12,7 +13,7 @@ from .._checkpoint import save_also
 from . import oracle as checks
 from .derivative import Backward, Derivative, read_derivative
 from .errors import DeclarationError
-from .flops import register_flops
+from .flops import read_flops, register_flops
 from .layouts import STRIDES, Strides
 from .operators import NAMESPACE, register
 from .outputs import Declarations, Outputs, read_outputs
@@ -50,6 +51,7 @@ class Wrapped:
         # Plain tuples, which a compiler reads without tracing through dataclasses.
         self._names = parameters.names
         self._defaults = tuple(item.default for item in parameters.items)
+        self._varying = tuple(item.varying for item in parameters.items)
         self._cast = tuple(name in parameters.required_tensors[:3] for name in self._names)
 
     def __repr__(self) -> str:
@@ -80,6 +82,10 @@ class Wrapped:
         for name in kwargs:
             if name not in names[len(args) :]:
                 raise self._unknown(name)
+        for place, varies in enumerate(self._varying):
+            if varies and values[place] is not None and not isinstance(values[place], Tensor):
+                # A product, because compilers know how to leave the number of a product open.
+                values[place] = torch.ones((), dtype=torch.float64) * values[place]
         return self._autocasted(values) if self._autocast else values
 
     def _unknown(self, name: str) -> TypeError:
@@ -146,6 +152,7 @@ class Wrapped:
             self._differentiable,
             self._layout,
             self.op._schema.name,
+            self._parameters,
         )
         checks.check_repeats(call)
         opcheck = checks.check_operator(call)
@@ -171,6 +178,7 @@ def wrap(
     differentiable: Sequence[str] | None = None,
     layout: Layout = "bhsd",
     strides: Strides = "unit",
+    varying: Sequence[str] = (),
     flops: Callable[..., int] | None = None,
     autocast: bool | torch.dtype = False,
     check: bool = True,
@@ -193,12 +201,16 @@ def wrap(
             either.
         backward: A function that takes by name what it needs, ``dout`` and ``dlse`` (after the outputs'
             names; zeros where the loss does not use the output), inputs and outputs, and returns the
-            gradients; or "recompute", which runs the kernel again under autograd; or None, and `backward()` raises.
+            gradients; or "recompute", which runs the kernel again under autograd; or None, and `backward()`
+            raises.
         differentiable: Names of the inputs that have gradients, in the order in which ``backward`` returns
             them; by default the tensors that every call gives.
         layout: Order of the dims of q, k, v, the first three tensors: "bhsd", "bshd" or "thd".
         strides: What the kernel accepts: "any"; "unit", a last stride of 1; "contiguous"; "bshd" or "bhsd",
             stored as contiguous in that order. An input that breaks it is copied, no other.
+        varying: Names of floats whose value changes from call to call. The operator takes them as tensors;
+            a compiler takes any other float for a constant and recompiles for each value. Integers may vary
+            in any case; each bool and str is one compilation.
         flops: A function of arguments by their names that counts forward operations; by default
             2 * pairs * (D + Dv) over all pairs, or half of them where ``causal`` is true.
         autocast: Cast q, k, v to autocast's dtype (True) or to a given one in an autocast region. By default
@@ -226,11 +238,12 @@ def wrap(
     _check_choice("layout", layout, get_args(Layout))
     _check_choice("strides", strides, STRIDES)
     owner = f"{NAMESPACE}::{name}"
-    parameters = read_parameters(kernel, schema)
+    parameters = read_parameters(kernel, schema, varying)
     declared: Outputs = read_outputs(outputs, parameters, strides, layout, owner)
     derivative = read_derivative(backward, kernel, parameters, declared, differentiable, owner)
+    formula = read_flops(flops, parameters, layout)
     op, backward_op = register(name, kernel, declared, derivative, check)
-    register_flops(op, backward_op, parameters, derivative, flops, layout, backward == "recompute")
+    register_flops(op, backward_op, parameters, derivative, formula, backward == "recompute")
     save_also(op)
     return Wrapped(kernel, op, backward_op, parameters, derivative, layout, autocast)
 

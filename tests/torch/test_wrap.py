@@ -1,0 +1,248 @@
+"""`wrap`: the contract with a foreign kernel, its derivative, and one clear error for each broken word."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
+from samples import relative_error
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnspan import causal
+from attnspan.torch import DeclarationError, attention, wrap
+
+# What it computes.
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(6, 6), (3, 7), (1, 9)])
+def test_results_and_gradients_against_float64(foreign: Library, q_len: int, k_len: int) -> None:
+    given = inputs(q_len, k_len, grad=True)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    mask, options = causal(), {"layout": "bshd", "return_lse": True, "backend": "math"}
+    got, wanted = wrap_foreign(foreign)(*given, causal=True), attention(*exact, mask=mask, **options)
+    gradients = [torch.randn(x.shape) for x in got]
+    got_all = (*got, *torch.autograd.grad(got, given, gradients))
+    doubles = [x.double() for x in gradients]
+    for a, b in zip(got_all, (*wanted, *torch.autograd.grad(wanted, exact, doubles)), strict=True):
+        # Sums in float64, one rounding of the result; that of lse is of a number that may be far above it.
+        assert relative_error(a, b) <= 2 * torch.finfo(torch.float32).eps
+
+
+def test_one_output_is_a_tensor_and_lse_may_be_unused(foreign: Library) -> None:
+    q, k, v = inputs(grad=True)
+    alone = wrap(foreign.out, name=fresh_name(), layout="bshd", strides="contiguous")
+    both = wrap_foreign(foreign)(q, k, v)
+    assert torch.equal(alone(q.detach(), k, v), both[0])
+    (grad,) = torch.autograd.grad(both[0].square().sum(), k)
+    (exact,) = torch.autograd.grad(sdpa(*(x.transpose(1, 2) for x in (q, k, v))).square().sum(), k)
+    assert relative_error(grad, exact) <= 8 * torch.finfo(torch.float32).eps
+
+
+def test_recompute_gives_the_kernels_own_gradients() -> None:
+    q, k, v = inputs(grad=True)
+    wrapped = wrap(eager, name=fresh_name(), backward="recompute")
+    dout = torch.randn(q.shape)
+    for wanted in ((q, k, v), (k,), (q, v)):
+        got = torch.autograd.grad(wrapped(q, k, v, causal=True, scale=0.3), wanted, dout)
+        plain = torch.autograd.grad(eager(q, k, v, causal=True, scale=0.3), wanted, dout)
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+def test_recompute_under_torch_func() -> None:
+    q, k, v = inputs()
+    wrapped = wrap(eager, name=fresh_name(), backward="recompute")
+    got = torch.func.grad(lambda q: wrapped(q, k, v).square().sum())(q)
+    assert torch.equal(got, torch.func.grad(lambda q: eager(q, k, v).square().sum())(q))
+
+
+def test_optional_tensors_with_and_without_gradients() -> None:
+    def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        return sdpa(q, k, v, attn_mask=bias)
+
+    q, k, v = inputs(grad=True)
+    bias = torch.randn(6 // 2, 3, requires_grad=True)
+    named = ("q", "k", "v", "bias")
+    wrapped = wrap(biased, name=fresh_name(), backward="recompute", differentiable=named)
+    assert torch.equal(wrapped(q, k, v), biased(q, k, v))
+    got = torch.autograd.grad(wrapped(q, k, v, bias).square().sum(), (q, bias))
+    wanted = torch.autograd.grad(biased(q, k, v, bias).square().sum(), (q, bias))
+    for a, b in zip(got, wanted, strict=True):
+        # Torch takes another kernel where the bias has no gradient, as it has none in the forward pass here.
+        assert relative_error(a, b) <= 8 * torch.finfo(torch.float32).eps
+    constant = wrap(biased, name=fresh_name(), backward="recompute")
+    with pytest.raises(DeclarationError, match="input 'bias': expected no gradient"):
+        constant(q, k, v, bias)
+    assert torch.equal(constant(q, k, v, bias.detach()), wrapped(q, k, v, bias))
+
+
+# Parameters.
+
+
+def test_parameters_are_the_kernels() -> None:
+    seen: list[tuple] = []
+
+    def flash(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+              alibi_slopes=None, deterministic=False, workspace=None):  # type: ignore[no-untyped-def]  # fmt: skip
+        seen.append((dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic))
+        return torch.empty_like(q)
+
+    wrapped = wrap(flash, name=fresh_name(), layout="bshd")
+    q, k, v = inputs()
+    wrapped(q, k, v)
+    wrapped(q, k=k, v=v, window_size=(3, 0), softmax_scale=0.5, causal=True, alibi_slopes=torch.ones(3))
+    assert seen[0] == (0.0, None, False, (-1, -1), 0.0, None, False)
+    assert seen[1][:5] == (0.0, 0.5, True, (3, 0), 0.0)
+    assert torch.equal(seen[1][5], torch.ones(3))
+    with pytest.raises(TypeError, match="got 'workspace', of which the kernel's signature tells none"):
+        wrapped(q, k, v, workspace=torch.ones(3))
+    with pytest.raises(TypeError, match="got 'casual'"):
+        wrapped(q, k, v, casual=True)
+    with pytest.raises(TypeError, match="expected a value for 'v'"):
+        wrapped(q, k)
+    with pytest.raises(TypeError, match="'q' once"):
+        wrapped(q, k, v, q=q)
+    with pytest.raises(TypeError, match="at most 10 arguments, got 11"):
+        wrapped(q, k, v, *[None] * 8)
+
+
+def test_functions_without_signature_take_a_schema() -> None:
+    q, k, v = inputs()
+    # A builtin; it takes its mask and what follows by keyword or position.
+    schema = "Tensor query, Tensor key, Tensor value, Tensor? mask=None, float p=0.0, bool is_causal=False"
+    builtin = torch._C._nn.scaled_dot_product_attention
+    wrapped = wrap(builtin, name=fresh_name(), schema=schema)
+    assert torch.equal(wrapped(q, k, v, is_causal=True), builtin(q, k, v, is_causal=True))
+    with pytest.raises(ValueError, match="expected a function whose signature Python can read"):
+        wrap(builtin, name=fresh_name())
+    keywords = wrap(functools.partial(eager, scale=0.125), name=fresh_name())
+    assert torch.equal(keywords(q, k, v, causal=True), eager(q, k, v, True, scale=0.125))
+
+
+# Strides.
+
+
+def _addresses(wrapped_strides: str, x: Tensor, layout: str = "bshd") -> tuple[bool, tuple[int, ...]]:
+    """Whether the kernel was given x itself, and the strides that it saw."""
+    seen: list[Tensor] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(q)
+        assert torch.equal(q, x)
+        return torch.zeros(q.shape)
+
+    wrap(spy, name=fresh_name(), strides=wrapped_strides, layout=layout)(x, x, x)
+    return seen[0].data_ptr() == x.data_ptr(), seen[0].stride()
+
+
+def test_inputs_are_copied_only_where_they_break_the_contract() -> None:
+    plain, by_head = torch.randn(2, 4, 3, 8), torch.randn(2, 3, 4, 8).transpose(1, 2)
+    slices, columns = torch.randn(2, 4, 3, 3, 8)[:, :, 1], torch.randn(2, 4, 8, 3).transpose(2, 3)
+    kept = {
+        "any": (plain, by_head, slices, columns),
+        "unit": (plain, by_head, slices),
+        "contiguous": (plain,),
+        "bshd": (plain,),
+        "bhsd": (by_head,),
+    }
+    for strides, given in kept.items():
+        for x in (plain, by_head, slices, columns):
+            same, seen = _addresses(strides, x)
+            assert same == any(x is y for y in given), (strides, x.stride())
+            if not same:
+                wanted = by_head.stride() if strides == "bhsd" else plain.stride()
+                assert seen == wanted
+
+
+@pytest.mark.parametrize("strides", ["any", "unit", "contiguous", "bshd", "bhsd"])
+def test_like_q_speaks_of_what_the_kernel_sees(strides: str) -> None:
+    options = {"outputs": "out like q", "strides": strides, "schema": QKV}
+    wrapped = wrap(lambda *x: torch.empty_like(x[0]), name=fresh_name(), **options)
+    for x in (torch.randn(2, 4, 3, 8), torch.randn(2, 3, 4, 8).transpose(1, 2), torch.randn(2, 4, 8, 3).mT):
+        real = wrapped(x, x, x)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert wrapped(*[mode.from_tensor(x)] * 3).stride() == real.stride()
+
+
+def test_gradients_arrive_as_the_contract_says(foreign: Library) -> None:
+    q, k, v = inputs(grad=True)
+    wrapped = wrap_foreign(foreign)
+    expanded = torch.autograd.grad(wrapped(q, k, v)[0].sum(), (q, k, v))
+    dense = torch.autograd.grad(wrapped(q, k, v)[0], (q, k, v), torch.ones(q.shape))
+    assert all(torch.equal(a, b) for a, b in zip(expanded, dense, strict=True))
+
+
+# Around it.
+
+
+def test_autocast() -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        seen.append((q.dtype, bias.dtype))
+        assert (q.float()[0, 0] @ k.float()[0, 0].mT).dtype == torch.float32, "autocast reaches the kernel"
+        return torch.zeros(q.shape, dtype=q.dtype)
+
+    half = [x.half() for x in inputs()]
+    rules = {
+        False: (half[0].dtype, torch.float32),
+        True: (torch.bfloat16,) * 2,
+        torch.float32: (torch.float32,) * 2,
+    }
+    for rule, wanted in rules.items():
+        wrapped = wrap(spy, name=fresh_name(), autocast=rule)
+        for given, dtype in zip((half, inputs()), wanted, strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                wrapped(*given, torch.ones(1))
+                torch.compile(wrapped, fullgraph=True, backend="aot_eager")(*given, torch.ones(1))
+            assert seen[-2:] == [(dtype, torch.float32)] * 2
+        wrapped(*half, torch.ones(1))
+        assert seen[-1][0] == torch.float16, "outside of autocast nothing is cast"
+
+
+@pytest.mark.parametrize(("backward", "parts"), [("own", 3.5), ("recompute", 4.5)])
+def test_flops(foreign: Library, backward: str, parts: float) -> None:
+    def rerun(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+        return eager(q, k, v, causal), q[..., 0] + 0
+
+    kernel, given = (foreign.forward, foreign.backward) if backward == "own" else (rerun, "recompute")
+    outputs = (
+        ("out", "lse") if backward == "own" else {"out": "out", "lse": lambda q: q.new_empty(q.shape[:-1])}
+    )
+    wrapped = wrap(
+        kernel, name=fresh_name(), outputs=outputs, backward=given, layout="bshd", strides="contiguous"
+    )
+    pairs = 2 * 3 * 6 * 6 * 2 * (8 + 8)
+    for options, forward in (({}, pairs), ({"causal": True}, pairs * 21 // 36)):
+        with FlopCounterMode(display=False) as counter:
+            wrapped(*inputs(grad=True), **options)[0].sum().backward()
+        assert counter.get_total_flops() == forward * parts
+    own = wrap(eager, name=fresh_name(), flops=lambda q, causal: 7 * q.shape[0] + causal)
+    with FlopCounterMode(display=False) as counter:
+        own(*inputs(), causal=True)
+    assert counter.get_total_flops() == 15
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(6, 6), (3, 7), (7, 3), (1, 5), (0, 4)])
+def test_causal_flops_count_what_is_seen(q_len: int, k_len: int) -> None:
+    from attnspan.torch._wrap.flops import attention_flops
+
+    x = [torch.empty(1, 1, n, 1) for n in (q_len, k_len, k_len)]
+    seen = torch.ones(q_len, k_len).tril(k_len - q_len).sum()
+    assert attention_flops(*x, layout="bhsd", causal=True) == 4 * seen
+
+
+def test_it_runs_once_per_call_and_keeps_nothing_alive(foreign: Library) -> None:
+    wrapped = wrap_foreign(foreign)
+    q, k, v = inputs(grad=True)
+    before = foreign.calls
+    out, lse = wrapped(q, k, v)
+    out.sum().backward()
+    assert foreign.calls - before == 1
+    left = [weakref.ref(x) for x in (q, out, lse)]
+    del q, k, v, out, lse
+    gc.collect()
+    assert [x() for x in left] == [None] * 3

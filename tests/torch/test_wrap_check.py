@@ -1,0 +1,119 @@
+"""`Wrapped.check`: a right kernel passes with figures, each kind of wrong one is found."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
+from torch import Tensor
+
+from attnspan import window
+from attnspan.kernels import cpu
+from attnspan.torch import DeclarationError, attention, wrap
+
+TESTS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softmax_scale": 0.7}])
+@pytest.mark.parametrize(("q_len", "k_len"), [(6, 6), (3, 7), (7, 3)])
+def test_the_foreign_library_passes(foreign: Library, q_len: int, k_len: int, options: dict) -> None:
+    wrapped = wrap_foreign(foreign, varying=("softmax_scale",))
+    report = wrapped.check(*inputs(q_len, k_len), **options)
+    assert set(report.errors) == {"out", "dq", "dk", "dv"}
+    assert max(report.ratios.values()) <= 1.5, report
+    assert set(report.opcheck) == TESTS
+    assert "SDPA" in str(report)
+
+
+@pytest.mark.compiled_module("its nanobind functions are the foreign ones here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_nanobind_function_passes(dtype: torch.dtype) -> None:
+    def windowed(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3])
+        bounds = window(left).spans(q.shape[2], k.shape[2], like=q).bounds
+        cpu.compiled().forward(q, k, v, out, lse, bounds, q.shape[-1] ** -0.5, 1)
+        return out
+
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in inputs(40, 40))
+    wrapped = wrap(windowed, name=fresh_name())
+    assert set(wrapped.check(q, k, v, left=5, mask=window(5)).errors) == {"out"}
+    with pytest.raises(DeclarationError, match="expected errors of at most 4 times SDPA's"):
+        wrapped.check(q, k, v, left=4, mask=window(5))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_layouts(layout: str) -> None:
+    def own(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, layout=layout, return_lse=True, backend="cpu", mask=window(30, 30))
+        return out.contiguous(), lse.contiguous()
+
+    q, k, v = (torch.randn(6, 2, 8) if layout == "thd" else x for x in inputs())
+    if layout == "thd":
+        own = _packed
+    wrapped = wrap(own, name=fresh_name(), outputs=("out", "lse"), layout=layout)
+    wrapped.check(q, k, v)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return eager(q, k, v).transpose(0, 1).contiguous(), (q @ k.mT / 8**0.5).logsumexp(-1)
+
+
+def test_an_oracle_of_its_own() -> None:
+    def capped(q: Tensor, k: Tensor, v: Tensor, softcap: float = 5.0) -> Tensor:
+        x = q @ k.mT * q.shape[-1] ** -0.5
+        return (softcap * (x / softcap).tanh()).softmax(-1) @ v
+
+    wrapped = wrap(capped, name=fresh_name(), backward="recompute", varying=("softcap",))
+    wrapped.check(*inputs(), softcap=0.5, oracle=capped)
+    with pytest.raises(DeclarationError, match="out: .* times, dq"):
+        wrapped.check(*inputs(), softcap=0.5)
+
+
+def _writes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = eager(q, k, v)
+    k.mul_(1.5)
+    k.div_(1.5).add_(1)
+    return out
+
+
+_buffer = torch.empty(2, 6, 3, 8)
+
+#: Kernels with a defect that verification at each call does not see, and what the check says.
+DEFECTS: dict[str, tuple[Callable[..., object], str]] = {
+    "buffer": (lambda *x: _buffer.copy_(eager(*x)), "got the same memory in two calls"),
+    "random": (lambda *x: eager(*x) + torch.rand(()), "got another one at the second call"),
+    "state": (_writes, "got another one at the second call"),
+    "wrong": (lambda *x: eager(*x) * 1.001, "expected errors of at most 4 times SDPA's against float64"),
+    "scale": (lambda *x: eager(*x, scale=1.0), "expected errors of at most 4 times SDPA's against float64"),
+    "nan": (lambda *x: eager(*x) + float("nan"), "out: nan times"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_found(defect: str) -> None:
+    kernel, text = DEFECTS[defect]
+    wrapped = wrap(kernel, name=fresh_name(), schema=QKV)
+    wrapped(*inputs())
+    with pytest.raises(DeclarationError, match=text):
+        wrapped.check(*inputs())
+
+
+def test_a_kernel_that_writes_to_an_input_once_is_found_by_opcheck() -> None:
+    def flips(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = eager(q, k, v) * q.sign().abs()
+        k[0, 0, 0, 0] = 100.0
+        return torch.zeros_like(out)
+
+    with pytest.raises(Exception, match="mutat"):
+        wrap(flips, name=fresh_name()).check(*inputs())
+
+
+def test_a_wrong_gradient_is_found(foreign: Library) -> None:
+    def half(dout, dlse, q, k, v, softmax_scale, causal):  # type: ignore[no-untyped-def]
+        dq, dk, dv = foreign.backward(dout, dlse, q, k, v, softmax_scale, causal)
+        return dq, dk / 2, dv
+
+    with pytest.raises(DeclarationError, match=r"got dk: [0-9.e+]+ times\. Check"):
+        wrap_foreign(foreign, backward=half).check(*inputs())

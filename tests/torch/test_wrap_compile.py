@@ -1,0 +1,300 @@
+"""The field's three failures of a foreign kernel under torch.compile: shown without `wrap`, gone with it."""
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from foreign_kernel import Library, fresh_name, inputs, wrap_foreign
+from samples import relative_error
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from attnspan import causal
+from attnspan.kernels import cpu
+from attnspan.torch import Wrapped, attention, checkpoint_policy, wrap
+
+FORWARD_CALLS = {"none": 1, "selective": 1, "full": 2}
+
+
+def _around(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A model around the kernel: something before it and something after it."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.25) -> Tensor:
+        return kernel(q * 2, k, v, softmax_scale=scale, causal=True)[0] + 1
+
+    return run
+
+
+def _core(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.25) -> Tensor:
+    """A nanobind extension's function, bound as a user would: (B, S, H, D) in and out."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+    bounds = causal().spans(q.shape[1], k.shape[1], like=q).bounds
+    q, k, v, into = (x.transpose(1, 2) for x in (q, k, v, out))
+    cpu.compiled().forward(q, k, v, into, lse, bounds, scale, 1)
+    return out
+
+
+# Failure 1: the graph breaks at the extension call.
+
+
+def test_without_wrap_the_graph_breaks(foreign: Library) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(Unsupported):
+        torch.compile(_around(foreign.forward), fullgraph=True, backend="aot_eager")(q, k, v)
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(_around(foreign.forward), backend=counter)(q, k, v)
+    assert counter.frame_count > 1, "one graph before the call, another one behind it"
+
+
+@pytest.mark.compiled_module("its nanobind functions are the foreign ones here")
+def test_without_wrap_a_nanobind_function_breaks_too() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(Unsupported):
+        torch.compile(_core, fullgraph=True, backend="aot_eager")(q, k, v)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # imported by inductor
+def test_with_wrap_it_is_one_graph(foreign: Library, backend: str) -> None:
+    q, k, v = inputs(grad=True)
+    run = _around(wrap_foreign(foreign, "whole"))
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    out = compiled(q, k, v)
+    assert counter.frame_count == 1
+    assert torch.equal(out, _around(foreign.forward)(*(x.detach() for x in (q, k, v))))
+    got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wanted_out = (
+        attention(exact[0] * 2, *exact[1:], mask=causal(), scale=0.25, layout="bshd", backend="math") + 1
+    )
+    wanted = torch.autograd.grad(wanted_out.square().sum(), exact)
+    for a, b in zip((out, *got), (wanted_out, *wanted), strict=True):
+        # The library sums in float64 and rounds results once; the model around it rounds a few times more.
+        assert relative_error(a, b) <= 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.compiled_module("its nanobind functions are the foreign ones here")
+def test_with_wrap_a_nanobind_function_is_one_graph() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    wrapped = wrap(_core, name=fresh_name("nanobind"), outputs="out like q", layout="bshd")
+    compiled = torch.compile(lambda *x: wrapped(*x) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), _core(q, k, v) + 1)
+    wanted = attention(
+        q.double(), k.double(), v.double(), mask=causal(), scale=0.25, layout="bshd", backend="math"
+    )
+    assert relative_error(wrapped(q, k, v), wanted) <= 4 * torch.finfo(torch.float32).eps
+
+
+# Failure 2: "expected size 12==12, stride 24==8": the fake kernel tells other strides than the kernel makes.
+
+
+def _head_major(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns (B, S, H, D) that is stored as (B, H, S, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v).contiguous().transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_without_wrap_wrong_strides_show_in_the_compiled_program_only() -> None:
+    name = f"attnspan_tests::{fresh_name('naive')}"
+    op = torch.library.custom_op(
+        name, _head_major, mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> Tensor"
+    )
+    op.register_fake(lambda *x: torch.empty_like(x[0]))
+    q, k, v = (x.detach() for x in inputs())
+    op(q, k, v)  # nobody notices
+    with pytest.raises(AssertionError, match=r"expected size .*, stride"):
+        torch.compile(lambda *x: op(*x) + 1, fullgraph=True)(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_with_wrap_they_are_one_clear_error(compiled: bool) -> None:
+    wrapped = wrap(_head_major, name=fresh_name("lying"), layout="bshd")
+    q, k, v = (x.detach() for x in inputs())
+    run = torch.compile(wrapped, fullgraph=True) if compiled else wrapped
+    with pytest.raises(
+        ValueError,
+        match=r"output 'out': expected strides \(144, 24, 8, 1\), as declared, got "
+        r"\(144, 8, 48, 1\) from the kernel\. Declare",
+    ):
+        run(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_with_wrap_declared_as_they_are_they_work() -> None:
+    def stored(q: Tensor) -> Tensor:
+        batch, length, heads, dim = q.shape
+        return q.new_empty(batch, heads, length, dim).transpose(1, 2)
+
+    wrapped = wrap(_head_major, name=fresh_name("honest"), outputs=stored, layout="bshd")
+    q, k, v = (x.detach() for x in inputs())
+    assert torch.equal(
+        torch.compile(lambda *x: wrapped(*x) + 1, fullgraph=True)(q, k, v), _head_major(q, k, v) + 1
+    )
+
+
+# Failure 3: recompilations until the limit.
+
+
+def _count(run: Callable[..., Tensor], calls: list[tuple]) -> int:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for call in calls:
+        compiled(*call)
+    return counter.frame_count
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, max_seqlen: int) -> Tensor:
+    assert type(max_seqlen) is int, "a kernel is given numbers"
+    return q + k + v * max_seqlen
+
+
+def _lengths() -> list[tuple]:
+    q, k, v = (x.detach() for x in inputs())
+    return [(q, k, v, 100 + n) for n in range(torch._dynamo.config.recompile_limit + 4)]
+
+
+def test_without_wrap_a_length_that_varies_recompiles_to_the_limit() -> None:
+    name = fresh_name("naive")
+    with torch.library._scoped_library("attnspan_tests", "FRAGMENT") as library:
+        library.define(f"{name}(Tensor q, Tensor k, Tensor v, int max_seqlen) -> Tensor")
+        library.impl(name, _varlen, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"attnspan_tests::{name}", lambda *x: torch.empty_like(x[0]), lib=library)
+        op = getattr(torch.ops.attnspan_tests, name)
+        with pytest.raises(FailOnRecompileLimitHit):
+            _count(lambda *x: op(*x), _lengths())
+
+
+def test_with_wrap_a_length_that_varies_is_one_more_compilation() -> None:
+    wrapped = wrap(_varlen, name=fresh_name("varlen"))
+    # Once for the first value, once more with the value as an unknown.
+    assert _count(lambda *x: wrapped(*x), _lengths()) == 2
+
+
+def _scales() -> list[tuple]:
+    q, k, v = inputs(grad=True)
+    return [(q, k, v, 0.1 + n / 7) for n in range(12)]
+
+
+def test_a_scale_that_varies_recompiles_to_the_limit_unless_declared(foreign: Library) -> None:
+    with pytest.raises(FailOnRecompileLimitHit):
+        _count(_around(wrap_foreign(foreign, "constant")), _scales())
+
+
+def test_a_scale_that_is_declared_to_vary_is_one_more_compilation(foreign: Library) -> None:
+    wrapped = wrap_foreign(foreign, "varying", varying=("softmax_scale",))
+    assert _count(_around(wrapped), _scales()) == 2
+    (q, k, v, scale), options = _scales()[3], {"causal": True}
+    for given in (scale, torch.tensor(scale, dtype=torch.float64)):
+        assert torch.equal(
+            wrapped(q, k, v, given, **options)[0], foreign.forward(q, k, v, scale, **options)[0]
+        )
+    assert torch.equal(wrapped(q, k, v)[0], foreign.forward(q, k, v)[0])
+
+
+def _shapes(foreign: Library, base: str, *, mark: bool) -> int:
+    generator = random.Random(0)
+    calls = []
+    for _ in range(12):
+        length, batch = generator.randint(2, 40), generator.randint(2, 5)
+        call = inputs(length, length, batch, grad=True)
+        for x, dim in itertools.product(call if mark else [], (0, 1)):
+            torch._dynamo.mark_dynamic(x, dim)
+        calls.append(tuple(call))
+    return _count(_around(wrap_foreign(foreign, base)), calls)
+
+
+def test_few_compilations_over_many_shapes(foreign: Library) -> None:
+    assert _shapes(foreign, "shapes", mark=False) <= 4
+
+
+def test_one_compilation_where_dims_are_marked_dynamic(foreign: Library) -> None:
+    assert _shapes(foreign, "marked", mark=True) == 1
+
+
+# The matrix: compilers x activation checkpointing.
+
+
+class Model(nn.Module):
+    """A block of attention under one kind of activation checkpointing."""
+
+    def __init__(self, wrapped: Wrapped, ac: str) -> None:
+        super().__init__()
+        self.wrapped, self.ac = wrapped, ac
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def block(self, x: Tensor) -> Tensor:
+        # Slices of one projection, which break the kernel's contract: it reads contiguous memory only.
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).unbind(2)
+        out, lse = self.wrapped(q, k, v, causal=True)
+        return x + self.out(out.flatten(2)) + lse.logsumexp(1).unsqueeze(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ac == "none":
+            return self.block(x)
+        selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        extra = {"context_fn": selective} if self.ac == "selective" else {}
+        return checkpoint(self.block, x, use_reentrant=False, **extra)
+
+
+def _step(wrapped: Wrapped, ac: str, compiler: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = Model(wrapped, ac), torch.randn(2, 10, 24, requires_grad=True)
+    if compiler != "eager":
+        model.compile(fullgraph=True, backend=compiler)
+    out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("ac", FORWARD_CALLS)
+def test_cell(foreign: Library, compiler: str, ac: str) -> None:
+    wrapped = wrap_foreign(foreign, "cell")
+    wanted = _step(wrapped, "none", "eager")
+    before = foreign.calls
+    got = _step(wrapped, ac, compiler)
+    assert foreign.calls - before == FORWARD_CALLS[ac]
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_recompute_compiled(compiler: str) -> None:
+    wrapped = wrap(_head_contiguous, name=fresh_name("recompute"), layout="bshd", backward="recompute")
+    q, k, v = inputs(grad=True)
+    run = torch.compile(lambda *x: wrapped(*x).square(), fullgraph=True, backend=compiler)
+    got = torch.autograd.grad(run(q, k, v).sum(), (q, v))
+    wanted = torch.autograd.grad(_head_contiguous(q, k, v).square().sum(), (q, v))
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) <= 4 * torch.finfo(torch.float32).eps
+
+
+def _head_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    torch._dynamo.graph_break()  # what a compiler cannot look into
+    return _head_major(q, k, v).contiguous()
+
+
+def test_export_keeps_one_node_per_call(foreign: Library) -> None:
+    wrapped = wrap_foreign(foreign, "export")
+
+    class Block(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return wrapped(wrapped(q, k, k)[0], k, k)[0]
+
+    q, k, _ = (x.detach() for x in inputs())
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(Block(), (q, k), dynamic_shapes=({1: length}, {1: length}))
+    assert [node.target for node in program.graph.nodes].count(wrapped.op) == 2
+    q, k, _ = (x.detach() for x in inputs(17, 17))
+    assert torch.equal(program.module()(q, k), Block()(q, k))
