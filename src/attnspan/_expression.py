@@ -337,13 +337,15 @@ class Prepared(Mask):
         if k_index is None:
             _check_fit(self.lowered, q_len, k_len, batch, heads)
             return self
-        placed = super().placed(
-            q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
-        )
+        del q_index
         arrays = arrays_for([self.lowered.bounds], None)
-        rows_at, keys_at = self.q_index, placed.k_index
+        rows_at = self.q_index
         if rows_at is None:  # Counted back from all keys, not from those that are left.
             rows_at = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
+        placed = super().placed(
+            q_len, k_len, batch=batch, heads=heads, q_index=rows_at, k_index=k_index, like=like
+        )
+        keys_at = placed.k_index
         if self.k_index is not None:
             keys_at = arrays.take_along(self.k_index, keys_at)
         return Prepared(placed.lowered, rows_at, keys_at)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 import attnspan
 from attnspan import reference
+from attnspan.options import Options
+from attnspan.torch import dropout_seeds
 
 BATCH, Q_LEN, K_LEN = 2, 24, 24
 
@@ -54,6 +57,51 @@ MASKS: dict[str, Callable[[], attnspan.Mask]] = {
     "from_predicate": lambda: attnspan.from_predicate(_blocks),
     "from_dense": lambda: attnspan.from_dense(_dense()),
 }
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype).requires_grad_()
+
+
+def _slopes(*shape: int) -> Tensor:
+    return (_normal(*shape).detach().abs() / 4).requires_grad_()
+
+
+def _seed() -> Tensor:
+    return torch.tensor(0x0123_4567_89AB_CDEF)
+
+
+#: Keywords of `attention` by option, for numbers of batch rows, query heads, queries and keys; parameters are
+#: leaves that require gradients.
+OPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "softcap": lambda *_: {"softcap": 1.5},
+    "sinks": lambda _b, h, *_: {"sinks": _normal(h)},
+    "sinks in bf16": lambda _b, h, *_: {"sinks": _normal(h, dtype=torch.bfloat16)},
+    "alibi": lambda _b, h, *_: {"bias": attnspan.alibi(_slopes(h))},
+    "alibi per row": lambda b, h, *_: {"bias": attnspan.alibi(_slopes(b, h))},
+    "signed alibi": lambda _b, h, *_: {"bias": attnspan.alibi(_slopes(h), signed=True)},
+    "relative": lambda _b, h, *_: {"bias": attnspan.relative(_normal(h, 9))},
+    "t5": lambda _b, h, *_: {"bias": attnspan.relative(_normal(h, 8), attnspan.t5_buckets(8, 6))},
+    "dense": lambda b, h, q, k: {"bias": _normal(b, h, q, k)},
+    "dense per head": lambda _b, h, _q, k: {"bias": attnspan.dense_bias(_normal(h, 1, k))},
+    "dense per row": lambda b, _h, q, k: {"bias": _normal(b, 1, q, k, dtype=torch.float16)},
+    "dropout": lambda *_: {"dropout_p": 0.3, "dropout_seed": _seed()},
+    "dropout seeds": lambda b, h, *_: {"dropout_p": 0.3, "dropout_seed": dropout_seeds(_seed(), b, h)},
+    "all": lambda _b, h, *_: {
+        "softcap": 2.0,
+        "bias": attnspan.relative(_normal(h, 9)),
+        "sinks": _normal(h, seed=6),
+        "dropout_p": 0.2,
+        "dropout_seed": _seed(),
+    },
+}
+
+
+def parameters(options: object) -> list[Tensor]:
+    """The tensors of options that require gradients."""
+    leaves = torch.utils._pytree.tree_leaves(options)
+    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
 
 @dataclass
@@ -129,14 +177,19 @@ def to_numpy(x: Tensor) -> np.ndarray:
     return x.detach().double().numpy()
 
 
-def oracle(sample: Sample, dout: Tensor, dlse: Tensor | None = None) -> list[Tensor]:
-    """out, lse, dq, dk, dv in float64 of the inputs as they are, rounded to their dtype."""
+def oracle(
+    sample: Sample, dout: Tensor, dlse: Tensor | None = None, options: Options | None = None
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv in float64 of the inputs as they are, rounded to their dtype.
+
+    With options (their arrays as NumPy), also the gradients of the lowered bias and of the sinks.
+    """
     q, k, v = (to_numpy(x) for x in (sample.q, sample.k, sample.v))
     bounds = sample.bounds.numpy()
-    out, lse = reference.forward(q, k, v, bounds, sample.scale)
+    out, lse = reference.forward(q, k, v, bounds, sample.scale, options)
     zeros = np.zeros_like(lse) if dlse is None else to_numpy(dlse)
-    grads = reference.backward(to_numpy(dout), zeros, q, k, v, bounds, sample.scale)
-    return [torch.from_numpy(np.ascontiguousarray(x)) for x in (out, lse, *grads)]
+    grads = reference.backward(to_numpy(dout), zeros, q, k, v, bounds, sample.scale, options)
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in (out, lse, *grads) if x is not None]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

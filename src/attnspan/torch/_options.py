@@ -267,9 +267,8 @@ def _index(name: str, index: Any, q: Tensor, length: int, own: Any) -> Any:
         got = str(index.dtype) if isinstance(index, Tensor) else type(index).__name__
         raise DtypeError(name, expected="an integer tensor", got=got, remedy="Pass int32 or int64 indices")
     _check_device(name, index, q)
-    index = index[None] if index.dim() == 1 else index
-    fits = index.dim() == 2 and index.shape[1] == length
-    if not fits or not (index.shape[0] == 1 or index.shape[0] == q.shape[0]):
+    fits = index.dim() in (1, 2) and index.shape[-1] == length
+    if not fits or (index.dim() == 2 and index.shape[0] != 1 and index.shape[0] != q.shape[0]):
         raise ShapeError(
             name,
             expected=f"({length},) or ({q.shape[0]}, {length})",
@@ -282,4 +281,4 @@ def _index(name: str, index: Any, q: Tensor, length: int, own: Any) -> Any:
             raise OptionError(
                 name, expected="int32 indices", got=f"{int(low)} to {int(high)}", remedy="Use smaller ones"
             )
-    return index.to(torch.int32)
+    return (index if index.dim() == 2 else index[None]).to(torch.int32)

@@ -1,0 +1,450 @@
+"""Softcap, biases, sinks and dropout through the public call: values, gradients, positions, messages."""
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from samples import OPTIONS, make_sample, oracle, parameters, relative_error
+from torch import Tensor
+
+import attnspan
+from attnspan import Prepared, Spans, alibi, causal, dense_bias, documents, full, relative, segments
+from attnspan.kernels import cpu
+from attnspan.options import Options
+from attnspan.torch import Attention, _attention, _eager, attention, dropout_seeds, explain
+from attnspan.torch._options import Given, lower_options
+
+B, H, S = 2, 4, 24
+BACKENDS = ["cpu", "math"]
+EPS = torch.finfo(torch.float32).eps
+SEED = torch.tensor(11)
+
+
+def _qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    sample = make_sample(**{"q_len": S, "k_len": S, "v_dim": 24, **options})
+    return sample.q, sample.k, sample.v
+
+
+def _exact(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, spans: Spans, dout: Tensor) -> list:
+    """out, lse and the gradients of q, k, v and of each parameter, by the oracle in float64."""
+    lowered = lower_options(Given(**options), q.double(), k, Prepared(spans), True)
+    assert lowered is not None
+    arrays = {
+        f.name: getattr(lowered, f.name).detach().numpy()
+        for f in fields(Options)
+        if isinstance(getattr(lowered, f.name), Tensor)
+    }
+    sample = make_sample()
+    sample.q, sample.k, sample.v, sample.bounds, sample.scale = q, k, v, spans.bounds, q.shape[3] ** -0.5
+    *results, dbias, dsinks = oracle(sample, dout, torch.ones(q.shape[:3]), replace(lowered, **arrays))
+    known = [(lowered.bias, dbias), (lowered.sinks, dsinks)]
+    outputs, gradients = zip(*[(x, g) for x, g in known if x is not None] or [((), ())], strict=True)
+    wanted = parameters(options)
+    return [*results, *(torch.autograd.grad(outputs, wanted, gradients) if wanted else ())]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_against_the_oracle(name: str, backend: str) -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    options = OPTIONS[name](B, H, S, S)
+    spans = (causal() & segments(torch.arange(S) // 7)).spans(S, S, like=q)
+    spans.bounds[:, :, 3] = 0  # a row that sees nothing
+    dout = torch.randn(B, H, S, 24)
+    out, lse = attention(q, k, v, mask=spans, return_lse=True, backend=backend, **options)
+    seen = lse.isfinite()
+    wanted = [q, k, v, *parameters(options)]
+    got = torch.autograd.grad((out, lse), wanted, (dout, torch.where(seen, 1.0, 0.0)))
+    exact_out, exact_lse, *exact = _exact(options, q, k, v, spans, dout)
+    assert torch.equal(exact_lse.isfinite(), seen)
+    assert relative_error(out, exact_out) <= 24 * EPS
+    assert relative_error(torch.where(seen, lse, 0), torch.where(seen, exact_lse, 0)) <= 24 * EPS
+    for x, gradient, true in zip(wanted, got, exact, strict=True):
+        assert gradient.dtype == x.dtype
+        assert gradient.shape == x.shape
+        # Parameters of 16 bits have gradients of 16 bits, rounded once.
+        assert relative_error(gradient, true) <= max(24 * EPS, torch.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_layouts_agree(layout: Any, backend: str) -> None:
+    q, k, v = _qkv(batch=1)
+    mask = causal() & documents(torch.tensor([0, 10, 24]))
+    options = {**OPTIONS["all"](1, H, S, S), "backend": backend, "mask": mask, "return_lse": True}
+    wanted, wanted_lse = attention(q, k, v, **options)
+    inputs = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = attention(*(x[0] if layout == "thd" else x for x in inputs), layout=layout, **options)
+    out, lse = (out[None], lse[None]) if layout == "thd" else (out, lse)
+    assert torch.equal(out.transpose(1, 2), wanted)
+    assert torch.equal(lse, wanted_lse)
+
+
+def test_only_what_needs_a_gradient_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, bool]] = []
+    original = cpu.backward
+
+    def spy(*args: Any, dbias: Any, dsinks: Any, **options: Any) -> None:
+        asked.append((dbias is not None, dsinks is not None))
+        original(*args, dbias=dbias, dsinks=dsinks, **options)
+
+    monkeypatch.setattr(cpu, "backward", spy)
+    q, k, v = _qkv()
+    for bias, sinks in [(True, False), (False, True), (False, False)]:
+        slopes, logits = torch.rand(H).requires_grad_(bias), torch.rand(H).requires_grad_(sinks)
+        out = attention(q.requires_grad_(), k, v, bias=alibi(slopes), sinks=logits)
+        out.square().sum().backward()
+        assert (slopes.grad is not None, logits.grad is not None) == (bias, sinks)
+    # Sinks cost nothing: their gradient comes with the others.
+    assert asked == [(True, True), (False, True), (False, True)]
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dense_bias_is_read_in_place(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    seen: list[Tensor] = []
+    original = cpu.forward
+
+    def spy(*args: Any, options: Options, **rest: Any) -> None:
+        seen.append(options.bias)
+        original(*args, options=options, **rest)
+
+    monkeypatch.setattr(cpu, "forward", spy)
+    q, k, v = (x.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16) for x in _qkv())
+    bias = torch.randn(H, S, S).to(dtype)
+    attention(q, k, v, bias=bias)
+    (read,) = seen
+    other = dtype not in (q.dtype, torch.float32)
+    assert (read.data_ptr() == bias.data_ptr()) != other
+    assert read.dtype == (torch.float32 if other else dtype)
+    seen.clear()
+    attention(q, k, v, bias=bias[:1, :, :1].expand(H, S, S))  # of no more memory than it has
+    assert seen[0].untyped_storage().nbytes() <= bias.untyped_storage().nbytes() or other
+
+
+def test_autocast_leaves_the_options_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**OPTIONS["all"](B, H, S, S), "bias": torch.randn(H, S, S)}
+    q, k, v = (x.bfloat16() for x in _qkv())
+    wanted = attention(q, k, v, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attention(q.float(), k.float(), v.float(), **options)
+    assert torch.equal(got, wanted)
+    rough = attention(q, k, v, **{**options, "bias": options["bias"].bfloat16()})
+    assert not torch.equal(rough, wanted)
+
+
+def test_float64_stays_float64() -> None:
+    q, k, v = (x.double() for x in _qkv())
+    sinks = torch.randn(H, dtype=torch.float64)
+    exact = _exact({"sinks": sinks}, q, k, v, full().spans(S, S, like=q), torch.ones(B, H, S, 24))
+    assert relative_error(attention(q, k, v, sinks=sinks, backend="math"), exact[0]) <= 1e-14
+
+
+# Positions -------------------------------------------------------------------------------------------------
+
+POSITIONAL = ["alibi", "signed alibi", "relative", "dropout", "all"]
+CU_Q, CU_K = torch.tensor([0, 2, 8]), torch.tensor([0, 9, 24])
+PLACES: dict[str, tuple[int, Callable[[], attnspan.Mask], dict[str, Tensor]]] = {
+    "default": (8, causal, {}),
+    "more rows than keys": (30, causal, {}),
+    "cache": (3, lambda: causal() & attnspan.cache(torch.tensor([24, 13])), {}),
+    "documents": (8, lambda: causal() & documents(CU_Q, CU_K), {}),
+    "q_index": (4, causal, {"q_index": torch.tensor([3, 17, 5, 20])}),
+    "q_index per row": (2, causal, {"q_index": torch.tensor([[3, 17], [0, 23]])}),
+    "k_index": (5, causal, {"k_index": torch.arange(0, 48, 2)}),
+    "both": (5, full, {"q_index": torch.arange(40, 45), "k_index": torch.arange(0, 48, 2)}),
+}
+#: The rows' indices that each case means.
+ROWS = {
+    "default": torch.arange(16, 24)[None],
+    "more rows than keys": torch.arange(-6, 24)[None],
+    "cache": torch.tensor([[21, 22, 23], [10, 11, 12]]),
+    "documents": torch.tensor([[7, 8, 18, 19, 20, 21, 22, 23]]),
+    "q_index": torch.tensor([[3, 17, 5, 20]]),
+    "q_index per row": torch.tensor([[3, 17], [0, 23]]),
+    "k_index": torch.arange(38, 48, 2)[None],
+    "both": torch.arange(40, 45)[None],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", POSITIONAL)
+@pytest.mark.parametrize("place", PLACES)
+def test_positions_come_from_the_mask(place: str, option: str, backend: str) -> None:
+    q_len, make_mask, indices = PLACES[place]
+    q, k, v = _qkv(q_len=q_len)
+    options = {**OPTIONS[option](B, H, q_len, S), "backend": backend}
+    mask = make_mask()
+    within = attention(q, k, v, mask=mask, **indices, **options)
+    prepared = mask.prepare(q_len, S, batch=B, like=q, **indices)
+    assert torch.equal(attention(q, k, v, mask=prepared, **options), within)
+    # Bare spans know nothing of where they came from: the call says it.
+    told = {"q_index": ROWS[place], "k_index": indices.get("k_index", torch.arange(S))}
+    assert torch.equal(attention(q, k, v, mask=prepared.lowered, **told, **options), within)
+    assert torch.equal(attention(q, k, v, mask=prepared, **told, **options), within)
+    elsewhere = attention(
+        q, k, v, mask=prepared, **{**told, "q_index": told["q_index"].flip(1) * 7}, **options
+    )
+    if q_len > 1:
+        assert not torch.equal(elsewhere, within)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", POSITIONAL)
+def test_keys_in_any_order_are_who_they_are(option: str, backend: str) -> None:
+    q, k, v = _qkv()
+    options = {**OPTIONS[option](B, H, S, S), "backend": backend}
+    wanted = attention(q, k, v, **options)
+    order = torch.stack([torch.randperm(S), torch.randperm(S)])
+    rows = torch.arange(B)[:, None]
+    shuffled = [x[rows, :, order].transpose(1, 2) for x in (k, v)]
+    got = attention(q, *shuffled, mask=full().spans(S, S, like=q), k_index=order, **options)
+    assert relative_error(got, wanted) <= 24 * EPS
+
+
+def test_a_prepared_mask_is_placed_once() -> None:
+    mask = causal() & attnspan.cache(torch.tensor([24, 13]))
+    assert causal().prepare(S, S).q_index is None
+    assert causal().prepare(30, S).q_index is None
+    assert causal().prepare(S, S).k_index is None
+    prepared = mask.prepare(3, S, batch=2, like=torch.empty(0))
+    assert torch.equal(prepared.q_index, ROWS["cache"].int())
+    again = prepared.prepare(3, S, batch=2)
+    assert torch.equal(again.q_index, prepared.q_index)
+    leaves, spec = torch.utils._pytree.tree_flatten(prepared)
+    assert any(leaf is prepared.q_index for leaf in leaves)
+    assert torch.equal(torch.utils._pytree.tree_unflatten(leaves, spec).q_index, prepared.q_index)
+    # Restricted to some keys, the rows are still those of the whole.
+    some = causal().prepare(4, S, like=torch.empty(0)).placed(4, 12, k_index=torch.arange(0, S, 2))
+    assert some.q_index.tolist() == [[20, 21, 22, 23]]
+    assert some.k_index.tolist() == [list(range(0, S, 2))]
+    fewer = some.placed(4, 3, k_index=torch.tensor([1, 5, 11]))
+    assert fewer.k_index.tolist() == [[2, 10, 22]]
+    assert fewer.q_index.tolist() == [[20, 21, 22, 23]]
+    in_numpy = causal().prepare(4, S, q_index=np.arange(4))
+    q, k, v = _qkv(q_len=4)
+    rows = torch.arange(4)
+    options = {"bias": alibi(torch.rand(H)), "backend": "math"}
+    assert torch.equal(
+        attention(q, k, v, mask=in_numpy, **options),
+        attention(q, k, v, mask=causal(), q_index=rows, **options),
+    )
+
+
+# Dropout and the rest --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_drop_what_the_whole_drops(backend: str) -> None:
+    q, k, v = _qkv()
+    options = {"dropout_p": 0.4, "mask": causal(), "backend": backend}
+    seeds = dropout_seeds(SEED, B, H)
+    whole = attention(q, k, v, dropout_seed=SEED, **options)
+    assert torch.equal(attention(q, k, v, dropout_seed=seeds, **options), whole)
+    assert torch.equal(dropout_seeds(SEED, 9, 7)[:B, :H], seeds)
+    part = attention(q[1:, 2:], k[1:, 1:], v[1:, 1:], dropout_seed=seeds[1:, 2:], **options)
+    assert relative_error(part, whole[1:, 2:]) <= 24 * EPS
+    rows = torch.arange(5, 14)
+    part = attention(q[:, :, rows], k, v, dropout_seed=SEED, q_index=rows, **options)
+    assert relative_error(part, whole[:, :, rows]) <= 24 * EPS
+    assert not torch.equal(attention(q, k, v, dropout_seed=SEED + 1, **options), whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_dropout_is_no_dropout(backend: str) -> None:
+    q, k, v = _qkv()
+    plain = attention(q, k, v, backend=backend)
+    assert torch.equal(attention(q, k, v, backend=backend, dropout_p=0.0, dropout_seed=SEED), plain)
+    assert torch.equal(attention(q, k, v, backend=backend, dropout_p=0), plain)
+
+
+def test_hidden_by_minus_infinity() -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    bias = torch.zeros(S, S).masked_fill(~torch.ones(S, S, dtype=torch.bool).tril(), -torch.inf)
+    bias[4] = -torch.inf
+    bias.requires_grad_()
+    mask = causal().prepare(S, S, like=q).lowered
+    mask.bounds[:, :, 4] = 0
+    for backend in BACKENDS:
+        out, lse = attention(q, k, v, bias=bias, backend=backend, return_lse=True)
+        wanted = attention(q, k, v, mask=mask, backend=backend)
+        assert relative_error(out, wanted) <= 24 * EPS
+        assert (out[:, :, 4] == 0).all()
+        assert (lse[:, :, 4] == -torch.inf).all()
+        got = torch.autograd.grad(out.square().sum(), (q, k, v, bias))
+        for a, b in zip(got, torch.autograd.grad(wanted.square().sum(), (q, k, v)), strict=False):
+            assert relative_error(a, b) <= 24 * EPS
+        assert (got[3][bias == -torch.inf] == 0).all()
+
+
+def test_second_derivatives_raise_by_name() -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    slopes = torch.rand(H, requires_grad=True)
+    out = attention(q, k, v, bias=alibi(slopes), backend="cpu")
+    (first,) = torch.autograd.grad(out.square().sum(), slopes, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'second derivatives.*backend="math"'):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_go_the_ordinary_way(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(_eager, "attend", lambda *_: pytest.fail("the short way knows no options"))
+    q, k, v = _qkv()
+    attention(q, k, v, **OPTIONS[name](B, H, S, S))
+
+
+def test_the_module_keeps_the_tensors_of_its_options() -> None:
+    q, k, v = _qkv()
+    slopes, sinks = torch.nn.Parameter(torch.rand(H)), torch.randn(H)
+    layer = Attention(bias=alibi(slopes), sinks=sinks, dropout_p=0.5)
+    assert [name for name, _ in layer.named_parameters()] == ["bias_slopes"]
+    assert [name for name, _ in layer.named_buffers()] == ["sinks"]
+    assert list(layer.state_dict()) == ["bias_slopes"]
+    dropped = layer(q, k, v, dropout_seed=SEED)
+    options = {"bias": alibi(slopes), "sinks": sinks}
+    assert torch.equal(dropped, attention(q, k, v, dropout_p=0.5, dropout_seed=SEED, **options))
+    layer.eval()
+    assert torch.equal(layer(q, k, v), attention(q, k, v, **options))
+    with torch.no_grad():
+        slopes.mul_(2)
+    layer.double()
+    assert layer.bias_slopes.dtype == layer.sinks.dtype == torch.float64
+    doubled = {"bias": alibi(slopes.detach()), "sinks": sinks}
+    assert torch.equal(layer(q, k, v), attention(q, k, v, **doubled))
+    table = torch.nn.Parameter(torch.randn(H, 5))
+    assert "bias_table" in dict(Attention(bias=relative(table)).named_parameters())
+    assert "bias=float32[4, 24]" in repr(Attention(bias=torch.zeros(H, S), mask=causal()))
+
+
+def test_explain_names_the_options() -> None:
+    q, k, v = _qkv()
+    text = str(explain(q, k, v, **OPTIONS["all"](B, H, S, S)))
+    assert "options  softcap 2, bias relative(float32[4, 9]), sinks, dropout 0.2" in text
+    assert "options" not in str(explain(q, k, v))
+    assert "bias dense_bias(float32[24, 24])" in str(explain(q, k, v, bias=torch.zeros(S, S)))
+    with pytest.raises(ValueError, match="softcap"):
+        explain(q, k, v, softcap=-1.0)
+
+
+# Messages --------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap: expected a positive, finite number, got 0.0"),
+    "softcap nan": ({"softcap": float("nan")}, ValueError, "softcap: expected a positive, finite .* got nan"),
+    "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap: expected a positive, finite .* got inf"),
+    "softcap tensor": ({"softcap": torch.tensor(3.0)}, TypeError, "softcap: expected a Python number"),
+    "sinks length": ({"sinks": torch.zeros(3)}, ValueError, r"sinks: expected \(4,\): .* got shape \(3,\)"),
+    "sinks rank": ({"sinks": torch.zeros(4, 1)}, ValueError, r"sinks: expected \(4,\)"),
+    "sinks dtype": (
+        {"sinks": torch.zeros(4).long()},
+        TypeError,
+        "sinks: expected a floating tensor, got",
+    ),
+    "sinks kind": ({"sinks": [0.0] * 4}, TypeError, "sinks: expected a floating tensor, got list"),
+    "sinks device": ({"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks: expected device cpu"),
+    "slopes length": (
+        {"bias": alibi(torch.zeros(3))},
+        ValueError,
+        r"slopes: expected \(4,\) or \(2, 4\)",
+    ),
+    "slopes batch": (
+        {"bias": alibi(torch.zeros(3, 4))},
+        ValueError,
+        r"slopes: expected .* got \(3, 4\)",
+    ),
+    "slopes device": (
+        {"bias": alibi(torch.zeros(4, device="meta"))},
+        ValueError,
+        "bias: slopes: expected device cpu",
+    ),
+    "table heads": ({"bias": relative(torch.zeros(3, 9))}, ValueError, r"relative: table: expected \(4, n\)"),
+    "dense keys": ({"bias": torch.zeros(7, 8)}, ValueError, r"dense bias: expected .*k_len=9, got \(7, 8\)"),
+    "dense one key": ({"bias": torch.zeros(7, 1)}, ValueError, "dense bias: expected"),
+    "dense heads": ({"bias": dense_bias(torch.zeros(2, 7, 9))}, ValueError, "dense bias: expected"),
+    "dense dtype": ({"bias": torch.zeros(7, 9).bool()}, TypeError, "dense_bias: expected a floating array"),
+    "bias kind": (
+        {"bias": lambda s, *_: s},
+        TypeError,
+        "bias: expected a tensor, or what .* got function",
+    ),
+    "dropout 1": ({"dropout_p": 1.0}, ValueError, "dropout_p: expected at least 0 and below 1, got 1.0"),
+    "dropout below 0": ({"dropout_p": -0.1}, ValueError, "dropout_p: expected at least 0"),
+    "dropout nan": (
+        {"dropout_p": float("nan"), "dropout_seed": SEED},
+        ValueError,
+        "dropout_p: expected at least",
+    ),
+    "dropout tensor": ({"dropout_p": torch.tensor(0.1)}, TypeError, "dropout_p: expected a Python number"),
+    "no seed": (
+        {"dropout_p": 0.1},
+        ValueError,
+        "dropout_seed: expected an integer tensor beside",
+    ),
+    "seed number": (
+        {"dropout_p": 0.1, "dropout_seed": 3},
+        TypeError,
+        r"dropout_seed: expected an integer tensor, got int. Pass torch.tensor\(seed\)",
+    ),
+    "seed dtype": ({"dropout_p": 0.1, "dropout_seed": torch.tensor(0.5)}, TypeError, "got torch.float32"),
+    "seed without dropout": (
+        {"dropout_seed": torch.tensor(True)},
+        TypeError,
+        "dropout_seed: .* got torch.bool",
+    ),
+    "seed shape": (
+        {"dropout_p": 0.1, "dropout_seed": torch.zeros(4).long()},
+        ValueError,
+        r"dropout_seed: expected shape \(\) or \(B, H\) = \(2, 4\), got shape \(4,\). .*dropout_seeds\(",
+    ),
+    "seed device": (
+        {"dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64, device="meta")},
+        ValueError,
+        "dropout_seed: expected device cpu",
+    ),
+    "index of a lowered mask": (
+        {"mask": causal().prepare(7, 9), "q_index": torch.arange(7), "softcap": 3.0},
+        ValueError,
+        "q_index, k_index: expected None with a mask that is already lowered and no option that goes by",
+    ),
+    "index length": (
+        {"mask": causal().prepare(7, 9), "q_index": torch.arange(6), "bias": alibi(torch.ones(4))},
+        ValueError,
+        r"q_index: expected \(7,\) or \(2, 7\), got shape \(6,\)",
+    ),
+    "index batch": (
+        {"mask": causal().spans(7, 9), "k_index": torch.zeros(3, 9).long(), "bias": alibi(torch.ones(4))},
+        ValueError,
+        r"k_index: expected \(9,\) or \(2, 9\)",
+    ),
+    "index dtype": (
+        {"mask": causal().spans(7, 9), "k_index": torch.zeros(9), "bias": alibi(torch.ones(4))},
+        TypeError,
+        "k_index: expected an integer tensor, got torch.float32",
+    ),
+    "index beyond int32": (
+        {"mask": causal().spans(7, 9), "k_index": torch.arange(9) + 2**40, "bias": alibi(torch.ones(4))},
+        ValueError,
+        "k_index: expected int32 indices, got 1099511627776 to 1099511627784",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_say_what_how_and_why(name: str) -> None:
+    options, kind, message = BAD[name]
+    q, k, v = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)) as caught:
+        attention(q, k, v, **options)
+    assert str(caught.value).count(", got ") == 1
+    assert str(caught.value).endswith(".")
+
+
+def test_a_slow_path_is_named_for_options_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention, "_warned", set())
+    q, k, v = (x.double() for x in _qkv())
+    with pytest.warns(attnspan.torch.SlowPathWarning, match="not float64"):
+        attention(q, k, v, softcap=3.0)
