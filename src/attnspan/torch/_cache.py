@@ -108,6 +108,25 @@ class Cache(nn.Module):
         cache_write_op(self._keys, self._values, self.lengths, k_new, v_new, counts, self._wrap)
         return self.keys, self.values
 
+    def q_index(self, q_len: int) -> Tensor:
+        """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding.
+
+        Args:
+            q_len: Number of tokens.
+        """
+        offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
+        return self.lengths[:, None] + offset
+
+    def positions(self, n: int, counts: Tensor | None = None) -> Tensor:
+        """Shape (B, n), int32: the indices that the tokens of the next `update` will have, for RoPE.
+
+        Args:
+            n: Tokens of the chunk.
+            counts: As `update` will get them. Entries of padding have indices below the row's length.
+        """
+        own = n if counts is None else counts[:, None]
+        return (self.q_index(n) + own).to(torch.int32)
+
     def truncate(self, lengths: Tensor | int) -> None:
         """Take tokens back: each row keeps its first ``lengths[b]``, as after rejected drafts.
 

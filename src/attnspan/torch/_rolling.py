@@ -81,18 +81,6 @@ class RollingCache(Cache):
         slot = torch.arange(self.slots, dtype=torch.int32, device=newest.device)
         return newest - (newest - slot).remainder(self.slots)
 
-    def q_index(self, q_len: int) -> Tensor:
-        """Shape (B, q_len), int32: the global indices of the newest ``q_len`` tokens; negative for padding.
-
-        Example:
-            >>> cache = RollingCache(1, 1, window=2, head_dim=4, chunk=2)
-            >>> _ = cache.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4))
-            >>> cache.q_index(2).tolist()
-            [[0, 1]]
-        """
-        offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
-        return self.lengths[:, None] + offset
-
     def mask(self, q_len: int) -> Prepared:
         """What the newest ``q_len`` tokens of each row may see, over slots, with the indices of both.
 

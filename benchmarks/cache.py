@@ -1,0 +1,107 @@
+"""One decoding step through a cache, beside attention over exactly the valid keys, and beside torch.cat.
+
+    python benchmarks/cache.py
+
+A step writes one token per row and attends. "plain" writes nothing and lowers no mask: no cache can beat it.
+"cat" makes longer keys and values at each step. "static" and "rolling" make their mask in each step; "shared
+mask" is what a layer costs that takes it from the first one. All in turn; medians of milliseconds, and ratios
+to plain.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnspan import Prepared, cache, causal
+from attnspan.torch import RollingCache, StaticCache, attention
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+
+
+def step(held: StaticCache | RollingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keys, values = held.update(k, v)
+    return attention(q, keys, values, mask=held.mask(1))
+
+
+def shared_step(held: StaticCache | RollingCache, mask: Prepared, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keys, values = held.update(k, v)
+    return attention(q, keys, values, mask=mask)
+
+
+def cat_step(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, torch.cat([keys, k], 2), torch.cat([values, v], 2), mask=causal())
+
+
+def calls(batch: int, length: int, dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], object]]:
+    """Name -> (a step that leads to ``length`` tokens, the cache to be set back by one)."""
+    full = [torch.randn(batch, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2)]
+    q, k, v = (torch.randn(batch, heads, 1, DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    static = StaticCache(batch, KV_HEADS, 2 * length, DIM, dtype=dtype)
+    static.update(*(x[:, :, 1:] for x in full))
+    rolling = RollingCache(batch, KV_HEADS, length, DIM, chunk=2, dtype=dtype)
+    for t in range(1, length + 7, 2):  # Beyond its end, so that rows have two spans.
+        rolling.update(*(x[:, :, t % (length - 1) :][:, :, :2] for x in full))
+    compiled = torch.compile(step, fullgraph=True)
+    mask, older = causal().prepare(1, length, like=q), [x[:, :, 1:] for x in full]
+    static_mask = (causal() & cache(static.lengths + 1)).prepare(1, 2 * length, batch=batch, like=q)
+    return {
+        "plain": (lambda: attention(q, *full, mask=mask), None),
+        "static": (lambda: step(static, q, k, v), static),
+        "static, compiled": (lambda: compiled(static, q, k, v), static),
+        "static, shared mask": (lambda: shared_step(static, static_mask, q, k, v), static),
+        "rolling": (lambda: step(rolling, q, k, v), rolling),
+        "rolling, compiled": (lambda: compiled(rolling, q, k, v), rolling),
+        "cat": (lambda: cat_step(*older, q, k, v), None),
+    }
+
+
+def measure(batch: int, length: int, dtype: torch.dtype, seconds: float) -> dict[str, float]:
+    """Median milliseconds of each."""
+    torch._dynamo.reset()
+    steps = calls(batch, length, dtype)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(3):
+        for call, held in steps.values():
+            timed(call, held)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, (call, held) in steps.items():
+            times[name].append(timed(call, held))
+    return {name: statistics.median(found) * 1e3 for name, found in times.items()}
+
+
+def timed(call: Callable[[], object], held: object) -> float:
+    """Seconds of one step; its token is then taken back."""
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    if isinstance(held, StaticCache | RollingCache):
+        held.truncate(held.lengths - 1)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each row of the table")
+    parser.add_argument("--lengths", default="128,1024,8192", help="valid keys of each row")
+    parser.add_argument("--batches", default="1,8")
+    options = parser.parse_args()
+    with torch.inference_mode():
+        for batch in map(int, options.batches.split(",")):
+            for length in map(int, options.lengths.split(",")):
+                for dtype in (torch.float32, torch.bfloat16):
+                    found = measure(batch, length, dtype, options.seconds)
+                    cells = "  ".join(
+                        f"{name} {ms:.3f} ({ms / found['plain']:.2f}x)" for name, ms in found.items()
+                    )
+                    print(f"{batch} x {length:>5} {str(dtype)[6:]:>8}:  {cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
