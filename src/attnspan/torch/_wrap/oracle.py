@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...masks import Mask, causal, full
+from ...masks import Mask, causal, documents, full
 from .._attention import Layout, attention
 from .errors import DeclarationError
 from .parameters import Parameters
@@ -81,15 +81,24 @@ class Call:
 
 
 def check_repeats(call: Call) -> None:
-    """Refuse a kernel that gives other bits the second time, or hands out the same memory twice.
+    """Refuse a kernel that writes to inputs, gives other bits the second time, or hands out memory twice.
 
     Raises:
         ValueError: It does.
     """
+    values = [x.detach().clone() if isinstance(x, Tensor) else x for x in call.values]
     with torch.no_grad():
-        first = _as_tuple(call.op(*call.values))
+        first = _as_tuple(call.op(*values))
+        for name, x, before in zip(call.names, values, call.values, strict=True):
+            if isinstance(x, Tensor) and not torch.equal(x.nan_to_num(), before.nan_to_num()):
+                raise DeclarationError(
+                    f"{call.owner}, input {name!r}",
+                    expected="an input that the kernel only reads",
+                    got="one that it changed",
+                    remedy="Let the kernel work on a clone",
+                )
         kept = [x.clone() for x in first]
-        second = _as_tuple(call.op(*call.values))
+        second = _as_tuple(call.op(*values))
     for a, b, before in zip(first, second, kept, strict=True):
         if a.numel() and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
             raise DeclarationError(
@@ -128,7 +137,8 @@ def compare(
 
     Args:
         call: The call.
-        mask: What each query may see; None for causal where a parameter ``causal`` says so, else everything.
+        mask: What each query may see; None for what the parameters ``causal``, ``cu_seqlens_q`` and
+            ``cu_seqlens_k`` say, else everything.
         oracle: Called with all arguments by name, floating tensors in float64; None for attention under the
             mask and scale.
 
@@ -136,8 +146,7 @@ def compare(
         Relative errors of the kernel and of SDPA, by name.
     """
     named = call.named
-    if mask is None:
-        mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
+    mask = _mask_of(named) if mask is None else mask
     q = named[call.roles[0]]
     scale = next((float(named[name]) for name in _SCALES if named.get(name) is not None), q.shape[-1] ** -0.5)
 
@@ -146,9 +155,9 @@ def compare(
             plain = call.parameters.plain(all_named.values())
             return _as_tuple(oracle(**dict(zip(all_named, plain, strict=True))))[0]
         q, k, v = (all_named[name] for name in call.roles)
-        out = attention(q, k, v, mask=mask, scale=scale, layout=call.layout, backend="math")
-        assert isinstance(out, Tensor)
-        return out
+        q, k, v = (_to_bhsd(x, call.layout) for x in (q, k, v))
+        out = attention(q, k, v, mask=mask, scale=scale, backend="math")
+        return _from_bhsd(out, call.layout)
 
     def peer(**all_named: Any) -> Tensor:
         q, k, v = (all_named[name] for name in call.roles)
@@ -189,12 +198,9 @@ def _results(
     return {"out": out.detach(), **{f"d{name}": x for name, x in zip(sources, grads, strict=True)}}
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, layout: str) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, layout: Layout) -> Tensor:
     """Torch's own attention on the mask's dense form; a row that sees nothing gives 0, as in kernels."""
-    if layout == "thd":
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    elif layout == "bshd":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (_to_bhsd(x, layout) for x in (q, k, v))
     spans = mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
     dense = torch.as_tensor(spans.dense(), device=q.device)
     dense = dense.expand(q.shape[0], q.shape[1], -1, -1)
@@ -202,10 +208,27 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, layout: str
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=dense | blind, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    out = out.masked_fill(blind, 0)
+    return _from_bhsd(out.masked_fill(blind, 0), layout)
+
+
+def _to_bhsd(x: Tensor, layout: Layout) -> Tensor:
     if layout == "thd":
-        return out[0].transpose(0, 1)
-    return out.transpose(1, 2) if layout == "bshd" else out
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.transpose(1, 2) if layout == "bshd" else x
+
+
+def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
+    if layout == "thd":
+        return x[0].transpose(0, 1)
+    return x.transpose(1, 2) if layout == "bshd" else x
+
+
+def _mask_of(named: Mapping[str, Any]) -> Mask:
+    """What the field's parameters say of the mask."""
+    mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
+    if isinstance(named.get("cu_seqlens_q"), Tensor):
+        return mask & documents(named["cu_seqlens_q"], named.get("cu_seqlens_k"))
+    return mask
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:

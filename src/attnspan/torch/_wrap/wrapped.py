@@ -120,8 +120,8 @@ class Wrapped:
 
         Args:
             *args: Arguments of the kernel.
-            mask: What each query may see, for the oracle; None for causal where the kernel's ``causal`` (or
-                ``is_causal``) is true, else everything.
+            mask: What each query may see, for the oracle; None for what the kernel's parameters ``causal`` or
+                ``is_causal``, ``cu_seqlens_q`` and ``cu_seqlens_k`` say, else everything.
             oracle: A function of all arguments by name (floating tensors in float64) to compare with, for
                 kernels that compute something else than attention under a mask and a scale.
             within: Largest error that is accepted, as a multiple of SDPA's on the same inputs.
@@ -132,9 +132,8 @@ class Wrapped:
 
         Raises:
             ValueError: The outputs are not as declared, differ from call to call, share memory from call to
-                call, or err more than ``within`` times as much as SDPA.
-            torch.library.OpCheckError: The operator breaks one of torch's rules, for example by writing to an
-                input.
+                call, or err more than ``within`` times as much as SDPA; or an input changes.
+            torch.library.OpCheckError: The operator breaks another of torch's rules.
 
         Example:
             >>> def attend(q, k, v):
@@ -155,8 +154,8 @@ class Wrapped:
             self._parameters,
         )
         checks.check_repeats(call)
-        opcheck = checks.check_operator(call)
-        report = checks.Report(*checks.compare(call, mask, oracle), opcheck)
+        errors, sdpa = checks.compare(call, mask, oracle)
+        report = checks.Report(errors, sdpa, {})
         worst = {name: ratio for name, ratio in report.ratios.items() if not ratio <= within}
         if worst:
             raise DeclarationError(
@@ -165,7 +164,7 @@ class Wrapped:
                 got=", ".join(f"{name}: {ratio:.3g} times" for name, ratio in worst.items()),
                 remedy="Check mask, scale and layout of the call, or give oracle=fn",
             )
-        return report
+        return checks.Report(errors, sdpa, checks.check_operator(call))
 
 
 def wrap(
