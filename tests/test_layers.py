@@ -21,6 +21,7 @@ ROOMS = [
     {"_expression"},
     {"_predicates", "_blocks"},
     {"_leaves", "_tables", "_parse", "_pytrees", "_arguments"},
+    {"_given"},
     {"masks"},
     {"library"},
     {"_biases", "_dropout"},

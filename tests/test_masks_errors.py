@@ -2,6 +2,8 @@
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,11 @@ AT_ONCE = [
     (lambda: a.groups(IDS + 0.5), "groups: ids: expected an integer array"),
     (lambda: a.from_dense(IDS), "from_dense: expected a bool array, got int64"),
     (lambda: a.from_dense(IDS > 0), r"with 2 or 3 or 4 axes, got \(4,\)"),
+    (lambda: a.from_dense(IDS[None] > 0, max_runs=0), "from_dense: max_runs: expected 1 to"),
     (lambda: a.from_predicate(3), "from_predicate: expected a function"),
+    (lambda: a.from_predicate(print, max_runs=0), "from_predicate: max_runs: expected 1 to"),
+    (lambda: a.from_predicate(print, max_runs=1.5), "from_predicate: max_runs: expected an int, got float"),
+    (lambda: a.from_block_mask(SimpleNamespace(mask_mod=print), -1), "from_block_mask: max_runs: expected 1"),
     (lambda: a.from_block_mask(3), "from_block_mask: mask_mod: expected a function"),
     (lambda: a.spans(np.zeros((2, 2), int)), "Spans: expected bounds of shape"),
 ]

@@ -60,10 +60,54 @@ def test_broken_promises_are_illegal_under_jit():
     assert (bounds == jnp.array([0, -1])).all(-1)[0, 0, :, 0].tolist() == [True, False, True, False]
 
 
-def test_masks_from_data_are_prepared_outside():
-    mask = a.from_predicate(lambda b, h, q, k: q >= k)
-    with pytest.raises(ValueError, match=r"mask\.prepare"):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids, runs: a.from_predicate(lambda b, h, q, k: ids[q] == ids[k], runs),
+        lambda ids, runs: a.from_dense(ids[:, None] == ids, runs),
+    ],
+    ids=["from_predicate", "from_dense"],
+)
+def test_masks_from_booleans_are_encoded_under_jit(make):
+    lower = jax.jit(lambda ids: (a.causal() & make(ids, 3)).spans(12, 12, like=ids).bounds)
+    for seed in range(3):
+        ids = np.random.default_rng(seed).integers(0, 2, 12) + np.arange(12) // 4 * 2
+        bounds = lower(jnp.asarray(ids))
+        assert bounds.shape == (1, 1, 12, 3, 2)
+        want = (ids[:, None] == ids) & np.tri(12, dtype=bool)
+        np.testing.assert_array_equal(a.Spans(bounds, 12).dense()[0, 0], want)
+    assert lower._cache_size() == 1
+
+
+def test_too_many_runs_are_illegal_under_jit():
+    visible = jnp.array([[True, False] * 6, [True] * 12, [False] * 11 + [True]])
+    bounds = jax.jit(lambda x: a.from_dense(x, max_runs=5).spans(3, 12).bounds)(visible)
+    assert (bounds == jnp.array([0, -1])).all((-1, -2))[0, 0].tolist() == [True, False, False]
+    assert jax.jit(lambda x: a.from_dense(x).spans(3, 12).bounds)(visible).shape[3] == 8
+    exact = jax.jit(lambda x: a.from_dense(x, max_runs=6).spans(3, 12).bounds)(visible)
+    np.testing.assert_array_equal(a.Spans(exact, 12).dense()[0, 0], visible)
+    nothing = jax.jit(lambda x: a.from_dense(x).spans(3, 0).bounds)(visible[:, :0])
+    assert not nothing.any()
+
+
+def test_a_predicate_whose_arrays_are_traced_needs_indices_of_their_kind():
+    lower = jax.jit(lambda ids: a.from_predicate(lambda b, h, q, k: ids[q] == ids[k]).spans(12, 12).bounds)
+    with pytest.raises(ValueError, match=r"got numpy indices and a traced jax result\. Pass like="):
+        lower(jnp.zeros(12))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda b, h, q, k: q > k and k > 2, lambda b, h, q, k: k > 0 if (q > k).any() else k > 1],
+    ids=["and", "if"],
+)
+def test_what_a_predicate_raises_under_jit_has_its_name(fn):
+    mask = a.from_predicate(fn)
+    with pytest.raises(ValueError, match=r"from_predicate\(<lambda>\): .*raised .* Write it with &"):
         jax.jit(lambda like: mask.spans(3, 3, like=like).bounds)(jnp.zeros(1))
-    prepared = mask.prepare(3, 3, like=jnp.zeros(1))
+
+
+def test_masks_prepared_outside_are_used_under_jit():
+    prepared = a.from_predicate(lambda b, h, q, k: q >= k).prepare(3, 3, like=jnp.zeros(1))
     bounds = jax.jit(lambda mask: (mask & a.global_keys(2)).spans(3, 3).bounds)(prepared)
     assert bounds[0, 0, :, 0].tolist() == [[0, 1], [0, 2], [0, 2]]

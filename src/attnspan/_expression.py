@@ -69,7 +69,7 @@ class Mask:
 
         Returns:
             Spans whose R depends on the mask's structure, not on data, except for `from_dense` and
-            `from_predicate`.
+            `from_predicate` without `max_runs` outside traced programs.
 
         Raises:
             ShapeError, DtypeError, OptionError: for arguments or arrays of the mask that do not fit.
@@ -128,12 +128,10 @@ class Mask:
     ) -> Prepared:
         """Lower the mask once, with the smallest R its data need, to be shared by all layers.
 
-        Use it outside the model, per batch: a mask passed as it is would be lowered in every layer; masks
-        whose R depends on data (`from_dense`, `from_predicate`) cannot be lowered inside a compiled function
-        at all; and illegal data are reported here, by row, on every device. It reads values, so it waits for
-        the device. Where R
-        varies from batch to batch, so does the shape that a compiler sees: prefer `spans` for such masks
-            there.
+        Use it outside the model, per batch: a mask passed as it is would be lowered in every layer, which for
+        `from_dense` and `from_predicate` is O(q_len * k_len) work each time; and illegal data are reported
+        here, by row, on every device. It reads values, so it waits for the device. Where R varies from batch
+        to batch, so does the shape that a compiler sees: prefer `spans` for such masks there.
 
         Args and raises are those of `spans`; besides, OptionError for rows whose data break a promise.
 

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ._lowering import Lowering
-from .arrays import Array, is_array, is_bool
+from .arrays import Array, Arrays, arrays_for, is_array, is_bool
 from .errors import DtypeError, OptionError, ShapeError
 
 Function = Callable[[Any, Any, Any, Any], Any]
-Kind = type[DtypeError] | type[ShapeError]
+Kind = type[DtypeError] | type[ShapeError] | type[OptionError]
 
 _raisers: dict[str, Callable[[Kind, str, str, str, str], None]] = {}
 
@@ -95,11 +95,21 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
         return low.arrays.full((1, 1, *wanted[2:]), bool(visible), "bool")
     if not is_array(visible) or not is_bool(visible):
         _refuse_values(low, what, visible)
+    found = arrays_for([visible])
+    if found.name != low.arrays.name and (found.tracing() or not found.concrete(visible)):
+        _refuse(
+            found,
+            OptionError,
+            what,
+            "indices of the framework that is being traced",
+            f"{low.arrays.name} indices and a traced {found.name} result",
+            "Pass like=, an array of that framework",
+        )
     visible = low.arrays.asarray(visible, "bool")
     shape = (*(1,) * (4 - visible.ndim), *visible.shape)
     if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, wanted, strict=True)):
         _refuse(
-            low,
+            low.arrays,
             ShapeError,
             what,
             f"a function whose result broadcasts to (batch, heads, rows, keys), {wanted}",
@@ -118,12 +128,12 @@ def _refuse_values(low: Lowering, what: str, visible: Any) -> NoReturn:
         remedy = "Return what comparisons of the index arrays give"
     expected = "a function that returns booleans, True where a query may see a key"
     got = f"an array of {visible.dtype}" if is_array(visible) else type(visible).__name__
-    _refuse(low, DtypeError, what, expected, got, remedy)
+    _refuse(low.arrays, DtypeError, what, expected, got, remedy)
 
 
-def _refuse(low: Lowering, kind: Kind, what: str, expected: str, got: str, remedy: str) -> NoReturn:
-    if low.arrays.tracing() and low.arrays.name in _raisers:
-        _raisers[low.arrays.name](kind, what, expected, got, remedy)
+def _refuse(arrays: Arrays, kind: Kind, what: str, expected: str, got: str, remedy: str) -> NoReturn:
+    if arrays.tracing() and arrays.name in _raisers:
+        _raisers[arrays.name](kind, what, expected, got, remedy)
     raise kind(what, expected=expected, got=got, remedy=remedy)
 
 

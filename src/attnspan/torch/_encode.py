@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .._encoding import CHUNK_PAIRS, encode, register_operator
 from .._predicates import register_raiser
-from ..errors import DtypeError, ShapeError
+from ..errors import DtypeError, OptionError, ShapeError
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ encode_op = torch.ops.attnspan.encode.default
 
 # Run while a compiler reads the call: an error that is raised in what it reads would lose its message.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _raise(kind: type[DtypeError | ShapeError], what: str, expected: str, got: str, remedy: str) -> None:
+def _raise(kind: type[DtypeError | ShapeError | OptionError], what: str, expected: str, got: str, remedy: str) -> None:
     raise kind(what, expected=expected, got=got, remedy=remedy)
 
 
