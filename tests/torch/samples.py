@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import attnspan
-from attnspan import reference
+from attnspan import Prepared, Spans, reference
 from attnspan.options import Options
 from attnspan.torch import dropout_seeds
+from attnspan.torch._options import Given, lower_options
 
 BATCH, Q_LEN, K_LEN = 2, 24, 24
 
@@ -106,7 +107,7 @@ def parameters(options: object) -> list[Tensor]:
 
 @dataclass
 class Sample:
-    """One call of the operator; `arguments` are (q, k, v, bounds, scale)."""
+    """One call of the operator; `arguments` are (q, k, v, bounds, scale), then options if any."""
 
     q: Tensor
     k: Tensor
@@ -114,13 +115,34 @@ class Sample:
     bounds: Tensor
     scale: float
 
+    options: tuple[Any, ...] = ()
+
     @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-        return self.q, self.k, self.v, self.bounds, self.scale
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.bounds, self.scale, *self.options
 
     def requires_grad(self) -> "Sample":
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
-        return Sample(q, k, v, self.bounds, self.scale)
+        options = tuple(
+            x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in self.options
+        )
+        return Sample(q, k, v, self.bounds, self.scale, options)
+
+    def with_options(self, name: str, *, indices: bool = False) -> "Sample":
+        """The sample with an option of OPTIONS, as the operator takes it, and indices of all kinds."""
+        (batch, heads, q_len, _), k_len = self.q.shape, self.k.shape[2]
+        keywords = OPTIONS[name](batch, heads, q_len, k_len)
+        if indices:
+            keywords["q_index"] = torch.arange(batch * q_len).view(batch, q_len)
+            keywords["k_index"] = torch.arange(k_len).flip(0)
+        lowered = lower_options(
+            Given(**keywords), self.q, self.k, Prepared(Spans(self.bounds, k_len)), fixed=True
+        )
+        assert lowered is not None
+        values = (getattr(lowered, field.name) for field in fields(lowered))
+        options = tuple(x.detach() if isinstance(x, Tensor) else x for x in values)
+        return Sample(self.q, self.k, self.v, self.bounds, self.scale, options)
 
 
 def random_bounds(

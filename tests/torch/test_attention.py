@@ -130,15 +130,10 @@ BAD = {
         TypeError,
         "mask: expected a mask expression.*got Tensor.*from_dense",
     ),
-    "softcap": ({"softcap": 30.0}, NotImplementedError, "softcap: expected None"),
-    "bias": ({"bias": torch.zeros(1)}, NotImplementedError, "bias: expected None"),
-    "sinks": ({"sinks": torch.zeros(4)}, NotImplementedError, "sinks: expected None"),
-    "dropout": ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: expected None"),
-    "seed": ({"dropout_seed": torch.tensor(0)}, NotImplementedError, "dropout_seed: expected None"),
     "indices twice": (
         {"mask": causal().prepare(7, 9), "q_index": torch.arange(7)},
         ValueError,
-        "q_index, k_index: expected None with a mask that is already lowered",
+        "q_index, k_index: expected None with a mask that is already lowered and no option",
     ),
     "spans of other keys": ({"mask": causal().spans(7, 8)}, ValueError, "expected spans over k_len=9 keys"),
     "spans of other queries": (

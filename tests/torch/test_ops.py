@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from samples import counted_kernel_calls, make_sample
+from samples import OPTIONS, counted_kernel_calls, make_sample
 
 from attnspan import full
 from attnspan.kernels import cpu
@@ -40,6 +40,55 @@ def test_opcheck(name: str) -> None:
     for lse_gradient in (dlse, None):
         arguments = (dout, lse_gradient, *sample.arguments[:4], out, lse, sample.scale)
         torch.library.opcheck(backward_op, arguments)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_opcheck_with_options(name: str) -> None:
+    indices = "dropout" in name or "alibi" in name or name in ("relative", "all")
+    sample = make_sample(q_heads=4).with_options(name, indices=indices)
+    torch.library.opcheck(forward_op, sample.requires_grad().arguments)
+    out, lse = forward_op(*sample.arguments)
+    for want_dbias in (False, True):
+        arguments = (torch.randn_like(out), None, *sample.arguments[:4], out, lse, *sample.arguments[4:])
+        torch.library.opcheck(backward_op, (*arguments, want_dbias))
+
+
+@pytest.mark.parametrize("name", ["dense", "dense per head", "alibi per row", "relative", "sinks"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_gradients_of_parameters_have_one_layout(name: str, empty: bool) -> None:
+    sample = make_sample(q_len=0 if empty else 7).with_options(name)
+    out, lse = forward_op(*sample.arguments)
+    for want_dbias in (False, True):
+        arguments = (out, None, *sample.arguments[:4], out, lse, *sample.arguments[4:], want_dbias)
+        *_, dbias, dsinks = backward_op(*arguments)
+        _, bias, _, sinks, *_ = sample.options
+        assert dbias.shape == (bias.shape if want_dbias and bias is not None else (0,))
+        assert dsinks.shape == ((0,) if sinks is None else sinks.shape)
+        assert dbias.dtype == dsinks.dtype == torch.float32
+        # Those of a dense bias have contiguous queries: backward goes through them for each block of keys.
+        assert (dbias.transpose(-1, -2) if dbias.dim() == 4 else dbias).is_contiguous()
+        if empty:
+            assert not dbias.any()
+            assert not dsinks.any()
+
+
+def test_options_of_any_strides_are_taken() -> None:
+    sample = make_sample().with_options("all", indices=True)
+    wanted = forward_op(*sample.arguments)[0]
+
+    def strided(x: object) -> object:
+        if not isinstance(x, torch.Tensor) or x.dim() == 0:
+            return x
+        return torch.stack([x, x], -1)[..., 0]
+
+    strided_options = [strided(x) for x in sample.options]
+    assert not strided_options[1].is_contiguous()
+    assert torch.equal(forward_op(*sample.arguments[:5], *strided_options)[0], wanted)
+    dense = make_sample().with_options("dense")
+    wanted = forward_op(*dense.arguments)[0]
+    turned = dense.options[1].transpose(2, 3).contiguous().transpose(2, 3)
+    got = forward_op(*dense.arguments[:5], 0.0, turned, *dense.options[2:])[0]
+    assert torch.equal(got, wanted)
 
 
 def test_results_are_stored_as_bshd_whatever_comes_in() -> None:
