@@ -15,11 +15,13 @@ from typing import Any
 Array = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 Config = tuple[int, int, int]  # block_q, block_k, threads
 
-CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
-ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4}  # bytes by dtype code
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4}
+ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4, 4: 8}  # bytes by dtype code
 OK, BAD_BOUNDS, BAD_CONFIG = range(3)
 DIRECTIONS = ("forward", "backward")
 HEADER = "<16qd"
+OPTIONS = "<11qd"
+NO_OPTIONS = (0.0, None, 0, None, 0, None, None, None)  # as kernels/cpu.py gives them
 
 
 class Runner:
@@ -40,10 +42,12 @@ class Runner:
         scale: float,
         num_threads: int,
         config: Config | None = None,
+        options: tuple[Any, ...] | None = None,
     ) -> None:
         q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
         header = _header(False, q, k, v, bounds, scale, num_threads, config)
-        self._solve(header, [bounds, q, k, v, out, lse], [out, lse])
+        extra = _extra(options, None, None)
+        self._solve([header, _options(*extra)], [bounds, q, k, v, out, lse, *extra[1]], [out, lse])
 
     def backward(
         self,
@@ -61,12 +65,16 @@ class Runner:
         scale: float,
         num_threads: int,
         config: Config | None = None,
+        options: tuple[Any, ...] | None = None,
+        dbias: Any = None,
+        dsinks: Any = None,
     ) -> None:
         q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
         grads = [_described(x) for x in (dq, dk, dv)]
         header = _header(True, q, k, v, bounds, scale, num_threads, config)
-        given = [bounds, q, k, v, out, lse, _described(dout), *grads]
-        self._solve(header, [*given, None if dlse is None else _described(dlse)], grads)
+        extra = _extra(options, dbias, dsinks)
+        given = [bounds, q, k, v, out, lse, _described(dout), *grads, _optional(dlse), *extra[1]]
+        self._solve([header, _options(*extra)], given, [*grads, *(x for x in extra[1][5:] if x is not None)])
 
     def isa_levels(self) -> list[str]:
         return self._levels
@@ -82,8 +90,8 @@ class Runner:
     def threading(self) -> str:
         return "own threads"
 
-    def _solve(self, header: bytes, given: list[Array | None], written: list[Array]) -> None:
-        response = self._run([], b"".join([header, *(part for x in given for part in _parts(x))]))
+    def _solve(self, headers: list[bytes], given: list[Array | None], written: list[Array]) -> None:
+        response = self._run([], b"".join([*headers, *(part for x in given for part in _parts(x))]))
         outcome, batch, head, row = struct.unpack_from("<4q", response)
         at = struct.calcsize("<4q")
         assert len(response) == at + sum(map(_bytes, written))
@@ -91,7 +99,7 @@ class Runner:
             ctypes.memmove(array[0], response[at : at + _bytes(array)], _bytes(array))
             at += _bytes(array)
         if outcome == BAD_BOUNDS:
-            k_len = struct.unpack_from(HEADER, header)[6]
+            k_len = struct.unpack_from(HEADER, headers[0])[6]
             raise ValueError(
                 f"mask bounds: expected spans within 0 <= lo <= hi <= k_len = {k_len}; "
                 f"row {row} (batch {batch}, head {head}) breaks this"
@@ -114,6 +122,30 @@ def _described(x: Any) -> Array:
     if isinstance(x, tuple):
         return x
     return x.data_ptr(), CODES[str(x.dtype).removeprefix("torch.")], tuple(x.shape), x.stride()
+
+
+def _optional(x: Any) -> Array | None:
+    return None if x is None else _described(x)
+
+
+def _extra(
+    options: tuple[Any, ...] | None, dbias: Any, dsinks: Any
+) -> tuple[tuple[Any, ...], list[Array | None]]:
+    """The options, and their arrays: bias, sinks, seeds, q_index, k_index, dbias, dsinks."""
+    options = options or NO_OPTIONS
+    _, bias, _, sinks, _, seed, q_index, k_index = options
+    return options, [_optional(x) for x in (bias, sinks, seed, q_index, k_index, dbias, dsinks)]
+
+
+def _options(options: tuple[Any, ...], arrays: list[Array | None]) -> bytes:
+    softcap, _, kind, _, threshold, *_ = options
+    bias, _, seed, q_index, k_index, dbias, _ = arrays
+    extents = (0, 0, 0, 0) if bias is None else (*bias[2], 1, 1)[:4] if len(bias[2]) < 4 else bias[2]
+    rows = [0 if x is None else x[2][0] for x in (q_index, k_index)]
+    per_head = seed is not None and len(seed[2]) == 2
+    dbias_key = dbias[3][3] if dbias is not None and len(dbias[3]) == 4 else 0
+    code = 0 if bias is None else bias[1]
+    return struct.pack(OPTIONS, kind, code, *extents, threshold, per_head, *rows, dbias_key, softcap)
 
 
 def _header(
@@ -145,6 +177,6 @@ def _parts(array: Array | None) -> Iterator[bytes]:
 
 def _bytes(array: Array) -> int:
     _, code, shape, strides = array
-    assert min(strides) >= 0
+    assert min(strides, default=0) >= 0
     reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     return ITEM_SIZES[code] * (reach + 1) if math.prod(shape) else 0

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from attnspan import reference
 from attnspan.kernels import cpu
+from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem; ``mask`` is "full", "causal", "documents" or "random"."""
+    """A problem; ``mask`` is "full", "causal", "documents" or "random", ``options`` names of `_options`."""
 
     batch: int = 1
     kv_heads: int = 2
@@ -27,6 +28,7 @@ class Case:
     scale: float = 0.125
     threads: int = 2
     seed: int = 0
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
@@ -44,29 +46,110 @@ class Arrays:
     bounds: Tensor
     dout: Tensor
     dlse: Tensor
+    options: Options | None = None
 
-    def run(self) -> dict[str, Tensor]:
+    def run(self, config: dict[str, int] | None = None) -> dict[str, Tensor]:
         case = self.case
         heads = case.kv_heads * case.group
         out = _stored_bshd(case, heads, case.q_len, case.v_dim).fill_(torch.nan)
         lse = torch.full((case.batch, heads, case.q_len), torch.nan)
         inputs = {"dq": self.q, "dk": self.k, "dv": self.v}
         grads = {name: torch.full_like(x, torch.nan) for name, x in inputs.items()}
-        options = {"scale": case.scale, "num_threads": case.threads}
-        cpu.forward(self.q, self.k, self.v, self.bounds, out, lse, **options)
+        call = {"scale": case.scale, "num_threads": case.threads, "options": self.options, "config": config}
+        cpu.forward(self.q, self.k, self.v, self.bounds, out, lse, **call)
         given = (self.dout, self.dlse, self.q, self.k, self.v, out, lse, self.bounds)
-        cpu.backward(*given, *grads.values(), **options)
-        return {"out": out, "lse": lse, **grads}
+        square = {**config, "block_q": config["block_k"]} if config else None
+        extra = self._option_gradients()
+        cpu.backward(*given, *grads.values(), **{**call, "config": square}, **extra)
+        return {"out": out, "lse": lse, **grads, **extra}
+
+    def _option_gradients(self) -> dict[str, Tensor]:
+        extra, options = {}, self.options or Options()
+        if options.bias_kind == DENSE:
+            *lead, rows, keys = options.bias.shape
+            extra["dbias"] = torch.full((*lead, keys, rows), torch.nan).transpose(-1, -2)
+        elif options.bias_kind:
+            extra["dbias"] = torch.full(options.bias.shape, torch.nan)
+        if options.sinks is not None:
+            extra["dsinks"] = torch.full(options.sinks.shape, torch.nan)
+        return extra
 
     def oracle(self) -> dict[str, Tensor]:
         q, k, v, dout, dlse = (x.double().numpy() for x in (self.q, self.k, self.v, self.dout, self.dlse))
         bounds, scale = self.bounds.numpy(), self.case.scale
-        out, lse = reference.forward(q, k, v, bounds, scale)
+        options = Options() if self.options is None else _as_numpy(self.options)
+        out, lse = reference.forward(q, k, v, bounds, scale, options)
         # What comes into the lse of a row that sees nothing must not matter.
-        grads = reference.backward(dout, np.where(np.isfinite(lse), dlse, 0), q, k, v, bounds, scale)
-        results = (out, lse, *grads)
-        names = ("out", "lse", "dq", "dk", "dv")
-        return {n: torch.from_numpy(np.ascontiguousarray(x)) for n, x in zip(names, results, strict=True)}
+        dlse = np.where(np.isfinite(lse), dlse, 0)
+        grads = reference.backward(dout, dlse, q, k, v, bounds, scale, options)
+        results = dict(
+            zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), (out, lse, *grads), strict=True)
+        )
+        return {n: torch.from_numpy(np.ascontiguousarray(x)) for n, x in results.items() if x is not None}
+
+
+def _as_numpy(options: Options) -> Options:
+    def array(x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        return x.double().numpy() if x.is_floating_point() else x.numpy()
+
+    return Options(**{name: array(x) for name, x in vars(options).items()})
+
+
+def _options(case: Case, generator: torch.Generator) -> Options | None:
+    """The named options, with standard-normal parameters (slopes are smaller, as distances are large)."""
+    heads = case.kv_heads * case.group
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def dense(batch: int, heads: int, rows: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:
+        return {"bias": normal(batch, heads, rows, case.k_len).to(dtype), "bias_kind": DENSE}
+
+    def with_holes() -> dict[str, object]:
+        given = dense(1, heads, case.q_len)
+        given["bias"][..., ::3] = -torch.inf
+        given["bias"][:, :, 2] = -torch.inf  # a row that sees nothing, however many spans it has
+        return given
+
+    makers = {
+        "softcap": lambda: {"softcap": 2.0},
+        "wide softcap": lambda: {"softcap": 0.2},
+        "sinks": lambda: {"sinks": normal(heads)},
+        "alibi": lambda: {"bias": normal(1, heads).abs() / 16, "bias_kind": ALIBI},
+        "any alibi": lambda: {"bias": normal(case.batch, heads) / 64, "bias_kind": ALIBI},
+        "signed alibi": lambda: {"bias": normal(1, heads) / 64, "bias_kind": SIGNED_ALIBI},
+        "table": lambda: {"bias": normal(heads, 2 * 40 + 1), "bias_kind": DISTANCE},
+        "long table": lambda: {"bias": normal(heads, 2 * 800 + 1), "bias_kind": DISTANCE},
+        "one distance": lambda: {"bias": normal(heads, 1), "bias_kind": DISTANCE},
+        "dense": lambda: dense(case.batch, heads, case.q_len),
+        "dense of heads": lambda: dense(1, heads, case.q_len, case.dtype),
+        "dense of batch": lambda: dense(case.batch, 1, case.q_len, case.dtype),
+        "dense of rows": lambda: dense(1, 1, case.q_len),
+        "dense of keys": lambda: dense(1, heads, 1),
+        "dense with holes": with_holes,
+        "dropout": lambda: {"dropout_p": 0.3, "dropout_seed": torch.tensor(case.seed + 11)},
+        "dropout by head": lambda: {
+            "dropout_p": 0.5,
+            "dropout_seed": torch.randint(2**62, (case.batch, heads), generator=generator),
+        },
+        "rows elsewhere": lambda: {
+            "q_index": torch.randperm(900, generator=generator)[None, : case.q_len].int()
+        },
+        "keys elsewhere": lambda: {
+            "k_index": torch.stack(
+                [torch.randperm(900, generator=generator)[: case.k_len] for _ in range(case.batch)]
+            ).int()
+        },
+        "rows shifted": lambda: {"q_index": (torch.arange(case.q_len) + 13)[None].int()},
+    }
+    if not case.options:
+        return None
+    given: dict[str, object] = {}
+    for name in case.options:
+        given |= makers[name]()
+    return Options(**given)
 
 
 def _stored_bshd(case: Case, heads: int, length: int, dim: int) -> Tensor:
@@ -89,6 +172,7 @@ def make(case: Case) -> Arrays:
         _bounds(case, generator),
         normal(case.batch, heads, case.q_len, case.v_dim),
         torch.randn(case.batch, heads, case.q_len, generator=generator),
+        _options(case, generator),
     )
 
 
@@ -117,14 +201,17 @@ def error(got: Tensor, exact: Tensor) -> float:
 def budget(case: Case) -> dict[str, float]:
     """How far the exact results move when every input moves by up to half a unit of the dtype.
 
-    No kernel that rounds its intermediate values to the dtype can be asked for less.
+    No kernel that rounds its intermediate values to the dtype can be asked for less. The output is one of
+    them: the backward pass takes the mean of each row's gradients from it, and an error there is one of dlse.
     """
-    arrays = make(case)
+    arrays, exact = make(case), make(case).oracle()
     generator = torch.Generator().manual_seed(case.seed + 1)
 
-    def moved(x: Tensor) -> Tensor:
-        noise = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
-        return x.double() * (1 + noise * torch.finfo(case.dtype).eps)
+    def noise(x: Tensor) -> Tensor:
+        half_units = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
+        return x.double() * half_units * torch.finfo(case.dtype).eps
 
-    near = replace(arrays, **{n: moved(getattr(arrays, n)) for n in ("q", "k", "v", "dout")}).oracle()
-    return {name: error(near[name], exact) for name, exact in arrays.oracle().items()}
+    moved = {n: getattr(arrays, n).double() + noise(getattr(arrays, n)) for n in ("q", "k", "v", "dout")}
+    dlse = arrays.dlse + noise(arrays.dout.double() * exact["out"]).sum(-1)
+    near = replace(arrays, **moved, dlse=dlse).oracle()
+    return {name: error(near[name], x) for name, x in exact.items()}

@@ -1,4 +1,4 @@
-"""Every instruction-set level that this machine can run passes the tests of test_cpu.py."""
+"""Every instruction-set level that this machine can run passes the tests of the kernel."""
 
 import os
 import subprocess
@@ -9,14 +9,14 @@ import pytest
 
 from attnspan.kernels import cpu
 
-TESTS = Path(__file__).with_name("test_cpu.py")
+TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu.py", "test_kernel_options.py")]
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", OTHERS)
 def test_level(level: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
     done = subprocess.run(
         command, env=os.environ | {"ATTNSPAN_ISA": level}, capture_output=True, text=True, check=False
     )

@@ -48,6 +48,56 @@ std::vector<int32_t> spans_of(int64_t slices, const Problem& p) {
   return bounds;
 }
 
+// Options and everything that they point to.
+struct RandomOptions {
+  std::vector<char> bias;
+  std::vector<float> sinks, dbias, dsinks;
+  std::vector<int64_t> seeds;
+  std::vector<int32_t> q_index, k_index;
+  BiasGradient gradient;
+
+  void fill(Problem& p) {
+    Options& o = p.options;
+    o.softcap = static_cast<float>(pick({0, 0, 1, 50}));
+    add_bias(p, static_cast<BiasKind>(random_bits() % 5));
+    if (pick({0, 1})) sinks.assign(static_cast<size_t>(p.q_heads), 0.5f), o.sinks = sinks.data();
+    dsinks.resize(sinks.size());
+    if (pick({0, 1})) {
+      const bool per_head = pick({0, 1});
+      seeds.assign(static_cast<size_t>(per_head ? p.batch * p.q_heads : 1), 7);
+      o.dropout = {1000, seeds.data(), per_head};
+    }
+    if (pick({0, 1})) o.q_index = indices(q_index, p, p.q_len);
+    if (pick({0, 1})) o.k_index = indices(k_index, p, p.k_len);
+  }
+
+ private:
+  static Indices indices(std::vector<int32_t>& values, const Problem& p, int64_t length) {
+    const int64_t rows = pick({1, p.batch});
+    values.resize(static_cast<size_t>(rows * length));
+    for (auto& x : values) x = static_cast<int32_t>(random_bits() % 3000);
+    return {values.data(), rows == 1 ? 0 : length};
+  }
+
+  void add_bias(Problem& p, BiasKind kind) {
+    if (kind == BiasKind::none) return;
+    Bias b{kind};
+    const bool dense = kind == BiasKind::dense, table = kind == BiasKind::distance;
+    b.dtype = dense ? static_cast<Dtype>(random_bits() % 3) : Dtype::f32;
+    b.batches = table ? 1 : pick({1, p.batch}), b.heads = dense ? pick({1, p.q_heads}) : p.q_heads;
+    b.rows = dense ? pick({1, p.q_len}) : 1, b.reach = table ? pick({0, 3, 50, 700}) : 0;
+    const int64_t width = dense ? p.k_len : table ? 2 * b.reach + 1 : 1;
+    b.row = b.rows == 1 ? 0 : width;
+    b.head = b.heads == 1 ? 0 : b.rows * width, b.batch = b.batches == 1 ? 0 : b.heads * b.rows * width;
+    const int64_t size = b.batches * b.heads * b.rows * width;
+    bias.assign(static_cast<size_t>(size) * element_size(b.dtype), 0x3c);
+    dbias.resize(static_cast<size_t>(size));
+    b.data = bias.data();
+    p.options.bias = b;
+    gradient = {dbias.data(), b.batch, b.head, b.rows};  // queries innermost where dense
+  }
+};
+
 bool run_one(Isa level) {
   Problem p{};
   p.dtype = static_cast<Dtype>(random_bits() % 3);
@@ -66,9 +116,21 @@ bool run_one(Isa level) {
   Array dq = queries(p.head_dim), dk = keys(p.head_dim), dv = keys(p.v_dim);
   p.q = q.tensor, p.k = k.tensor, p.v = v.tensor;
   std::vector<float> lse(static_cast<size_t>(p.batch * p.q_heads * p.q_len));
+  RandomOptions options;
+  if (pick({0, 1})) options.fill(p);
+  if (pick({0, 1})) options.gradient = {};  // not wanted
   const Parallel parallel = make_parallel(static_cast<int>(pick({1, 2, 5})));
   ForwardArgs f{p, out.tensor, lse.data()};
-  BackwardArgs b{p, out.tensor, dout.tensor, dq.tensor, dk.tensor, dv.tensor, lse.data(), nullptr};
+  BackwardArgs b{p,
+                 out.tensor,
+                 dout.tensor,
+                 dq.tensor,
+                 dk.tensor,
+                 dv.tensor,
+                 lse.data(),
+                 nullptr,
+                 options.gradient,
+                 p.options.sinks == nullptr ? nullptr : options.dsinks.data()};
   return forward(f, level, parallel).status == Status::ok && backward(b, level, parallel).status == Status::ok;
 }
 

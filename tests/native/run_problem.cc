@@ -2,9 +2,9 @@
 // the kernel can be held against one that was compiled for another machine (under an emulator) or with sanitizers.
 // tests/kernel_runner.py is the other end. Everything is little-endian:
 //
-//   request   Header, then bounds, q, k, v, out, lse, and for a backward pass dout, dq, dk, dv, dlse: a Frame and its
-//             bytes each
-//   response  Response, then the bytes of out and lse, or of dq, dk and dv
+//   request   Header and OptionsHeader, then bounds, q, k, v, out, lse, for a backward pass dout, dq, dk, dv, dlse, and
+//             bias, sinks, seeds, q_index, k_index, dbias, dsinks: a Frame and its bytes each
+//   response  Response, then the bytes of out and lse, or of dq, dk, dv and of what is there of dbias and dsinks
 //
 // `attnspan_run_problem levels` prints the machine, the instruction-set level in use and all that it could use;
 // `attnspan_run_problem blocks DIRECTION DTYPE`, both as numbers, prints what a configuration may choose.
@@ -26,6 +26,12 @@ struct Header {
   int64_t is_backward, dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs, bounds_batches,
       bounds_heads, threads, config_block_q, config_block_k, config_threads;
   double scale;
+};
+
+struct OptionsHeader {
+  int64_t bias_kind, bias_dtype, bias_extents[4], dropout_threshold, seeds_per_head, q_index_rows, k_index_rows,
+      dbias_key;
+  double softcap;
 };
 
 // Before the bytes of an array: how many, and its strides in elements. An absent array has -1 bytes.
@@ -100,6 +106,49 @@ void fill(Problem& p, const Header& h, Array& bounds, const Array& q, const Arra
   p.config = {h.config_block_q, h.config_block_k, h.config_threads, true};
 }
 
+// What options point to.
+struct OptionArrays {
+  Array bias = Array::read(), sinks = Array::read(), seeds = Array::read(), q_index = Array::read(),
+        k_index = Array::read(), dbias = Array::read(), dsinks = Array::read();
+};
+
+Bias bias_of(const Problem& p, const OptionsHeader& h, OptionArrays& arrays) {
+  Bias b{static_cast<BiasKind>(h.bias_kind), arrays.bias.items<char>(), static_cast<Dtype>(h.bias_dtype)};
+  const auto [first, second, third, last] = h.bias_extents;
+  static_cast<void>(last);
+  switch (b.kind) {
+    case BiasKind::none:
+      break;
+    case BiasKind::distance:
+      b.batches = 1, b.heads = p.q_heads, b.rows = 1, b.head = second, b.reach = second / 2;
+      break;
+    case BiasKind::dense:
+      b.batches = first, b.heads = second, b.rows = third;
+      b.batch = first == 1 ? 0 : arrays.bias.tensor.batch, b.head = second == 1 ? 0 : arrays.bias.tensor.head;
+      b.row = third == 1 ? 0 : arrays.bias.tensor.row;
+      break;
+    default:
+      b.batches = first, b.heads = p.q_heads, b.rows = 1, b.batch = first == 1 ? 0 : p.q_heads, b.head = 1;
+  }
+  return b;
+}
+
+void fill_options(Problem& p, const OptionsHeader& h, OptionArrays& arrays) {
+  Options& o = p.options;
+  o.softcap = static_cast<float>(h.softcap);
+  o.bias = bias_of(p, h, arrays);
+  o.sinks = arrays.sinks.items<float>();
+  o.dropout = {static_cast<uint32_t>(h.dropout_threshold), arrays.seeds.items<int64_t>(), h.seeds_per_head != 0};
+  o.q_index = {arrays.q_index.items<int32_t>(), h.q_index_rows == 1 ? 0 : p.q_len};
+  o.k_index = {arrays.k_index.items<int32_t>(), h.k_index_rows == 1 ? 0 : p.k_len};
+}
+
+BiasGradient gradient_of(const Bias& bias, const OptionsHeader& h, OptionArrays& arrays) {
+  if (bias.kind != BiasKind::dense) return {arrays.dbias.items<float>(), bias.batch, bias.head, 0};
+  const Tensor& t = arrays.dbias.tensor;
+  return {arrays.dbias.items<float>(), bias.batches == 1 ? 0 : t.batch, bias.heads == 1 ? 0 : t.head, h.dbias_key};
+}
+
 // The kernel treats subnormals as zero while it runs; whoever called it must find his own again.
 void check_subnormals() {
   volatile float tiny = 1e-40f, one = 1.0f;
@@ -122,6 +171,7 @@ Outcome outcome_of(Status status) {
 
 void run() {
   const Header header = read_value<Header>();
+  const OptionsHeader options = read_value<OptionsHeader>();
   Array bounds = Array::read(), q = Array::read(), k = Array::read(), v = Array::read(), out = Array::read(),
         lse = Array::read();
   const Parallel parallel = make_parallel(static_cast<int>(header.threads));
@@ -130,6 +180,8 @@ void run() {
   if (header.is_backward == 0) {
     ForwardArgs args{};
     fill(args, header, bounds, q, k, v);
+    OptionArrays arrays;
+    fill_options(args, options, arrays);
     args.out = out.tensor, args.lse = lse.items<float>();
     result = forward(args, isa_active(), parallel);
     results.push_back(std::move(out));
@@ -140,9 +192,14 @@ void run() {
     Array dlse = Array::read();
     BackwardArgs args{};
     fill(args, header, bounds, q, k, v);
+    OptionArrays arrays;
+    fill_options(args, options, arrays);
+    args.dbias = gradient_of(args.options.bias, options, arrays), args.dsinks = arrays.dsinks.items<float>();
     args.out = out.tensor, args.lse = lse.items<float>(), args.dout = dout.tensor, args.dlse = dlse.items<float>();
     args.dq = results[0].tensor, args.dk = results[1].tensor, args.dv = results[2].tensor;
     result = backward(args, isa_active(), parallel);
+    for (Array* x : {&arrays.dbias, &arrays.dsinks})
+      if (x->present) results.push_back(std::move(*x));
   }
   check_subnormals();
   const Response response{outcome_of(result.status), result.bad.batch, result.bad.head, result.bad.row};
