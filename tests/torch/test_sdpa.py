@@ -8,6 +8,7 @@ from samples import relative_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils.checkpoint import checkpoint
 
 from attnspan import causal, from_dense, window
 from attnspan.torch import attention
@@ -61,6 +62,93 @@ def test_parity(name: str) -> None:
         assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
 
 
+BIASES = {
+    "bias": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 9, 7)),
+    "bias of two dims": ((2, 4, 9, 16), (2, 4, 7, 16), (9, 7)),
+    "bias per head": ((2, 4, 9, 16), (2, 4, 7, 16), (4, 1, 7)),
+    "bias per row": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 1, 9, 1)),
+    "bias, three dims": ((3, 9, 16), (3, 7, 16), (3, 9, 7)),
+    "bias of two dims, three dims": ((3, 9, 16), (3, 7, 16), (9, 7)),
+    "bias, five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (2, 1, 4, 9, 7)),
+    "shared bias, five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (1, 1, 4, 1, 7)),
+    "bias of two dims, five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (9, 7)),
+}
+
+
+@pytest.mark.parametrize("hiding", [False, True])
+@pytest.mark.parametrize("name", BIASES)
+def test_parity_of_additive_masks(name: str, hiding: bool) -> None:
+    q_shape, k_shape, shape = BIASES[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in (q_shape, k_shape, k_shape, shape)]
+    if hiding and shape[-1] > 1:
+        inputs[3][..., 2:4] = -torch.inf
+
+    def run(function: Callable[..., Tensor]) -> list[Tensor]:
+        q, k, v, bias = (x.clone().requires_grad_() for x in inputs)
+        out = function(q, k, v, attn_mask=bias)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))]
+
+    *got, got_bias = run(ours)
+    *wanted, wanted_bias = run(torchs)
+    if shape[-1] > 1:
+        got.append(got_bias)
+        wanted.append(wanted_bias)
+    else:  # What is added to all scores of a row cancels.
+        assert got_bias.abs().max() < 1e-4
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
+
+
+def test_a_row_of_nothing_but_minus_infinity_is_zero() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    bias = torch.zeros(8, 8)
+    bias[3] = -torch.inf
+    out = ours(q, q, q, attn_mask=bias)
+    assert (out[:, :, 3] == 0).all()
+    assert relative_error(out[:, :, 4:], torchs(q, q, q)[:, :, 4:]) <= 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_is_repeated_by_torchs_seed(compiled: bool) -> None:
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 64, 16)
+    v = torch.randn(2, 4, 64, 16, requires_grad=True)
+    function = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+
+    def run() -> Tensor:
+        return function(q, k, v, dropout_p=0.5)
+
+    torch.manual_seed(7)
+    first, second = run(), run()
+    torch.manual_seed(7)
+    assert torch.equal(run(), first)
+    assert not torch.equal(second, first)
+    # The output is linear in v, so backward dropped the same weights exactly if this holds.
+    (dv,) = torch.autograd.grad((first * second.detach()).sum(), v)
+    torch.testing.assert_close((dv * v).sum(), (first * second).sum(), rtol=1e-4, atol=1e-3)
+    # Without dropout nothing is drawn.
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    ours(q, k, v)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_is_recomputed_alike() -> None:
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 64, 16)
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        inputs = [x.clone().requires_grad_() for x in (q, k, k)]
+
+        def call(*inputs: Tensor) -> Tensor:
+            return ours(*inputs, dropout_p=0.3)
+
+        out = checkpoint(call, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
+        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
 def test_mask_expressions_are_taken() -> None:
     q = torch.randn(1, 2, 8, 16)
     assert torch.equal(
@@ -70,9 +158,11 @@ def test_mask_expressions_are_taken() -> None:
 
 def test_bad_input() -> None:
     q = torch.randn(1, 2, 8, 16)
-    with pytest.raises(NotImplementedError, match=r"attn_mask: .* got torch.float32, an additive bias"):
-        ours(q, q, q, attn_mask=torch.zeros(8, 8))
-    with pytest.raises(TypeError, match=r"attn_mask: expected torch.bool or a mask, got torch.int64"):
+    with pytest.raises(ValueError, match=r"attn_mask: expected a shape that broadcasts .*\(1, 2, 8, 8\)"):
+        ours(q, q, q, attn_mask=torch.zeros(8, 7))
+    with pytest.raises(ValueError, match="attn_mask: expected a shape that broadcasts"):
+        ours(q, q, q, attn_mask=torch.zeros(1, 1, 2, 8, 8))
+    with pytest.raises(TypeError, match=r"attn_mask: expected torch.bool, a floating .*, got torch.int64"):
         ours(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match="attn_mask: expected a shape that broadcasts"):
         ours(q, q, q, attn_mask=torch.ones(8, 7, dtype=torch.bool))
@@ -84,8 +174,8 @@ def test_bad_input() -> None:
         ours(q, q[0], q[0])
     with pytest.raises(ValueError, match="expected batch dims that broadcast"):
         ours(q.expand(3, 2, 8, 16), q.expand(2, 2, 8, 16), q)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        ours(q, q, q, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"dropout_p: expected at least 0 and below 1, got 1\.5"):
+        ours(q, q, q, dropout_p=1.5)
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (2, 1, 8, 9), (2, 8, 9), (1, 9)])
