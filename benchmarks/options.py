@@ -1,0 +1,92 @@
+"""What each option of attention costs beside a plain call, in turn: python benchmarks/options.py [FILE]
+
+Prefill of 2,048 tokens, 8 heads, causal. The cost is the median over rounds of option time / plain time - 1; raw
+samples go to FILE (JSON).
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from attnspan import alibi, alibi_slopes, causal, dense_bias, relative, t5_buckets
+from attnspan.torch import attention
+
+HEADS, LENGTH, ROUNDS = 8, 2048, 15
+TARGETS = {"softcap": 15, "sinks": 15, "alibi": 15, "dense bias": 60, "dropout": 60}  # per cent
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def options(dtype: torch.dtype) -> dict[str, dict[str, object]]:
+    """Keywords of `attention` by name; parameters require gradients."""
+
+    def learned(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, dtype=kind).requires_grad_()
+
+    return {
+        "plain": {},
+        "softcap": {"softcap": 50.0},
+        "softcap 20": {"softcap": 20.0},
+        "sinks": {"sinks": learned(HEADS)},
+        "alibi": {"bias": alibi(torch.from_numpy(alibi_slopes(HEADS)).requires_grad_())},
+        "T5 bias": {"bias": relative(learned(HEADS, 32), t5_buckets(32, 128, bidirectional=False))},
+        "dense bias": {"bias": dense_bias(learned(1, HEADS, LENGTH, LENGTH))},
+        "dense bias, one for all heads": {"bias": dense_bias(learned(1, 1, LENGTH, LENGTH, kind=dtype))},
+        "dropout": {"dropout_p": 0.1, "dropout_seed": torch.tensor(1)},
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def step(inputs: list[torch.Tensor], mask: object, backward: bool, **given: object) -> None:
+    with torch.set_grad_enabled(backward):
+        out = attention(*inputs, mask=mask, **given)
+        if backward:
+            out.backward(torch.ones_like(out))
+
+
+def measure(dtype: torch.dtype, dim: int, backward: bool) -> dict[str, list[float]]:
+    """Seconds of each option, one for each round."""
+    inputs = [torch.randn(1, HEADS, LENGTH, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+    mask = causal().prepare(LENGTH, LENGTH, like=inputs[0])
+    calls = {name: partial(step, inputs, mask, backward, **given) for name, given in options(dtype).items()}
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    return times
+
+
+def main() -> None:
+    kept = []
+    for backward in (False, True):
+        for dtype in DTYPES:
+            for dim in (64, 128):
+                times = measure(dtype, dim, backward)
+                way = "forward+backward" if backward else "forward"
+                kept.append({"dtype": str(dtype)[6:], "dim": dim, "mode": way, "seconds": times})
+                plain = statistics.median(times["plain"])
+                print(f"{str(dtype)[6:]} D{dim} {way}: plain {plain * 1e3:.2f} ms")
+                for name, own in times.items():
+                    costs = [100 * (a / b - 1) for a, b in zip(own, times["plain"], strict=True)]
+                    low, middle, high = statistics.quantiles(costs, n=4)
+                    target = f"  (at most {TARGETS[name]} %)" if name in TARGETS and not backward else ""
+                    if name != "plain":
+                        print(f"  {name:30}{middle:+6.0f} %  [{low:+.0f}, {high:+.0f}]{target}", flush=True)
+    if len(sys.argv) > 1:
+        with open(sys.argv[1], "w") as file:
+            json.dump(kept, file)
+
+
+if __name__ == "__main__":
+    main()
