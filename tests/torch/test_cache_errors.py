@@ -211,11 +211,14 @@ def test_caches_made_or_used_in_inference_mode_serve_outside() -> None:
     assert cache.lengths.tolist() == [6, 6]
 
 
-def test_the_operator_refuses_gradients_too_and_counts_as_a_write() -> None:
+def test_gradients_are_refused_compiled_too_and_a_write_counts_as_one() -> None:
     cache = make("static")
     arguments = (cache.keys, cache.values, cache.lengths)
     with pytest.raises(ValueError, match="without gradients"):
         cache_write_op(*arguments, _new(1).requires_grad_(), _new(1), None, False)
+    with pytest.raises(RuntimeError, match="without gradients"):
+        torch.compile(cache.update, fullgraph=True, backend="aot_eager")(_new(1), _new(1).requires_grad_())
+    assert cache.lengths.tolist() == [0, 0]
     q = torch.ones(2, HEADS, 1, DIM, requires_grad=True)
     keys, values = cache.update(_new(1), _new(1))
     loss = attention(q, keys, values, mask=cache.mask(1)).sum()

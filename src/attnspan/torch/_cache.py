@@ -13,7 +13,7 @@ from .. import masks
 from ..arrays import INT32_MAX
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..masks import Mask
-from ._cache_write import LOST, cache_write_op, gradient_error
+from ._cache_write import LOST, cache_write_op
 
 CacheLayout = Literal["bhsd", "bshd"]
 
@@ -98,8 +98,6 @@ class Cache(nn.Module):
                 raise DtypeError(
                     name, expected="a torch.Tensor", got=type(x).__name__, remedy="Pass the new tokens"
                 )
-            if torch.is_grad_enabled() and x.requires_grad:
-                raise gradient_error()
         k_new, v_new = self._in_layout(k_new), self._in_layout(v_new)
         for name, new, cache in (("k_new", k_new, self._keys), ("v_new", v_new, self._values)):
             self._check_tokens(name, new, cache, k_new.shape[2])

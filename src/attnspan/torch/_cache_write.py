@@ -148,24 +148,15 @@ def _write_fake(*arguments: Any) -> None:
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> None:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        raise gradient_error()
+        # A cache would cut them off silently.
+        raise OptionError(
+            "cache",
+            expected="keys and values without gradients",
+            got="ones that require them",
+            remedy="Call the model under torch.no_grad() or inference_mode(), or detach them",
+        )
     with torch._C._AutoDispatchBelowAutograd():
         cache_write_op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-
-def gradient_error() -> OptionError:
-    """What to raise for new tokens that require a gradient: a cache would cut them off silently.
-
-    Example:
-        >>> isinstance(gradient_error(), ValueError)
-        True
-    """
-    return OptionError(
-        "cache",
-        expected="keys and values without gradients",
-        got="ones that require them",
-        remedy="Call the model under torch.no_grad() or inference_mode(), or detach them",
-    )
 
 
 def _count_versions(keyset: Any, *arguments: Any) -> None:
