@@ -1,15 +1,18 @@
 """DTensors: batch and heads shard without communication, the sequence is refused by name."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from samples import make_sample
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from samples import OPTIONS, make_sample, parameters
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from attnspan import Mask, causal, segments
+from attnspan import Mask, alibi, causal, full, segments
 from attnspan.torch import attention
 
 IDS = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 20])
@@ -47,6 +50,113 @@ def test_batch_and_heads(mesh: object, placement: object, mask: Mask) -> None:
 
 def _first_part(x: torch.Tensor, placement: object) -> torch.Tensor:
     return x.chunk(2, placement.dim)[0] if isinstance(placement, Shard) else x
+
+
+#: What shards with a mesh axis, by placement of q, k and v: one that each rank has whole sums its gradient.
+PARAMETERS = {
+    "sinks": {0: Replicate(), 1: Shard(0)},
+    "alibi": {0: Replicate(), 1: Shard(0)},
+    "alibi per row": {0: Shard(0), 1: Shard(1)},
+    "relative": {0: Replicate(), 1: Shard(0)},
+    "dense": {0: Shard(0), 1: Shard(1)},
+    "dense per head": {0: Replicate(), 1: Shard(0)},
+}
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, "dropout", "dropout seeds", "all"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_options_shard_with_what_they_belong_to(mesh: object, placement: object, name: str) -> None:
+    sample = make_sample(q_len=24, k_len=24, transposed=False)
+    options = OPTIONS[name](2, 4, 24, 24)
+    inputs = (sample.q, sample.k, sample.v)
+    wanted = attention(*inputs, mask=causal(), **options)
+    own = PARAMETERS.get(name, {}).get(getattr(placement, "dim", None), Replicate())
+    leaves, spec = torch.utils._pytree.tree_flatten(options)
+    # Parameters as DTensors that lie where the operator wants them: nothing is communicated.
+    placed = [
+        distribute_tensor(x.detach(), mesh, [own], src_data_rank=None).requires_grad_()
+        if name in PARAMETERS and isinstance(x, torch.Tensor)
+        else x
+        for x in leaves
+    ]
+    sharded = [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in inputs]
+    out = attention(*sharded, mask=causal(), **torch.utils._pytree.tree_unflatten(placed, spec))
+    assert out.placements == (placement,)
+    torch.testing.assert_close(out.to_local(), _first_part(wanted, placement))
+    if name not in PARAMETERS:
+        return
+    (parameter,) = (x for x in placed if isinstance(x, DTensor))
+    (leaf,) = parameters(options)
+    dout = _first_part(2 * wanted.detach(), placement)
+    out.backward(DTensor.from_local(dout, mesh, [placement], run_check=False))
+    first = torch.zeros_like(wanted)  # What the first rank knows of: its part of the output.
+    _first_part(first, placement).copy_(dout)
+    (whole,) = torch.autograd.grad(wanted, leaf, first)
+    partial = isinstance(placement, Shard) and not isinstance(own, Shard)
+    assert parameter.grad.placements == ((Partial() if partial else own),)
+    torch.testing.assert_close(parameter.grad.to_local(), _first_part(whole, own))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_indices_shard_by_batch_only(mesh: object, placement: object) -> None:
+    sample = make_sample(q_len=24, k_len=24, transposed=False)
+    inputs = (sample.q, sample.k, sample.v)
+    options = {
+        "mask": full().prepare(24, 24, like=sample.q),
+        "bias": alibi(torch.rand(4)),
+        "q_index": torch.randint(0, 99, (2, 24)),
+        "k_index": torch.randperm(24),
+    }
+    sharded = [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in inputs]
+    wanted = _first_part(attention(*inputs, **options), placement)
+    torch.testing.assert_close(attention(*sharded, **options).to_local(), wanted)
+
+
+TWO_RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from attnspan import alibi, causal
+from attnspan.torch import attention
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+q, k, v, dout = (torch.randn(2, heads, 24, 16) for heads in (4, 2, 2, 4))
+
+def run(place):
+    slopes, sinks = torch.arange(1.0, 5.0).div(8).requires_grad_(), torch.ones(4, requires_grad=True)
+    inputs = [x if place is None else distribute_tensor(x, mesh, [place]) for x in (q, k, v, dout)]
+    out = attention(
+        *inputs[:3],
+        mask=causal(),
+        bias=alibi(slopes),
+        sinks=sinks,
+        dropout_p=0.4,
+        dropout_seed=torch.tensor(5),
+    )
+    out.backward(inputs[3])
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in (out, slopes.grad, sinks.grad)]
+
+for place in (Shard(0), Shard(1)):
+    for got, wanted in zip(run(place), run(None), strict=True):
+        torch.testing.assert_close(got, wanted)
+dist.destroy_process_group()
+print("same")
+"""
+
+
+def test_two_ranks_drop_what_one_drops_and_sum_the_gradients(tmp_path: Path) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    store = str(tmp_path / "store")
+    ranks = [subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(i), store], **pipes) for i in range(2)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=300)
+        assert rank.returncode == 0, err
+        assert out.strip() == "same"
 
 
 def test_a_sharded_sequence_is_refused(mesh: object) -> None:

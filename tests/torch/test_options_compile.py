@@ -1,0 +1,224 @@
+"""Options under the compiler, checkpointing and export: one node, few compilations, equal gradients."""
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from samples import OPTIONS, counted_kernel_calls, parameters, relative_error
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from attnspan import Prepared, alibi, cache, causal, relative, segments
+from attnspan.kernels import cpu
+from attnspan.torch import attention, checkpoint_policy
+
+HEADS = 4
+EPS = torch.finfo(torch.float32).eps
+
+
+def _inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, HEADS, length, 16, requires_grad=True), torch.randn(batch, 2, length, 16)
+
+
+def _run(q: Tensor, k: Tensor, ids: Tensor, options: dict[str, Any]) -> Tensor:
+    return attention(q, k, k, mask=causal() & segments(ids), **options)
+
+
+def _agree(compiled: Callable[..., Tensor], name: str, batch: int, length: int, **changes: Any) -> None:
+    """Run both on fresh inputs, and compare output and every gradient."""
+    q, k = _inputs(batch, length)
+    ids = torch.randint(0, 2, (batch, length)).cumsum(-1)
+    options = {**OPTIONS[name](batch, HEADS, length, length), **changes}
+    wanted = [q, *parameters(options)]
+    results = []
+    for run in (compiled, _run):
+        out = run(q, k, ids, options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+    for got, true in zip(*results, strict=True):
+        assert got.dtype == true.dtype
+        torch.testing.assert_close(got, true)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_compiles_in_full_and_once(name: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_run, fullgraph=True, backend=counter)
+    for _ in range(2):  # New values of everything: seed, slopes, table, mask.
+        _agree(compiled, name, 2, 33)
+    assert counter.frame_count == 1
+
+
+# Between them, these have every kind of array that an option brings.
+@pytest.mark.parametrize("name", ["all", "dense", "alibi per row", "dropout seeds"])
+def test_few_compilations_over_many_shapes(name: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_run, fullgraph=True, backend=counter)
+    generator = random.Random(0)
+    for _ in range(8):
+        _agree(compiled, name, generator.randint(1, 5), generator.randint(2, 90))
+    assert counter.frame_count <= 4
+
+
+def test_a_new_seed_or_new_slopes_are_no_recompilation_but_take_effect() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def run(q: Tensor, k: Tensor, slopes: Tensor, seed: Tensor) -> Tensor:
+        return attention(q, k, k, bias=alibi(slopes), dropout_p=0.3, dropout_seed=seed)
+
+    q, k = _inputs(2, 33)
+    slopes = torch.rand(HEADS)
+    outs = [run(q, k, slopes * n, torch.tensor(seed)) for n in range(3) for seed in (5, 2**60)]
+    assert counter.frame_count == 1
+    for i, a in enumerate(outs):
+        for b in outs[:i]:
+            assert not torch.equal(a, b)
+
+
+def test_positions_of_a_prepared_mask_compile_once() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(q: Tensor, k: Tensor, slopes: Tensor, mask: Prepared) -> Tensor:
+        return attention(q, k, k, mask=mask, bias=alibi(slopes))
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    k, slopes = torch.randn(2, 2, 24, 16), torch.rand(HEADS)
+    for lengths in ([24, 13], [5, 9], [3, 3]):
+        q = torch.randn(2, HEADS, 3, 16)
+        mask = (causal() & cache(torch.tensor(lengths))).prepare(3, 24, batch=2, like=q)
+        torch.testing.assert_close(compiled(q, k, slopes, mask), run(q, k, slopes, mask))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # imported by inductor
+def test_all_options_under_inductor() -> None:
+    compiled = torch.compile(_run, fullgraph=True, backend="inductor")
+    _agree(compiled, "all", 2, 33)
+    _agree(compiled, "all", 2, 33)
+
+
+def test_errors_name_the_option_when_compiled() -> None:
+    q, k = _inputs(2, 9)
+    compiled = torch.compile(_run, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"ShapeError\('sinks'\)"):
+        compiled(q, k, torch.zeros(2, 9, dtype=torch.int64), {"sinks": torch.zeros(3)})
+    with pytest.raises(Exception, match=r"DtypeError\('dropout_seed'\)"):
+        compiled(q, k, torch.zeros(2, 9, dtype=torch.int64), {"dropout_p": 0.1, "dropout_seed": 3})
+
+
+# One block, as models have it -------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention with every option on a fused projection."""
+
+    def __init__(self, kv_heads: int = 2, dim: int = 8) -> None:
+        super().__init__()
+        self.heads = (HEADS, kv_heads, kv_heads)
+        self.qkv = nn.Linear(32, sum(self.heads) * dim, bias=False)
+        self.out = nn.Linear(HEADS * dim, 32, bias=False)
+        self.table = nn.Parameter(torch.randn(HEADS, 9))
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+
+    def forward(self, x: Tensor, seed: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
+        mixed = attention(
+            *(q, k, v),
+            mask=causal(),
+            softcap=5.0,
+            bias=relative(self.table),
+            sinks=self.sinks,
+            dropout_p=0.25,
+            dropout_seed=seed,
+            layout="bshd",
+        )
+        return x + self.out(mixed.flatten(2))  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block, self.kind = Block(), kind
+
+    def forward(self, x: Tensor, seed: Tensor) -> Tensor:
+        if self.kind == "none":
+            return self.block(x, seed)  # type: ignore[no-any-return]
+        selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        extra = {"context_fn": selective} if self.kind == "selective" else {}
+        return checkpoint(self.block, x, seed, use_reentrant=False, **extra)  # type: ignore[no-any-return]
+
+
+def _step(kind: str, compiled: bool) -> tuple[list[Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = Checkpointed(kind)
+    x = torch.randn(2, 24, 32, requires_grad=True)
+    if compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
+    with counted_kernel_calls() as calls:
+        out = model(x, torch.tensor(9))
+        out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())], calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("kind", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_what_is_recomputed_drops_the_same(kind: str, forwards: int, compiled: bool) -> None:
+    got, calls = _step(kind, compiled)
+    wanted, _ = _step("none", compiled=False)
+    assert (calls.count("forward"), calls.count("backward")) == (forwards, 1)
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) <= 16 * EPS
+
+
+def test_export_keeps_one_node() -> None:
+    block = Block().eval()
+    length = torch.export.Dim("length", min=2, max=4096)
+    example = (torch.randn(2, 24, 32), torch.tensor(3))
+    program = torch.export.export(block, example, dynamic_shapes=({1: length}, None))
+    nodes = [node for node in program.graph.nodes if "attnspan" in str(node.target)]
+    assert [node.target for node in nodes] == [torch.ops.attnspan.forward.default]
+    x, seed = torch.randn(2, 31, 32), torch.tensor(8)
+    torch.testing.assert_close(program.module()(x, seed), block(x, seed))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # imported by inductor
+def test_the_program_copies_nothing_and_stores_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v are read where the projection wrote them, and no buffer has q_len * k_len elements."""
+    length, block = 331, Block()
+    offsets: list[tuple[int, ...]] = []
+    original = cpu.forward
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> None:
+        offsets.append(tuple(x.storage_offset() for x in (q, k, v)))
+        assert len({x.untyped_storage().data_ptr() for x in (q, k, v)}) == 1
+        original(q, k, v, *rest, **options)
+
+    monkeypatch.setattr(cpu, "forward", spy)
+    compiled = torch.compile(block, fullgraph=True, backend="inductor")
+
+    def step() -> None:
+        compiled(torch.randn(2, length, 32, requires_grad=True), torch.tensor(1)).square().sum().backward()
+
+    _, programs = run_and_get_code(step)
+    assert offsets == [(0, HEADS * 8, (HEADS + 2) * 8)]
+    assert len(programs) == 2
+    buffers = [
+        tuple(map(int, shape.strip("(,) ").split(",")))
+        for program in programs
+        for shape in re.findall(r"= empty_strided_cpu\((\([^)]*\)),", program)
+    ]
+    assert (2 * length, 64) in buffers  # the projection: the pattern does find buffers
+    assert max(map(prod, buffers)) < length**2
+    for program in programs:
+        assert not re.search(r"aten\.(clone|copy|constant_pad_nd)|contiguous", program)
+    (call,) = re.findall(r"torch\.ops\.attnspan\.forward\.default\((.*)\)", programs[0])
+    views = re.findall(r"reinterpret_tensor\((buf\d+), \(2, [42], 331, 8\), \(\d+, 8, 64, 1\)", call)
+    assert len(views) == 3
+    assert len(set(views)) == 1
