@@ -207,6 +207,18 @@ def test_marked_tokens_in_too_many_runs_are_illegal():
         spans.validate()
 
 
+def test_a_row_before_the_first_key_is_no_global_one():
+    assert lib.global_sliding(1, 2).spans(1, 4, q_index=np.array([-1])).dense()[0, 0].tolist() == [
+        [True, True, False, False]
+    ]
+
+
+def test_no_block_is_any_negative_number():
+    chosen = np.full((1, 1, 1, 1), -(2**30))
+    spans = lib.selected_blocks(chosen, 4).spans(4, 8, q_index=np.arange(4))
+    assert spans.cost().sum() == 0
+
+
 def test_depth_is_needed_where_parents_cannot_be_read(monkeypatch):
     monkeypatch.setattr(Arrays, "concrete", lambda *_: False)
     with pytest.raises(OptionError, match="tree: depth: expected the number of nodes on the longest path"):
