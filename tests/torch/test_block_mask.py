@@ -56,6 +56,14 @@ def test_the_blocks_are_those_of_create_block_mask(q_len: int, k_len: int, block
     _same_lists(ours, theirs)
 
 
+@pytest.mark.parametrize(("q_len", "k_len"), [(32, 40), (40, 32), (40, 40)])
+def test_blocks_that_stick_out_are_partial_as_torchs_are(q_len: int, k_len: int) -> None:
+    everything = create_block_mask(
+        lambda b, h, q, k: k >= 0, None, None, q_len, k_len, device="cpu", BLOCK_SIZE=16
+    )
+    _same_lists(to_block_mask(attnspan.full(), q_len, k_len, block_size=16), everything)
+
+
 @pytest.mark.parametrize(("q_len", "k_len", "block_size"), SIZES)
 def test_a_block_mask_of_create_block_mask_is_read_exactly(
     q_len: int, k_len: int, block_size: object

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import Mask, causal, from_dense, from_predicate, segments
+from attnspan._encoding import encode
 from attnspan.torch import attention, checkpoint_policy
 from attnspan.torch._encode import _encode_device, encode_op
 
@@ -196,6 +197,31 @@ def test_a_closure_of_an_outer_function_inside_a_checkpointed_one() -> None:
     ids, q = _ids(0), _q()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     _compare(compiled(q, ids), q, _dense(_closure, ids, beside_causal=True))
+
+
+@pytest.mark.parametrize(("policy", "times"), [(None, 2), (checkpoint_policy, 1)], ids=["full", "selective"])
+def test_selective_checkpointing_encodes_once(
+    policy: Callable | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*arguments: object) -> object:
+        calls.append(1)
+        return encode(*arguments)
+
+    monkeypatch.setattr("attnspan.torch._encode.encode", counted)
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if policy else {}
+
+    def block(q: Tensor, ids: Tensor) -> Tensor:
+        return attention(q, q, q, mask=causal() & from_predicate(_closure(ids)))
+
+    run = torch.compile(
+        lambda q, ids: checkpoint(block, q.sin(), ids, use_reentrant=False, **options),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    run(_q(), _ids(0)).square().sum().backward()
+    assert len(calls) == times
 
 
 FRESH = """

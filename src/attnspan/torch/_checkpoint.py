@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ._encode import encode_op
 from ._ops import forward_op
 
 #: Operators whose outputs are worth keeping: their recomputation costs most, their outputs are O(S).
-SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op,)
+SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op, encode_op)
 # Those of wrapped kernels, for the same reason.
 _also: set[torch._ops.OpOverload] = set()
 
 
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of attention, recompute everything else.
+    """Keep the results of attention, and of masks encoded in a compiled program; recompute everything else.
 
     For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the forward kernel then runs once per
     step instead of twice.
