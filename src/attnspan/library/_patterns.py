@@ -323,14 +323,19 @@ class SelectedBlocks(Leaf):
             expected=f"numbers of blocks of keys, below {blocks}, or negative for none",
             remedy="Choose among the blocks that there are",
         )
+        # Sorted, and without repeats, while there are few: one row for each block of rows.
+        ranked = arrays.sort(chosen)
         n, tile = chosen.shape[2], low.q_index // self.block
         inside = (tile >= 0) & (tile < n)
         found = []
         for rank in range(chosen.shape[3]):
-            at = arrays.take_along(chosen[..., rank], arrays.clip(tile, 0, n - 1))
+            own = ranked[..., rank]
+            own = own if rank == 0 else arrays.where(own == ranked[..., rank - 1], -1, own)
+            at = arrays.take_along(own, arrays.clip(tile, 0, n - 1))
+            seen = inside & (at >= 0) & (at < blocks)
             start = at * self.block
-            found.append(seen_by(low, inside & (at >= 0) & (at < blocks), start, start + self._size(low, at)))
-        return sorted_rows(low, found, illegal)
+            found.append(seen_by(low, seen, start, start + self._size(low, at)))
+        return Rows(tuple(found), illegal)
 
     def _size(self, low: Lowering, at: Array) -> Any:
         if self.sizes is None:

@@ -163,8 +163,8 @@ def tiled_natten(canvas: Sizes, kernel: Sizes, tile: Sizes) -> Mask:
 def morton_natten(canvas: Sizes, kernel: Sizes) -> Mask:
     """`natten(canvas, kernel)` on tokens along a Z-order curve, in `morton_order(canvas)`.
 
-    R is up to about half of a window's tokens, found as by `tiled_natten`: O(pairs log pairs), prepare it
-    once.
+    R is by data, 27 for windows of 13 x 13 on 64 x 64. It is found as by `tiled_natten`, in O(pairs log
+    pairs): prepare it once.
 
     Source: attention-gym's `generate_morton_natten`.
 
