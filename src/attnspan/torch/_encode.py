@@ -63,7 +63,9 @@ encode_op = torch.ops.attnspan.encode.default
 
 # Run while a compiler reads the call: an error that is raised in what it reads would lose its message.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _raise(kind: type[DtypeError | ShapeError | OptionError], what: str, expected: str, got: str, remedy: str) -> None:
+def _raise(
+    kind: type[DtypeError | ShapeError | OptionError], what: str, expected: str, got: str, remedy: str
+) -> None:
     raise kind(what, expected=expected, got=got, remedy=remedy)
 
 
