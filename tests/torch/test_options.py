@@ -12,9 +12,20 @@ from samples import OPTIONS, make_sample, oracle, parameters, relative_error
 from torch import Tensor
 
 import attnspan
-from attnspan import Prepared, Spans, alibi, causal, dense_bias, documents, full, relative, segments
+from attnspan import (
+    Prepared,
+    Spans,
+    alibi,
+    causal,
+    dense_bias,
+    documents,
+    full,
+    reference,
+    relative,
+    segments,
+)
 from attnspan.kernels import cpu
-from attnspan.options import Options
+from attnspan.options import ALIBI, Options
 from attnspan.torch import Attention, _attention, _eager, attention, dropout_seeds, explain
 from attnspan.torch._options import Given, lower_options
 
@@ -139,9 +150,12 @@ def test_autocast_leaves_the_options_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_float64_stays_float64() -> None:
     q, k, v = (x.double() for x in _qkv())
-    sinks = torch.randn(H, dtype=torch.float64)
-    exact = _exact({"sinks": sinks}, q, k, v, full().spans(S, S, like=q), torch.ones(B, H, S, 24))
-    assert relative_error(attention(q, k, v, sinks=sinks, backend="math"), exact[0]) <= 1e-14
+    sinks, slopes = torch.randn(H, dtype=torch.float64), torch.rand(H, dtype=torch.float64)
+    options = Options(sinks=sinks.numpy(), bias=slopes[None].numpy(), bias_kind=ALIBI)
+    bounds = full().spans(S, S).bounds
+    exact, _ = reference.forward(q.numpy(), k.numpy(), v.numpy(), bounds, 0.25, options)
+    got = attention(q, k, v, sinks=sinks, bias=alibi(slopes), backend="math")
+    assert relative_error(got, torch.from_numpy(exact)) <= 1e-14
 
 
 # Positions -------------------------------------------------------------------------------------------------
