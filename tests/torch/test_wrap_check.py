@@ -114,6 +114,18 @@ def test_defects_are_found(defect: str) -> None:
         wrapped.check(*inputs())
 
 
+def test_gradients_that_change_from_call_to_call_are_found(foreign: Library) -> None:
+    calls: list[int] = []
+
+    def tired(dout, dlse, q, k, v, softmax_scale, causal):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        found = foreign.backward(dout, dlse, q, k, v, softmax_scale, causal)
+        return found if len(calls) < 3 else tuple(x * len(calls) for x in found)
+
+    with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError, match="grad"):
+        wrap_foreign(foreign, backward=tired).check(*inputs())
+
+
 def test_a_wrong_gradient_is_found(foreign: Library) -> None:
     def half(dout, dlse, q, k, v, softmax_scale, causal):  # type: ignore[no-untyped-def]
         dq, dk, dv = foreign.backward(dout, dlse, q, k, v, softmax_scale, causal)

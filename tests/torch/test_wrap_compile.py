@@ -140,6 +140,26 @@ def test_with_wrap_declared_as_they_are_they_work() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_the_kernel_is_shown_the_strides_of_eager_mode() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(q.stride())
+        return torch.zeros(q.shape)
+
+    wrapped = wrap(spy, name=fresh_name("spy"), strides="any")
+
+    def run(x: Tensor) -> Tensor:
+        q = (x * 2).expand(2, 6, 3, 8).transpose(1, 2)
+        return wrapped(q, q, q)
+
+    x = torch.randn(2, 1, 3, 8)
+    run(x)
+    torch.compile(run, fullgraph=True)(x)
+    assert seen == [(24, 8, 0, 1)] * 2
+
+
 # Failure 3: recompilations until the limit.
 
 
@@ -173,8 +193,9 @@ def test_without_wrap_a_length_that_varies_recompiles_to_the_limit() -> None:
             _count(lambda *x: op(*x), _lengths())
 
 
-def test_with_wrap_a_length_that_varies_is_one_more_compilation() -> None:
-    wrapped = wrap(_varlen, name=fresh_name("varlen"))
+@pytest.mark.parametrize("schema", [None, "Tensor q, Tensor k, Tensor v, int max_seqlen"])
+def test_with_wrap_a_length_that_varies_is_one_more_compilation(schema: str | None) -> None:
+    wrapped = wrap(_varlen, name=fresh_name("varlen"), schema=schema)
     # Once for the first value, once more with the value as an unknown.
     assert _count(lambda *x: wrapped(*x), _lengths()) == 2
 

@@ -8,7 +8,7 @@ from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
 from torch import Tensor
 
 from attnspan.torch import DeclarationError, wrap
-from attnspan.torch._wrap import outputs
+from attnspan.torch._wrap import operators, outputs
 
 # Contradictions in the description.
 
@@ -49,6 +49,16 @@ def test_a_name_is_given_once() -> None:
     for taken in (name, f"{name}_backward"):
         with pytest.raises(ValueError, match=f"got '{taken}', which attnspan_wrapped::{taken} has"):
             wrap(eager, name=taken)
+
+
+def test_a_registration_that_fails_half_way_leaves_the_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = fresh_name()
+    with monkeypatch.context() as patch:
+        patch.setattr(operators, "_with_derivative", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            wrap(eager, name=name, backward="recompute")
+    wrap(eager, name=name, backward="recompute")
+    assert kept.tb, "who keeps the error, as a notebook does, keeps the frames that hold the first library"
 
 
 # Kernels that lie.
