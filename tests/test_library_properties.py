@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from library_samples import (
+from library_definitions import (
     ancestor,
     block_diffusion,
     drafts,
