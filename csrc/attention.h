@@ -86,10 +86,10 @@ struct ForwardArgs : Problem {
   float* lse;  // (batch, q_heads, q_len), contiguous; may be null
 };
 
-// Gradient of a bias, in its shape; that of a dense one has queries innermost: `key` elements between keys.
+// Gradient of a bias, contiguous in its shape; strides are 0 where shared.
 struct BiasGradient {
   float* data = nullptr;  // null: not wanted
-  int64_t batch = 0, head = 0, key = 0;
+  int64_t batch = 0, head = 0, row = 0;
 };
 
 struct BackwardArgs : Problem {

@@ -175,11 +175,8 @@ class Backward {
 
   void clear_dense_gradient(const Parallel& parallel) const {
     const Bias& bias = a.options.bias;
-    const int64_t rows = bias.rows == 1 ? 1 : a.q_len;
-    parallel(bias.batches * bias.heads * a.k_len, [&](int64_t item, int) {
-      float* to = a.dbias.data + item / a.k_len / bias.heads * a.dbias.batch +
-                  item / a.k_len % bias.heads * a.dbias.head + item % a.k_len * a.dbias.key;
-      std::memset(to, 0, static_cast<size_t>(rows) * sizeof(float));
+    parallel(bias.batches * bias.heads * bias.rows, [&](int64_t row, int) {
+      std::memset(a.dbias.data + row * a.k_len, 0, static_cast<size_t>(a.k_len) * sizeof(float));
     });
   }
 

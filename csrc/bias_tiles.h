@@ -105,7 +105,7 @@ class BiasTiles {
   void record(int64_t i, int64_t j, float ds) const {
     const int64_t d = scores_.key_index(j) - query_index(a_, b_, i);
     if (kind_ == BiasKind::dense)
-      dense_gradient(j, i)[0] += ds;
+      dense_gradient(i)[j] += ds;
     else if (kind_ == BiasKind::distance)
       partial_[reversed().clamp(-d)] += ds;
     else
@@ -177,25 +177,46 @@ class BiasTiles {
     }
   }
 
-  float* dense_gradient(int64_t key, int64_t query) const {
+  float* dense_gradient(int64_t query) const {
     const BiasGradient& to = a_.dbias;
-    return to.data + b_ * to.batch + h_ * to.head + key * to.key + (a_.options.bias.rows == 1 ? 0 : query);
+    return to.data + b_ * to.batch + h_ * to.head + query * to.row;
   }
 
   void record_dense(const Tile& t) const {
-    const int64_t queries = least(t.queries, a_.q_len - t.query);
-    for (int64_t j = 0; j < least(t.keys, a_.k_len - t.key); ++j) {
-      const float* ds = t.row(j);
-      float* to = dense_gradient(t.key + j, t.query);
-      if (a_.options.bias.rows == 1) {
-        Vec sum = zero();
-        for (int64_t i = 0; i < t.queries; i += Vec::width) sum = sum + load(ds + i);
-        to[0] += reduce_add(sum);
-        continue;
+    if (a_.options.bias.rows == 1) return record_keys(t);
+    const bool shared = a_.dbias.batch == 0 || a_.dbias.head == 0;  // with other heads: their gradients are there
+    Block x;
+    for (int64_t j = 0; j < t.keys; j += 16) {
+      const int64_t keys = least(least(16, t.keys - j), a_.k_len - t.key - j);
+      for (int64_t i = 0; i < t.queries; i += 16) {
+        for (int64_t r = 0; r < 16; ++r) {
+          if (r < t.keys - j)
+            std::memcpy(x.unit[r], t.row(j + r) + i, 64);
+          else
+            std::memset(x.unit[r], 0, 64);
+        }
+        transpose(x);
+        for (int64_t r = 0; r < least(16, a_.q_len - t.query - i); ++r)
+          add_row(reinterpret_cast<const float*>(x.unit[r]), keys, shared, dense_gradient(t.query + i + r) + t.key + j);
       }
-      int64_t i = 0;
-      for (; i + Vec::width <= queries; i += Vec::width) store(to + i, load(to + i) + load(ds + i));
-      for (; i < queries; ++i) to[i] += ds[i];
+    }
+  }
+  static void add_row(const float* ds, int64_t n, bool shared, float* to) {
+    if (n == 16 && !shared)
+      std::memcpy(to, ds, 64);
+    else if (n == 16)
+      for (int64_t lane = 0; lane < 16; lane += Vec::width) store(to + lane, load(to + lane) + load(ds + lane));
+    else
+      for (int64_t lane = 0; lane < n; ++lane) to[lane] += ds[lane];
+  }
+
+  // One row for all queries.
+  void record_keys(const Tile& t) const {
+    float* to = dense_gradient(0) + t.key;
+    for (int64_t j = 0; j < least(t.keys, a_.k_len - t.key); ++j) {
+      Vec sum = zero();
+      for (int64_t i = 0; i < t.queries; i += Vec::width) sum = sum + load(t.row(j) + i);
+      to[j] += reduce_add(sum);
     }
   }
 

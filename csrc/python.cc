@@ -160,15 +160,15 @@ void fill_options(Problem& p, nb::handle x) {
   o.q_index = indices_of("q_index", t[6], p, p.q_len), o.k_index = indices_of("k_index", t[7], p, p.k_len);
 }
 
-// The gradient of a bias, in its shape; a dense one's has queries innermost.
+// The gradient of a bias, contiguous in its shape.
 BiasGradient bias_gradient_of(nb::handle x, const Problem& p) {
   const Bias& bias = p.options.bias;
   if (x.is_none() || bias.kind == BiasKind::none) return {};
   if (bias.kind == BiasKind::dense) {
-    const Array a = checked("dbias", x, code_f32, {bias.batches, bias.heads, bias.rows, p.k_len});
-    if (a.shape[2] > 1 && a.strides[2] != 1) fail("dbias: expected queries with a unit stride");
-    return {static_cast<float*>(a.data), bias.batches == 1 ? 0 : a.strides[0], bias.heads == 1 ? 0 : a.strides[1],
-            a.strides[3]};
+    const Array a = packed("dbias", x, code_f32, {bias.batches, bias.heads, bias.rows, p.k_len});
+    const int64_t head = bias.rows * p.k_len;
+    return {static_cast<float*>(a.data), bias.batches == 1 ? 0 : bias.heads * head, bias.heads == 1 ? 0 : head,
+            bias.rows == 1 ? 0 : p.k_len};
   }
   const bool table = bias.kind == BiasKind::distance;
   const Array a =

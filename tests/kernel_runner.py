@@ -20,7 +20,7 @@ ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4, 4: 8}  # bytes by dtype code
 OK, BAD_BOUNDS, BAD_CONFIG = range(3)
 DIRECTIONS = ("forward", "backward")
 HEADER = "<16qd"
-OPTIONS = "<11qd"
+OPTIONS = "<10qd"
 NO_OPTIONS = (0.0, None, 0, None, 0, None, None, None)  # as kernels/cpu.py gives them
 
 
@@ -139,13 +139,12 @@ def _extra(
 
 def _options(options: tuple[Any, ...], arrays: list[Array | None]) -> bytes:
     softcap, _, kind, _, threshold, *_ = options
-    bias, _, seed, q_index, k_index, dbias, _ = arrays
+    bias, _, seed, q_index, k_index, *_ = arrays
     extents = (0, 0, 0, 0) if bias is None else (*bias[2], 1, 1)[:4] if len(bias[2]) < 4 else bias[2]
     rows = [0 if x is None else x[2][0] for x in (q_index, k_index)]
     per_head = seed is not None and len(seed[2]) == 2
-    dbias_key = dbias[3][3] if dbias is not None and len(dbias[3]) == 4 else 0
     code = 0 if bias is None else bias[1]
-    return struct.pack(OPTIONS, kind, code, *extents, threshold, per_head, *rows, dbias_key, softcap)
+    return struct.pack(OPTIONS, kind, code, *extents, threshold, per_head, *rows, softcap)
 
 
 def _header(

@@ -65,10 +65,7 @@ class Arrays:
 
     def _option_gradients(self) -> dict[str, Tensor]:
         extra, options = {}, self.options or Options()
-        if options.bias_kind == DENSE:
-            *lead, rows, keys = options.bias.shape
-            extra["dbias"] = torch.full((*lead, keys, rows), torch.nan).transpose(-1, -2)
-        elif options.bias_kind:
+        if options.bias_kind:
             extra["dbias"] = torch.full(options.bias.shape, torch.nan)
         if options.sinks is not None:
             extra["dsinks"] = torch.full(options.sinks.shape, torch.nan)

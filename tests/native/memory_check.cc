@@ -94,7 +94,7 @@ struct RandomOptions {
     dbias.resize(static_cast<size_t>(size));
     b.data = bias.data();
     p.options.bias = b;
-    gradient = {dbias.data(), b.batch, b.head, b.rows};  // queries innermost where dense
+    gradient = {dbias.data(), b.batch, b.head, b.row};
   }
 };
 

@@ -29,8 +29,7 @@ struct Header {
 };
 
 struct OptionsHeader {
-  int64_t bias_kind, bias_dtype, bias_extents[4], dropout_threshold, seeds_per_head, q_index_rows, k_index_rows,
-      dbias_key;
+  int64_t bias_kind, bias_dtype, bias_extents[4], dropout_threshold, seeds_per_head, q_index_rows, k_index_rows;
   double softcap;
 };
 
@@ -143,10 +142,12 @@ void fill_options(Problem& p, const OptionsHeader& h, OptionArrays& arrays) {
   o.k_index = {arrays.k_index.items<int32_t>(), h.k_index_rows == 1 ? 0 : p.k_len};
 }
 
-BiasGradient gradient_of(const Bias& bias, const OptionsHeader& h, OptionArrays& arrays) {
-  if (bias.kind != BiasKind::dense) return {arrays.dbias.items<float>(), bias.batch, bias.head, 0};
-  const Tensor& t = arrays.dbias.tensor;
-  return {arrays.dbias.items<float>(), bias.batches == 1 ? 0 : t.batch, bias.heads == 1 ? 0 : t.head, h.dbias_key};
+BiasGradient gradient_of(const Problem& p, OptionArrays& arrays) {
+  const Bias& bias = p.options.bias;
+  float* data = arrays.dbias.items<float>();
+  if (bias.kind != BiasKind::dense) return {data, bias.batch, bias.head, 0};
+  const int64_t head = bias.rows * p.k_len;
+  return {data, bias.batches == 1 ? 0 : bias.heads * head, bias.heads == 1 ? 0 : head, bias.rows == 1 ? 0 : p.k_len};
 }
 
 // The kernel treats subnormals as zero while it runs; whoever called it must find his own again.
@@ -194,7 +195,7 @@ void run() {
     fill(args, header, bounds, q, k, v);
     OptionArrays arrays;
     fill_options(args, options, arrays);
-    args.dbias = gradient_of(args.options.bias, options, arrays), args.dsinks = arrays.dsinks.items<float>();
+    args.dbias = gradient_of(args, arrays), args.dsinks = arrays.dsinks.items<float>();
     args.out = out.tensor, args.lse = lse.items<float>(), args.dout = dout.tensor, args.dlse = dlse.items<float>();
     args.dq = results[0].tensor, args.dk = results[1].tensor, args.dv = results[2].tensor;
     result = backward(args, isa_active(), parallel);

@@ -143,8 +143,7 @@ def backward(
         num_threads: Threads to use. The same number gives the same bits.
         config: As in `forward`.
         options: As in `forward`.
-        dbias: Written, float32 in the shape of the bias: slopes and distance tables contiguous, a dense bias
-            with unit stride between queries. None where it is not wanted.
+        dbias: Written, float32, contiguous, in the shape of the bias. None where it is not wanted.
         dsinks: Written, float32 (Hq,), or None.
 
     Raises:

@@ -66,13 +66,9 @@ def _new_gradients(
     bias, sinks = given[1], given[3]
     dq, dk, dv = (_stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
     shape: tuple[Any, ...] = (0,) if bias is None or not want_dbias else tuple(bias.shape)
-    if len(shape) == 4:
-        # Queries are contiguous, as backward goes through them for a block of keys at a time.
-        batch, heads, q_len, k_len = shape
-        shape = (batch, heads, k_len, q_len)
     dbias = q.new_empty(shape, dtype=torch.float32)
     dsinks = q.new_empty((0,) if sinks is None else tuple(sinks.shape), dtype=torch.float32)
-    return dq, dk, dv, dbias.transpose(-1, -2) if len(shape) == 4 else dbias, dsinks
+    return dq, dk, dv, dbias, dsinks
 
 
 def _readable(x: Tensor) -> Tensor:
