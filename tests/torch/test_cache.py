@@ -168,6 +168,22 @@ def test_a_ring_gives_back_only_what_it_still_holds() -> None:
     assert tokens.error(out, 5, keep=torch.arange(40).expand(2, -1) < 4) < 2
 
 
+def test_rows_of_a_ring_whose_window_is_gone_see_nothing() -> None:
+    cache, tokens = make("rolling"), Tokens(2, 40)
+    out = torch.zeros_like(tokens.q)
+    feed(cache, tokens, out, [2, 4], 4)
+    assert cache.mask(4).lowered.cost()[:, 0].tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
+    for _ in range(3):
+        feed(cache, tokens, out, [4, 4], 4)
+    cache.truncate(torch.tensor([10, 12]))  # Tokens 6 to 13, and 8 to 15, have been in the 8 slots.
+    feed(cache, tokens, out, [1, 1], 1)
+    assert cache.mask(4).lowered.cost()[:, 0].tolist() == [[0, 0, 0, 5], [0, 0, 0, 5]]
+    # What was overwritten is no matter to a row that begins anew.
+    cache.reset()
+    feed(cache, tokens, out, [4, 4], 4)
+    assert cache.mask(4).lowered.cost()[:, 0].tolist() == [[1, 2, 3, 4]] * 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_emptied_one_by_one(kind: str) -> None:
     tokens = Tokens(2, 24)
@@ -183,6 +199,16 @@ def test_rows_are_emptied_one_by_one(kind: str) -> None:
     assert tokens.error(out, WIDTH[kind], keep=torch.stack([(at >= 12) & (at < 15), at < 12])) < 2
     cache.reset()
     assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_return_views_of_the_buffers(kind: str, layout: str) -> None:
+    cache = make(kind, layout=layout)
+    place = cache.keys.data_ptr(), cache.values.data_ptr()
+    keys, values = cache.update(*(torch.ones(cache.keys[:, :2, :2].shape) for _ in range(2)))
+    assert (keys.data_ptr(), values.data_ptr()) == place
+    assert keys.shape == cache.keys.shape
 
 
 class Layer(torch.nn.Module):
