@@ -158,7 +158,7 @@ def test_the_kernel_is_shown_the_strides_of_eager_mode() -> None:
     x = torch.randn(2, 1, 3, 8)
     run(x)
     # The tags of an operator are no part of the cache's key.
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False):
         torch.compile(run, fullgraph=True)(x)
     assert seen == [(24, 8, 0, 1)] * 2
 
