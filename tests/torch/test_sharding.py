@@ -153,10 +153,15 @@ def test_two_ranks_drop_what_one_drops_and_sum_the_gradients(tmp_path: Path) -> 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     store = str(tmp_path / "store")
     ranks = [subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(i), store], **pipes) for i in range(2)]
-    for rank in ranks:
-        out, err = rank.communicate(timeout=300)
-        assert rank.returncode == 0, err
-        assert out.strip() == "same"
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=300)
+            assert rank.returncode == 0, err
+            assert out.strip() == "same"
+    finally:
+        for rank in ranks:  # One that waits for a rank that failed.
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_sharded_sequence_is_refused(mesh: object) -> None:
