@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from foreign_kernel import Library, fresh_name, inputs, wrap_foreign
 from samples import relative_error
@@ -157,8 +158,9 @@ def test_the_kernel_is_shown_the_strides_of_eager_mode() -> None:
 
     x = torch.randn(2, 1, 3, 8)
     run(x)
-    # The tags of an operator are no part of the cache's key.
-    with torch._inductor.config.patch(fx_graph_cache=False):
+    # The tags of an operator are no part of the caches' keys.
+    inductor, functorch = torch._inductor.config, torch._functorch.config
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         torch.compile(run, fullgraph=True)(x)
     assert seen == [(24, 8, 0, 1)] * 2
 
