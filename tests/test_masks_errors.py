@@ -150,3 +150,10 @@ def test_arrays_in_two_places():
 def test_values_on_a_device_are_not_waited_for():
     lengths = torch.zeros(2, dtype=torch.int32, device="meta")
     assert a.key_padding(lengths).spans(4, 4, batch=2).bounds.shape == (2, 1, 4, 1, 2)
+
+
+def test_a_mask_over_keys_of_its_own_order_is_not_combined() -> None:
+    some = a.causal().prepare(2, 2, q_index=np.array([5, 6]), k_index=np.array([3, 6]))
+    for combine in (lambda: some & a.window(3), lambda: a.window(3) | some):
+        with pytest.raises(ValueError, match=r"keys have indices of their own.*before one is prepared"):
+            combine()

@@ -20,7 +20,7 @@ from ._intervals import (
 from ._lowering import Lowering
 from ._start import begin
 from .arrays import Array, Arrays, arrays_for, is_array
-from .errors import ShapeError
+from .errors import OptionError, ShapeError
 from .spans import Spans
 
 
@@ -36,10 +36,10 @@ class Mask:
     """
 
     def __and__(self, other: Mask) -> Mask:
-        return And((self, other)) if isinstance(other, Mask) else NotImplemented
+        return And(_one_order(self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+        return Or(_one_order(self, other)) if isinstance(other, Mask) else NotImplemented
 
     def spans(
         self,
@@ -96,9 +96,7 @@ class Mask:
     ) -> Prepared:
         """Lower the mask as `spans` does, and keep the global indices of its rows and keys.
 
-        Biases of position and dropout read them. Unlike `prepare`, nothing waits for data.
-
-        Args and raises are those of `spans`.
+        Biases of position and dropout read them. Nothing waits for data. Args and raises are as of `spans`.
 
         Example:
             >>> from attnspan import cache, causal
@@ -335,18 +333,13 @@ class Prepared(Mask):
         if k_index is None:
             _check_fit(self.lowered, q_len, k_len, batch, heads)
             return self
-        del q_index
-        arrays = arrays_for([self.lowered.bounds], None)
-        rows_at = self.q_index
-        if rows_at is None:  # Counted back from all keys, not from those that are left.
-            rows_at = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
-        placed = super().placed(
-            q_len, k_len, batch=batch, heads=heads, q_index=rows_at, k_index=k_index, like=like
-        )
-        keys_at = placed.k_index
-        if self.k_index is not None:
-            keys_at = arrays.take_along(self.k_index, keys_at)
-        return Prepared(placed.lowered, rows_at, keys_at)
+        arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
+        if q_index is None:  # Counted back from all keys, not from those that are left.
+            q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
+        sizes = {"batch": batch, "heads": heads}
+        placed = super().placed(q_len, k_len, **sizes, q_index=q_index, k_index=k_index, like=like)
+        own = placed.k_index if self.k_index is None else arrays.take_along(self.k_index, placed.k_index)
+        return Prepared(placed.lowered, q_index, own)
 
     def _key_len(self) -> Any:
         return self.lowered.k_len
@@ -364,6 +357,19 @@ class Prepared(Mask):
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")
+
+
+def _one_order(*masks: Mask) -> tuple[Mask, ...]:
+    """The masks, if none has keys in an order of their own: another would take slots for indices."""
+    for mask in masks:
+        if isinstance(mask, Prepared) and mask.k_index is not None:
+            raise OptionError(
+                "& and | with a prepared mask",
+                expected="keys that are 0..k_len-1",
+                got=f"{mask!r}, whose keys have indices of their own",
+                remedy="Combine the masks before one is prepared for some keys, or for the slots of a cache",
+            )
+    return masks
 
 
 def _check_fit(spans: Spans, q_len: int, k_len: int, batch: int, heads: int) -> None:
