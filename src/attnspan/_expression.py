@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from ._intervals import (
@@ -141,10 +141,9 @@ class Mask:
             >>> causal().prepare(3, 3)
             Prepared(B=1, H=1, q_len=3, k_len=3, R=1)
         """
-        placed = self.placed(
-            q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
-        )
-        return Prepared(placed.lowered.compact().validate(), placed.q_index, placed.k_index)
+        indices = {"q_index": q_index, "k_index": k_index}
+        placed = self.placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
+        return replace(placed, lowered=placed.lowered.compact().validate())
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask; see `attnspan.picture.show` for the options.
@@ -336,8 +335,8 @@ class Prepared(Mask):
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
         if q_index is None:  # Counted back from all keys, not from those that are left.
             q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
-        sizes = {"batch": batch, "heads": heads}
-        placed = super().placed(q_len, k_len, **sizes, q_index=q_index, k_index=k_index, like=like)
+        indices = {"q_index": q_index, "k_index": k_index}
+        placed = super().placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
         own = placed.k_index if self.k_index is None else arrays.take_along(self.k_index, placed.k_index)
         return Prepared(placed.lowered, q_index, own)
 
