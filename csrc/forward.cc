@@ -52,6 +52,7 @@ class Forward {
         few(args, threads),
         changes(a.options.change_weights()),
         drops(a.options.dropout.on()),
+        plain_ends(!drops && a.options.sinks == nullptr),
         kept_words(block_keys / 32) {}
 
   Scratch scratch() {
@@ -377,7 +378,9 @@ class Forward {
 
   void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
     const float sum = sees_any(spans, a.runs) ? reduce_add(load(s.sums + r * Vec::width)) : 0.0f;
-    const RowEnd end = end_of_row(s.maximum[r] - E::exponent_offset, sum, sink_of(a, h), kept_weight_of(a));
+    const float maximum = s.maximum[r] - E::exponent_offset;
+    const RowEnd end =
+        plain_ends ? end_of_row(maximum, sum) : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a));
     write_row(s.out + r * v_cols, end.factor, at<T>(a.out, b, h, i), a.v_dim);
     write_lse(b, h, i, end.lse);
   }
@@ -387,7 +390,7 @@ class Forward {
   const Parts parts;
   const int64_t keys, k_panel, v_panel, k_plane, v_plane, q_plane, p_plane, k_head, v_head, packs, blocks, slots;
   const FewQueries<T, E> few;
-  const bool changes, drops;
+  const bool changes, drops, plain_ends;
   const int64_t kept_words;
   C *packed_k = nullptr, *packed_v = nullptr;
   uint8_t* is_finite = nullptr;

@@ -85,17 +85,23 @@ struct RowEnd {
   float factor, lse;
 };
 
-// From the row's maximum (in units of log2) and the sum of its weights relative to that; 0: it saw nothing. A sink is
-// one more logit, without a value.
+// From the row's maximum (in units of log2) and the sum of its weights relative to that; 0: it saw nothing.
+inline RowEnd end_of_row(float maximum, float sum) {
+  if (sum == 0.0f) return {0.0f, -infinity};
+  return {1.0f / sum, log_sum(maximum, sum)};
+}
+
+// The same with a sink, which is one more logit without a value; null: none.
 inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight) {
-  if (sink == nullptr) {
-    if (sum == 0.0f) return {0.0f, -infinity};
-    return {kept_weight / sum, log_sum(maximum, sum)};
+  RowEnd end = end_of_row(maximum, sum);
+  if (sink != nullptr && sum == 0.0f) return {0.0f, *sink};
+  if (sink != nullptr) {
+    const float s = *sink * log2_e, top = s > maximum ? s : maximum;
+    const float seen = std::exp2(maximum - top), total = sum * seen + std::exp2(s - top);
+    end = {seen / total, log_sum(top, total)};
   }
-  if (sum == 0.0f) return {0.0f, *sink};
-  const float s = *sink * log2_e, top = s > maximum ? s : maximum;
-  const float seen = std::exp2(maximum - top), total = sum * seen + std::exp2(s - top);
-  return {kept_weight * seen / total, log_sum(top, total)};
+  end.factor *= kept_weight;
+  return end;
 }
 
 inline Vec row_maximum(const float* s, int64_t cols) {
