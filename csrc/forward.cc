@@ -251,8 +251,8 @@ class Forward {
     float top, spread;
   };
   BiasRange range_of_bias(const Scores& scoring) const {
-    if (a.options.bias.kind == BiasKind::none || a.options.bias.kind == BiasKind::alibi) return {0.0f, 0.0f};
-    if (a.options.bias.kind != BiasKind::distance) return {0.0f, infinity};
+    if (a.options.bias.kind == BiasKind::dense) return {0.0f, infinity};
+    if (a.options.bias.kind != BiasKind::distance) return {0.0f, 0.0f};
     const DistanceTable table = scoring.table_of_head();
     const auto [low, high] = std::minmax_element(table.values, table.values + table.size());
     return {*high * log2_e, (*high - *low) * log2_e};
@@ -261,9 +261,9 @@ class Forward {
   // Sets each row's maximum to what its bias is at most, so that it need not be found; false where that is not known.
   bool start_at_ceilings(const Scores& scoring, float top, int64_t first, int64_t rows, const int32_t* spans,
                          const Strip& s) const {
-    const bool by_row = a.options.bias.kind == BiasKind::alibi;
+    const bool by_row = a.options.bias.kind == BiasKind::alibi || a.options.bias.kind == BiasKind::signed_alibi;
     for (int64_t i = 0; i < block_rows; ++i) {
-      const float ceiling = by_row && i < rows ? scoring.nearest_alibi(first + i, spans + i * a.runs * 2) : top;
+      const float ceiling = by_row && i < rows ? scoring.largest_of_slope(first + i, spans + i * a.runs * 2) : top;
       if (!(std::fabs(ceiling) <= 0x1p20f)) {
         for (int64_t n = 0; n < i; ++n) s.maximum[n] = -infinity;
         return false;
@@ -326,9 +326,7 @@ class Forward {
       done += step;
     };
     if (changes) {
-      const auto prepare_rows = [&](int64_t i) { ready_rows(head, s, job, ready, i); };
-      softmax(head, s, job, ready,
-              ChangedStrip<decltype(prepare_rows)>{prepare_rows, drops ? s.kept : nullptr, kept_words}, between);
+      changed_softmax(head, s, job, ready, between);
     } else {
       hide_unseen(head, job, ready, 0, head.strip_rows(job.strip));
       softmax(head, s, job, ready, PlainStrip{}, between);
@@ -341,6 +339,22 @@ class Forward {
                job.seen.hi - job.seen.lo, true);
   }
 
+  template <class Between>
+  void changed_softmax(const Head& head, const Strip& s, const Job& job, float* ready, const Between& between) const {
+    const uint32_t* kept = drops ? s.kept : nullptr;
+    const auto late = [&](int64_t i) { ready_rows(head, s, job, ready, i, nullptr); };
+    // Where no maximum is looked for, products become exponents as they become weights.
+    if (head.bounded && a.options.change_scores() && (job.seen.full || head.scoring.fuses_hidden()) &&
+        head.scoring.template fuse<E>(
+            head.first + job.strip * E::strip, head.strip_rows(job.strip), job.seen.lo, job.seen.hi - job.seen.lo,
+            [&](const auto& make) { softmax(head, s, job, ready, FusedStrip{late, make, kept, kept_words}, between); }))
+      return;
+    Vec tops[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
+    const auto first = [&](int64_t i) { ready_rows(head, s, job, ready, i, tops); };
+    const bool known = a.options.change_scores() && job.seen.full;
+    softmax(head, s, job, ready, ChangedStrip{first, kept, kept_words, known ? tops : nullptr}, between);
+  }
+
   C* weights_in(const Strip& s, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : s.p; }
 
   template <class Change, class Between>
@@ -348,8 +362,8 @@ class Forward {
                const Between& between) const {
     const int64_t at = job.strip * E::strip;
     const Running run{s.maximum + at, s.sums + at * Vec::width};
-    const auto run_strip =
-        head.bounded ? &softmax_strip<E, true, Change, Between> : &softmax_strip<E, false, Change, Between>;
+    const auto run_strip = Change::fused || head.bounded ? &softmax_strip<E, true, Change, Between>
+                                                         : &softmax_strip<E, false, Change, Between>;
     run_strip(ready, lds, weights_in(s, ready), ldp, p_plane, round_up(head.strip_rows(job.strip), 4),
               job.seen.hi - job.seen.lo, a.options.change_scores() ? 1.0f : head.c, head.slack, run,
               s.out + at * v_cols, v_cols, change, between);
@@ -363,12 +377,14 @@ class Forward {
            head.spans + (job.strip * E::strip + i) * a.runs * 2, a.runs);
   }
 
-  // Rows [i, i + 4) of a job's strip with options: scores become exponents, and dropout decides.
-  void ready_rows(const Head& head, const Strip& s, const Job& job, float* ready, int64_t i) const {
+  // Rows [i, i + 4) of a job's strip with options: scores become exponents, of whose maxima `tops` is told (null: they
+  // do so later), and dropout decides.
+  void ready_rows(const Head& head, const Strip& s, const Job& job, float* ready, int64_t i, Vec* tops) const {
     const int64_t end = least(i + 4, head.strip_rows(job.strip)), n = job.seen.hi - job.seen.lo,
                   at = job.strip * E::strip;
     for (int64_t r = i; r < end; ++r) {
-      if (a.options.change_scores()) head.scoring.exponents(ready + r * lds, n, head.first + at + r, job.seen.lo);
+      if (a.options.change_scores() && tops != nullptr)
+        tops[r - i] = head.scoring.exponents(ready + r * lds, n, head.first + at + r, job.seen.lo);
       if (drops)
         for (int64_t j = 0; j < n; j += 32)
           s.kept[r * kept_words + j / 32] = kept_of_32(a, s.random[at + r], head.b, job.seen.lo + j);

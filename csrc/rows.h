@@ -130,8 +130,9 @@ inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* s
     sums->total *= factor;
     sums->top = now;
   }
-  sums->total += reduce_add(exponentials<float>(s, padded, c, sums->top == -infinity ? 0.0f : sums->top,
-                                                [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
+  const Scaled<float> from{set(c), set(sums->top == -infinity ? 0.0f : sums->top)};
+  sums->total +=
+      reduce_add(exponentials<float>(s, padded, from, [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
 }
 
 // Rows of a call without options.

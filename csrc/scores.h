@@ -45,7 +45,8 @@ class Scores {
   }
 
   // s[j] is the product of row i and key first + j; it becomes the exponent. Keys beyond the last stay as they are.
-  void exponents(float* s, int64_t n, int64_t i, int64_t first) const {
+  // Returns lanes whose maximum is that of the exponents.
+  Vec exponents(float* s, int64_t n, int64_t i, int64_t first) const {
     n = most(0, least(n, a_->k_len - first));
     const bool capped = a_->options.softcap > 0.0f;
     if (capped) cap_.apply(s, n);
@@ -54,8 +55,7 @@ class Scores {
     const int64_t q = query_index(*a_, b_, i);
     switch (bias.kind) {
       case BiasKind::none:
-        if (!capped) scale_row(s, n, c);
-        return;
+        return add(s, n, c, [](int64_t, Vec x) { return x; });
       case BiasKind::alibi:
         return add(s, n, c, [&, slope = set(-slope_of_head() * log2_e)](int64_t j, Vec x) {
           return fma(slope, magnitude(distances(first + j, q)), x);
@@ -71,20 +71,57 @@ class Scores {
       case BiasKind::dense:
         return add_dense(s, n, c, i, first);
     }
+    return set(-infinity);
   }
 
-  // ALiBi's bias of the nearest key that row i sees, the largest of all, in units of log2; NaN where it is not known.
-  float nearest_alibi(int64_t i, const int32_t* spans) const {
-    const float slope = slope_of_head();
-    if (k_index_ != nullptr || !(slope >= 0.0f)) return NAN;
+  // The largest bias of a key that row i sees, for a bias with slopes, in units of log2; NaN where it is not known.
+  float largest_of_slope(int64_t i, const int32_t* spans) const {
+    if (k_index_ != nullptr) return NAN;
     const int64_t q = query_index(*a_, b_, i);
-    int64_t nearest = INT64_MAX;
-    for (int64_t r = 0; r < a_->runs; ++r) {
-      const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
-      if (lo < hi) nearest = least(nearest, q < lo ? lo - q : q >= hi ? q - hi + 1 : 0);
-    }
-    return nearest == INT64_MAX ? 0.0f : -slope * log2_e * static_cast<float>(nearest);
+    const float slope = slope_of_head() * log2_e;
+    float largest = -infinity;
+    const auto meet = [&](int64_t key) {
+      const auto d = static_cast<float>(key - q);
+      const float bias = a_->options.bias.kind == BiasKind::alibi ? -slope * std::fabs(d) : slope * d;
+      largest = bias > largest ? bias : largest;
+    };
+    for (int64_t r = 0; r < a_->runs; ++r)
+      if (const int64_t lo = spans[2 * r], hi = spans[2 * r + 1]; lo < hi)
+        meet(lo), meet(hi - 1), meet(most(lo, least(q, hi - 1)));
+    return largest == -infinity ? 0.0f : largest;
   }
+
+  // Calls use(f) where f(i, shift)(j, s) is the exponent of the product s of row `row` + i and key first + j, less
+  // `shift`: what `exponents` does for `rows` rows and n keys, without a pass of its own. Hidden products are
+  // -infinity. False, and no call, for what needs that pass.
+  template <class E, class Use>
+  bool fuse(int64_t row, int64_t rows, int64_t first, int64_t n, const Use& use) const {
+    if (k_index_ != nullptr || a_->options.q_index.data != nullptr) return false;
+    const bool capped = a_->options.softcap > 0.0f;
+    const BiasKind kind = a_->options.bias.kind;
+    if (kind == BiasKind::none)
+      return capped && cap_.as_polynomial([&](const auto& cap) { use([&](int64_t, float to) { return cap(to); }); });
+    if (capped || kind == BiasKind::dense) return false;
+    const int64_t distance = first - query_index(*a_, b_, row);  // of the first pair; it falls from row to row
+    if (kind == BiasKind::distance) {
+      const DistanceTable table = table_of_head();
+      const bool below = distance + n - 1 <= -table.reach, above = distance - (rows - 1) >= table.reach;
+      if (!below && !above) return false;
+      const float bias = table.at(distance) * log2_e;
+      return use([&](int64_t, float to) { return Scaled<typename E::Exponential>{set(c_), set(to - bias)}; }), true;
+    }
+    float slope = slope_of_head();
+    if (kind == BiasKind::alibi) {  // on one side of the query, |distance| is a straight line
+      const Side side = side_of_keys(row, rows, first, n);
+      if (side == Side::both) return false;
+      slope = side == Side::before ? slope : -slope;
+    }
+    const Sloped line(c_, slope);
+    return use([&](int64_t i, float to) { return line(distance - i, to); }), true;
+  }
+  static constexpr int64_t most_fused = 1024;
+  // May keys be hidden before their products are fused?
+  bool fuses_hidden() const { return a_->options.softcap <= 0.0f; }
 
   float slope_of_head() const { return *a_->options.bias.floats(b_, h_); }
   DistanceTable table_of_head() const { return {a_->options.bias.floats(b_, h_), a_->options.bias.reach}; }
@@ -116,22 +153,50 @@ class Scores {
   }
 
  private:
+  // A bias that grows by `per_key` with each key.
+  struct Sloped {
+    Vec factor, slope, first = zero(), shift = zero();
+    Sloped(float c, float per_key) : factor(set(c)), slope(set(per_key * log2_e)) {}
+    Sloped operator()(int64_t distance, float to) const {
+      Sloped row = *this;
+      row.first = set(static_cast<float>(distance)), row.shift = set(-to);
+      return row;
+    }
+    Vec operator()(int64_t j, Vec s) const { return fma(s, factor, fma(slope, load(ramp.data() + j) + first, shift)); }
+  };
+  alignas(64) static constexpr std::array<float, most_fused> ramp = [] {
+    std::array<float, most_fused> x{};
+    for (int64_t j = 0; j < most_fused; ++j) x[static_cast<size_t>(j)] = static_cast<float>(j);
+    return x;
+  }();
+
   template <class Bias>
-  void add(float* s, int64_t n, float c, const Bias& bias) const {
+  Vec add(float* s, int64_t n, float c, const Bias& bias) const {
     const Vec factor = set(c);
+    Vec top = set(-infinity);
     int64_t j = 0;
-    for (; j + Vec::width <= n; j += Vec::width) store(s + j, bias(j, load(s + j) * factor));
-    if (j < n) store_part(s + j, bias(j, load_part(s + j, n - j) * factor), n - j);
+    for (; j + Vec::width <= n; j += Vec::width) {
+      const Vec x = bias(j, load(s + j) * factor);
+      store(s + j, x);
+      top = vmax(x, top);
+    }
+    if (j == n) return top;
+    store_part(s + j, bias(j, load_part(s + j, n - j) * factor), n - j);
+    for (; j < n; ++j) top = vmax(set(s[j]), top);
+    return top;
   }
 
-  void add_dense(float* s, int64_t n, float c, int64_t i, int64_t first) const {
+  Vec add_dense(float* s, int64_t n, float c, int64_t i, int64_t first) const {
+    Vec top = zero();
     with_dense(i, [&](const auto* row) {
-      const Vec factor = set(c), unit = set(log2_e);
-      int64_t j = 0;
-      for (; j + Vec::width <= n; j += Vec::width) store(s + j, fma(load(row + first + j), unit, load(s + j) * factor));
-      if (j < n)
-        store_part(s + j, fma(load_part(row + first + j, n - j), unit, load_part(s + j, n - j) * factor), n - j);
+      const Vec unit = set(log2_e);
+      top = add(s, n, c, [&](int64_t j, Vec x) {
+        return fma(n - j >= Vec::width ? load(row + first + j) : load_part(row + first + j, n - j), unit, x);
+      });
+      // A bias is read once, in pieces too short for the processor to see them coming.
+      prefetch_row(row + first + n, least(n, a_->k_len - first - n));
     });
+    return top;
   }
 
   template <class Use>
@@ -149,6 +214,23 @@ class Scores {
     float value = 0.0f;
     with_dense(i, [&](const auto* row) { value = to_float(row[j]); });
     return value;
+  }
+
+  // Where the keys of [first, first + n) lie that rows [row, row + rows) see, from each row's query.
+  enum class Side { before, after, both };
+  Side side_of_keys(int64_t row, int64_t rows, int64_t first, int64_t n) const {
+    bool before = true, after = true;
+    for (int64_t i = row; i < row + rows && (before || after); ++i) {
+      const int32_t* spans = a_->bounds.slice(b_, h_) + i * a_->runs * 2;
+      const int64_t q = query_index(*a_, b_, i);
+      for (int64_t r = 0; r < a_->runs; ++r) {
+        const int64_t lo = most(spans[2 * r], first), hi = least(spans[2 * r + 1], first + n);
+        if (lo >= hi) continue;
+        before = before && hi <= q + 1;
+        after = after && lo >= q;
+      }
+    }
+    return before ? Side::before : after ? Side::after : Side::both;
   }
 
   // Key indices from position j on, less the query's.
@@ -233,15 +315,46 @@ struct RowsWithOptions {
 };
 
 // A strip of rows of a call with options: `prepare(i)` readies rows [i, i + 4), `bits` has `words` of each row's kept
-// weights, or is null.
+// weights, or is null; `tops` has lanes with the maxima of the four rows, or is null.
 template <class Prepare>
 struct ChangedStrip {
-  static constexpr bool changes = true;
+  static constexpr bool fused = false;
   const Prepare& prepare;
   const uint32_t* bits;
   int64_t words;
+  const Vec* tops = nullptr;
+
   void before(int64_t i) const { prepare(i); }
-  const uint32_t* kept(int64_t i) const { return bits == nullptr ? nullptr : bits + i * words; }
+  Vec maximum(int64_t i, const float* s, int64_t cols) const {
+    return tops == nullptr ? row_maximum(s, cols) : tops[i % 4];
+  }
+  template <class E>
+  Vec weights(int64_t i, const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c,
+              float shift) const {
+    const Scaled<typename E::Exponential> from{set(c), set(shift)};
+    return bits == nullptr ? weights_of<E, false>(s, p, plane, cols, from, nullptr)
+                           : weights_of<E, true>(s, p, plane, cols, from, bits + i * words);
+  }
+};
+
+// The same where products become exponents as they become weights, by make(i, shift) of row i (see `Scores::fuse`).
+template <class Prepare, class Make>
+struct FusedStrip {
+  static constexpr bool fused = true;
+  const Prepare& prepare;
+  const Make& make;
+  const uint32_t* bits;
+  int64_t words;
+
+  void before(int64_t i) const { prepare(i); }
+  Vec maximum(int64_t, const float*, int64_t) const { return set(-infinity); }  // nobody asks
+  template <class E>
+  Vec weights(int64_t i, const float* s, typename E::Element* p, int64_t plane, int64_t cols, float,
+              float shift) const {
+    const auto from = make(i, shift);
+    return bits == nullptr ? weights_of<E, false>(s, p, plane, cols, from, nullptr)
+                           : weights_of<E, true>(s, p, plane, cols, from, bits + i * words);
+  }
 };
 
 inline const float* sink_of(const Problem& a, int64_t h) {

@@ -48,7 +48,7 @@ inline double error_of(const TanhPolynomial& p) {
 // The shortest polynomials of relative error `accuracy` for a few reaches.
 class TanhTable {
  public:
-  static constexpr std::array<double, 5> reaches = {0.25, 0.5, 0.75, 1.0, 1.25};
+  static constexpr std::array<double, 9> reaches = {0.125, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25};
   explicit TanhTable(double accuracy) {
     for (size_t i = 0; i < reaches.size(); ++i)
       for (int degree = 1; degree <= TanhPolynomial::most; ++degree)
@@ -60,16 +60,17 @@ class TanhTable {
       if (bound <= p.reach) return &p;
     return nullptr;
   }
-  const TanhPolynomial& unit() const { return polynomials_[3]; }
+  const TanhPolynomial& unit() const { return polynomials_[7]; }
 
  private:
   std::array<TanhPolynomial, reaches.size()> polynomials_{};
 };
 
-// An error of the exponent is one of the weight: halves round weights to 2^-9 or 2^-12.
+// An error of the exponent is one of the weight: halves round weights to 2^-9 or 2^-12, and the exponential of bfloat16
+// weights has an error of 3.3e-6.
 template <class T>
 inline const TanhTable& tanh_table() {
-  static const TanhTable table(sizeof(T) == 4 ? 3e-8 : 2e-6);
+  static const TanhTable table(sizeof(T) == 4 ? 3e-8 : 4e-6);
   return table;
 }
 
@@ -87,7 +88,14 @@ class Softcap {
     s.degree_ = p.degree;
     s.from_score_ = scale / cap;
     s.to_cap_ = cap * log2_e;
-    for (int n = 0; n <= p.degree; ++n) s.c_[n] = static_cast<float>(p.c[n] * static_cast<double>(s.to_cap_));
+    double power = 1.0;  // of from_score
+    for (int n = 0; n <= p.degree; ++n) {
+      s.c_[n] = static_cast<float>(p.c[n] * static_cast<double>(s.to_cap_));
+      power *= n == 0 ? static_cast<double>(s.from_score_) : static_cast<double>(s.from_score_ * s.from_score_);
+      s.of_score_[n] = static_cast<float>(p.c[n] * static_cast<double>(s.to_cap_) * power);
+    }
+    const double size = std::fabs(power);
+    s.foldable_ = !s.wide_ && size >= 1e-30 && size <= 1e30;
     return s;
   }
 
@@ -114,6 +122,28 @@ class Softcap {
     }
   }
 
+  // Calls use(f) with f(shift)(j, s) = capped s - shift, if the cap is one polynomial of s itself in float's range.
+  template <class Use>
+  bool as_polynomial(const Use& use) const {
+    if (!foldable_) return false;
+    switch (degree_) {
+      case 1:
+        return use(Capped<1>(*this)), true;
+      case 2:
+        return use(Capped<2>(*this)), true;
+      case 3:
+        return use(Capped<3>(*this)), true;
+      case 4:
+        return use(Capped<4>(*this)), true;
+      case 5:
+        return use(Capped<5>(*this)), true;
+      case 6:
+        return use(Capped<6>(*this)), true;
+      default:
+        return false;
+    }
+  }
+
   // The derivative's factor, given a capped score: 1 - tanh^2.
   Vec derivative(Vec capped) const {
     const Vec t = capped * set(1.0f / to_cap_);
@@ -121,6 +151,25 @@ class Softcap {
   }
 
  private:
+  template <int N>
+  struct Capped {
+    Vec c[N + 1], shift = zero();
+    explicit Capped(const Softcap& cap) {
+      for (int n = 0; n <= N; ++n) c[n] = set(cap.of_score_[n]);
+    }
+    Capped operator()(float to) const {
+      Capped row = *this;
+      row.shift = set(-to);
+      return row;
+    }
+    Vec operator()(int64_t, Vec s) const {
+      const Vec t = s * s;
+      Vec y = c[N];
+      for (int n = N - 1; n >= 0; --n) y = fma(y, t, c[n]);
+      return fma(s, y, shift);
+    }
+  };
+
   template <int N>
   Vec polynomial(Vec x) const {
     const Vec t = x * x;
@@ -149,10 +198,10 @@ class Softcap {
     }
   }
 
-  bool wide_ = false;
+  bool wide_ = false, foldable_ = false;
   int degree_ = 0;
   float from_score_ = 0.0f, to_cap_ = 1.0f;
-  std::array<float, TanhPolynomial::most + 1> c_{};
+  std::array<float, TanhPolynomial::most + 1> c_{}, of_score_{};  // of score / cap, and of the score
 };
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -123,15 +123,20 @@ inline Vec exponent(Vec s, Vec factor, Vec shift) {
     return fma(s, factor, zero() - shift);
 }
 
-// 2^(s * c - shift) for one row of whole vector pairs, summed; `put(j, x, y)` stores the two vectors from column j on.
-template <class C, class Put>
-inline Vec exponentials(const float* s, int64_t cols, float c, float shift, const Put& put) {
+// Exponents of a plain row.
+template <class C>
+struct Scaled {
+  Vec factor, shift;
+  Vec operator()(int64_t, Vec s) const { return exponent<C>(s, factor, shift); }
+};
+
+// 2^from(j, s[j]) for one row of whole vector pairs, summed; `put(j, x, y)` stores the two vectors from column j on.
+template <class C, class From, class Put>
+inline Vec exponentials(const float* s, int64_t cols, const From& from, const Put& put) {
   constexpr int w = Vec::width;
-  const Vec factor = set(c), offset = set(shift);
   Vec a = zero(), b = zero();
   for (int64_t j = 0; j < cols; j += 2 * w) {
-    const Vec x = exp2<C>(exponent<C>(load(s + j), factor, offset)),
-              y = exp2<C>(exponent<C>(load(s + j + w), factor, offset));
+    const Vec x = exp2<C>(from(j, load(s + j))), y = exp2<C>(from(j + w, load(s + j + w)));
     a = a + x;
     b = b + y;
     put(j, x, y);
@@ -139,31 +144,36 @@ inline Vec exponentials(const float* s, int64_t cols, float c, float shift, cons
   return a + b;
 }
 
-// A strip of a call without options: nothing happens to its scores or weights.
-struct PlainStrip {
-  static constexpr bool changes = false;
-  void before(int64_t) const {}
-  const uint32_t* kept(int64_t) const { return nullptr; }
-};
-
 // The same, times 2^exponent_offset, as a row of A of an engine's products; p may be s itself where an element is one
-// piece. Weights whose bit in `kept` is not set become 0 after they are summed; null keeps all.
-template <class E, class Strip>
-inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c, float shift,
+// piece. With `Drops`, weights whose bit in `kept` is not set become 0 after they are summed.
+template <class E, bool Drops, class From>
+inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
                       const uint32_t* kept) {
-  return exponentials<typename E::Exponential>(s, cols, c, shift, [=](int64_t j, Vec x, Vec y) {
-    if constexpr (Strip::changes)
-      if (kept != nullptr) {
-        const uint32_t bits = kept[j / 32] >> (j % 32);
-        x = select(from_bits(bits), x, zero());
-        y = select(from_bits(bits >> Vec::width), y, zero());
-      }
+  return exponentials<typename E::Exponential>(s, cols, from, [=](int64_t j, Vec x, Vec y) {
+    if constexpr (Drops) {
+      const uint32_t bits = kept[j / 32] >> (j % 32);
+      x = select(from_bits(bits), x, zero());
+      y = select(from_bits(bits >> Vec::width), y, zero());
+    }
     if constexpr (Vec::width == panel)
       E::store_group(p + j, 0, plane, x, y);
     else
       store_two(p + j, x, y);
   });
 }
+
+// A strip of a call without options: nothing happens to its scores or weights.
+struct PlainStrip {
+  static constexpr bool fused = false;
+  void before(int64_t) const {}
+  Vec maximum(int64_t, const float* s, int64_t cols) const { return row_maximum(s, cols); }
+  template <class E>
+  Vec weights(int64_t, const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c,
+              float shift) const {
+    const Scaled<typename E::Exponential> from{set(c), set(shift)};
+    return weights_of<E, false>(s, p, plane, cols, from, nullptr);
+  }
+};
 
 inline void scale_row(float* o, int64_t n, float factor) {
   const Vec f = set(factor);
@@ -189,15 +199,15 @@ inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t
     if constexpr (Bounded) {
       for (int r = 0; r < 4; ++r) {
         float* sum = run.sums + (i + r) * Vec::width;
-        store(sum, load(sum) + weights_of<E, Strip>(row + r * lds, p + (i + r) * ldp, plane, cols, c, maximum[r],
-                                                    strip.kept(i + r)));
+        store(sum, load(sum) +
+                       strip.template weights<E>(i + r, row + r * lds, p + (i + r) * ldp, plane, cols, c, maximum[r]));
       }
       between();
       continue;
     }
     float now[4], shift[4];
-    reduce_max4(row_maximum(row, cols), row_maximum(row + lds, cols), row_maximum(row + 2 * lds, cols),
-                row_maximum(row + 3 * lds, cols), now);
+    reduce_max4(strip.maximum(i, row, cols), strip.maximum(i + 1, row + lds, cols),
+                strip.maximum(i + 2, row + 2 * lds, cols), strip.maximum(i + 3, row + 3 * lds, cols), now);
     bool rose = false;
     for (int r = 0; r < 4; ++r) {
       now[r] = now[r] * c > maximum[r] + slack ? now[r] * c : maximum[r];
@@ -214,8 +224,8 @@ inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t
       }
     for (int r = 0; r < 4; ++r) {
       float* sum = run.sums + (i + r) * Vec::width;
-      store(sum, load(sum) + weights_of<E, Strip>(row + r * lds, p + (i + r) * ldp, plane, cols, c, shift[r],
-                                                  strip.kept(i + r)));
+      store(sum,
+            load(sum) + strip.template weights<E>(i + r, row + r * lds, p + (i + r) * ldp, plane, cols, c, shift[r]));
     }
     between();
   }
