@@ -251,8 +251,7 @@ class Forward {
     float top, spread;
   };
   BiasRange range_of_bias(const Scores& scoring) const {
-    if (a.options.bias.kind == BiasKind::dense) return {0.0f, infinity};
-    if (a.options.bias.kind != BiasKind::distance) return {0.0f, 0.0f};
+    if (a.options.bias.kind != BiasKind::distance) return {0.0f, 0.0f};  // looked at row by row
     const DistanceTable table = scoring.table_of_head();
     const auto [low, high] = std::minmax_element(table.values, table.values + table.size());
     return {*high * log2_e, (*high - *low) * log2_e};
@@ -261,9 +260,8 @@ class Forward {
   // Sets each row's maximum to what its bias is at most, so that it need not be found; false where that is not known.
   bool start_at_ceilings(const Scores& scoring, float top, int64_t first, int64_t rows, const int32_t* spans,
                          const Strip& s) const {
-    const bool by_row = a.options.bias.kind == BiasKind::alibi || a.options.bias.kind == BiasKind::signed_alibi;
     for (int64_t i = 0; i < block_rows; ++i) {
-      const float ceiling = by_row && i < rows ? scoring.largest_of_slope(first + i, spans + i * a.runs * 2) : top;
+      const float ceiling = i < rows ? ceiling_of_row(scoring, top, first + i, spans + i * a.runs * 2) : top;
       if (!(std::fabs(ceiling) <= 0x1p20f)) {
         for (int64_t n = 0; n < i; ++n) s.maximum[n] = -infinity;
         return false;
@@ -271,6 +269,17 @@ class Forward {
       s.maximum[i] = ceiling;
     }
     return true;
+  }
+  float ceiling_of_row(const Scores& scoring, float top, int64_t i, const int32_t* spans) const {
+    switch (a.options.bias.kind) {
+      case BiasKind::alibi:
+      case BiasKind::signed_alibi:
+        return scoring.largest_of_slope(i, spans);
+      case BiasKind::dense:
+        return sees_any(spans, a.runs) ? scoring.largest_of_dense(i, spans) : 0.0f;
+      default:
+        return top;
+    }
   }
 
   // A block of query rows of one head.

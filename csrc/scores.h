@@ -96,12 +96,13 @@ class Scores {
   // -infinity. False, and no call, for what needs that pass.
   template <class E, class Use>
   bool fuse(int64_t row, int64_t rows, int64_t first, int64_t n, const Use& use) const {
-    if (k_index_ != nullptr || a_->options.q_index.data != nullptr) return false;
     const bool capped = a_->options.softcap > 0.0f;
     const BiasKind kind = a_->options.bias.kind;
     if (kind == BiasKind::none)
       return capped && cap_.as_polynomial([&](const auto& cap) { use([&](int64_t, float to) { return cap(to); }); });
-    if (capped || kind == BiasKind::dense) return false;
+    if (capped) return false;
+    if (kind == BiasKind::dense) return fuse_dense(row, rows, first, n, use);
+    if (k_index_ != nullptr || a_->options.q_index.data != nullptr) return false;
     const int64_t distance = first - query_index(*a_, b_, row);  // of the first pair; it falls from row to row
     if (kind == BiasKind::distance) {
       const DistanceTable table = table_of_head();
@@ -120,6 +121,25 @@ class Scores {
     return use([&](int64_t i, float to) { return line(distance - i, to); }), true;
   }
   static constexpr int64_t most_fused = 1024;
+  // The largest dense bias of a key that row i sees, in units of log2; -infinity if it sees none.
+  float largest_of_dense(int64_t i, const int32_t* spans) const {
+    Vec top = set(-infinity);
+    with_dense(i, [&](const auto* row) {
+      // Rows are often a page each, at whose ends processors stop fetching ahead.
+      const auto* next = row + (i + 1 < a_->q_len ? a_->options.bias.row : 0);
+      for (int64_t r = 0; r < a_->runs; ++r)
+        for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; j += Vec::width) {
+          __builtin_prefetch(next + j);
+          const int64_t left = spans[2 * r + 1] - j;
+          // What is beyond the end of a span becomes the value before it.
+          top = vmax(left >= Vec::width ? load(row + j) : set(to_float(row[j])), top);
+          if (left < Vec::width)
+            for (int64_t n = 1; n < left; ++n) top = vmax(set(to_float(row[j + n])), top);
+        }
+    });
+    return reduce_max(top) * log2_e;
+  }
+
   // May keys be hidden before their products are fused?
   bool fuses_hidden() const { return a_->options.softcap <= 0.0f; }
 
@@ -153,6 +173,25 @@ class Scores {
   }
 
  private:
+  template <class B>
+  struct Dense {
+    const B* row;
+    Vec factor, unit, shift;
+    Vec operator()(int64_t j, Vec s) const { return fma(s, factor, fma(load(row + j), unit, shift)); }
+  };
+  template <class Use>
+  bool fuse_dense(int64_t row, int64_t rows, int64_t first, int64_t n, const Use& use) const {
+    if (first + n > a_->k_len) return false;
+    with_dense(0, [&](const auto* values) {
+      using B = std::remove_cv_t<std::remove_pointer_t<decltype(values)> >;
+      use([&](int64_t i, float to) {
+        const int64_t at = (row + least(i, rows - 1)) * a_->options.bias.row + first;
+        return Dense<B>{values + at, set(c_), set(log2_e), set(-to)};
+      });
+    });
+    return true;
+  }
+
   // A bias that grows by `per_key` with each key.
   struct Sloped {
     Vec factor, slope, first = zero(), shift = zero();
