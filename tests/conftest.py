@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import sys
+from typing import Any
 
 # Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
 os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
@@ -35,3 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("compiled_module")
         if RUNNER and mark is not None:
             item.add_marker(pytest.mark.skip(reason=f"without the compiled module: {mark.args[0]}"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what of the conformance suite ran on each backend, and what that declares unsupported."""
+    suite = sys.modules.get("conformance_backends")
+    if suite is None or not any(backend.ran for backend in suite.BACKENDS.values()):
+        return
+    terminalreporter.section("conformance")
+    for name, backend in suite.BACKENDS.items():
+        refused = [backend.missing] if backend.missing else []
+        refused += [f"{option}: {reason}" for option, reason in backend.unsupported.items()]
+        cells = f"{sum(backend.ran.values())} cells of {len(backend.ran)} options ran"
+        terminalreporter.write_line(f"{name}: {cells}; unsupported: {'; '.join(refused) or 'nothing'}")
