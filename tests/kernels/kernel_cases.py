@@ -82,7 +82,8 @@ class Arrays:
         results = dict(
             zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), (out, lse, *grads), strict=True)
         )
-        return {n: torch.from_numpy(np.ascontiguousarray(x)) for n, x in results.items() if x is not None}
+        absent = {n for n, x in (("dbias", options.bias), ("dsinks", options.sinks)) if x is None}
+        return {n: torch.from_numpy(np.ascontiguousarray(x)) for n, x in results.items() if n not in absent}
 
 
 def _as_numpy(options: Options) -> Options:
