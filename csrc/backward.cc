@@ -98,6 +98,7 @@ class Backward {
     C *q_dims, *dout_dims;
     float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
     float* delta;
+    float* base;  // of each query's biases
     Columns mask;
     Hull* block_hulls;     // of each query block: most of them see nothing of a key block
     float* dq;             // transposed: [query block][dim][query]
@@ -141,6 +142,7 @@ class Backward {
     o.lse = carver.take<float>(queries);
     o.lse_rest = carver.take<float>(queries);
     o.delta = carver.take<float>(queries);
+    o.base = carver.take<float>(queries);
     o.mask = Columns::lay_out(carver, queries, a.runs);
     o.block_hulls = carver.take<Hull>(q_blocks);
     o.dq = carver.take<float>(shares == 1 ? head_dq : 0);
@@ -183,7 +185,8 @@ class Backward {
   // Enough shares of each head to keep the threads nine tenths busy, as far as 2 GiB of partial dQ go.
   int64_t choose_shares(int threads) const {
     constexpr int64_t budget = int64_t{1} << 31;
-    const int64_t bytes = most(1, a.batch * a.q_heads * head_dq * static_cast<int64_t>(sizeof(float)));
+    const int64_t bytes =
+        most(1, a.batch * a.q_heads * (head_dq + BiasTiles::partial_size(a)) * static_cast<int64_t>(sizeof(float)));
     const int64_t heads = a.batch * a.kv_heads / (rounds.batch * rounds.heads),
                   limit = most(1, least(least(k_blocks, 16), budget / bytes));
     for (int64_t n = 1; n <= limit; ++n) {
@@ -257,13 +260,16 @@ class Backward {
     const T* dout = at<T>(a.dout, b, h, 0);
     const int64_t row = (b * a.q_heads + h) * a.q_len;
     for (int64_t i = 0; i < a.q_len; ++i) {
-      const double lse = static_cast<double>(a.lse[row + i]) * 1.44269504088896340736;
+      const float given = a.lse[row + i];
+      o.base[i] = 0.0f;
+      double lse = static_cast<double>(given) * 1.44269504088896340736;
+      if (std::fabs(given) > 1024.0f && a.options.bias.kind == BiasKind::dense) lse = lse_of_row(b, h, i, &o.base[i]);
       // A row that sees nothing: its weights are 2^-infinity.
-      o.lse[i] = a.lse[row + i] == -infinity ? infinity : static_cast<float>(std::nearbyint(lse));
+      o.lse[i] = given == -infinity ? infinity : static_cast<float>(std::nearbyint(lse));
       o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(lse - static_cast<double>(o.lse[i])) : 0.0f;
       o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
-    for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = 0.0f;
+    for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = o.base[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
     if (drops) {
       const uint64_t seed = seed_of_head(a, b, h);
@@ -272,6 +278,25 @@ class Backward {
     for (int64_t qb = 0; qb < q_blocks; ++qb)
       o.block_hulls[qb] =
           hull_of(a.bounds.slice(b, h) + qb * block * a.runs * 2, least(block, a.q_len - qb * block), a.runs);
+  }
+
+  // The lse of a row whose biases are large, less their base and in units of log2: a float of the whole would have lost
+  // what matters.
+  double lse_of_row(int64_t b, int64_t h, int64_t i, float* base) const {
+    const int64_t hk = h / a.group();
+    const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
+    const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
+    alignas(64) float query[max_dim];
+    widen(at<T>(a.q, b, h, i), query, a.head_dim);
+    double sum = a.options.sinks == nullptr
+                     ? 0.0
+                     : std::exp(static_cast<double>(a.options.sinks[h]) - static_cast<double>(options.base()));
+    for (int64_t r = 0; r < a.runs; ++r)
+      for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; ++j)
+        sum +=
+            std::exp(static_cast<double>(options.exponent(j, dot(query, at<T>(a.k, b, hk, j), a.head_dim) * a.scale)));
+    *base = options.base();
+    return std::log2(sum);
   }
 
   // The queries that see a chunk of keys.
@@ -363,7 +388,7 @@ class Backward {
     E::product({o.v + s * strip * v_depth, v_depth, v_plane},
                {o.dout_keys + at * v_depth * panel, v_depth * panel, v_key_plane}, o.dp, ld_scores, strip, n, v_depth,
                false);
-    const Tile bias{o.bias, ld_scores, first + s * strip, strip, p0 * panel, n};
+    const Tile bias{o.bias, ld_scores, first + s * strip, strip, p0 * panel, n, o.base};
     if (a.options.softcap > 0.0f)
       for (int64_t j = 0; j < strip; ++j) change.cap.apply(o.scores + j * ld_scores, n);
     if (change.bias.present()) change.bias.fill(bias);
@@ -439,8 +464,10 @@ class Backward {
     const Vec product = load(o.scores + score);
     Vec exponent = product * c;
     if (change.bias.present()) exponent = exponent + load(o.bias + score);
-    // Not -infinity, of which the exponential's two steps would make NaN.
-    exponent = vmax(set(-0x1p60f), exponent - x.rest);
+    // Not -infinity, of which the exponential's two steps would make NaN; and no weight is above 1, however the scores
+    // were rounded.
+    exponent = vmax(set(-0x1.fffffep127f), exponent - x.rest);
+    exponent = zero() - vmax(zero() - x.lse - set(1.0f), zero() - exponent);
     const Vec p = exp2_shifted<typename E::Exponential>(exponent, x.lse);
     Vec kept = p, dp = load(o.dp + score);
     if (drops) {
@@ -491,7 +518,13 @@ class Backward {
       };
       if (changes) {
         const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
-        by([&](int64_t j, float score) { return options.weigh(j, score, lse); });
+        // That of the whole, or precisely what is left of it without the base.
+        const double rest =
+            (static_cast<double>(o.lse[i]) + static_cast<double>(o.lse_rest[i])) / 1.44269504088896340736;
+        const float own = lse == -infinity    ? -infinity
+                          : o.base[i] == 0.0f ? lse - options.base()
+                                              : static_cast<float>(rest);
+        by([&](int64_t j, float score) { return options.weigh(j, score, own); });
       } else {
         by([&](int64_t, float score) { return PairWeight{std::exp(score - lse), 1.0f, 1.0f}; });
       }

@@ -14,6 +14,7 @@ namespace attnspan::ATTNSPAN_ISA {
 struct Tile {
   float* data;
   int64_t ld, key, keys, query, queries;
+  const float* base;  // of each query of the head: what is taken from its dense biases
   float* row(int64_t j) const { return data + j * ld; }
 };
 
@@ -140,17 +141,25 @@ class BiasTiles {
 
   void record_table(const Tile& t) const {
     const DistanceTable table = reversed();
+    Vec below = zero(), above = zero();  // what lies beyond the table's ends
     for_each_row(t, [&](int64_t j, int64_t key) {
       for (int64_t i = 0; i < t.queries; i += Vec::width) {
         const int32_t* q = room_.q_index + t.query + i;
         const float* ds = t.row(j) + i;
         const int64_t at = q[0] - key + table.reach;
-        if (room_.consecutive[(t.query + i) / panel] && at >= 0 && at + Vec::width <= table.size())
+        const bool consecutive = room_.consecutive[(t.query + i) / panel];
+        if (consecutive && at + Vec::width <= 1)
+          below = below + load(ds);
+        else if (consecutive && at >= 2 * table.reach)
+          above = above + load(ds);
+        else if (consecutive && at >= 0 && at + Vec::width <= table.size())
           store(partial_ + at, load(partial_ + at) + load(ds));
         else
           for (int n = 0; n < Vec::width; ++n) partial_[table.clamp(q[n] - key)] += ds[n];
       }
     });
+    partial_[0] += reduce_add(below);
+    partial_[2 * table.reach] += reduce_add(above);
   }
 
   void fill_dense(const Tile& t) const {
@@ -159,7 +168,8 @@ class BiasTiles {
       assert(t.keys <= 64);
       scores_.dense_row(0, t.key, most(0, least(t.keys, a_.k_len - t.key)), values);
       for (int64_t j = 0; j < t.keys; ++j)
-        for (int64_t i = 0; i < t.queries; i += Vec::width) store(t.row(j) + i, set(values[j] * log2_e));
+        for (int64_t i = 0; i < t.queries; i += Vec::width)
+          store(t.row(j) + i, (set(values[j]) - load(t.base + t.query + i)) * set(log2_e));
       return;
     }
     Block x;
@@ -172,7 +182,8 @@ class BiasTiles {
         transpose(x);
         for (int64_t r = 0; r < least(16, t.keys - j); ++r)
           for (int64_t lane = 0; lane < 16; lane += Vec::width)
-            store(t.row(j + r) + i + lane, load(reinterpret_cast<float*>(x.unit[r]) + lane) * set(log2_e));
+            store(t.row(j + r) + i + lane,
+                  (load(reinterpret_cast<float*>(x.unit[r]) + lane) - load(t.base + t.query + i + lane)) * set(log2_e));
       }
     }
   }

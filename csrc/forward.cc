@@ -52,7 +52,7 @@ class Forward {
         few(args, threads),
         changes(a.options.change_weights()),
         drops(a.options.dropout.on()),
-        plain_ends(!drops && a.options.sinks == nullptr),
+        plain_ends(!drops && a.options.sinks == nullptr && a.options.bias.kind != BiasKind::dense),
         kept_words(block_keys / 32) {}
 
   Scratch scratch() {
@@ -94,6 +94,7 @@ class Forward {
     float *out, *maximum, *sums;
     uint32_t* kept;      // of dropout: a bit for each key of a block, row after row of a strip
     RandomPair* random;  // of each row
+    float* base;         // of each row's biases
   };
 
   // Packed keys and values of one head, from key `base` on.
@@ -131,6 +132,7 @@ class Forward {
     s.sums = carver.take<float>(block_rows * Vec::width);
     s.kept = carver.take<uint32_t>(drops ? E::strip * kept_words : 0);
     s.random = carver.take<RandomPair>(drops ? block_rows : 0);
+    s.base = carver.take<float>(block_rows);
     return s;
   }
 
@@ -173,15 +175,15 @@ class Forward {
     const int64_t hk = h / a.group();
     float lse;
     const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
-    const auto by = [&](const auto& rows) {
+    const auto by = [&](const auto& rows, float base) {
       forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, rows, sink_of(a, h),
-                  kept_weight_of(a), at<T>(a.out, b, h, i), &lse);
+                  kept_weight_of(a), base, at<T>(a.out, b, h, i), &lse);
     };
     if (changes) {
       const RowOptions options = RowOptions::make<T>(a, b, h, i, magnitude_of(a.scale));
-      by(RowsWithOptions{&options});
+      by(RowsWithOptions{&options}, options.base());
     } else {
-      by(PlainRows{});
+      by(PlainRows{}, 0.0f);
     }
     write_lse(b, h, i, lse);
   }
@@ -223,6 +225,8 @@ class Forward {
     const float product = largest_product(q_norm, largest_of(k_norms, packed.slot), c);
     const Scores scoring = changes ? Scores::make<T>(a, b, h, c, product / log2_e) : Scores{};
     const float exponent = a.options.softcap > 0.0f ? least_of(product, a.options.softcap * log2_e) : product;
+    for (int64_t i = 0; i < block_rows; ++i)
+      s.base[i] = changes && i < rows ? scoring.base_of(first + i, spans + i * a.runs * 2) : 0.0f;
     const BiasRange bias = range_of_bias(scoring);
     const bool bounded = E::wide_exponents && within_range(exponent + bias.spread, v_norm) &&
                          start_at_ceilings(scoring, bias.top, first, rows, spans, s);
@@ -261,7 +265,7 @@ class Forward {
   bool start_at_ceilings(const Scores& scoring, float top, int64_t first, int64_t rows, const int32_t* spans,
                          const Strip& s) const {
     for (int64_t i = 0; i < block_rows; ++i) {
-      const float ceiling = i < rows ? ceiling_of_row(scoring, top, first + i, spans + i * a.runs * 2) : top;
+      const float ceiling = i < rows ? ceiling_of_row(scoring, top, first + i, spans + i * a.runs * 2, s.base[i]) : top;
       if (!(std::fabs(ceiling) <= 0x1p20f)) {
         for (int64_t n = 0; n < i; ++n) s.maximum[n] = -infinity;
         return false;
@@ -270,13 +274,14 @@ class Forward {
     }
     return true;
   }
-  float ceiling_of_row(const Scores& scoring, float top, int64_t i, const int32_t* spans) const {
+  float ceiling_of_row(const Scores& scoring, float top, int64_t i, const int32_t* spans, float base) const {
     switch (a.options.bias.kind) {
       case BiasKind::alibi:
       case BiasKind::signed_alibi:
         return scoring.largest_of_slope(i, spans);
       case BiasKind::dense:
-        return sees_any(spans, a.runs) ? scoring.largest_of_dense(i, spans) : 0.0f;
+        // The base is the largest bias, unless that is not a number: 0 says so if the first key's is another.
+        return base != 0.0f || !sees_any(spans, a.runs) ? 0.0f : scoring.largest_of_dense(i, spans);
       default:
         return top;
     }
@@ -354,9 +359,10 @@ class Forward {
     const auto late = [&](int64_t i) { ready_rows(head, s, job, ready, i, nullptr); };
     // Where no maximum is looked for, products become exponents as they become weights.
     if (head.bounded && a.options.change_scores() && (job.seen.full || head.scoring.fuses_hidden()) &&
-        head.scoring.template fuse<E>(
-            head.first + job.strip * E::strip, head.strip_rows(job.strip), job.seen.lo, job.seen.hi - job.seen.lo,
-            [&](const auto& make) { softmax(head, s, job, ready, FusedStrip{late, make, kept, kept_words}, between); }))
+        head.scoring.template fuse<E>(head.first + job.strip * E::strip, head.strip_rows(job.strip), job.seen.lo,
+                                      job.seen.hi - job.seen.lo, s.base + job.strip * E::strip, [&](const auto& make) {
+                                        softmax(head, s, job, ready, FusedStrip{late, make, kept, kept_words}, between);
+                                      }))
       return;
     Vec tops[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)};
     const auto first = [&](int64_t i) { ready_rows(head, s, job, ready, i, tops); };
@@ -393,7 +399,7 @@ class Forward {
                   at = job.strip * E::strip;
     for (int64_t r = i; r < end; ++r) {
       if (a.options.change_scores() && tops != nullptr)
-        tops[r - i] = head.scoring.exponents(ready + r * lds, n, head.first + at + r, job.seen.lo);
+        tops[r - i] = head.scoring.exponents(ready + r * lds, n, head.first + at + r, job.seen.lo, s.base[at + r]);
       if (drops)
         for (int64_t j = 0; j < n; j += 32)
           s.kept[r * kept_words + j / 32] = kept_of_32(a, s.random[at + r], head.b, job.seen.lo + j);
@@ -402,10 +408,12 @@ class Forward {
   }
 
   void finish(int64_t b, int64_t h, int64_t i, const Strip& s, int64_t r, const int32_t* spans) const {
-    const float sum = sees_any(spans, a.runs) ? reduce_add(load(s.sums + r * Vec::width)) : 0.0f;
+    const bool sees = sees_any(spans, a.runs);
+    const float sum = sees ? reduce_add(load(s.sums + r * Vec::width)) : 0.0f;
     const float maximum = s.maximum[r] - E::exponent_offset;
     const RowEnd end =
-        plain_ends ? end_of_row(maximum, sum) : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a));
+        plain_ends ? end_of_row(maximum, sum) : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), s.base[r]);
+    if (!sees) std::memset(s.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
     write_row(s.out + r * v_cols, end.factor, at<T>(a.out, b, h, i), a.v_dim);
     write_lse(b, h, i, end.lse);
   }

@@ -75,7 +75,8 @@ void raise_unless_ok(const Result& result, const Problem& p, Direction direction
          std::to_string(p.k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
          std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
          ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
-         "separate places: raise max_runs, or give each document an id of its own");
+         "separate places: raise max_runs, or give each document an id of its own. If it has lengths (cache, "
+         "key_padding), one may be beyond the keys: pass as many keys as it counts");
   if (result.status == Status::bad_config) {
     const Blocks blocks = blocks_of(direction, p.dtype, isa);
     fail("config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +
@@ -143,8 +144,11 @@ void fill_options(Problem& p, nb::handle x) {
   const auto t = nb::cast<nb::tuple>(x);
   if (t.size() != 8) fail("options: expected 8 items, got " + std::to_string(t.size()));
   Options& o = p.options;
-  o.softcap = nb::cast<float>(t[0]);
-  if (!(o.softcap >= 0.0f) || !std::isfinite(o.softcap)) fail("softcap: expected 0 or a positive number");
+  // Far above all scores a cap changes none of them; far below, floats cannot hold its slopes.
+  const double softcap = nb::cast<double>(t[0]);
+  if (softcap != 0.0 && !(softcap >= 1e-30 && std::isfinite(softcap)))
+    fail("softcap: expected 0 or a number of at least 1e-30, got " + std::to_string(softcap));
+  o.softcap = softcap > 0x1p60 ? 0.0f : static_cast<float>(softcap);
   const int kind = nb::cast<int>(t[2]);
   if (kind < 0 || kind > 4) fail("bias_kind: expected 0 to 4, got " + std::to_string(kind));
   o.bias = bias_of(t[1], static_cast<BiasKind>(kind), p);

@@ -171,14 +171,14 @@ inline float prepare_query(const T* q, int64_t dim, float scale, float* query) {
 
 template <class T, class Rows>
 void forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, const Rows& rows,
-                 const float* sink, float kept_weight, T* out, float* lse) {
+                 const float* sink, float kept_weight, float base, T* out, float* lse) {
   alignas(64) float query[max_dim], sum_v[max_dim] = {};
   const float c = prepare_query(q, x.dim, scale, query);
   RowSums sums{-infinity, 0.0f, sum_v};
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys)
       add_keys<1>(query, x, at, least(row_keys, hi - at), 0, c, rows, &sums);
-  const RowEnd end = end_of_row(sums.top, sums.total, sink, kept_weight);
+  const RowEnd end = end_of_row(sums.top, sums.total, sink, kept_weight, base);
   write_row(sum_v, end.factor, out, x.v_dim);
   *lse = end.lse;
 }

@@ -44,9 +44,9 @@ class Scores {
     return s;
   }
 
-  // s[j] is the product of row i and key first + j; it becomes the exponent. Keys beyond the last stay as they are.
-  // Returns lanes whose maximum is that of the exponents.
-  Vec exponents(float* s, int64_t n, int64_t i, int64_t first) const {
+  // s[j] is the product of row i and key first + j; it becomes the exponent, less that of `base` (see `base_of`). Keys
+  // beyond the last stay as they are. Returns lanes whose maximum is that of the exponents.
+  Vec exponents(float* s, int64_t n, int64_t i, int64_t first, float base) const {
     n = most(0, least(n, a_->k_len - first));
     const bool capped = a_->options.softcap > 0.0f;
     if (capped) cap_.apply(s, n);
@@ -69,7 +69,7 @@ class Scores {
           return fma(from_table(table, first + j, q), set(log2_e), x);
         });
       case BiasKind::dense:
-        return add_dense(s, n, c, i, first);
+        return add_dense(s, n, c, i, first, base);
     }
     return set(-infinity);
   }
@@ -92,16 +92,16 @@ class Scores {
   }
 
   // Calls use(f) where f(i, shift)(j, s) is the exponent of the product s of row `row` + i and key first + j, less
-  // `shift`: what `exponents` does for `rows` rows and n keys, without a pass of its own. Hidden products are
-  // -infinity. False, and no call, for what needs that pass.
+  // `shift`: what `exponents` does for `rows` rows, with the base of each, and n keys, without a pass of its own.
+  // Hidden products are -infinity. False, and no call, for what needs that pass.
   template <class E, class Use>
-  bool fuse(int64_t row, int64_t rows, int64_t first, int64_t n, const Use& use) const {
+  bool fuse(int64_t row, int64_t rows, int64_t first, int64_t n, const float* bases, const Use& use) const {
     const bool capped = a_->options.softcap > 0.0f;
     const BiasKind kind = a_->options.bias.kind;
     if (kind == BiasKind::none)
       return capped && cap_.as_polynomial([&](const auto& cap) { use([&](int64_t, float to) { return cap(to); }); });
     if (capped) return false;
-    if (kind == BiasKind::dense) return fuse_dense(row, rows, first, n, use);
+    if (kind == BiasKind::dense) return fuse_dense(row, rows, first, n, bases, use);
     if (k_index_ != nullptr || a_->options.q_index.data != nullptr) return false;
     const int64_t distance = first - query_index(*a_, b_, row);  // of the first pair; it falls from row to row
     if (kind == BiasKind::distance) {
@@ -112,7 +112,8 @@ class Scores {
       return use([&](int64_t, float to) { return Scaled<typename E::Exponential>{set(c_), set(to - bias)}; }), true;
     }
     float slope = slope_of_head();
-    if (kind == BiasKind::alibi) {  // on one side of the query, |distance| is a straight line
+    if (!(std::fabs(slope) <= 1e20f)) return false;  // hidden keys might be at infinity
+    if (kind == BiasKind::alibi) {                   // on one side of the query, |distance| is a straight line
       const Side side = side_of_keys(row, rows, first, n);
       if (side == Side::both) return false;
       slope = side == Side::before ? slope : -slope;
@@ -121,7 +122,14 @@ class Scores {
     return use([&](int64_t i, float to) { return line(distance - i, to); }), true;
   }
   static constexpr int64_t most_fused = 1024;
-  // The largest dense bias of a key that row i sees, in units of log2; -infinity if it sees none.
+  // What is taken from each bias of row i, because it changes nothing but the lse and may be large beside the scores:
+  // the largest dense bias of a key that the row sees, where that is a number.
+  float base_of(int64_t i, const int32_t* spans) const {
+    if (a_->options.bias.kind != BiasKind::dense) return 0.0f;
+    const float largest = largest_of_dense(i, spans);
+    constexpr float hides = -2.36e38f;  // in units of log2, what is below is -infinity
+    return std::isfinite(largest) && largest >= hides ? largest : 0.0f;
+  }
   float largest_of_dense(int64_t i, const int32_t* spans) const {
     Vec top = set(-infinity);
     with_dense(i, [&](const auto* row) {
@@ -137,11 +145,11 @@ class Scores {
             for (int64_t n = 1; n < left; ++n) top = vmax(set(to_float(row[j + n])), top);
         }
     });
-    return reduce_max(top) * log2_e;
+    return reduce_max(top);
   }
 
   // May keys be hidden before their products are fused?
-  bool fuses_hidden() const { return a_->options.softcap <= 0.0f; }
+  bool fuses_hidden() const { return a_->options.softcap <= 0.0f && a_->options.bias.kind != BiasKind::dense; }
 
   float slope_of_head() const { return *a_->options.bias.floats(b_, h_); }
   DistanceTable table_of_head() const { return {a_->options.bias.floats(b_, h_), a_->options.bias.reach}; }
@@ -176,17 +184,18 @@ class Scores {
   template <class B>
   struct Dense {
     const B* row;
-    Vec factor, unit, shift;
-    Vec operator()(int64_t j, Vec s) const { return fma(s, factor, fma(load(row + j), unit, shift)); }
+    Vec factor, unit, base, shift;
+    Vec operator()(int64_t j, Vec s) const { return fma(s, factor, fma(load(row + j) - base, unit, shift)); }
   };
   template <class Use>
-  bool fuse_dense(int64_t row, int64_t rows, int64_t first, int64_t n, const Use& use) const {
+  bool fuse_dense(int64_t row, int64_t rows, int64_t first, int64_t n, const float* bases, const Use& use) const {
     if (first + n > a_->k_len) return false;
     with_dense(0, [&](const auto* values) {
       using B = std::remove_cv_t<std::remove_pointer_t<decltype(values)> >;
       use([&](int64_t i, float to) {
-        const int64_t at = (row + least(i, rows - 1)) * a_->options.bias.row + first;
-        return Dense<B>{values + at, set(c_), set(log2_e), set(-to)};
+        i = least(i, rows - 1);
+        const int64_t at = (row + i) * a_->options.bias.row + first;
+        return Dense<B>{values + at, set(c_), set(log2_e), set(bases[i]), set(-to)};
       });
     });
     return true;
@@ -225,12 +234,13 @@ class Scores {
     return top;
   }
 
-  Vec add_dense(float* s, int64_t n, float c, int64_t i, int64_t first) const {
+  Vec add_dense(float* s, int64_t n, float c, int64_t i, int64_t first, float base) const {
     Vec top = zero();
     with_dense(i, [&](const auto* row) {
-      const Vec unit = set(log2_e);
+      const Vec unit = set(log2_e), from = set(base);
       top = add(s, n, c, [&](int64_t j, Vec x) {
-        return fma(n - j >= Vec::width ? load(row + first + j) : load_part(row + first + j, n - j), unit, x);
+        const Vec bias = n - j >= Vec::width ? load(row + first + j) : load_part(row + first + j, n - j);
+        return fma(bias - from, unit, x);
       });
       // A bias is read once, in pieces too short for the processor to see them coming.
       prefetch_row(row + first + n, least(n, a_->k_len - first - n));
@@ -301,12 +311,13 @@ class RowOptions {
     RowOptions row;
     row.a_ = &a, row.b_ = b, row.i_ = i;
     row.scores_ = Scores::make<T>(a, b, h, c, infinity);
+    row.base_ = row.scores_.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2);
     if (a.options.dropout.on()) row.random_ = random_of_row(a, seed_of_head(a, b, h), b, i);
     return row;
   }
   float exponents(float* s, int64_t n, int64_t first, float c) const {
     if (!a_->options.change_scores()) return c;
-    scores_.exponents(s, n, i_, first);
+    scores_.exponents(s, n, i_, first, base_);
     return 1.0f;
   }
   void drop(float* s, int64_t n, int64_t first) const {
@@ -318,15 +329,20 @@ class RowOptions {
         if (!bit_of(&bits, j - group)) s[j - first] = 0.0f;
     }
   }
-  // Of key j, whose scaled score is x, for a row with this lse.
-  PairWeight weigh(int64_t j, float x, float lse) const {
-    PairWeight w{0.0f, 1.0f, 1.0f};
+  // Of key j, whose scaled score is x, less the base; `slope` is told how it follows the score.
+  float exponent(int64_t j, float x, float* slope = nullptr) const {
     if (const float cap = a_->options.softcap; cap > 0.0f) {
       const float t = std::tanh(x / cap);
-      x = cap * t, w.slope = 1.0f - t * t;
+      x = cap * t;
+      if (slope != nullptr) *slope = 1.0f - t * t;
     }
-    x += scores_.bias_of(i_, j);
-    w.p = x == -infinity ? 0.0f : std::exp(x - lse);
+    return x + (scores_.bias_of(i_, j) - base_);
+  }
+  // Of the same, for a row with this lse, less the base.
+  PairWeight weigh(int64_t j, float x, float lse) const {
+    PairWeight w{0.0f, 1.0f, 1.0f};
+    x = exponent(j, x, &w.slope);
+    w.p = x == -infinity || lse == -infinity ? 0.0f : std::exp(x - lse);
     if (a_->options.dropout.on()) {
       const int64_t group = round_down(j, 32);
       const uint32_t bits = kept_of(group);
@@ -334,12 +350,14 @@ class RowOptions {
     }
     return w;
   }
+  float base() const { return base_; }
   // A bit for each of the 32 keys from the `first` on, a multiple of 32.
   uint32_t kept_of(int64_t first) const { return kept_of_32(*a_, random_, b_, first); }
 
  private:
   const Problem* a_ = nullptr;
   int64_t b_ = 0, i_ = 0;
+  float base_ = 0.0f;
   Scores scores_{};
   RandomPair random_{};
 };

@@ -91,16 +91,17 @@ inline RowEnd end_of_row(float maximum, float sum) {
   return {1.0f / sum, log_sum(maximum, sum)};
 }
 
-// The same with a sink, which is one more logit without a value; null: none.
-inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight) {
+// The same with a sink, which is one more logit without a value (null: none), where exponents are less `base`.
+inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight, float base) {
   RowEnd end = end_of_row(maximum, sum);
   if (sink != nullptr && sum == 0.0f) return {0.0f, *sink};
   if (sink != nullptr) {
-    const float s = *sink * log2_e, top = s > maximum ? s : maximum;
+    const float s = (*sink - base) * log2_e, top = s > maximum ? s : maximum;
     const float seen = std::exp2(maximum - top), total = sum * seen + std::exp2(s - top);
     end = {seen / total, log_sum(top, total)};
   }
   end.factor *= kept_weight;
+  end.lse += base;
   return end;
 }
 

@@ -12,6 +12,10 @@ from .arrays import NUMPY, Array, Arrays, arrays_for, is_array
 from .errors import DtypeError, OptionError, ShapeError
 
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
+
+#: A dense bias below this hides its key, as -inf does: the least float32 and bfloat16 numbers, with which
+#: masks are often filled, are meant so. In units of log2 it is beyond float32.
+HIDES = -2.36e38
 """Kinds of lowered biases; 0 is none."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ._biases import HIDES
 from ._dropout import dropout_seeds, kept, scale_of_kept
 from .errors import ShapeError
 from .options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
@@ -145,7 +146,8 @@ class _Terms:
         if self.options.bias_kind == 0:
             return np.zeros(len(keys))
         where = self._bias_of(b, h, i, keys)
-        return np.asarray(where.factor * self.parameter[where.index])
+        bias = np.asarray(where.factor * self.parameter[where.index])
+        return np.where(bias < HIDES, -np.inf, bias) if self.options.bias_kind == DENSE else bias
 
     def add_dbias(self, dbias: Float, dx: Float, b: int, h: int, i: int, keys: Index) -> None:
         if self.options.bias_kind != 0:

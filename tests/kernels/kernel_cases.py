@@ -111,6 +111,17 @@ def _options(case: Case, generator: torch.Generator) -> Options | None:
         given["bias"][:, :, 2] = -torch.inf  # a row that sees nothing, however many spans it has
         return given
 
+    def with_deep_rows() -> dict[str, object]:
+        given = dense(1, heads, case.q_len)
+        for row, depth in (
+            (1, 1e4),
+            (2, 1e7),
+            (3, 1e9),
+        ):  # as masks are filled: such rows are padding, or all alike
+            given["bias"][:, :, row] -= depth
+        given["bias"][:, :, 4] = torch.finfo(torch.float32).min
+        return given
+
     makers = {
         "softcap": lambda: {"softcap": 2.0},
         "wide softcap": lambda: {"softcap": 0.2},
@@ -127,6 +138,7 @@ def _options(case: Case, generator: torch.Generator) -> Options | None:
         "dense of rows": lambda: dense(1, 1, case.q_len),
         "dense of keys": lambda: dense(1, heads, 1),
         "dense with holes": with_holes,
+        "dense with deep rows": with_deep_rows,
         "dropout": lambda: {"dropout_p": 0.3, "dropout_seed": torch.tensor(case.seed + 11)},
         "dropout by head": lambda: {
             "dropout_p": 0.5,

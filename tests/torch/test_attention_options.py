@@ -342,3 +342,13 @@ def test_explain_names_the_options() -> None:
     assert "bias dense_bias(float32[24, 24])" in str(explain(q, k, v, bias=torch.zeros(S, S)))
     with pytest.raises(ValueError, match="softcap"):
         explain(q, k, v, softcap=-1.0)
+
+
+def test_bare_spans_do_not_say_where_their_rows_are() -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+    mask, bias = causal(), relative(torch.randn(2, 9))
+    with pytest.raises(ValueError, match=r"q_index: expected the rows' indices beside bare spans.*placed"):
+        attention(q, k, k, mask=mask.spans(3, 9, like=q), bias=bias)
+    wanted = attention(q, k, k, mask=mask, bias=bias)
+    for lowered in (mask.placed(3, 9, like=q), mask.prepare(3, 9, like=q)):
+        torch.testing.assert_close(attention(q, k, k, mask=lowered, bias=bias), wanted)

@@ -13,7 +13,12 @@ from attnspan.torch import _attention, attention
 SEED = torch.tensor(11)
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap: expected a positive, finite number, got 0.0"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap: expected a positive, finite number .* got 0.0"),
+    "softcap tiny": (
+        {"softcap": 1e-40},
+        ValueError,
+        "softcap: expected a positive, finite .*1e-30.* got 1e-40",
+    ),
     "softcap nan": ({"softcap": float("nan")}, ValueError, "softcap: expected a positive, finite .* got nan"),
     "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap: expected a positive, finite .* got inf"),
     "softcap tensor": ({"softcap": torch.tensor(3.0)}, TypeError, "softcap: expected a Python number"),

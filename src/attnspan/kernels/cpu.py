@@ -159,6 +159,9 @@ def backward(
         [1.0, 1.0, 1.0, 1.0]
     """
     if out.shape[0] * out.shape[1] == 0:
+        for x in (dbias, dsinks):
+            if x is not None:
+                x[:] = 0
         return
     bounds, dlse = _packed(bounds), None if dlse is None else _packed(dlse)
     _compiled().backward(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._biases import HIDES
 from .._dropout import kept, scale_of_kept, split_seeds
 from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from ..problem import Problem
@@ -143,8 +144,10 @@ def _positions(options: Options, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _bias(options: Options, q: Tensor, k: Tensor) -> Tensor | None:
     """What is added to the scores, (B|1, Hq|1, Sq|1, Sk)."""
     kind = options.bias_kind
-    if kind in (0, DENSE):
-        return options.bias if kind == DENSE else None
+    if kind == 0:
+        return None
+    if kind == DENSE:
+        return torch.where(options.bias < HIDES, -torch.inf, options.bias)
     queries, keys = _positions(options, q, k)
     distance = keys[:, None, :] - queries[:, :, None]
     if kind == DISTANCE:

@@ -178,7 +178,7 @@ def lower_call(
     bounds = placed.lowered.bounds
     bounds = bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
     problem = describe(q, k, v, bounds)
-    options = lower_options(given, q, k, placed, isinstance(mask, Prepared | Spans))
+    options = lower_options(given, q, k, placed, isinstance(mask, Prepared | Spans), isinstance(mask, Spans))
     return q, k, v, bounds, problem, options
 
 

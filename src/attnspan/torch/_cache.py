@@ -43,7 +43,7 @@ class Cache(nn.Module):
         super().__init__()
         names = ("batch", "kv_heads", "slots", "head_dim", "v_dim")
         for name, size in zip(names, sizes, strict=True):
-            _check_size(name, size)
+            check_size(name, size)
         if layout not in ("bhsd", "bshd"):
             raise OptionError(
                 "layout", expected="bhsd or bshd", got=repr(layout), remedy="Name the order of k and v"
@@ -163,7 +163,7 @@ class Cache(nn.Module):
         """
         if rows is None:
             rows = torch.ones_like(self.lengths, dtype=torch.bool)
-        elif rows.dtype != torch.bool:
+        elif isinstance(rows, Tensor) and rows.dtype != torch.bool:
             raise DtypeError(
                 "reset: rows", expected="bool", got=str(rows.dtype), remedy="Pass True for each row to empty"
             )
@@ -222,6 +222,13 @@ class Cache(nn.Module):
         self._check_device(name, new)
 
     def _check_rows(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise DtypeError(
+                name,
+                expected="a torch.Tensor",
+                got=type(x).__name__,
+                remedy="Convert it with torch.as_tensor, on the cache's device",
+            )
         if x.is_floating_point() or x.is_complex():
             raise DtypeError(
                 name, expected="integers", got=str(x.dtype), remedy="Pass int32 or int64 numbers of tokens"
@@ -288,7 +295,7 @@ class StaticCache(Cache):
         device: torch.device | str | None = None,
         layout: CacheLayout = "bhsd",
     ) -> None:
-        _check_size("max_len", max_len)
+        check_size("max_len", max_len)
         sizes = (batch, kv_heads, max_len, head_dim, head_dim if v_dim is None else v_dim)
         super().__init__(sizes, dtype, device, layout)
         self.max_len = max_len
@@ -341,7 +348,7 @@ def readable(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
-def _check_size(name: str, size: int) -> None:
+def check_size(name: str, size: int) -> None:
     if not isinstance(size, int) or isinstance(size, bool):
         raise DtypeError(name, expected="an int", got=type(size).__name__, remedy="Pass a size")
     if not 1 <= size <= INT32_MAX:

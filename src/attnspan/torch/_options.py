@@ -38,7 +38,9 @@ class Given:
         return ", ".join(words) or "none"
 
 
-def lower_options(given: Given, q: Tensor, k: Tensor, placed: Prepared, fixed: bool) -> Options | None:
+def lower_options(
+    given: Given, q: Tensor, k: Tensor, placed: Prepared, fixed: bool, bare: bool = False
+) -> Options | None:
     """Check the options of a call against it, and bring them into the operator's form.
 
     Args:
@@ -47,6 +49,7 @@ def lower_options(given: Given, q: Tensor, k: Tensor, placed: Prepared, fixed: b
         k: Shape (B, Hkv, Sk, D).
         placed: The mask, lowered, with the indices of rows and keys that are not the default ones.
         fixed: The mask was lowered before the call, which did not read the indices that the call gives.
+        bare: It came as spans, which do not say where their rows are.
 
     Returns:
         The options, float arrays in float32, or in float64 for a float64 q; None where there is none.
@@ -64,6 +67,13 @@ def lower_options(given: Given, q: Tensor, k: Tensor, placed: Prepared, fixed: b
     if fixed and (given.q_index is not None or given.k_index is not None):
         _check_read(positional)
         placed = _placed_anew(placed, given, q, k)
+    if bare and positional and given.q_index is None and q.shape[2] != k.shape[2]:
+        raise OptionError(
+            "q_index",
+            expected="the rows' indices beside bare spans, as an option needs positions",
+            got="None",
+            remedy="Lower the mask by prepare() or placed() instead of spans(), or pass q_index",
+        )
     if given.softcap is None and bias is None and sinks is None and seed is None:
         return None
     softcap = 0.0 if given.softcap is None else given.softcap
@@ -111,10 +121,10 @@ def check_softcap(softcap: Any) -> None:
             got=type(softcap).__name__,
             remedy="Call .item() if it is an array",
         )
-    if not 0 < softcap <= _FLOAT32_MAX:
+    if not 1e-30 <= softcap <= _FLOAT32_MAX:
         raise OptionError(
             "softcap",
-            expected="a positive, finite number",
+            expected="a positive, finite number (1e-30 or more)",
             got=str(softcap),
             remedy="Leave it out for no softcap",
         )

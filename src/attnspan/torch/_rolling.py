@@ -7,7 +7,7 @@ from ..arrays import INT32_MAX
 from ..errors import OptionError
 from ..masks import Prepared
 from ..spans import Spans
-from ._cache import Cache, CacheLayout, check_query_rows, readable
+from ._cache import Cache, CacheLayout, check_query_rows, check_size, readable
 from ._cache_write import lost_error
 
 
@@ -62,6 +62,7 @@ class RollingCache(Cache):
         layout: CacheLayout = "bhsd",
     ) -> None:
         for name, size in (("window", window), ("chunk", chunk)):
+            check_size(name, size)
             if not 1 <= size <= INT32_MAX // 2:
                 raise OptionError(
                     name, expected=f"1 to {INT32_MAX // 2}", got=str(size), remedy="Pass a number of tokens"
