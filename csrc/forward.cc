@@ -225,8 +225,8 @@ class Forward {
     const float product = largest_product(q_norm, largest_of(k_norms, packed.slot), c);
     const Scores scoring = changes ? Scores::make<T>(a, b, h, c, product / log2_e) : Scores{};
     const float exponent = a.options.softcap > 0.0f ? least_of(product, a.options.softcap * log2_e) : product;
-    for (int64_t i = 0; i < block_rows; ++i)
-      s.base[i] = changes && i < rows ? scoring.base_of(first + i, spans + i * a.runs * 2) : 0.0f;
+    for (int64_t i = 0; changes && i < block_rows; ++i)
+      s.base[i] = i < rows ? scoring.base_of(first + i, spans + i * a.runs * 2) : 0.0f;
     const BiasRange bias = range_of_bias(scoring);
     const bool bounded = E::wide_exponents && within_range(exponent + bias.spread, v_norm) &&
                          start_at_ceilings(scoring, bias.top, first, rows, spans, s);
@@ -265,7 +265,8 @@ class Forward {
   bool start_at_ceilings(const Scores& scoring, float top, int64_t first, int64_t rows, const int32_t* spans,
                          const Strip& s) const {
     for (int64_t i = 0; i < block_rows; ++i) {
-      const float ceiling = i < rows ? ceiling_of_row(scoring, top, first + i, spans + i * a.runs * 2, s.base[i]) : top;
+      const float ceiling =
+          changes && i < rows ? ceiling_of_row(scoring, top, first + i, spans + i * a.runs * 2, s.base[i]) : top;
       if (!(std::fabs(ceiling) <= 0x1p20f)) {
         for (int64_t n = 0; n < i; ++n) s.maximum[n] = -infinity;
         return false;
