@@ -412,8 +412,9 @@ class Forward {
     const bool sees = sees_any(spans, a.runs);
     const float sum = sees ? reduce_add(load(s.sums + r * Vec::width)) : 0.0f;
     const float maximum = s.maximum[r] - E::exponent_offset;
-    const RowEnd end =
-        plain_ends ? end_of_row(maximum, sum) : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), s.base[r]);
+    const RowEnd end = plain_ends
+                           ? end_of_row(maximum, sum)
+                           : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), changes ? s.base[r] : 0.0f);
     if (!sees) std::memset(s.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
     write_row(s.out + r * v_cols, end.factor, at<T>(a.out, b, h, i), a.v_dim);
     write_lse(b, h, i, end.lse);
