@@ -211,7 +211,9 @@ class Problem:
         return self.cell.shape.head_dim**-0.5
 
     def keywords(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.setting.build(parameters), "mask": self.mask, "scale": self.scale}
+        # Bare spans do not say where their rows are; prepared ones are the last of the keys.
+        mask = a.Prepared(self.mask) if isinstance(self.mask, a.Spans) else self.mask
+        return {**self.setting.build(parameters), "mask": mask, "scale": self.scale}
 
     def bounds(self) -> np.ndarray:
         if isinstance(self.mask, a.Spans):
