@@ -281,7 +281,7 @@ class Forward {
       case BiasKind::signed_alibi:
         return scoring.largest_of_slope(i, spans);
       case BiasKind::dense:
-        // The base is the largest bias, unless that is not a number: 0 says so if the first key's is another.
+        // Taken away already, as the base, unless it is 0 or no number that can be.
         return base != 0.0f || !sees_any(spans, a.runs) ? 0.0f : scoring.largest_of_dense(i, spans);
       default:
         return top;
