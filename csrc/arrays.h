@@ -148,6 +148,14 @@ inline Tensor tensor_of(const char* name, nb::handle x, int dtype, std::initiali
   return {a.data, a.strides[0], a.strides[1], a.strides[2]};
 }
 
+// The same, written: in the dtype of the problem, or in float32.
+inline Tensor result_of(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {
+  const bool wide = dtype != 0 && array_of(x).dtype == 0;
+  Tensor t = tensor_of(name, x, wide ? 0 : dtype, shape);
+  t.wide = wide;
+  return t;
+}
+
 inline void check_packed(const char* name, const Array& a);
 
 inline Array packed(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {

@@ -12,6 +12,7 @@ enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
 struct Tensor {
   void* data;
   int64_t batch, head, row;  // strides in elements
+  bool wide = false;         // a result in float, whatever the dtype of the problem: for sums over several calls
 };
 
 // What a query may see: int32 (B|1, H|1, q_len, runs, 2), each slice contiguous.

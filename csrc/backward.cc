@@ -535,8 +535,8 @@ class Backward {
 
   void write_key_block(int64_t b, int64_t hk, int64_t kb, const float* dk, const float* dv) const {
     for (int64_t j = 0; j < least(block, a.k_len - kb * block); ++j) {
-      write_row(dk + j * cols, a.scale, at<T>(a.dk, b, hk, kb * block + j), a.head_dim);
-      write_row(dv + j * v_cols, 1.0f, at<T>(a.dv, b, hk, kb * block + j), a.v_dim);
+      write_row<T>(dk + j * cols, a.scale, a.dk, b, hk, kb * block + j, a.head_dim);
+      write_row<T>(dv + j * v_cols, 1.0f, a.dv, b, hk, kb * block + j, a.v_dim);
     }
   }
 
@@ -557,7 +557,7 @@ class Backward {
         for (int64_t r = 0; r < panel; ++r) std::memcpy(rows[r] + d, x.unit[r], 64);
       }
       for (int64_t r = 0; r < least(panel, a.q_len - qb * block - i); ++r)
-        write_row(rows[r], a.scale, at<T>(a.dq, b, h, qb * block + i + r), a.head_dim);
+        write_row<T>(rows[r], a.scale, a.dq, b, h, qb * block + i + r, a.head_dim);
     }
   }
 

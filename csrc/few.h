@@ -275,7 +275,7 @@ class FewQueries {
     if (!sees) std::memset(out, 0, sizeof out);  // whatever the bias of hidden keys was
     const float base = changes ? RowOptions::make<T>(a, b, row.h, row.i, 1.0f).base() : 0.0f;
     const RowEnd end = end_of_row(top, sees ? total : 0.0f, sink_of(a, row.h), kept_weight_of(a), base);
-    write_row(out, end.factor, at<T>(a.out, b, row.h, row.i), a.v_dim);
+    write_row<T>(out, end.factor, a.out, b, row.h, row.i, a.v_dim);
     if (a.lse != nullptr) a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = end.lse;
   }
 

@@ -173,11 +173,13 @@ class Forward {
 
   void row(int64_t b, int64_t h, int64_t i) const {
     const int64_t hk = h / a.group();
-    float lse;
     const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
     const auto by = [&](const auto& rows, float base) {
-      forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, rows, sink_of(a, h),
-                  kept_weight_of(a), base, at<T>(a.out, b, h, i), &lse);
+      alignas(64) float sum_v[max_dim] = {};
+      const RowEnd end = forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, rows,
+                                     sink_of(a, h), kept_weight_of(a), base, sum_v);
+      write_row<T>(sum_v, end.factor, a.out, b, h, i, a.v_dim);
+      write_lse(b, h, i, end.lse);
     };
     if (changes) {
       const RowOptions options = RowOptions::make<T>(a, b, h, i, magnitude_of(a.scale));
@@ -185,7 +187,6 @@ class Forward {
     } else {
       by(PlainRows{}, 0.0f);
     }
-    write_lse(b, h, i, lse);
   }
 
   void write_lse(int64_t b, int64_t h, int64_t i, float value) const {
@@ -416,7 +417,7 @@ class Forward {
                            ? end_of_row(maximum, sum)
                            : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), changes ? s.base[r] : 0.0f);
     if (!sees) std::memset(s.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
-    write_row(s.out + r * v_cols, end.factor, at<T>(a.out, b, h, i), a.v_dim);
+    write_row<T>(s.out + r * v_cols, end.factor, a.out, b, h, i, a.v_dim);
     write_lse(b, h, i, end.lse);
   }
 

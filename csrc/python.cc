@@ -186,7 +186,7 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
   fill(args, q, k, v, bounds, scale);
   args.config = config_of(config);
   fill_options(args, options);
-  args.out = tensor_of("out", out, static_cast<int>(args.dtype), {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.out = result_of("out", out, static_cast<int>(args.dtype), {args.batch, args.q_heads, args.q_len, args.v_dim});
   args.lse = lse.is_none() ? nullptr : rows_of("lse", lse, args);
   const Isa isa = level();
   Result result;
@@ -210,9 +210,9 @@ void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, 
   const int dtype = static_cast<int>(args.dtype);
   args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
   args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.dq = tensor_of("dq", dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
-  args.dk = tensor_of("dk", dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
-  args.dv = tensor_of("dv", dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
+  args.dq = result_of("dq", dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
+  args.dk = result_of("dk", dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
+  args.dv = result_of("dv", dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
   args.lse = rows_of("lse", lse, args);
   args.dlse = dlse.is_none() ? nullptr : rows_of("dlse", dlse, args);
   const Isa isa = level();

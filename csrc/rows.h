@@ -4,6 +4,7 @@
 #pragma once
 
 #include "softmax.h"
+#include "spans.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 
@@ -42,6 +43,15 @@ inline void write_row(const float* x, float factor, T* y, int64_t n) {
   int64_t d = 0;
   for (; d + Vec::width <= n; d += Vec::width) store(y + d, load(x + d) * f);
   if (d < n) store_part(y + d, load(x + d) * f, n - d);
+}
+
+// The same as row i of a result.
+template <class T>
+inline void write_row(const float* x, float factor, const Tensor& to, int64_t b, int64_t h, int64_t i, int64_t n) {
+  if (to.wide)
+    write_row(x, factor, at<float>(to, b, h, i), n);
+  else
+    write_row(x, factor, at<T>(to, b, h, i), n);
 }
 
 inline constexpr int64_t row_keys = 256, max_dim = 256;
@@ -169,18 +179,17 @@ inline float prepare_query(const T* q, int64_t dim, float scale, float* query) {
   return magnitude_of(scale);
 }
 
+// What row i has of the values goes into sum_v: round_up(v_dim, Vec::width) floats, zero at first.
 template <class T, class Rows>
-void forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, const Rows& rows,
-                 const float* sink, float kept_weight, float base, T* out, float* lse) {
-  alignas(64) float query[max_dim], sum_v[max_dim] = {};
+RowEnd forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, const Rows& rows,
+                   const float* sink, float kept_weight, float base, float* sum_v) {
+  alignas(64) float query[max_dim];
   const float c = prepare_query(q, x.dim, scale, query);
   RowSums sums{-infinity, 0.0f, sum_v};
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys)
       add_keys<1>(query, x, at, least(row_keys, hi - at), 0, c, rows, &sums);
-  const RowEnd end = end_of_row(sums.top, sums.total, sink, kept_weight, base);
-  write_row(sum_v, end.factor, out, x.v_dim);
-  *lse = end.lse;
+  return end_of_row(sums.top, sums.total, sink, kept_weight, base);
 }
 
 // What backward needs of one pair: its weight, what dropout makes of it, and how its exponent follows its score.
