@@ -1,0 +1,40 @@
+"""Jobs that show what a world does with ranks that answer, raise, die or hang."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def add_ranks(value: float) -> tuple[int, float]:
+    total = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(total)
+    return os.getpid(), float(total)
+
+
+def raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"no such luck on {rank}")
+    dist.barrier()
+
+
+def die_on(rank: int) -> str:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing noticed"
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(1000)
+
+
+def square(x: torch.Tensor) -> Any:
+    return torch.get_num_threads(), x * x

@@ -1,0 +1,199 @@
+"""Real ranks for tests: processes that joined one gloo group and run jobs by name, again and again.
+
+    def job(scale: float) -> float: ...                # in a module of this folder, run by every rank
+    world(2).run("parity_jobs:job", 0.5)               # [result of rank 0, result of rank 1]
+
+A process that loads torch takes seconds, so worlds are shared by all tests and forked from one process that
+has loaded it. A job that raises on a rank fails the test with that rank's traceback; a rank that dies or does
+not answer fails it too; the world is then ended, and the next test gets a new one.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+#: Seconds that a job may take, unless its test says otherwise; a loaded machine is no failure.
+JOB_SECONDS = 300.0
+#: Seconds that one collective may take: the timeout of the process groups.
+GROUP_SECONDS = 120.0
+#: Seconds in which the other ranks may still answer when one has failed.
+GRACE = 1.0
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "attnspan.torch"])
+
+
+class JobError(AssertionError):
+    """A job failed on some ranks; the message holds what each of them raised."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """In place of a result: the rank ended before it answered."""
+
+    exitcode: int
+
+
+class World:
+    """Ranks 0..ranks-1 of one gloo group, each a process with one thread.
+
+    Args:
+        ranks: How many.
+        group_seconds: Timeout of their process groups.
+    """
+
+    def __init__(self, ranks: int, group_seconds: float = GROUP_SECONDS) -> None:
+        self.ranks = ranks
+        self._folder = tempfile.mkdtemp(prefix="attnspan-world-")
+        self._pipes: list[Connection] = []
+        self._workers: list[Any] = []
+        for rank in range(ranks):
+            here, there = _processes.Pipe()
+            arguments = (there, rank, ranks, os.path.join(self._folder, "store"), group_seconds)
+            worker = _processes.Process(target=_serve, args=arguments, daemon=True)
+            worker.start()
+            there.close()  # Else the end of the worker would not end its pipe.
+            self._pipes.append(here)
+            self._workers.append(worker)
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._workers) and all(worker.is_alive() for worker in self._workers)
+
+    def run(
+        self, job: str, *arguments: Any, seconds: float = JOB_SECONDS, may_die: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """Run a job on every rank.
+
+        Args:
+            job: "module:function", importable in the tests.
+            *arguments: Its arguments, the same for every rank.
+            seconds: How long the slowest rank may take.
+            may_die: Ranks that may end instead of answering; the world ends after the job.
+
+        Returns:
+            The result of each rank, `Died` for one of `may_die` that ended.
+
+        Raises:
+            JobError: A rank raised, died or did not answer.
+        """
+        request = pickle.dumps((job, arguments))
+        answers: dict[int, tuple[str, Any]] = {}
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # Seen below as a rank that died.
+                pipe.send_bytes(request)
+        deadline = time.monotonic() + seconds
+        while len(answers) < self.ranks and (left := deadline - time.monotonic()) > 0:
+            waiting = {self._pipes[rank]: rank for rank in range(self.ranks) if rank not in answers}
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting[pipe]  # type: ignore[index]
+                answers[rank] = kind, _ = self._receive(rank)
+                if kind == "raised" or (kind == "died" and rank not in may_die):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if may_die:
+            self.close()
+        return self._results(job, answers, may_die)
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._workers[rank].join(GRACE)
+            return "died", Died(self._workers[rank].exitcode)
+        return kind, value
+
+    def _results(self, job: str, answers: dict[int, tuple[str, Any]], may_die: tuple[int, ...]) -> list[Any]:
+        failures = []
+        for rank in range(self.ranks):
+            kind, value = answers.get(rank, ("silent", "did not answer in time"))
+            if kind != "returned" and not (kind == "died" and rank in may_die):
+                failures.append(f"rank {rank} of {self.ranks} {kind}: {value}")
+        if failures:
+            self.close()
+            raise JobError(f"{job}\n" + "\n".join(failures))
+        return [answers[rank][1] for rank in range(self.ranks)]
+
+    def close(self) -> None:
+        """End all ranks, whatever they are doing."""
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._workers, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_worlds: dict[int, World] = {}
+
+
+def world(ranks: int) -> World:
+    """The world of that many ranks that all tests share, started at the first call and after a failure."""
+    if ranks not in _worlds or not _worlds[ranks].alive:
+        if ranks in _worlds:
+            _worlds[ranks].close()
+        _worlds[ranks] = World(ranks)
+    return _worlds[ranks]
+
+
+@atexit.register
+def close_worlds() -> None:
+    """End the ranks of all shared worlds."""
+    for one in _worlds.values():
+        one.close()
+    _worlds.clear()
+
+
+def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: float) -> None:
+    """The life of one rank: join the group, run jobs, end when the tests end."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=group_seconds),
+    )
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            os._exit(0)  # The tests are gone; leaving the group in good order would wait for the others.
+        answer = _answer(request)
+        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(answer)
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        job, arguments = pickle.loads(request)
+        module, name = job.split(":")
+        return pickle.dumps(("returned", getattr(importlib.import_module(module), name)(*arguments)))
+    except BaseException:  # A test is to see whatever it was, even SystemExit.
+        return pickle.dumps(("raised", traceback.format_exc()))
+
+
+@functools.cache
+def mesh(*sizes: int) -> Any:
+    """The device mesh of this rank's world: one axis "cp", or ("inter", "intra"). For use in jobs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("cp",) if len(sizes) == 1 else ("inter", "intra"))
