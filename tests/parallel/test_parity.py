@@ -1,0 +1,222 @@
+"""Every strategy on real ranks gives what one process alone gives: outputs, lse and all gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parity_cases import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, covering, exact, unsharded
+from torch import Tensor
+from worlds import world
+
+#: Norm-wise, of float32 results; those of one process are up to 3e-7 from float64.
+FLOAT32 = 2e-6
+#: Low precision: errors pooled over cases, by how much those of ranks may exceed those of one process.
+FACTOR = 1.05
+
+STRATEGIES = {
+    2: ("exchange", "ring", "ulysses", "auto"),
+    3: ("exchange", "ring", "ulysses", "auto"),
+    4: ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)", "auto"),
+    8: ("exchange", "ring", "ulysses", "hybrid(2, 4)", "hybrid(4, 2)", "hybrid(2, 4, ring)"),
+}
+WORLDS = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
+EIGHT = [pytest.param(8, strategy, marks=pytest.mark.slow) for strategy in STRATEGIES[8]]
+LENGTHS = (37, 101, 257)
+PARTITIONS = ("balanced", "greedy", "contiguous", "zigzag")
+
+
+def assemble(case: Case, parts: Sequence[dict[str, Any]]) -> Results:
+    """The whole results from those of all ranks; each row must be there once, padding must be nothing."""
+    whole = {name: torch.empty_like(x) for name, x in unsharded(case).items() if name in parts[0]}
+    for kind, length, names in (
+        ("rows", case.length, ("out", "lse", "dq")),
+        ("keys", case.keys, ("dk", "dv")),
+    ):
+        held = torch.cat([part[kind] for part in parts])
+        assert torch.equal(held[held >= 0].sort().values, torch.arange(length)), f"{kind} of {case}"
+        assert len({part[kind].shape for part in parts}) == 1, "equal static counts"
+        for part in parts:
+            at = part[kind]
+            for name in (name for name in names if name in part):
+                whole[name][:, :, at[at >= 0]] = part[name][:, :, at >= 0]
+                if name != "lse":
+                    assert (part[name][:, :, at < 0] == 0).all(), f"{name} of padding in {case}"
+    for name in (name for name in whole if name.startswith("parameter")):
+        whole[name] = torch.stack([part[name] for part in parts]).sum(0)
+    return whole
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference; -inf, the lse of rows without keys, must agree."""
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    finite = expected.isfinite()
+    assert torch.equal(got.isfinite(), finite), "finite in other places"
+    assert torch.equal(got[~finite].double(), expected[~finite].double())
+    return float((got[finite].double() - expected[finite].double()).norm())
+
+
+def assert_parity(case: Case, parts: Sequence[dict[str, Any]]) -> None:
+    alone, true = unsharded(case), exact(case)
+    for name, got in assemble(case, parts).items():
+        size = float(true[name][true[name].isfinite()].norm())
+        if name not in ("out", "lse", "dv"):
+            # Sums whose terms may cancel, to nothing where each row sees one key; those of dv do not.
+            size = max(size, float(true["dv"].norm()) / 4)
+        # One process may itself be further from the truth where they cancel: then that is the measure.
+        allowed = max(FLOAT32 * size, 3 * distance(alone[name], true[name]))
+        for what, other in (("one process", alone), ("float64", true)):
+            off = distance(got, other[name])
+            assert off <= allowed, (
+                f"{name}: {off:.3g} from {what}, allowed {allowed:.3g} of {size:.3g} in {case}"
+            )
+
+
+def check(ranks: int, cases: list[Case]) -> None:
+    """Run cases on that many ranks and hold them to one process alone."""
+    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
+    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_parity(case, parts)
+
+
+def grid(strategy: str) -> list[Case]:
+    """Each pair of two of mask, heads, option, length and the rest occurs."""
+    factors: dict[str, Sequence[Any]] = {
+        "mask": list(MASKS),
+        "option": list(OPTIONS),
+        "heads": HEADS,
+        "length": LENGTHS,
+        "partition": PARTITIONS,
+        "dims": ((16, 16), (8, 24)),
+        "rows_per_chunk": (None, 4),
+        "layout": ("bhsd", "bshd"),
+        "return_lse": (True, False),
+    }
+    return [Case(**values, strategy=strategy) for values in covering(factors)]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [*WORLDS, *EIGHT])
+def test_all_pairs_of_masks_heads_options_and_lengths(ranks: int, strategy: str) -> None:
+    check(ranks, grid(strategy))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:
+    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
+    cases = [
+        Case(mask=mask, option=options[i % 7], heads=HEADS[i % 5], length=101, strategy=strategy, dtype=dtype)
+        for i, mask in enumerate(MASKS)
+    ]
+    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
+    ours: dict[str, list[Tensor]] = {}
+    alone: dict[str, list[Tensor]] = {}
+    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+        true, single = exact(case), unsharded(case)
+        for name, got in assemble(case, parts).items():
+            seen = true[name].isfinite()
+            assert torch.equal(got.isfinite(), seen), f"{name} in {case}"
+            # Pooled in units of each result's norm, lest one case outweigh all others.
+            scale = true[name][seen].norm().clamp_min(1e-30)
+            kind = name.split()[0]
+            ours.setdefault(kind, []).append((got[seen].double() - true[name][seen]) / scale)
+            alone.setdefault(kind, []).append((single[name][seen].double() - true[name][seen]) / scale)
+    for kind in ours:
+        got, allowed = (
+            float(torch.cat([x.flatten() for x in errors[kind]]).norm()) for errors in (ours, alone)
+        )
+        assert got <= FACTOR * allowed, f"{kind}: error {got:.3g}, of one process {allowed:.3g}"
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+def test_fewer_rows_and_documents_than_ranks(ranks: int, strategy: str) -> None:
+    lengths = (1, 2, 3, 5, 7)
+    masks = ("causal", "segments", "documents", "spans", "key_padding")
+    check(
+        ranks,
+        [
+            Case(mask=mask, length=length, strategy=strategy, option=option, heads=heads)
+            for length in lengths
+            for mask, option, heads in zip(
+                masks, ("none", "sinks", "all", "dropout", "alibi"), HEADS[:5], strict=True
+            )
+        ],
+    )
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+def test_cross_attention(ranks: int, strategy: str) -> None:
+    options = list(OPTIONS)
+    check(
+        ranks,
+        [
+            Case(mask=mask, length=length, k_len=k_len, option=options[i % len(options)], strategy=strategy)
+            for length, k_len in ((37, 101), (101, 37), (41, 3))
+            for i, mask in enumerate(CROSS_MASKS)
+        ],
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_same_call_gives_the_same_bits(ranks: int) -> None:
+    cases = [
+        Case(mask=mask, option="all", length=101, strategy=strategy, heads=(5, 1))
+        for strategy in STRATEGIES[ranks]
+        for mask in ("segments", "window", "spans per head")
+    ]
+    assert not any(world(ranks).run("parity_jobs:twice", cases))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+@pytest.mark.parametrize("other", ["zigzag", "greedy"])
+def test_ids_that_lie_as_another_partition_deals_them_go_red(ranks: int, strategy: str, other: str) -> None:
+    case = Case(mask="segments", length=101, strategy=strategy, partition="contiguous", rows_per_chunk=4)
+    parts = world(ranks).run("parity_jobs:attend_with_foreign_ids", case, other)
+    # The shapes all fit; only the comparison can tell.
+    whole = assemble(case, parts)
+    for name in ("out", "dq", "dk", "dv"):
+        assert distance(whole[name], unsharded(case)[name]) > 0.1 * float(unsharded(case)[name].norm()), name
+    with pytest.raises(AssertionError, match="from one process"):
+        assert_parity(case, parts)
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> tuple[int, Case]:
+    ranks, strategy = draw(st.sampled_from(WORLDS))
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    k_len = draw(st.one_of(st.none(), st.integers(1, 120)))
+    case = Case(
+        mask=draw(st.sampled_from(list(MASKS) if k_len is None else CROSS_MASKS)),
+        option=draw(st.sampled_from(list(OPTIONS))),
+        heads=(kv_heads * group, kv_heads),
+        length=draw(st.integers(1, 120)),
+        k_len=k_len,
+        batch=draw(st.integers(1, 3)),
+        dims=(draw(st.sampled_from((8, 16, 20))), draw(st.sampled_from((8, 16, 20)))),
+        seed=draw(st.integers(0, 100)),
+        strategy=strategy,
+        partition=draw(st.sampled_from(PARTITIONS)),
+        rows_per_chunk=draw(st.one_of(st.none(), st.integers(1, 40))),
+        layout=draw(st.sampled_from(("bhsd", "bshd"))),
+        return_lse=draw(st.booleans()),
+    )
+    return ranks, case
+
+
+@given(any_case())
+def test_any_combination(drawn: tuple[int, Case]) -> None:
+    ranks, case = drawn
+    check(ranks, [case])
+
+
+def test_a_wrong_element_is_seen() -> None:
+    case = Case(mask="causal", length=257)
+    whole = unsharded(case)
+    spoiled = {**whole, "dk": whole["dk"].clone()}
+    spoiled["dk"][0, 1, 200, 3] += 1e-3 * whole["dk"].abs().max()
+    rows = torch.arange(257)
+    assert_parity(case, [{**whole, "rows": rows, "keys": rows}])
+    with pytest.raises(AssertionError, match=r"dk: .* from one process"):
+        assert_parity(case, [{**spoiled, "rows": rows, "keys": rows}])
