@@ -41,7 +41,8 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
     opens = np.ones(len(low), bool)
     np.greater(low[1:], reach[:-1], out=opens[1:])
     first = np.flatnonzero(opens)
-    low, high = low[first], reach[np.append(first[1:], len(reach)) - 1]
+    last = np.append(first[1:], len(reach))[: len(first)] - 1
+    low, high = low[first], reach[last]
     owner = low // width
     starts = np.searchsorted(owner, np.arange(families + 1))
     return starts, low - owner * width, high - owner * width
