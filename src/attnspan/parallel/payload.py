@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import ShapeError
 
 if TYPE_CHECKING:
-    from .plan import HeadSlice
+    from .strategy import HeadSlice
 
 __all__ = ["FLOAT32", "Payload"]
 
@@ -90,12 +90,12 @@ class Payload:
         """The payload of a head split.
 
         Args:
-            heads: What `attnspan.parallel.plan.split_heads` gave, one slice per member.
+            heads: What `attnspan.parallel.strategy.split_heads` gave, one slice per member.
             rows, head_dim, itemsize, batch, planes, key_rows, dlse: As the attributes.
             v_dim: None: as `head_dim`.
 
         Example:
-            >>> from attnspan.parallel.plan import split_heads
+            >>> from attnspan.parallel.strategy import split_heads
             >>> Payload.of(split_heads(8, 2, 4), rows=16, head_dim=64, itemsize=2).kv_heads
             (1, 1, 1, 1)
         """

@@ -21,7 +21,7 @@ from .needs import Holders, Needs, foreign_pieces
 from .payload import FLOAT32, Ints, Payload
 
 if TYPE_CHECKING:
-    from .plan import Strategy
+    from .strategy import Strategy
 
 __all__ = ["Payload", "Phase", "Traffic", "rows_between", "traffic_of"]
 
@@ -89,7 +89,7 @@ class Traffic:
             rows).
 
     Example:
-        >>> from attnspan.parallel.plan import Strategy
+        >>> from attnspan.parallel.strategy import Strategy
         >>> payload = Payload(rows=4, q_heads=(1,), kv_heads=(1,), head_dim=8, v_dim=8, itemsize=2)
         >>> traffic_of(Strategy.parse("ring", 3), payload).received("forward")
         array([256, 256, 256])
@@ -174,7 +174,7 @@ def traffic_of(
         ShapeError: The payload is one of another number of members, or `rows` is missing or of another size.
 
     Example:
-        >>> from attnspan.parallel.plan import Strategy
+        >>> from attnspan.parallel.strategy import Strategy
         >>> payload = Payload(rows=4, q_heads=(1,), kv_heads=(1,), head_dim=8, v_dim=8, itemsize=2)
         >>> traffic = traffic_of(Strategy.parse("exchange", 2), payload, np.array([[0, 3], [0, 0]]))
         >>> traffic.received("forward"), traffic.received("backward")

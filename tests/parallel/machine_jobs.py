@@ -1,0 +1,7 @@
+"""Jobs of test_machine.py."""
+
+from attnspan.parallel.machine import Machine
+
+
+def measure(node_size: int | None) -> Machine:
+    return Machine.calibrate(node_size=node_size, head_dim=32, seconds=0.2)
