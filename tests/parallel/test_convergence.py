@@ -1,0 +1,70 @@
+"""Training over ranks: a loss that can reach 0 reaches it, and one whose ids lie elsewhere does not."""
+
+import functools
+
+import pytest
+import torch
+from copying import BATCH, MOTIF, RUNS, SEQ_LEN, VOCABULARY, Run, make_batch, misplace
+from worlds import world
+
+from attnspan import causal, segments
+from attnspan.errors import OptionError
+
+#: Below it, nothing is left to learn; above the other, tokens are still being guessed.
+LEARNED, STALLED = 1e-3, 0.05
+#: How far losses may lie apart: in the first steps by few roundings, which then grow with each step.
+EARLY, ALIKE_EARLY, ALIKE = 20, 1e-5, 1e-2
+
+
+@functools.cache
+def losses(ranks: int, run: Run) -> list[float]:
+    """The loss of each step; all ranks must have seen the same one."""
+    first, *others = world(ranks).run("copying:train", run)
+    assert all(other == first for other in others)
+    return first
+
+
+def end(curve: list[float]) -> float:
+    """What the loss has come to: the mean of the last steps."""
+    return sum(curve[-10:]) / 10
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(2, "exchange"), (4, "exchange"), (2, "ring"), (4, "hybrid(2, 2)")],
+)
+def test_ranks_learn_what_one_process_learns(ranks: int, strategy: str) -> None:
+    alone, together = losses(1, Run()), losses(ranks, Run(strategy))
+    assert end(alone) < LEARNED
+    assert end(together) < LEARNED
+    assert together[:EARLY] == pytest.approx(alone[:EARLY], rel=ALIKE_EARLY)
+    assert together == pytest.approx(alone, rel=ALIKE)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ids_that_lie_as_another_partition_deals_them_stall(ranks: int) -> None:
+    assert end(losses(ranks, Run("exchange", misplaced=True))) > STALLED
+
+
+def test_the_mask_refuses_misplaced_ids_that_fall_apart() -> None:
+    ids = misplace(make_batch(0).ids, 2)
+    with pytest.raises(OptionError, match="max_runs"):
+        (causal() & segments(ids)).prepare(SEQ_LEN, SEQ_LEN, batch=BATCH)
+    (causal() & segments(ids, max_runs=RUNS)).prepare(SEQ_LEN, SEQ_LEN, batch=BATCH)
+
+
+def test_the_task_can_be_solved_and_only_by_seeing_the_own_segment() -> None:
+    for step in range(20):
+        batch = make_batch(step)
+        known = batch.targets >= 0
+        assert known.sum() > SEQ_LEN
+        b, at = known.nonzero(as_tuple=True)
+        copied = at - MOTIF + 1
+        assert (copied >= 0).all()
+        assert torch.equal(batch.targets[b, at], batch.tokens[b, copied])
+        assert torch.equal(batch.targets[b, at], batch.tokens[b, at + 1])
+        assert torch.equal(batch.ids[b, at], batch.ids[b, copied])
+        assert torch.equal(
+            batch.positions[b, at] - batch.positions[b, copied], torch.full_like(at, MOTIF - 1)
+        )
+        assert int(batch.tokens.max()) < VOCABULARY
