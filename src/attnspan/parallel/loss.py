@@ -136,7 +136,7 @@ def sum_gradients(
     module ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)``.
 
     Args:
-        parameters: All of the model's, in the same order on all ranks; those that need no gradient are left out.
+        parameters: All of the model's, in the same order on all ranks; frozen ones are left out.
         ranks: A mesh, a process group, or None for this process alone (then nothing happens).
         bucket_bytes: About how much is copied into one buffer and sent at once.
 
@@ -161,8 +161,13 @@ def sum_gradients(
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         for group in groups:
             dist.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        for gradient, part in zip(gradients, _parts(flat, gradients), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts: list[Tensor] = torch.split(flat, [each.numel() for each in like])
+    return parts
 
 
 def _groups(ranks: RankGroups) -> Iterator[dist.ProcessGroup]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from attnspan import Prepared, causal, segments
 from attnspan.torch import attention, checkpoint_policy
 from attnspan.train.packing import PADDING
+
+if TYPE_CHECKING:
+    from attnspan.parallel.context import ContextParallel
 
 __all__ = ["AnyMask", "Pieces", "StepMask", "attend", "keep_attention", "prepare_mask"]
 
@@ -50,7 +53,7 @@ class Pieces:
         return cls(rows)
 
 
-AnyMask = Prepared | Tensor | Pieces
+AnyMask = Union[Prepared, Tensor, Pieces, "ContextParallel"]
 
 
 class StepMask(NamedTuple):
@@ -89,13 +92,13 @@ def prepare_mask(ids: Tensor, kind: str) -> StepMask:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
-    """Attention of one layer: attnspan's under a prepared mask, torch's own under a dense one or by pieces.
+    """Attention of one layer: attnspan's, or torch's under a dense mask or by pieces.
 
     Args:
         q: Queries, (B, S, H, D).
         k: Keys, (B, S, G, D).
         v: Values, (B, S, G, D).
-        mask: What `prepare_mask` made.
+        mask: What `prepare_mask` made, or the plan of the ranks that hold S tokens each of longer rows.
 
     Returns:
         (B, S, H, D).
@@ -115,7 +118,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
     if isinstance(mask, Pieces):
         pieced: Tensor = _attend_pieces(q, k, v, mask)
         return pieced
-    return attention(q, k, v, mask=mask, layout="bshd")
+    out = attention(q, k, v, mask=mask, layout="bshd")
+    return out
 
 
 # Not compiled: the pieces are other ones at each step, and each would be a graph of its own.

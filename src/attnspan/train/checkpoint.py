@@ -3,6 +3,9 @@
 A checkpoint is written into a temporary folder, with a manifest of its files' sizes and hashes, flushed to
 the disk, and renamed; only then does the file ``LATEST`` name it, and only then are older ones removed. One
 of the same step is renamed aside just before, and returns to its name if the process dies in between.
+
+Several ranks write one checkpoint, each its share of the tensors, into a folder that all of them see; the
+first rank alone makes, checks, renames and removes. Any number of ranks can read what another number wrote.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from attnspan.train.errors import CheckpointError
+from attnspan.train.ranks import ALONE, Ranks
 
 __all__ = ["CheckpointStore", "step_of"]
 
@@ -47,10 +52,11 @@ def step_of(name: str) -> int | None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """The checkpoints of one run. All ranks call `save`, `load` and `point_at`, the first alone the rest.
 
     Args:
         root: Folder that holds them; made when the first one is written.
+        ranks: Who writes and reads them together; by default this process alone.
 
     Example:
         >>> import tempfile, torch
@@ -61,8 +67,8 @@ class CheckpointStore:
         ((10, {'epoch': 0}), [1.0, 1.0])
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, ranks: Ranks = ALONE) -> None:
+        self.root, self.ranks = root, ranks
         # Written or read by this process, oldest first: what must not be removed are the last two of these.
         self._kept: list[str] = []
 
@@ -82,26 +88,40 @@ class CheckpointStore:
         """
         name = f"step-{step:08d}"
         target, draft = self.root / name, self.root / f".{name}.tmp"
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._restore()
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed while it wrote
         try:
+            self.ranks.first(lambda: self._make_room(draft))
             with _torch_alone():
-                save(tensors, storage_writer=FileSystemWriter(draft, sync_files=True), no_dist=True)
-            _write(draft / _PROGRESS, json.dumps({"step": step, **progress}))
-            _write(draft / _MANIFEST, json.dumps(_describe(draft), indent=2))
-            _flush_folder(draft)
-            self._replace(draft, target)
-            self._point_at(name)
+                writer = FileSystemWriter(draft, sync_files=True)
+                save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            self.ranks.first(lambda: self._publish(draft, target, {"step": step, **progress}))
         except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise CheckpointError(
+            if self.ranks.is_first:
+                shutil.rmtree(draft, ignore_errors=True)
+            failure = CheckpointError(
                 expected=f"to write {target}",
                 got=str(error),
                 remedy=f"free space on the disk of {self.root} and make it writable, then pass --resume",
-            ) from error
-        self._prune(name)
+            )
+            failure.shared = True  # What torch and the first rank report reaches all ranks.
+            raise failure from error
+        self.ranks.first(lambda: self._prune(name))
         return target
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        return self.ranks.group
+
+    def _make_room(self, draft: Path) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._restore()
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed while it wrote
+
+    def _publish(self, draft: Path, target: Path, progress: dict[str, Any]) -> None:
+        _write(draft / _PROGRESS, json.dumps(progress))
+        _write(draft / _MANIFEST, json.dumps(_describe(draft), indent=2))
+        _flush_folder(draft)
+        self._replace(draft, target)
+        self._point(target.name)
 
     def latest(self) -> str | None:
         """Name of the latest checkpoint, or None when there is none yet.
@@ -143,6 +163,26 @@ class CheckpointStore:
         Raises:
             CheckpointError: There is no such checkpoint, or one of its files is damaged.
         """
+        name, progress = self.ranks.first(lambda: self._whole(step))
+        try:
+            with _torch_alone():
+                reader = FileSystemReader(self.root / name)
+                load(tensors, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except OSError as error:
+            raise self._unreadable(self.root / name, error) from error
+        self._kept = [name]
+        return int(progress.pop("step")), progress
+
+    def point_at(self, step: int) -> None:
+        """Make a checkpoint that is there the latest: a run goes on from it, and so it does after a restart.
+
+        Args:
+            step: Which one.
+        """
+        self.ranks.first(lambda: self._point(f"step-{step:08d}"))
+
+    def _whole(self, step: int | None) -> tuple[str, dict[str, Any]]:
+        """Name and progress of a checkpoint, once every byte of it is known to be as it was written."""
         self._restore()
         name = self.latest() if step is None else f"step-{step:08d}"
         if name is None or not (self.root / name).is_dir():
@@ -154,14 +194,7 @@ class CheckpointStore:
                 else "name one that exists with --from-step",
             )
         self._verify(name)
-        try:
-            with _torch_alone():
-                load(tensors, storage_reader=FileSystemReader(self.root / name), no_dist=True)
-        except OSError as error:
-            raise self._unreadable(self.root / name, error) from error
-        progress = json.loads((self.root / name / _PROGRESS).read_text())
-        self._kept = [name]
-        return int(progress.pop("step")), progress
+        return name, json.loads((self.root / name / _PROGRESS).read_text())
 
     def _names(self) -> list[str]:
         return [f"step-{step:08d}" for step in self.steps()]
@@ -223,7 +256,7 @@ class CheckpointStore:
             return "start the run anew, under another --name"
         return f"resume from one that is there: --resume --from-step {others[-1]}"
 
-    def _point_at(self, name: str) -> None:
+    def _point(self, name: str) -> None:
         draft = self.root / f".{_LATEST}.tmp"
         _write(draft, name + "\n")
         draft.rename(self.root / _LATEST)

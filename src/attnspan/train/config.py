@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ _model = partial(_option, "The model")
 _data = partial(_option, "The data")
 _optimum = partial(_option, "The optimization")
 _how = partial(_option, "How it is computed")
+_ranks = partial(_option, "The ranks")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TrainConfig:
     data: str | None = _data(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
     tokenizer: str | None = _data(None, "local `tokenizers` JSON file; default: bytes")
     seq_len: int = _data(2048, "tokens per packed row")
-    batch_size: int = _data(1, "packed rows per step")
+    batch_size: int = _data(1, "packed rows per step of each data-parallel replica")
     held_out: float = _data(0.02, "share of the documents kept for evaluation")
     eval_bytes: int = _data(131_072, "bytes of held-out text scored at the start and at the end")
 
@@ -74,17 +75,55 @@ class TrainConfig:
     ac: str = _how("none", "activation checkpointing: none, selective (keeps attention) or full")
     dtype: str = _how("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
-    threads: int = _how(0, "CPU threads; 0 takes torch's default")
+    threads: int = _how(0, "CPU threads of each rank; 0 takes torch's default")
 
     checkpoint_every: int = _how(200, "steps between checkpoints; 0 keeps only the last")
+
+    cp: int = _ranks(1, "ranks that share each row: context parallelism")
+    dp: int = _ranks(1, "replicas with rows of their own: data parallelism")
+    fsdp: bool = _ranks(False, "shard parameters, gradients and optimizer over all ranks (FSDP2)")
+    timeout: float = _ranks(300.0, "seconds after which a rank that waits for the others gives up")
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_ranges(self)
         _check_shapes(self)
+        _check_ranks(self)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job.
+
+        Example:
+            >>> TrainConfig(cp=2, dp=3).world
+            6
+        """
+        return self.cp * self.dp
+
+    def on_ranks(self, **changes: Any) -> TrainConfig:
+        """The same training on other ranks: the rows of a step stay, each replica takes its share of them.
+
+        Args:
+            **changes: New values of cp, dp, fsdp, threads or timeout.
+
+        Raises:
+            ConfigError: The rows of a step cannot be dealt to that many replicas.
+
+        Example:
+            >>> TrainConfig(dp=2, batch_size=2).on_ranks(dp=4).batch_size
+            1
+        """
+        rows, dp = self.dp * self.batch_size, changes.get("dp", self.dp)
+        if rows % max(1, dp):
+            raise ConfigError(
+                expected=f"--dp to divide the {rows} rows of a step",
+                got=str(dp),
+                remedy="choose a divisor, so that the training stays what it was",
+            )
+        return replace(self, **changes, batch_size=rows // max(1, dp))
 
     def save(self, path: Path) -> None:
-        """Write the configuration as JSON.
+        """Write the configuration as JSON; what was there before stays until all of it is written.
 
         Args:
             path: File to write.
@@ -96,7 +135,9 @@ class TrainConfig:
             >>> TrainConfig.load(path).steps
             7
         """
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        draft.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
@@ -153,6 +194,9 @@ _LOWEST = {
     "held_out": 0.0,
 }
 
+# What may be another on resuming, because it changes how a training is computed, not what it computes.
+MOVABLE = ("cp", "dp", "fsdp", "threads", "timeout")
+
 
 def _check_ranges(config: TrainConfig) -> None:
     for item in fields(config):
@@ -183,4 +227,14 @@ def _check_shapes(config: TrainConfig) -> None:
             expected="an even --head-dim",
             got=str(config.head_dim),
             remedy="rotary embedding turns pairs of channels",
+        )
+
+
+def _check_ranks(config: TrainConfig) -> None:
+    if config.cp > 1 and config.attention != "attnspan":
+        raise ConfigError(
+            expected="--attention attnspan beside --cp above 1",
+            got=f"--attention {config.attention} and --cp {config.cp}",
+            remedy="torch's attention cannot share a row under such a mask: "
+            f"pass --cp 1, with --dp {config.cp * config.dp} for as many ranks",
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "JobError"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError"]
 
 
 class JobError(ValueError):
@@ -24,8 +25,16 @@ class JobError(ValueError):
 
     what: ClassVar[str] = "train"
 
+    #: Whether every rank raises it, so that one of them may speak for all.
+    shared = False
+
     def __init__(self, *, expected: str, got: str, remedy: str) -> None:
         super().__init__(f"{self.what}: expected {expected}, got {got}. {remedy[0].upper()}{remedy[1:]}.")
+        self._parts = {"expected": expected, "got": got, "remedy": remedy}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between ranks; an exception's own way is to call it with the message alone.
+        return partial(type(self), **self._parts), ()
 
 
 class ConfigError(JobError):
@@ -59,3 +68,14 @@ class CheckpointError(JobError):
     """
 
     what = "checkpoint"
+
+
+class RankError(JobError):
+    """Another rank has ended, or does not answer.
+
+    Example:
+        >>> issubclass(RankError, ValueError)
+        True
+    """
+
+    what = "ranks"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 
 import torch
@@ -25,7 +26,12 @@ _SDPA = (
 )
 # Names of the operators that do attention, as the profiler sees them.
 _OPERATORS = {
-    "attnspan": ("attnspan::forward", "attnspan::backward"),
+    "attnspan": (
+        "attnspan::forward",
+        "attnspan::backward",
+        "attnspan::sharded_forward",
+        "attnspan::sharded_backward",
+    ),
     "sdpa": _SDPA,
     "sdpa-documents": _SDPA,
 }
@@ -66,10 +72,12 @@ class Graphs:
 class AttentionShare:
     """Time inside the attention operators, forward and backward, over a few profiled steps.
 
+    Over ranks it is the first one's time, in which it also waits for the others, and the work of all.
+
     Args:
         share: Of the wall time of the steps, 0..1.
         seconds: Inside the operators, s.
-        flops: What the operators computed in that time, visible pairs only.
+        flops: What the operators of all ranks computed in that time, visible pairs only.
 
     Example:
         >>> AttentionShare(share=0.25, seconds=2.0, flops=4e9).flops_per_second
@@ -90,7 +98,7 @@ def attention_share(stepper: Stepper, batches: Sequence[Batch]) -> AttentionShar
     """Profile training steps and add up the time of their attention operators.
 
     Args:
-        stepper: A warm model; its weights change by the steps.
+        stepper: A warm model; its weights change by the steps, which all of its ranks take together.
         batches: One per step.
 
     Example:
@@ -104,13 +112,16 @@ def attention_share(stepper: Stepper, batches: Sequence[Batch]) -> AttentionShar
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     flops = 0.0
     start = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+    watch = profile(activities=[ProfilerActivity.CPU], acc_events=True) if stepper.ranks.is_first else None
+    with watch or nullcontext():
         for batch in batches:
             flops += stepper.step(batch, stepper.config.steps - 1).flops.attention
         wall = time.perf_counter() - start
+    if watch is None:
+        return AttentionShare(0.0, 0.0, flops)
     names = _OPERATORS[stepper.config.attention]
     # Operators nest (the public one calls the kernel), so each counts its own time only.
-    spent = sum(event.self_cpu_time_total for event in profiled.key_averages() if event.key in names) / 1e6
+    spent = sum(event.self_cpu_time_total for event in watch.key_averages() if event.key in names) / 1e6
     return AttentionShare(spent / wall, spent, flops)
 
 
@@ -119,8 +130,9 @@ class Comparison:
     """Step times of both attentions, taken in turn on the same batches.
 
     Args:
-        attnspan: Seconds of each step.
-        sdpa: Seconds of each step.
+        attnspan: Seconds of each step, by all ranks.
+        sdpa: Seconds of each step, by one rank with the threads of all.
+        one_rank: The same with attnspan; empty for a job of one rank.
 
     Example:
         >>> comparison = Comparison([1.0, 1.0, 1.0], [2.0, 3.0, 2.5])
@@ -130,6 +142,12 @@ class Comparison:
 
     attnspan: list[float]
     sdpa: list[float]
+    one_rank: list[float] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float | None:
+        """Median step of one rank over that of all, both with attnspan; None for a job of one rank."""
+        return median(self.one_rank) / median(self.attnspan) if self.one_rank else None
 
     @property
     def ratio(self) -> float:
@@ -200,8 +218,7 @@ def step_times(
 
 
 def _copy(trained: Stepper, config: TrainConfig) -> Stepper:
-    vocab_size = trained.model.head.weight.shape[0]
     with torch.random.fork_rng(devices=[]):
-        stepper = Stepper(config, vocab_size)
+        stepper = Stepper(config, trained.vocab_size)
     stepper.model.load_state_dict(trained.model.state_dict())
     return stepper

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -187,23 +189,40 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=residual if name.endswith(".out.weight") else 0.02)
 
     def compile_blocks(self) -> None:
-        """Compile each block by itself: all of them share one graph, which is small.
+        """Compile each block by itself: all of them share one graph, which is small. Shapes never change.
 
         Calls of SDPA per document break the graph: their shapes are never the same.
 
         Example:
             >>> Decoder(TrainConfig(layers=1), vocab_size=257).compile_blocks()
         """
+        whole = self.config.attention != "sdpa-documents"
         for block in self.blocks:
-            block.compile(fullgraph=self.config.attention != "sdpa-documents")
+            if self.config.fsdp:
+                # Its hooks gather and free the parameters: they stay outside of the graph.
+                block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
+            else:
+                block.compile(fullgraph=whole, dynamic=False)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard all parameters over ranks (FSDP2), each block by itself; gradients are summed over them.
+
+        Args:
+            mesh: All ranks, in one dimension.
+        """
+        for module in (*self.blocks, self):
+            fully_shard(module, mesh=mesh)
+            # Each rank's loss is its part of the whole: FSDP's mean would divide it once more.
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: AnyMask) -> Tensor:
         """Logits of the next token.
 
         Args:
-            tokens: (B, S) int64.
+            tokens: (B, S) int64; over ranks S is what each of them holds.
             positions: Position of each token within its segment, (B, S) int64, below `seq_len`.
-            mask: What `prepare_mask` made for the batch.
+            mask: What `prepare_mask` made for the batch, or the plan of its ranks.
 
         Returns:
             Logits, (B, S, V).

@@ -217,6 +217,9 @@ class PackedStream:
         seq_len: S, tokens of a row.
         batch_size: B, rows of a batch.
         seed: Seed of the document order.
+        replica: Which of several replicas this is, from 0.
+        replicas: How many there are: each gets B rows of every R * B, and all of them together get what one
+            with batches of R * B rows would get, in the same order.
 
     Example:
         >>> corpus = Corpus.from_documents([[1, 2], [3], [4, 5, 6]], end=9, num_bytes=6)
@@ -228,8 +231,19 @@ class PackedStream:
         True
     """
 
-    def __init__(self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
         self.corpus, self.seq_len, self.batch_size, self.seed = corpus, seq_len, batch_size, seed
+        self._own = _own_rows(batch_size, replica)
+        self._rows = batch_size * replicas
         self.epoch = 0
         self._parts = corpus.parts(seq_len)
         self._cursor = self._start()
@@ -252,9 +266,14 @@ class PackedStream:
         return self
 
     def __next__(self) -> Batch:
-        rows = [_Row.blank(self.seq_len, self.corpus.end) for _ in range(self.batch_size)]
-        for row in rows:
-            _pack_row(self._pieces(), row)
+        rows = [_Row.blank(self.seq_len, self.corpus.end) for _ in self._own]
+        for number in range(self._rows):
+            pieces = self._pieces()
+            if number in self._own:
+                _pack_row(pieces, rows[number - self._own.start])
+            else:
+                for _ in pieces:  # Of another replica: the place moves on, nothing is copied.
+                    pass
         return _stack(rows)
 
     def state_dict(self) -> dict[str, int]:
@@ -289,16 +308,24 @@ class PackedStream:
         self._cursor = self._start(state["position"], state["offset"])
 
 
-def pack_once(corpus: Corpus, *, seq_len: int, batch_size: int) -> list[Batch]:
+def _own_rows(batch_size: int, replica: int) -> range:
+    return range(replica * batch_size, (replica + 1) * batch_size)
+
+
+def pack_once(
+    corpus: Corpus, *, seq_len: int, batch_size: int, replica: int = 0, replicas: int = 1
+) -> list[Batch]:
     """All documents in order, once; the last batch is filled up with padding.
 
     Args:
         corpus: The documents.
         seq_len: S, tokens of a row.
         batch_size: B, rows of a batch.
+        replica: Which of several replicas this is, from 0.
+        replicas: How many there are, R: each gets B rows of every R * B.
 
     Returns:
-        Batches of B rows, as many as the documents need.
+        Batches of B rows, as many as the documents need; every replica gets as many.
 
     Example:
         >>> corpus = Corpus.from_documents([[1, 2, 3]], end=9, num_bytes=3)
@@ -308,8 +335,8 @@ def pack_once(corpus: Corpus, *, seq_len: int, batch_size: int) -> list[Batch]:
     cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
     batches = []
     while cursor.position < len(corpus):
-        rows = [_Row.blank(seq_len, corpus.end) for _ in range(batch_size)]
+        rows = [_Row.blank(seq_len, corpus.end) for _ in range(batch_size * replicas)]
         for row in rows:
             _pack_row(cursor.take(seq_len), row)
-        batches.append(_stack(rows))
+        batches.append(_stack([rows[number] for number in _own_rows(batch_size, replica)]))
     return batches

@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.tensorboard import SummaryWriter
 
 from attnspan.train.errors import CheckpointError
-from attnspan.train.machine import peak_memory
 from attnspan.train.step import StepResult
 
 __all__ = ["MetricsLog", "Reporter", "metrics"]
@@ -32,11 +31,12 @@ def metrics(step: int, result: StepResult, ceiling: float) -> dict[str, float]:
 
     Returns:
         loss in nats per token, tokens_per_second, attention_gflops (useful attention work per second of the
-        whole step), mfu in 0..1, peak_memory in bytes, and what else the result says.
+        whole step), mfu in 0..1, peak_memory in bytes, and what else the result says; of all ranks together.
 
     Example:
         >>> from attnspan.train.model import StepFlops
-        >>> result = StepResult(2.0, 1.0, 1e-3, tokens=100, seconds=0.5, flops=StepFlops(3e9, 1e9))
+        >>> flops = StepFlops(3e9, 1e9)
+        >>> result = StepResult(2.0, 1.0, 1e-3, tokens=100, seconds=0.5, flops=flops, memory=2**30)
         >>> figures = metrics(1, result, ceiling=16e9)
         >>> figures["tokens_per_second"], figures["attention_gflops"], figures["mfu"]
         (200.0, 2.0, 0.5)
@@ -50,7 +50,7 @@ def metrics(step: int, result: StepResult, ceiling: float) -> dict[str, float]:
         "tokens_per_second": result.tokens / result.seconds,
         "attention_gflops": result.flops.attention / result.seconds / 1e9,
         "mfu": result.flops.total / result.seconds / ceiling,
-        "peak_memory": peak_memory(),
+        "peak_memory": result.memory,
     }
 
 
@@ -131,7 +131,8 @@ class Reporter:
     Example:
         >>> import tempfile
         >>> from attnspan.train.model import StepFlops
-        >>> figures = metrics(1, StepResult(2.0, 1.0, 1e-3, 100, 0.5, StepFlops(3e9, 1e9)), ceiling=16e9)
+        >>> result = StepResult(2.0, 1.0, 1e-3, 100, 0.5, StepFlops(3e9, 1e9), 2**30)
+        >>> figures = metrics(1, result, ceiling=16e9)
         >>> with Reporter(Console(width=100), Path(tempfile.mkdtemp()), step=0, steps=1) as reporter:
         ...     reporter.update(figures)  # doctest: +ELLIPSIS
         step 1/1  loss 2.000  200 tok/s  attention 2 GFLOP/s  MFU 50%  ... GiB

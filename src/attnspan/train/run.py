@@ -6,152 +6,33 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.filesize import decimal
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 
 from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import TrainConfig
-from attnspan.train.documents import Data, load_data
 from attnspan.train.errors import CheckpointError, ConfigError
 from attnspan.train.hooks import UNOBSERVED, Observer
+from attnspan.train.job import Run
 from attnspan.train.machine import faster_dtype, matmul_ceiling, peak_memory
-from attnspan.train.measure import Graphs, attention_share, compare
-from attnspan.train.packing import Batch, PackedStream, pack_once
+from attnspan.train.measure import Comparison, Graphs, attention_share, compare
+from attnspan.train.packing import Batch
+from attnspan.train.parity import Parity, check_parity, compare_ranks, one_rank
 from attnspan.train.progress import Reporter, metrics
-from attnspan.train.step import Stepper
+from attnspan.train.ranks import Ranks, open_ranks, restarted
 from attnspan.train.summary import Summary
-from attnspan.train.vocabulary import load_vocabulary
 
-__all__ = ["Run", "resume_config", "train"]
+__all__ = ["resume_config", "train"]
 
 _CONFIG = "config.json"
 _PROFILED_STEPS = 3
 _COMPARED_STEPS = 5
-
-
-class _State(Stateful):
-    """Model and optimizer in the form that `torch.distributed.checkpoint` can also shard."""
-
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper = stepper
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._stepper.model, self._stepper.optimizer)
-        return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self._stepper.model,
-            self._stepper.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        torch.set_rng_state(state["rng"])
-
-
-@dataclass
-class Run:
-    """Everything that lives as long as a run.
-
-    Args:
-        config: Options, with the dtype resolved.
-        folder: The run's folder.
-        data: Tokenized documents.
-        stepper: Model and optimizer.
-        stream: Training batches.
-        held_out: Batches of the held-out score.
-        store: Checkpoints.
-        done: Steps taken.
-        start_score: Held-out bits per byte of the untrained model.
-
-    Example:
-        >>> sorted(Run.__dataclass_fields__)[:3]
-        ['config', 'data', 'done']
-    """
-
-    config: TrainConfig
-    folder: Path
-    data: Data
-    stepper: Stepper
-    stream: PackedStream
-    held_out: list[Batch]
-    store: CheckpointStore
-    done: int = 0
-    start_score: float = float("nan")
-
-    @classmethod
-    def open(cls, config: TrainConfig, folder: Path) -> Run:
-        """Read the data and build the model.
-
-        Args:
-            config: Options, with the dtype resolved.
-            folder: The run's folder.
-
-        Raises:
-            DataError: The data cannot be read.
-        """
-        vocabulary = load_vocabulary(config.tokenizer)
-        data = load_data(config, vocabulary)
-        shape = {"seq_len": config.seq_len, "batch_size": config.batch_size}
-        return cls(
-            config,
-            folder,
-            data,
-            Stepper(config, vocabulary.end + 1),
-            PackedStream(data.train, **shape, seed=config.seed),
-            pack_once(data.held_out, **shape),
-            CheckpointStore(folder / "checkpoints"),
-        )
-
-    def score(self) -> float:
-        """Held-out bits per byte of the present weights."""
-        return self.stepper.bits_per_byte(self.held_out, self.data.held_out.num_bytes)
-
-    def save(self) -> None:
-        """Write a checkpoint of the present state."""
-        progress = {
-            "data": self.stream.state_dict(),
-            "digests": _digests(self.data),
-            "start_score": self.start_score,
-        }
-        self.store.save(self.done, {"state": _State(self.stepper)}, progress)
-
-    def load(self, step: int | None) -> None:
-        """Return to a checkpoint.
-
-        Args:
-            step: Which one; None takes the latest.
-
-        Raises:
-            CheckpointError: There is none, it is damaged, or it was trained on other data.
-        """
-        self.done, progress = self.store.load({"state": _State(self.stepper)}, step)
-        self._refuse_other_data(progress.get("digests", {}))
-        self.stream.load_state_dict(progress["data"])
-        self.start_score = progress["start_score"]
-
-    def _refuse_other_data(self, stored: dict[str, str]) -> None:
-        for part, digest in _digests(self.data).items():
-            if stored.get(part) != digest:
-                raise CheckpointError(
-                    expected=f"the {part} documents that {self.folder} was trained with, sha256 "
-                    f"{stored.get(part, 'not recorded')}",
-                    got=f"{digest} from {self.data.source}",
-                    remedy="restore the data and the tokenizer file as they were, "
-                    "or start a new run under another --name",
-                )
-
-
-def _digests(data: Data) -> dict[str, str]:
-    return {"training": data.train.digest, "held-out": data.held_out.digest}
+_REPEATED_STEPS = 5
 
 
 def resume_config(folder: Path) -> TrainConfig:
@@ -186,17 +67,26 @@ def train(
     resume: bool = False,
     from_step: int | None = None,
     against_sdpa: bool = True,
+    against_one_rank: bool = True,
+    ranks: Ranks | None = None,
     observe: Callable[[float], AbstractContextManager[Observer]] | None = None,
     console: Console | None = None,
 ) -> Summary:
     """Train a model; at the end print and save what came of it.
 
+    With several ranks each of them calls this; the first one prints and writes. After a restart by torchrun
+    they go on from the latest checkpoint, if there is one, whatever ``resume`` and ``from_step`` say.
+
     Args:
-        config: Options. When resuming, those of the run itself (`resume_config`).
-        folder: The run's folder, for checkpoints, metrics, TensorBoard events and ``summary.json``.
+        config: Options. When resuming, those of the run itself (`resume_config`), on other ranks if need be
+            (`TrainConfig.on_ranks`).
+        folder: The run's folder, for checkpoints, metrics, TensorBoard events and ``summary.json``; ranks on
+            several machines all see it.
         resume: Go on from a checkpoint.
         from_step: Which checkpoint to resume from; None takes the latest.
-        against_sdpa: Time some steps against SDPA at the end.
+        against_sdpa: Time some steps against SDPA at the end; with several ranks, against one rank too.
+        against_one_rank: With several ranks, repeat the first steps on one at the end, and compare losses.
+        ranks: Who runs it; by default whom the launcher or the present process group names (`open_ranks`).
         observe: Makes the observer of the steps, from the measured ceiling in FLOP/s; it is open during them.
         console: Where people read; standard output by default.
 
@@ -207,6 +97,7 @@ def train(
         ConfigError: The folder already holds a run, and it is not to be resumed.
         DataError: The data cannot be read.
         CheckpointError: There is nothing to resume from, or it is damaged.
+        RankError: A rank ended, or did not answer in time.
 
     Example:
         >>> import io, tempfile
@@ -220,26 +111,49 @@ def train(
         >>> summary.bits_per_byte_end < summary.bits_per_byte_start
         True
     """
-    began = time.perf_counter()
-    console = console or Console()
-    config = _settle(config)
-    ceiling = matmul_ceiling(getattr(torch, config.dtype))
-    run = _resumed(config, folder, from_step) if resume else _started(config, folder)
+    with nullcontext(ranks) if ranks is not None else open_ranks(config) as ranks:
+        began = time.perf_counter()
+        console = (console or Console()) if ranks.is_first else Console(quiet=True)
+        with ranks.joined(lambda: "the start"):
+            config = _settle(config, ranks)
+            own = matmul_ceiling(getattr(torch, config.dtype))
+            run = _open(config, folder, ranks, resume, from_step)
+        with ranks.joined(lambda: run.doing):
+            summary = _train(run, console, own, observe, against_sdpa, against_one_rank)
+        summary = replace(summary, seconds=time.perf_counter() - began)
+        if ranks.is_first:
+            summary.save(folder / "summary.json")
+        summary.show(console)
+        return summary
+
+
+def _train(
+    run: Run,
+    console: Console,
+    own: float,
+    observe: Callable[[float], AbstractContextManager[Observer]] | None,
+    against_sdpa: bool,
+    against_one_rank: bool,
+) -> Summary:
+    """From the first compilation to the last figure; ``own`` is the ceiling of this rank."""
+    config, ranks = run.config, run.ranks
+    [ceiling] = ranks.sum([own])
     _introduce(run, console, ceiling)
     before = Graphs.now()
     compile_seconds = run.stepper.warm_up(run.held_out[0])
-    if not resume:
+    if not run.done:
         run.start_score = run.score()
     warm = Graphs.now()
-    with observe(ceiling) if observe else nullcontext(UNOBSERVED) as observer:
+    with observe(own) if observe else nullcontext(UNOBSERVED) as observer:
         results = _loop(run, console, ceiling, observer)
-    peak = peak_memory()
+    [peak] = ranks.sum([float(peak_memory())])
     end_score = run.score()
     later = Graphs.now() - warm
     # From here on the weights no longer matter: profiling and comparing take further steps.
+    run.doing = "the figures at the end"
     share = attention_share(run.stepper, list(itertools.islice(run.stream, _PROFILED_STEPS)))
-    comparison = compare(run.stepper, run.stream, _COMPARED_STEPS) if against_sdpa else None
-    summary = Summary(
+    parity, comparison = _compared(run, console, against_sdpa, against_one_rank)
+    return Summary(
         bits_per_byte_start=run.start_score,
         bits_per_byte_end=end_score,
         steps=config.steps,
@@ -251,40 +165,72 @@ def train(
         warm=warm - before if config.compile else None,
         later=later if config.compile else None,
         share=share,
-        peak_memory=peak,
-        seconds=time.perf_counter() - began,
+        peak_memory=round(peak),
+        seconds=0.0,
         comparison=comparison,
+        ranks=_in_words(config),
+        parity=parity,
     )
-    summary.save(folder / "summary.json")
-    summary.show(console)
-    return summary
 
 
-def _started(config: TrainConfig, folder: Path) -> Run:
-    store = folder / "checkpoints"
-    if (store / "LATEST").is_file() or CheckpointStore(store).steps():
+def _compared(
+    run: Run, console: Console, against_sdpa: bool, against_one_rank: bool
+) -> tuple[Parity | None, Comparison | None]:
+    """What the same steps come to otherwise: on one rank, and with SDPA."""
+    if run.ranks.world == 1:
+        return None, compare(run.stepper, run.stream, _COMPARED_STEPS) if against_sdpa else None
+    in_turn = against_sdpa and run.ranks.on_one_machine and run.config.attention == "attnspan"
+    if against_sdpa and not in_turn:
+        reason = (
+            "the ranks are on several machines" if run.config.attention == "attnspan" else "it trained so"
+        )
+        console.print(f"no step times of sdpa: {reason}")
+    one = one_rank(run) if run.ranks.is_first and (in_turn or against_one_rank) else None
+    parity = check_parity(run, one, _REPEATED_STEPS) if one is not None and against_one_rank else None
+    return parity, compare_ranks(run, one, _COMPARED_STEPS) if in_turn else None
+
+
+def _in_words(config: TrainConfig) -> str:
+    if config.world == 1:
+        return "1"
+    sharded = ", parameters sharded" if config.fsdp else ""
+    return f"{config.world}: cp {config.cp}, dp {config.dp}{sharded}; threads of each: {config.threads}"
+
+
+def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_step: int | None) -> Run:
+    store = CheckpointStore(folder / "checkpoints")
+    if ranks.first(restarted):
+        resume, from_step = ranks.first(lambda: bool(store.steps())), None
+    if not resume:
+        ranks.first(lambda: _refuse_used(store, folder))
+    run = Run.open(config, folder, ranks)
+    if resume:
+        run.load(from_step)
+    # Only now, so that data which cannot be read leave no empty folder behind.
+    ranks.first(lambda: _keep(config, folder))
+    return run
+
+
+def _refuse_used(store: CheckpointStore, folder: Path) -> None:
+    if (store.root / "LATEST").is_file() or store.steps():
         raise ConfigError(
             expected="a new run", got=f"{folder}, which holds one", remedy="pass --resume, or another --name"
         )
-    run = Run.open(config, folder)
-    # Only now, so that data which cannot be read leave no empty folder behind.
+
+
+def _keep(config: TrainConfig, folder: Path) -> None:
+    """Write the options of a new run, or of one that goes on on other ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    config.save(folder / _CONFIG)
-    return run
+    path = folder / _CONFIG
+    if not path.is_file() or TrainConfig.load(path) != config:
+        config.save(path)
 
 
-def _resumed(config: TrainConfig, folder: Path, from_step: int | None) -> Run:
-    run = Run.open(config, folder)
-    run.load(from_step)
-    return run
-
-
-def _settle(config: TrainConfig) -> TrainConfig:
+def _settle(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Decide what was left open, so that a resumed run computes as the first part did, bit by bit."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or ranks.first(torch.get_num_threads))
     config = replace(config, threads=torch.get_num_threads())
-    return replace(config, dtype=faster_dtype()) if config.dtype == "auto" else config
+    return replace(config, dtype=ranks.first(faster_dtype)) if config.dtype == "auto" else config
 
 
 def _middle(results: list[dict[str, float]], name: str) -> float:
@@ -300,8 +246,9 @@ def _introduce(run: Run, console: Console, ceiling: float) -> None:
         f"{len(data.held_out):,} held out for the score",
         "model": f"{parameters / 1e6:.2f} M parameters, {config.layers} blocks, {config.heads} heads "
         f"on {config.kv_heads}, rows of {config.seq_len:,} tokens",
-        "how": f"{config.attention} attention, {config.dtype}, {torch.get_num_threads()} threads, "
-        f"ceiling {ceiling / 1e9:,.0f} GFLOP/s",
+        "how": f"{config.attention} attention, {config.dtype}, {torch.get_num_threads()} threads"
+        f"{' of each rank' if config.world > 1 else ''}, ceiling {ceiling / 1e9:,.0f} GFLOP/s",
+        "ranks": _in_words(config),
         "run": str(run.folder) + (f", resumed at step {run.done}" if run.done else ""),
     }
     for name, text in lines.items():
@@ -313,20 +260,29 @@ def _introduce(run: Run, console: Console, ceiling: float) -> None:
 def _loop(run: Run, console: Console, ceiling: float, observer: Observer) -> list[dict[str, float]]:
     """The steps that are left; figures of each."""
     config, results = run.config, []
-    with Reporter(console, run.folder, run.done, config.steps) as reporter:
-        if not run.done:
+    with _reporter(run, console) as reporter:
+        if not run.done and reporter:
             reporter.scalar("held_out/bits_per_byte", run.start_score, 0)
         for batch in observer.data(_remaining(run)):
-            with observer.step(number=run.done + 1, tokens=batch.tokens.numel()):
+            run.doing = f"step {run.done + 1}"
+            with observer.step(number=run.done + 1, tokens=batch.tokens.numel() * run.ranks.dp):
                 result = run.stepper.step(batch, run.done, observer)
             run.done += 1
             figures = metrics(run.done, result, ceiling)
             results.append(figures)
-            reporter.update(figures)
+            if reporter:
+                reporter.update(figures)
             due = config.checkpoint_every and run.done % config.checkpoint_every == 0
             if due or run.done == config.steps:
+                run.doing = f"the checkpoint of step {run.done}"
                 run.save()
     return results
+
+
+def _reporter(run: Run, console: Console) -> AbstractContextManager[Reporter | None]:
+    if not run.ranks.is_first:
+        return nullcontext()
+    return Reporter(console, run.folder, run.done, run.config.steps)
 
 
 def _remaining(run: Run) -> Iterator[Batch]:

@@ -9,31 +9,37 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from attnspan.train.attention import prepare_mask
+from attnspan.parallel.loss import sum_gradients, token_mean
 from attnspan.train.config import TrainConfig
+from attnspan.train.deal import Dealer, Share
 from attnspan.train.hooks import UNOBSERVED, Observer
+from attnspan.train.machine import peak_memory
 from attnspan.train.model import Decoder, StepFlops, step_flops
 from attnspan.train.optimizer import build_optimizer, learning_rate
 from attnspan.train.packing import IGNORE, Batch
+from attnspan.train.ranks import ALONE, Ranks
 
 __all__ = ["StepResult", "Stepper", "token_loss"]
 
 
 class StepResult(NamedTuple):
-    """What one step did.
+    """What one step did, on all ranks together.
 
     Args:
         loss: Mean loss per target, nats.
         grad_norm: Norm of the whole gradient before clipping.
         lr: Learning rate of the step.
-        tokens: Tokens of the batch, padding included.
+        tokens: Tokens of the step, padding included.
         seconds: Wall time of the step, mask preparation included.
         flops: What the step had to compute.
+        memory: Peak resident size so far, the sum of all ranks', bytes.
 
     Example:
-        >>> StepResult(1.0, 0.5, 1e-3, 100, 0.5, StepFlops(1.0, 1.0)).tokens
+        >>> StepResult(1.0, 0.5, 1e-3, 100, 0.5, StepFlops(1.0, 1.0), 2**30).tokens
         100
     """
 
@@ -43,6 +49,7 @@ class StepResult(NamedTuple):
     tokens: int
     seconds: float
     flops: StepFlops
+    memory: float
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -67,6 +74,7 @@ class Stepper:
     Args:
         config: The run; its dtype must be resolved ("auto" is not a dtype).
         vocab_size: V.
+        ranks: Who takes the steps together; by default this process alone.
 
     Example:
         >>> from attnspan.train.packing import Corpus, pack_once
@@ -81,51 +89,76 @@ class Stepper:
         True
     """
 
-    def __init__(self, config: TrainConfig, vocab_size: int) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
+        self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
+        self._dealer = Dealer(config, ranks)
+        # The same weights on all ranks; those that are sharded are parts of these.
         torch.manual_seed(config.seed)
         self.model = Decoder(config, vocab_size)
-        self.optimizer = build_optimizer(self.model, config)
         if config.compile:
             self.model.compile_blocks()
+        if ranks.everyone is not None and config.fsdp:
+            self.model.shard(ranks.everyone)
+        self.optimizer = build_optimizer(self.model, config)
 
-    def loss(self, batch: Batch, observer: Observer = UNOBSERVED) -> tuple[Tensor, int]:
-        """Summed loss of a batch, and the visible pairs of its mask.
+    def deal(self, batch: Batch) -> Share:
+        """What this rank computes of a batch.
 
         Args:
-            batch: Packed rows.
+            batch: Packed rows, the same on all ranks of the replica.
+        """
+        return self._dealer.deal(batch)
+
+    def loss(self, share: Share, observer: Observer = UNOBSERVED) -> Tensor:
+        """Summed loss of this rank's targets.
+
+        Args:
+            share: What `deal` returned.
             observer: Told of the forward pass.
         """
-        mask = prepare_mask(batch.ids, self.config.attention)
         with observer.phase("forward"):
             with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-                logits = self.model(batch.tokens, batch.positions, mask.mask)
-            return token_loss(logits, batch.targets), mask.pairs
+                logits = self.model(share.tokens, share.positions, share.mask)
+            return token_loss(logits, share.targets)
 
     def step(self, batch: Batch, index: int, observer: Observer = UNOBSERVED) -> StepResult:
         """Forward, backward, clip, update.
 
         Args:
-            batch: Packed rows.
+            batch: Packed rows of this rank's replica.
             index: Steps taken before this one; it sets the learning rate.
-            observer: Told of the three phases.
+            observer: Told of the phases.
         """
         start = time.perf_counter()
         lr = learning_rate(index, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total, pairs = self.loss(batch, observer)
-        mean = total / max(1, batch.num_targets)
+        share = self.deal(batch)
+        targets, pairs = self.ranks.sum([share.num_targets, share.pairs])
+        part = token_mean(self.loss(share, observer), int(targets))
         with observer.phase("backward"):
-            torch.autograd.backward(mean)
+            torch.autograd.backward(part)
+        self._sum_gradients(observer)
         with observer.phase("optimizer"):
-            grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            grad_norm = self._clip()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        loss = mean.item()
-        tokens = batch.tokens.numel()
+        loss, memory = self.ranks.sum([part.item(), float(peak_memory())])
+        tokens = batch.tokens.numel() * self.ranks.dp
         seconds = time.perf_counter() - start
-        return StepResult(loss, float(grad_norm), lr, tokens, seconds, step_flops(self.model, tokens, pairs))
+        flops = step_flops(self.model, tokens, round(pairs))
+        return StepResult(loss, grad_norm, lr, tokens, seconds, flops, memory)
+
+    def _sum_gradients(self, observer: Observer) -> None:
+        """Over ranks, unless sharded parameters have it done already, during backward."""
+        if self.ranks.everyone is not None and not self.config.fsdp:
+            with observer.phase("communication"):
+                sum_gradients(self.model.parameters(), self.ranks.everyone)
+
+    def _clip(self) -> float:
+        """Clip the gradient of all ranks together; its norm before that."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def warm_up(self, batch: Batch) -> float:
         """Compile by one forward and backward that changes no weight; seconds it took.
@@ -134,18 +167,20 @@ class Stepper:
             batch: Packed rows of the shape that training has.
         """
         start = time.perf_counter()
-        torch.autograd.backward(self.loss(batch)[0])
+        torch.autograd.backward(self.loss(self.deal(batch)))
         self.model.zero_grad(set_to_none=True)
         return time.perf_counter() - start
 
     def bits_per_byte(self, batches: Sequence[Batch], num_bytes: int) -> float:
-        """Bits that the model needs for a byte of the batches' text.
+        """Bits that the model needs for a byte of the text of all replicas' batches.
 
         Gradients stay enabled, although none is taken: turning them off would compile every block once more.
 
         Args:
-            batches: Packed held-out rows, of the shape that training has.
-            num_bytes: Bytes of text in them.
+            batches: Packed held-out rows of this rank's replica, of the shape that training has.
+            num_bytes: Bytes of text in those of all replicas.
         """
-        nats = math.fsum(self.loss(batch)[0].item() for batch in batches)
-        return nats / math.log(2) / num_bytes
+        nats = math.fsum(self.loss(self.deal(batch)).item() for batch in batches)
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # What backward would do: else the next step could meet these weights again.
+        return self.ranks.sum([nats])[0] / math.log(2) / num_bytes

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnspan.train.measure import AttentionShare, Comparison, Graphs
+from attnspan.train.parity import Parity
 
 __all__ = ["Summary"]
 
@@ -34,6 +35,8 @@ class Summary:
         peak_memory: Largest resident size up to the end of training, bytes.
         seconds: Wall time of this process's part of the run, s.
         comparison: Steps against SDPA's, or None.
+        ranks: Which ranks took part, in words.
+        parity: Differences from the same steps on one rank, or None for a run of one.
 
     Example:
         >>> summary = Summary(
@@ -58,6 +61,8 @@ class Summary:
     peak_memory: int
     seconds: float
     comparison: Comparison | None
+    ranks: str = "1"
+    parity: Parity | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and texts of the table.
@@ -80,11 +85,22 @@ class Summary:
             ),
             ("peak memory", f"{self.peak_memory / 2**30:.2f} GiB"),
             ("wall time", f"{self.seconds:.0f} s"),
+            ("ranks", self.ranks),
         ]
+        if self.parity is not None:
+            text = (
+                f"loss {self.parity.loss:.1e}, gradient norm {self.parity.grad_norm:.1e}: largest relative "
+                f"differences, first {self.parity.steps} steps"
+            )
+            rows.append(("parity with one rank", text))
         if self.comparison is not None:
             low, high = self.comparison.spread
             text = f"{self.comparison.ratio:.2f} (quartiles {low:.2f} to {high:.2f})"
             rows.append(("step time, sdpa / attnspan", text))
+            if self.comparison.speedup is not None:
+                rows.append(
+                    ("step time, one rank / all", f"{self.comparison.speedup:.2f}, with as many threads")
+                )
         return rows
 
     def _compile_text(self) -> str:
@@ -117,5 +133,6 @@ class Summary:
         figures: dict[str, Any] = asdict(self)
         figures["share"]["flops_per_second"] = self.share.flops_per_second
         if self.comparison is not None:
-            figures["comparison"] |= {"ratio": self.comparison.ratio, "spread": self.comparison.spread}
+            ratios = {name: getattr(self.comparison, name) for name in ("ratio", "spread", "speedup")}
+            figures["comparison"] |= ratios
         path.write_text(json.dumps(figures, indent=2) + "\n")
