@@ -128,10 +128,8 @@ def test_a_mask_shared_by_the_batch_costs_once_for_each_of_its_rows() -> None:
 
 def test_heads_of_a_mask_that_differ_cost_their_mean() -> None:
     both = np.concatenate([causal().spans(16, 16).bounds, full().spans(16, 16).bounds], 1)
-    part = partition(Spans(both, 16), 2, rows_per_chunk=4)
-    call = Call(q_heads=2, kv_heads=1, mask_heads=2)
-    chunks = Chunks.of(Spans(both, 16), 4)
-    found = evaluate(call, chunks, part, Strategy("exchange", 1, 2), Machine())
+    strategy = Strategy("exchange", 1, 2)
+    found = choose(Spans(both, 16), 2, Call(q_heads=2, kv_heads=1), Machine(), strategies=[strategy]).best
     assert found.pairs.sum() == 16 * 17 / 2 + 16 * 16
 
 

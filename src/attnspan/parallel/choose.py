@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import OptionError, ShapeError
 from ..spans import Spans
@@ -31,7 +32,6 @@ class Call:
         head_dim, v_dim: Elements of a row of q and k, and of v.
         itemsize: Bytes of an element.
         batch: Batch rows.
-        mask_heads: Heads of the mask, 1 or `q_heads`; where heads differ, each is taken to cost their mean.
 
     Example:
         >>> Call(q_heads=32, kv_heads=8).head_dim
@@ -44,7 +44,6 @@ class Call:
     v_dim: int = 128
     itemsize: int = 2
     batch: int = 1
-    mask_heads: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +54,7 @@ class Candidate:
         strategy: Members, groups, and what happens between groups.
         partition: Who owns which rows.
         pairs: Visible (query, key, head) triples that each rank computes, float64 (P,).
+        foreign: Key rows that each group receives, padding of a ring included, int64 (r,).
         traffic: Bytes of a call.
         prediction: Time of a call.
 
@@ -70,6 +70,7 @@ class Candidate:
     strategy: Strategy
     partition: Partition
     pairs: Floats
+    foreign: NDArray[np.int64]
     traffic: Traffic
     prediction: Prediction
 
@@ -93,6 +94,7 @@ def evaluate(
     machine: Machine,
     *,
     keys: Partition | None = None,
+    mask_heads: int = 1,
 ) -> Candidate:
     """What a strategy costs with a given partition.
 
@@ -103,6 +105,7 @@ def evaluate(
         strategy: What to cost.
         machine: The figures for the prediction.
         keys: Who owns which keys; None in self-attention, where they lie like the rows.
+        mask_heads: Heads of the mask, 1 or Hq; where heads differ, each is taken to cost their mean.
 
     Raises:
         ShapeError: The partition is one of other chunks, or of other groups than the strategy's.
@@ -126,19 +129,20 @@ def evaluate(
         planes=chunks.planes,
         key_rows=None if keys is None else keys.rows_per_rank,
     )
-    rows = None
+    rows, foreign = None, np.full(strategy.groups, payload.kv_rows * (strategy.ranks - strategy.members))
     if strategy.groups > 1 and strategy.kind == "exchange":
         needs = needs_of(chunks, part.owner, strategy.groups)
         rows = rows_between(needs, holders_of(part if keys is None else keys, chunks.planes))
+        foreign = rows.sum(1)
     traffic = traffic_of(strategy, payload, rows, node_size=machine.node_size)
     of_group = np.bincount(part.owner, weights=chunks.pairs, minlength=strategy.groups)
-    of_head = of_group * (call.batch / (chunks.planes * call.mask_heads))
+    of_head = of_group * (call.batch / (chunks.planes * mask_heads))
     pairs = np.outer(of_head, [each.heads for each in heads]).reshape(-1)
     forward, backward = flops_of(pairs, head_dim=call.head_dim, v_dim=call.v_dim)
     ring = strategy.kind == "ring"
     parts = strategy.groups if ring else exchange_parts(heads)
     times = predict(machine, traffic, forward, backward, parts=parts, at_hand=ring)
-    return Candidate(strategy, part, pairs, traffic, times)
+    return Candidate(strategy, part, pairs, foreign, traffic, times)
 
 
 def exchange_parts(heads: Sequence[HeadSlice]) -> int:
@@ -312,6 +316,7 @@ def choose(
                 strategy,
                 machine,
                 keys=None if keys is None else keys(strategy),
+                mask_heads=mask.bounds.shape[1],
             )
         )
     ordered = sorted(found, key=lambda each: each.prediction.seconds)
