@@ -163,7 +163,7 @@ def _share(run: Run, cp: Any, mask: Mask) -> Any:
         strategy=run.strategy,
         batch=BATCH,
         # Rows lie as they are, so that only the ids of a misplaced run are out of place.
-        partition="contiguous" if run.misplaced else "balanced",
+        method="contiguous" if run.misplaced else "balanced",
         head_dim=HEAD_DIM,
         dtype=torch.float32,
     )

@@ -20,7 +20,7 @@ def make(case: Case, **changes: Any) -> ContextParallel:
         "heads": case.heads,
         "strategy": case.strategy,
         "batch": case.batch,
-        "partition": case.partition,
+        "method": case.partition,
         "rows_per_chunk": case.rows_per_chunk,
         "head_dim": case.dims[0],
         "dtype": getattr(torch, case.dtype),
@@ -81,7 +81,8 @@ def attend_with_foreign_ids(case: Case, other: str) -> dict[str, Any]:
     import attnspan
 
     right = make(case)
-    wrong = make(case, partition=other)
+    # Where heads alone are shared out, rows are always dealt in order: the other one deals chunks.
+    wrong = make(case, method=other, strategy="exchange")
     ids = segment_ids(case, case.batch)
     parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
     dist.all_gather_object(parts, torch.where(wrong.valid, wrong.positions, -1))

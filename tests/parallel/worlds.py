@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -162,6 +163,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("error")  # As in the tests' own process.
     torch.set_num_threads(1)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
     dist.init_process_group(
