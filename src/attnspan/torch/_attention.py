@@ -17,12 +17,13 @@ from ..spans import Spans
 from . import _eager, _sharding
 from ._ops import forward_op
 from ._options import Given, lower_options
+from ._sharded import ShardedMask
 
 #: Every backend that torch can drive, the preferred one first.
 BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}
 
 Layout = Literal["bhsd", "bshd", "thd"]
-AnyMask = Mask | Prepared | Spans
+AnyMask = Mask | Prepared | Spans | ShardedMask
 
 _FULL = full()
 _warned: set[str] = set()
@@ -106,7 +107,8 @@ def attention(
         q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
         k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``.
+        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``. Over
+            several ranks, an `attnspan.parallel.ContextParallel`.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
         bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
@@ -144,6 +146,21 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
         torch.Size([1, 4, 6, 16])
     """
+    if isinstance(mask, ShardedMask):
+        return mask.attention(  # type: ignore[no-any-return]
+            *(q, k, v),
+            scale=scale,
+            softcap=softcap,
+            bias=bias,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            q_index=q_index,
+            k_index=k_index,
+            layout=layout,
+            return_lse=return_lse,
+            backend=backend,
+        )
     plain = (
         softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     )

@@ -1,0 +1,364 @@
+"""Attention of one rank's rows to the keys of all, forward and backward: exchanges, the kernel, sums.
+
+Shapes: B batch rows, H query heads and G key heads of this rank while it attends, N rows of its group, S keys
+of its group, K keys of a stage, D and Dv head dims. Of several calls for one row the parts are added in
+float32, whatever the inputs are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..options import DISTANCE, Options
+from ._collectives import Pending
+from ._heads import Team, fold_heads, repeat_heads
+from ._kernel import Call, attend, differentiate
+from ._keys import Fetched, Route, from_rows, pass_on, to_rows
+from .local import LocalPlan, Stage
+
+#: An exchange is cut into so many parts by heads, at most: while one is computed the next ones travel.
+PARTS = 4
+
+
+class Given(NamedTuple):
+    """What a rank is to compute.
+
+    Args:
+        plan: Its plan, with tensors.
+        team: Who takes part.
+        q: Shape (B, H, N, D).
+        k: Shape (B, G, S, D).
+        v: Shape (B, G, S, Dv).
+        scale: Factor of the scores.
+        options: Of these heads, without indices; None for none.
+    """
+
+    plan: LocalPlan
+    team: Team
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    options: Options | None
+
+
+class Done(NamedTuple):
+    """What forward found, and the gradients that came in.
+
+    Args:
+        dout: Shape (B, H, N, Dv).
+        dlse: Shape (B, H, N), or None.
+        out: Shape (B, H, N, Dv).
+        lse: Shape (B, H, N).
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of one rank's rows and heads.
+
+    Args:
+        dq: Shape (B, H, N, D), in q's dtype.
+        dkv: Shape (B, G, S, D + Dv), keys and values side by side, float32 (float64 for float64).
+        dbias: In the shape of the options' bias, or None.
+        dsinks: In the shape of the options' sinks, or None.
+    """
+
+    dq: Tensor
+    dkv: Tensor
+    dbias: Tensor | None
+    dsinks: Tensor | None
+
+
+def forward(given: Given) -> tuple[Tensor, Tensor]:
+    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
+    plan = given.plan
+    if plan.transfer is not None:
+        return _forward_exchange(given)
+    if len(plan.stages) == 1:
+        q, options = given.q, given.options
+        out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+        return out, attend(_call(given, plan.stages[0], q, given.k, given.v, options), out)
+    return _forward_ring(given)
+
+
+def backward(given: Given, done: Done) -> Gradients:
+    """The gradients of `forward`."""
+    if given.plan.transfer is not None:
+        return _backward_exchange(given, done)
+    if len(given.plan.stages) == 1:
+        return _backward_at_hand(given, done)
+    return _backward_ring(given, done)
+
+
+def parts_of(team: Team) -> int:
+    """Into how many parts exchanges are cut: the same number on all ranks, so that these meet."""
+    if any(tuple(heads.kv_map) != tuple(range(len(heads.kv))) for heads in team.heads):
+        return 1
+    return max(1, min(PARTS, *(len(heads.kv) for heads in team.heads)))
+
+
+def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
+    """Query and key heads of each part."""
+    count = parts_of(given.team)
+    heads, key_heads = given.q.shape[1], given.k.shape[1]
+    for i in range(count):
+        first, last = key_heads * i // count, key_heads * (i + 1) // count
+        if count == 1:
+            yield slice(0, heads), slice(0, key_heads)
+        else:
+            group = heads // key_heads
+            yield slice(first * group, last * group), slice(first, last)
+
+
+def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
+    plan, q, options = given.plan, given.q, given.options
+    out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    parts = list(_parts(given))
+    for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
+        k, v = from_rows(fetched.wait(), plan.planes, q.shape[3])
+        call = _call(given, plan.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
+        lse[:, heads] = _attend_some(call, out[:, heads])
+    return out, lse
+
+
+def _fetch(given: Given, parts: list[tuple[slice, slice]]) -> list[Fetched]:
+    """All exchanges at once: while one part is computed, the others travel."""
+    route = Route.of(given.plan, given.team)
+    planes = given.plan.planes
+    return [route.fetch(to_rows(given.k[:, at], given.v[:, at], planes)) for _, at in parts]
+
+
+def _backward_exchange(given: Given, done: Done) -> Gradients:
+    plan, q, options = given.plan, given.q, given.options
+    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
+    sums = _OptionSums(options)
+    route, parts = Route.of(plan, given.team), list(_parts(given))
+    returned = []
+    for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
+        rows = fetched.wait()
+        k, v = from_rows(rows, plan.planes, q.shape[3])
+        call = _call(given, plan.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
+        grads = torch.empty(rows.shape, dtype=_wide(rows), device=rows.device)
+        dkv = from_rows(grads, plan.planes, q.shape[3])
+        sums.add(_differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv), heads)
+        returned.append(route.give_back(grads))
+    found = [from_rows(each.wait(), plan.planes, given.k.shape[3] + given.v.shape[3])[0] for each in returned]
+    return Gradients(dq, torch.cat(found, 1) if len(found) > 1 else found[0], *sums.results())
+
+
+def _backward_at_hand(given: Given, done: Done) -> Gradients:
+    q, k, v = given.q, given.k, given.v
+    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
+    rows = k.new_empty((k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3]), dtype=_wide(k))
+    sums = _OptionSums(given.options)
+    heads = slice(0, q.shape[1])
+    call = _call(given, given.plan.stages[0], q, k, v, given.options)
+    sums.add(_differentiate_some(given, call, done, dq, from_rows(rows, 1, k.shape[3])), heads)
+    return Gradients(dq, rows.permute(1, 2, 0, 3), *sums.results())
+
+
+def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
+    q, options = given.q, given.options
+    bare = None if options is None else replace(options, sinks=None)
+    total = _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q)))
+    for stage, rows in _round(given):
+        if not _any_visible(stage):
+            continue
+        k, v = from_rows(rows, 1, q.shape[3])
+        part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
+        total.add(part, _attend_some(_call(given, stage, q, k, v, bare), part))
+    if options is not None and options.sinks is not None:
+        total.join(options.sinks)
+    out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+    return out.copy_(total.out), total.lse
+
+
+def _backward_ring(given: Given, done: Done) -> Gradients:
+    """Keys go round once more, and the gradients of each block with them, one step behind and home at last."""
+    q, options = given.q, given.options
+    bare = None if options is None else replace(options, sinks=None)
+    dq = q.new_zeros(q.shape, dtype=_wide(q))
+    sums, every = _OptionSums(options), slice(0, q.shape[1])
+    behind: Pending | None = None
+    for stage, rows in _round(given):
+        grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
+        if _any_visible(stage):
+            k, v = from_rows(rows, 1, q.shape[3])
+            part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
+            call = _call(given, stage, q, k, v, bare)
+            sums.add(_differentiate_some(given, call, done, part, from_rows(grads, 1, q.shape[3])), every)
+            dq += part
+        if behind is not None:
+            grads += behind.wait()
+        behind = pass_on(grads, given.team, "gradients")
+    assert behind is not None
+    if options is not None and options.sinks is not None:
+        sums.add((None, _sink_gradients(options.sinks, done)), every)
+    dkv = behind.wait().permute(1, 2, 0, 3)
+    return Gradients(_like_bshd(q, *q.shape[1:], q.dtype).copy_(dq), dkv, *sums.results())
+
+
+def _round(given: Given) -> Iterator[tuple[Stage, Tensor]]:
+    """The blocks of keys as they come by; the next one travels while one is worked on."""
+    rows, stages = to_rows(given.k, given.v, 1), given.plan.stages
+    for step, stage in enumerate(stages):
+        coming = pass_on(rows, given.team, "ring") if step + 1 < len(stages) else None
+        yield stage, rows
+        if coming is not None:
+            rows = coming.wait()
+
+
+class _Merged:
+    """Parts of a softmax over disjoint keys, added up; Milakov and Gimelshein 2018, section 3.1."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out, self.lse = out, out.new_full(out.shape[:3], -torch.inf)
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Add the keys of one more call."""
+        total = torch.logaddexp(self.lse, lse)
+        self.out.mul_(_weight(self.lse, total)).add_(out * _weight(lse, total))
+        self.lse = total
+
+    def join(self, sinks: Tensor) -> None:
+        """Let each head's sink, (H,), into the sums; it has no value."""
+        total = torch.logaddexp(self.lse, sinks[None, :, None].to(self.lse.dtype).expand_as(self.lse))
+        self.out.mul_(_weight(self.lse, total))
+        self.lse = total
+
+
+def _weight(part: Tensor, total: Tensor) -> Tensor:
+    """exp(part - total) as (B, H, N, 1); 0 for parts that saw nothing, whose difference may be NaN."""
+    return torch.where(part == -torch.inf, 0.0, (part - total).exp())[..., None]
+
+
+def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
+    """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
+    wide = done.lse.dtype
+    slack = -(done.dout.to(wide) * done.out.to(wide)).sum(-1)
+    slack = slack if done.dlse is None else slack + done.dlse
+    return ((sinks[None, :, None].to(wide) - done.lse).exp() * slack).sum((0, 2))
+
+
+class _OptionSums:
+    """Gradients of bias and sinks, which several calls and heads add to."""
+
+    def __init__(self, options: Options | None) -> None:
+        self._options = options
+        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
+        self._bias = None if bias is None else torch.zeros_like(bias)
+        self._sinks = None if sinks is None else torch.zeros_like(sinks)
+
+    def add(self, found: tuple[Tensor | None, Tensor | None], heads: slice) -> None:
+        """Add what a call for some heads found."""
+        dbias, dsinks = found
+        if dbias is not None and self._options is not None:
+            self._bias[bias_at(self._options, heads)] += dbias  # type: ignore[index]
+        if dsinks is not None:
+            self._sinks[heads] += dsinks  # type: ignore[index]
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """The sums."""
+        return self._bias, self._sinks
+
+
+def bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
+    """Where the heads are in the bias: (H, n) by distance, (B|1, H) of slopes."""
+    return (heads,) if options.bias_kind == DISTANCE else (slice(None), heads)
+
+
+def options_of(options: Options | None, heads: slice) -> Options | None:
+    """The options of some of the heads."""
+    if options is None:
+        return None
+    seed, sinks, bias = options.dropout_seed, options.sinks, options.bias
+    return replace(
+        options,
+        bias=None if bias is None else bias[bias_at(options, heads)].contiguous(),
+        sinks=None if sinks is None else sinks[heads].contiguous(),
+        dropout_seed=None if seed is None else seed[:, heads].contiguous(),
+    )
+
+
+def _call(
+    given: Given,
+    stage: Stage,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options | None,
+    heads: slice | None = None,
+) -> Call:
+    """A call for some of this rank's heads (None: all) on the keys of a stage."""
+    bounds = stage.bounds
+    if bounds.shape[1] > 1:
+        first = given.team.mine.q_start
+        at = slice(0, q.shape[1]) if heads is None else heads
+        bounds = bounds[:, first + at.start : first + at.stop].contiguous()
+    if options is not None and _changes_anything(options):
+        options = replace(options, q_index=given.plan.q_index, k_index=stage.keys)
+    else:
+        options = None
+    kv_map = given.team.mine.kv_map
+    if heads is None or heads == slice(0, given.q.shape[1]):
+        k, v = repeat_heads(k, kv_map), repeat_heads(v, kv_map)
+    return Call(q, k, v, bounds, given.scale, options)
+
+
+def _changes_anything(options: Options) -> bool:
+    given = options.bias is not None or options.sinks is not None
+    return given or options.softcap != 0.0 or options.dropout_p != 0.0
+
+
+def _attend_some(call: Call, out: Tensor) -> Tensor:
+    """The kernel, where there is anything for it: a member may have no heads."""
+    if call.q.shape[1] == 0:
+        return out.new_empty(call.q.shape[:3], dtype=_wide(call.q))
+    return attend(call, out)
+
+
+def _differentiate_some(
+    given: Given, call: Call, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    if call.q.shape[1] == 0:
+        for x in dkv:
+            x.zero_()
+        return None, None
+    dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
+    dlse = None if done.dlse is None else done.dlse.contiguous()
+    out, lse = done.out, done.lse.contiguous()
+    if call.k.shape[1] == dkv[0].shape[1]:
+        return differentiate(call, dout, dlse, out, lse, (dq, *dkv))
+    repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
+    found = differentiate(call, dout, dlse, out, lse, (dq, *repeated))
+    for grad, into in zip(repeated, dkv, strict=True):
+        fold_heads(grad, given.team.mine.kv_map, into)
+    return found
+
+
+def _some(done: Done, heads: slice) -> Done:
+    """What belongs to some of the heads."""
+    return Done(*(None if x is None else x[:, heads] for x in done))  # type: ignore[arg-type]
+
+
+def _any_visible(stage: Stage) -> bool:
+    return bool((stage.bounds[..., 1] > stage.bounds[..., 0]).any())
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _like_bshd(x: Tensor, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised (B, heads, length, dim) tensor that is stored as (B, length, heads, dim)."""
+    return x.new_empty((x.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)

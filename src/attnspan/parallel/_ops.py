@@ -1,0 +1,248 @@
+"""The operators ``attnspan::sharded_forward`` and ``sharded_backward``: a rank's attention, exchanges included.
+
+Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
+change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
+while it attends. docs/design.md has the contract.
+"""
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ..options import Options
+from ..torch._checkpoint import save_also
+from ..torch._ops import _autograd_kernel, _below_autograd
+from ._engine import Done, Given, backward, bias_at, forward, options_of
+from ._heads import Team, gather, key_heads, query_heads, scatter
+from .local import decode
+from .strategy import split_heads
+
+_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# `plan` and `meta` are what `local.encode` makes; `heads_here` are the query heads of this rank while it attends.
+_SHARED = (
+    "Tensor plan, Tensor meta, str group, int members, int heads_here, int kv_heads_here, float scale,"
+    " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
+    " Tensor? dropout_seed=None"
+)
+# Behind out and lse, where heads are shared out: q, k, v, out and lse of the whole group's rows, for backward.
+_library.define(  # type: ignore[no-untyped-call]
+    f"sharded_forward(Tensor q, Tensor k, Tensor v, {_SHARED})"
+    " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
+    " Tensor group_lse)",
+    tags=_TAGS,
+)
+# q, k, v, out and lse are those of the group where heads are shared out; `kv_heads` are all of them.
+_library.define(  # type: ignore[no-untyped-call]
+    f"sharded_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    f" int kv_heads, {_SHARED}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    tags=_TAGS,
+)
+
+_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None)
+# Among the arguments of forward: where the options begin, bias and sinks.
+_FIRST_OPTION, _BIAS, _SINKS = 10, 11, 13
+
+
+def _all(inputs: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+    """All arguments: torch leaves out defaults at the end."""
+    return (*inputs, *_OPTIONS[len(inputs) - first :])
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+def _team(plan: Any, group: str, q_heads: int, kv_heads: int) -> Team:
+    heads = split_heads(q_heads, kv_heads, plan.strategy.members)
+    return Team(_resolve_process_group(group), plan.strategy, plan.rank, heads)
+
+
+def _read(options: tuple[Any, ...]) -> Options | None:
+    softcap, bias, kind, sinks, dropout_p, seed = options
+    if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
+        return None
+    return Options(softcap, bias, kind, sinks, dropout_p, seed)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    data, meta, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    plan = decode(data, meta.tolist())
+    team = _team(plan, group, q.shape[1], k.shape[1])
+    mine = options_of(_read(tuple(options)), query_heads(team.mine))
+    if members == 1:
+        out, lse = forward(Given(plan, team, q, k, v, scale, mine))
+        return out, lse, *(q.new_empty(0) for _ in range(4)), q.new_empty(0, dtype=_lse_dtype(q))
+    under_way = [scatter(team, x, at) for x, at in ((q, query_heads), (k, key_heads), (v, key_heads))]
+    group_q, group_k, group_v = (each.wait() for each in under_way)
+    group_out, group_lse = forward(Given(plan, team, group_q, group_k, group_v, scale, mine))
+    gathered = [gather(team, x, query_heads, q.shape[1]) for x in (group_out, group_lse[..., None])]
+    out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
+    return out, lse, group_q, group_k, group_v, group_out, group_lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    data, meta, group, members, _, _, scale, *options = _all(given, 7)
+    plan = decode(data, meta.tolist())
+    read = _read(tuple(options))
+    q_heads = dout.shape[1]
+    team = _team(plan, group, q_heads, kv_heads)
+    mine = options_of(read, query_heads(team.mine))
+    if members > 1:
+        whole = [dout] if dlse is None else [dout, dlse[..., None]]
+        arrived = [each.wait() for each in [scatter(team, x, query_heads) for x in whole]]
+        dout, dlse = arrived[0], None if dlse is None else arrived[1][..., 0]
+    found = backward(Given(plan, team, q, k, v, scale, mine), Done(dout, dlse, out, lse))
+    dq, dkv = found.dq, found.dkv
+    if members > 1:
+        gathered = [gather(team, dq, query_heads, q_heads), gather(team, dkv, key_heads, kv_heads)]
+        dq, dkv = gathered[0].wait(), gathered[1].wait()
+    dk, dv = (
+        _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
+        for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
+    )
+    return dq, dk, dv, *_whole(read, found, query_heads(team.mine), q)
+
+
+def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:
+    """Gradients of all heads' bias and sinks: zero for heads that others have."""
+    bias, sinks = (None, None) if read is None else (read.bias, read.sinks)
+    results = []
+    for x, part, at in ((bias, found.dbias, None), (sinks, found.dsinks, (heads,))):
+        if x is None:
+            results.append(like.new_empty(0, dtype=torch.float32))
+            continue
+        whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        whole[bias_at(read, heads) if at is None else at] = part  # type: ignore[arg-type]
+        results.append(whole)
+    return results
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    _, _, _, members, heads, kv_heads, *_ = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    batch, q_heads, rows, _ = q.shape
+    out = _stored_bshd(q, q_heads, rows, v.shape[3])
+    lse = q.new_empty((batch, q_heads, rows), dtype=_lse_dtype(q))
+    if members == 1:
+        return out, lse, *(q.new_empty(0) for _ in range(4)), lse.new_empty(0)
+    group_q, group_k, group_v = (
+        x.new_empty((x.shape[2] * members, batch, count, x.shape[3])).permute(1, 2, 0, 3)
+        for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
+    )
+    group_out = _stored_bshd(q, heads, rows * members, v.shape[3])
+    return out, lse, group_q, group_k, group_v, group_out, lse.new_empty((batch, heads, rows * members))
+
+
+def _backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    del dlse, out, lse
+    _, _, _, members, _, _, _, *options = _all(given, 7)
+    dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
+    dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
+    bias, sinks = options[1], options[3]
+    rest = [
+        q.new_empty(0, dtype=torch.float32)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (bias, sinks)
+    ]
+    return dq, dk, dv, *rest
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("sharded_forward", _forward, _device)  # type: ignore[no-untyped-call]
+    _library.impl("sharded_backward", _backward, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::sharded_forward", _forward_fake, lib=_library)
+torch.library.register_fake("attnspan::sharded_backward", _backward_fake, lib=_library)
+
+sharded_forward = torch.ops.attnspan.sharded_forward.default
+sharded_backward = torch.ops.attnspan.sharded_backward.default
+
+
+class _Forward(torch.autograd.Function):
+    """The derivative of the forward operator."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _below_autograd(sharded_forward, keyset, inputs)
+        ctx.set_materialize_grads(False)
+        q, k, v, plan, meta, *rest = _all(inputs, _FIRST_OPTION)
+        out, lse, *group = found
+        kept = group if rest[1] > 1 else (q, k, v, out, lse)
+        *fixed, bias, kind, sinks, dropout_p, seed = rest
+        ctx.save_for_backward(*kept, plan, meta, bias, sinks, seed)
+        ctx.numbers = k.shape[1], fixed, kind, dropout_p
+        ctx.mark_non_differentiable(*group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *group: None) -> tuple[Any, ...]:
+        del group
+        needed: tuple[bool, ...] = ctx.needs_input_grad
+        if dout is None and dlse is None:
+            return (None,) * len(needed)
+        q, k, v, out, lse, plan, meta, bias, sinks, seed = ctx.saved_tensors
+        kv_heads, fixed, kind, dropout_p = ctx.numbers
+        if dout is None:
+            assert dlse is not None
+            rows = lse.shape[2] // fixed[1]
+            dout = out.new_zeros((*dlse.shape[:2], rows, v.shape[3]))
+        dq, dk, dv, dbias, dsinks = sharded_backward(
+            dout, dlse, q, k, v, out, lse, kv_heads, plan, meta, *fixed, bias, kind, sinks, dropout_p, seed
+        )
+        gradients: list[Tensor | None] = [None] * (len(needed) + 1)
+        gradients[1:4] = dq, dk, dv
+        for at, grad in ((_BIAS + 1, dbias), (_SINKS + 1, dsinks)):
+            if at < len(needed):
+                gradients[at] = grad
+        return tuple(
+            x if need else None for x, need in zip_longest(gradients[: len(needed)], needed, fillvalue=None)
+        )
+
+
+class _Backward(torch.autograd.Function):
+    """A node that raises: without one, second derivatives would silently be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        del ctx
+        return _below_autograd(sharded_backward, keyset, inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        del ctx, grads
+        raise NotImplementedError(
+            "second derivatives of attnspan::sharded_forward: expected first ones, which it has; got a "
+            'derivative of its backward. On one rank, attention(..., backend="math") has higher ones.'
+        )
+
+
+for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward)):
+    _library.impl(_op, _autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+save_also(sharded_forward)

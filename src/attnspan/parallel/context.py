@@ -1,0 +1,372 @@
+"""One attention over the ranks of a mesh: the plan of a step, and what a model needs of it."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import DtypeError, OptionError, ShapeError
+from ..masks import Mask, Prepared, full
+from ..options import DENSE
+from ..problem import check_arrays, check_layout, check_scale
+from ..spans import Spans
+from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
+from ..torch._options import Given, dropout_seeds, lower_options
+from ..torch._sharded import ShardedMask
+from ._agree import check_agreement
+from ._gather import gather_rows
+from ._ops import sharded_forward
+from .choose import Call
+from .local import encode
+from .machine import Machine
+from .partition import Method
+from .planning import Request, cost, lower, make_plan
+from .strategy import Strategy
+
+# Options without a place: the plan has the rows' indices.
+_NOWHERE = Prepared(cast(Spans, None))
+
+
+class ContextParallel(ShardedMask):
+    """Attention whose sequence is spread over ranks, under any mask.
+
+    Each rank holds some rows of the sequence: `shard` takes them from whole inputs, once, at the start of a
+    model; everything but attention works on rows alone. All ranks must be given the same mask: a plan is made
+    of it on each rank, and compared.
+
+    Losses are sums over ranks: each rank's local loss, divided by the *global* number of tokens, is its part,
+    and the gradient of a parameter that all ranks have is the sum of what they find.
+
+    Args:
+        mesh: The ranks, one-dimensional; or two-dimensional (nodes, ranks of a node), of which ranks of a
+            node share out heads unless ``strategy`` says otherwise.
+        mask: What each query may see, of the whole problem: segment ids and the like are global.
+        q_len: Rows of the whole problem.
+        k_len: Keys of the whole problem, for cross attention: they are dealt out in order (`shard_keys`). None
+            for self-attention, where keys lie with their queries.
+        heads: Query heads and key heads of a rank's q and k, (Hq, Hkv): any numbers of which the second
+            divides the first.
+        strategy: "exchange" (only the keys that somebody may see cross the network), "ring" (all of them, from
+            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)" (Ulysses
+            among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or "auto": what
+            `explain` shows to be fastest by the cost model.
+        batch: Batch rows, where the mask needs to know (`from_predicate`).
+        method: How rows are dealt out: see `attnspan.parallel.partition.partition`.
+        rows_per_chunk: Neighbouring rows that stay together; None for a good number.
+        head_dim: D, for "auto" and `explain` alone.
+        dtype: Of q, k and v, for "auto" and `explain` alone.
+        machine: Rates and bandwidths, for the same; None for measured ones where there are any.
+        check: Compare the plan between the ranks, a small all-gather; the others may hang if a rank skips it.
+
+    Attributes:
+        plan: Who attends to what.
+        partition: Who owns which rows.
+        strategy: The strategy in use.
+        rank: This rank's number within the mesh.
+        rows_per_rank: n, the same on all ranks whatever the mask; the last ones may be padding.
+        positions: Global row number of each local row, (n,) int64 on the mesh's device; 0 for padding.
+        valid: Which local rows are no padding, (n,) bool.
+
+    Raises:
+        PlanMismatchError: Ranks were given different problems.
+        ValueError: Sizes or the strategy do not fit.
+        TypeError: The mask is none.
+
+    Example:
+        >>> from attnspan import causal
+        >>> from attnspan.torch import attention
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        >>> cp = ContextParallel(init_device_mesh("cpu", (1,)), mask=causal(), q_len=9, heads=(4, 2))
+        >>> x = cp.shard(torch.randn(1, 9, 6, 16), dim=1)
+        >>> q, k, v = x.split([2, 2, 2], dim=2)
+        >>> attention(x[:, :, :4], x[:, :, 4:], x[:, :, 4:], mask=cp, layout="bshd").shape
+        torch.Size([1, 9, 4, 16])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        mask: Mask | Spans | None = None,
+        q_len: int,
+        k_len: int | None = None,
+        heads: tuple[int, int],
+        strategy: str | Strategy = "auto",
+        batch: int = 1,
+        method: Method = "balanced",
+        rows_per_chunk: int | None = None,
+        head_dim: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        machine: Machine | None = None,
+        check: bool = True,
+    ) -> None:
+        _check_heads(heads)
+        self._group, node_size = _group_of(mesh)
+        self.mesh, self._group_name, self.rank = mesh, self._group.group_name, self._group.rank()
+        self.q_len, self.k_len, self.heads = q_len, q_len if k_len is None else k_len, heads
+        call = Call(*heads, head_dim, head_dim, dtype.itemsize, batch)
+        self._request = Request(
+            ranks=self._group.size(),
+            call=call,
+            strategy=strategy,
+            node_size=node_size,
+            self_attention=k_len is None,
+            method=method,
+            rows_per_chunk=rows_per_chunk,
+            machine=machine,
+        )
+        self._check = check
+        self._plan(full() if mask is None else mask)
+
+    def _plan(self, mask: Mask | Spans) -> None:
+        lowered = lower(mask, self.q_len, self.k_len, self._request.call.batch, self.heads[0])
+        self.plan, self.choice = make_plan(lowered, self._request)
+        if self._check:
+            check_agreement(self.plan, self._group, self.mesh.device_type)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What models and compilers read at each call: tensors and a few numbers."""
+        self.partition, self.strategy = self.plan.rows, self.plan.strategy
+        self.rows_per_rank = self.partition.rows_per_rank
+        self.keys_per_rank, self._planes = self.plan.keys.rows_per_rank, self.plan.planes
+        device = self.mesh.device_type
+        data, meta = encode(self.plan.local(self.rank))
+        self._data = torch.from_numpy(data).to(device)
+        self._meta = torch.from_numpy(meta)
+        # The plan of the next step has another length: no reason to compile anything.
+        torch._dynamo.maybe_mark_dynamic(self._data, 0)
+        self.positions = torch.from_numpy(self.partition.positions(self.rank)).to(device)
+        self.valid = torch.from_numpy(self.partition.valid(self.rank)).to(device)
+        here = self.plan.heads[self.rank % self.strategy.members]
+        self._members, self._heads_here, self._kv_here = self.strategy.members, here.heads, len(here.kv)
+
+    def with_mask(self, mask: Mask | Spans, q_len: int | None = None) -> ContextParallel:
+        """The same for another mask, such as that of the next step.
+
+        Args:
+            mask: What each query may see.
+            q_len: Rows of the whole problem, if they are others.
+        """
+        other = copy(self)
+        other.k_len = self.k_len if q_len is None or not self._request.self_attention else q_len
+        other.q_len = self.q_len if q_len is None else q_len
+        # "auto" has been decided: what it would choose may not change from step to step on some ranks only.
+        other._request = replace(self._request, strategy=self.strategy)
+        other._plan(mask)
+        return other
+
+    @property
+    def digest(self) -> dict[str, str]:
+        """Fingerprints of the plan: equal on all ranks."""
+        return self.plan.digest
+
+    def shard(self, x: Any, dim: int = 1, fill: Any = 0) -> Any:
+        """This rank's rows of whole inputs.
+
+        Args:
+            x: A tensor with q_len rows along ``dim``, or a mapping of them, such as a batch of a data loader.
+            dim: The dimension of the rows.
+            fill: Value of padding rows; for mappings see `Partition.shard`: ids get -1, labels -100.
+
+        Returns:
+            The same with `rows_per_rank` rows.
+
+        Raises:
+            ShapeError: Another number of rows.
+        """
+        return self.partition.shard(x, self.rank, dim, fill)
+
+    def shard_keys(self, x: Any, dim: int = 1, fill: Any = 0) -> Any:
+        """This rank's rows of what keys are made of; `shard` itself in self-attention.
+
+        Args:
+            x: A tensor with k_len rows along ``dim``, or a mapping of them.
+            dim: The dimension of the rows.
+            fill: Value of padding rows.
+        """
+        return self.plan.keys.shard(x, self.rank, dim, fill)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole from the rows of all ranks, on every rank; an all-gather.
+
+        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for
+        parameters, the loss is the sum of the ranks' losses.
+
+        Args:
+            x: `rows_per_rank` rows along ``dim``.
+            dim: The dimension of the rows.
+
+        Returns:
+            q_len rows along ``dim``; padding is dropped.
+
+        Raises:
+            ShapeError: Another number of rows.
+        """
+        return gather_rows(x, dim, self.partition, self._group)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        bias: Any = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | None = None,
+        q_index: None = None,
+        k_index: None = None,
+        layout: Any = "bhsd",
+        return_lse: bool = False,
+        backend: str | None = None,
+    ) -> Any:
+        """`attnspan.torch.attention` of this rank's rows to the keys of all ranks.
+
+        Args:
+            q: This rank's rows, shape (B, Hq, n, D) in layout "bhsd".
+            k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
+            v: Its values, (B, Hkv, n, Dv).
+            scale: Factor of the scores; 1/sqrt(D) by default.
+            softcap: As for `attention`.
+            bias: ``alibi(...)`` or ``relative(...)``, of all heads; a dense one is refused.
+            sinks: Of all heads, shape (Hq,).
+            dropout_p: As for `attention`.
+            dropout_seed: Shape (), the same on all ranks, or (B, Hq): what is dropped is what one rank would
+                drop.
+            q_index: Not taken: the plan knows where rows are.
+            k_index: Not taken.
+            layout: "bhsd", "bshd" or "thd".
+            return_lse: Also return the lse of this rank's rows.
+            backend: Not taken: the kernel where it runs, else framework code.
+
+        Returns:
+            This rank's rows of the output, and of lse. Padding rows see nothing: their output is 0.
+
+        Raises:
+            CommunicationError: A rank did not answer.
+            ValueError: Shapes, devices or options do not fit.
+            TypeError: Element types do not fit.
+            NotImplementedError: A second derivative or a forward-mode one is asked of it.
+        """
+        _refuse(q_index=q_index, k_index=k_index, backend=backend)
+        _check_tensors(q=q, k=k, v=v)
+        check_layout(layout, q, k, v)
+        q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
+        check_arrays(q, k, v)
+        self._check_local(q, k)
+        check_scale(scale)
+        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, None, None)
+        options = self._options(given, q, k)
+        out, lse, *_ = sharded_forward(
+            q,
+            k,
+            v,
+            self._data,
+            self._meta,
+            self._group_name,
+            self._members,
+            self._heads_here,
+            self._kv_here,
+            q.shape[3] ** -0.5 if scale is None else scale,
+            *options,
+        )
+        out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
+        return (out, lse) if return_lse else out
+
+    def _options(self, given: Given, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+        # Rows are placed by the plan: only what the options are worth by themselves is asked here.
+        options = lower_options(given, q, k, _NOWHERE, fixed=True)
+        if options is None:
+            return ()
+        if options.bias_kind == DENSE:
+            raise OptionError(
+                "bias with context parallelism",
+                expected="alibi(...) or relative(...)",
+                got="a dense bias, which holds a value for each pair of rows of all ranks",
+                remedy="Use a bias by position, or fold what is visible into the mask",
+            )
+        seed = options.dropout_seed
+        if seed is not None and seed.dim() == 0:
+            seed = dropout_seeds(seed, q.shape[0], q.shape[1])
+        return options.softcap, options.bias, options.bias_kind, options.sinks, options.dropout_p, seed
+
+    def _check_local(self, q: Tensor, k: Tensor) -> None:
+        for name, x, count, rows in (
+            ("q", q, self.heads[0], self.rows_per_rank),
+            ("k", k, self.heads[1], self.keys_per_rank),
+        ):
+            if x.shape[1] != count or x.shape[2] != rows:
+                raise ShapeError(
+                    f"{name} with context parallelism",
+                    expected=f"{count} heads and this rank's {rows} rows, padding included",
+                    got=f"shape {tuple(x.shape)} in layout bhsd",
+                    remedy="Shard the inputs of the model by cp.shard(...), and give ContextParallel its heads",
+                )
+        if self._planes != 1 and q.shape[0] != self._planes:
+            raise ShapeError(
+                "q with context parallelism",
+                expected=f"{self._planes} batch rows, as the mask has",
+                got=str(q.shape[0]),
+                remedy="Plan with the mask of this batch",
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallel({self.strategy.name} on {self.strategy.ranks} ranks, q_len={self.q_len}, "
+            f"k_len={self.k_len}, heads={self.heads}, rows_per_rank={self.rows_per_rank})"
+        )
+
+
+def _group_of(mesh: DeviceMesh) -> tuple[Any, int | None]:
+    """The process group of all ranks of a mesh, and the ranks of a node where it has two levels."""
+    if not isinstance(mesh, DeviceMesh):
+        raise DtypeError(
+            "ContextParallel: mesh",
+            expected="a DeviceMesh, such as mesh['cp']",
+            got=type(mesh).__name__,
+            remedy="Make one by torch.distributed.device_mesh.init_device_mesh",
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group(), None
+    if mesh.ndim == 2:
+        return mesh._flatten().get_group(), mesh.size(1)
+    raise OptionError(
+        "ContextParallel: mesh",
+        expected="one dimension, or two: nodes and the ranks of a node",
+        got=f"{mesh.ndim}",
+        remedy="Take the dimension that context parallelism is to use, mesh['cp']",
+    )
+
+
+def _check_heads(heads: Any) -> None:
+    whole = isinstance(heads, tuple) and len(heads) == 2 and all(type(x) is int and x > 0 for x in heads)
+    if not whole or heads[0] % heads[1]:
+        raise OptionError(
+            "ContextParallel: heads",
+            expected="(query heads, key heads), the second a divisor of the first",
+            got=repr(heads),
+            remedy="Pass the numbers of heads of this rank's q and k",
+        )
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise OptionError(
+                f"{name} with context parallelism",
+                expected="None",
+                got=type(value).__name__,
+                remedy="The plan knows where rows are, and the device which backend runs",
+            )

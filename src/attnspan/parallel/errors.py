@@ -1,0 +1,21 @@
+"""Errors of work that is spread over ranks."""
+
+from ..errors import _Explained
+
+
+class PlanMismatchError(_Explained, ValueError):
+    """Ranks that are to work together have different plans.
+
+    Example:
+        >>> issubclass(PlanMismatchError, ValueError)
+        True
+    """
+
+
+class CommunicationError(_Explained, RuntimeError):
+    """An exchange between ranks failed: one of them is gone, or runs another program.
+
+    Example:
+        >>> issubclass(CommunicationError, RuntimeError)
+        True
+    """

@@ -1,0 +1,206 @@
+"""From a mask and ranks to a plan: the strategy, who owns what, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import DtypeError, OptionError, ShapeError
+from ..masks import Mask, Prepared
+from ..spans import Spans
+from .choose import Call, Candidate, Choice, choose, evaluate
+from .machine import Machine
+from .partition import Method, Partition, partition
+from .plan import Plan
+from .strategy import Strategy
+
+__all__ = ["Request", "lower", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is to be made for, beside the mask.
+
+    Attributes:
+        ranks: P.
+        call: Sizes of a call.
+        strategy: A strategy, its name, or "auto".
+        node_size: Ranks of a node, which share out heads where `strategy` is "auto"; None where there is one.
+        self_attention: Keys lie like the rows; else they are dealt out in order.
+        method, rows_per_chunk: As of `partition`.
+        machine: Figures for predictions; None for the default ones.
+
+    Example:
+        >>> Request(ranks=2, call=Call(4, 2)).strategy
+        'auto'
+    """
+
+    ranks: int
+    call: Call
+    strategy: str | Strategy = "auto"
+    node_size: int | None = None
+    self_attention: bool = True
+    method: Method = "balanced"
+    rows_per_chunk: int | None = None
+    machine: Machine | None = None
+
+    def keys_for(self, strategy: Strategy, k_len: int) -> Partition:
+        """Who owns which keys in cross attention: they are dealt out in order.
+
+        Args:
+            strategy: Its members and groups.
+            k_len: Number of keys.
+
+        Example:
+            >>> Request(2, Call(4, 2)).keys_for(Strategy("ring", 1, 2), k_len=5).rows.tolist()
+            [[0, 1, 2], [3, 4, -1]]
+        """
+        size = max(1, -(-k_len // strategy.groups))
+        owner = np.arange(-(-k_len // size)) if k_len else np.zeros(0, np.int64)
+        sizes = {"groups": strategy.groups, "members": strategy.members, "size": size}
+        return Partition.of_owner(owner, q_len=k_len, **sizes)
+
+
+def make_plan(mask: Prepared, request: Request) -> tuple[Plan, Choice | None]:
+    """Plan an attention; the same arguments give the same plan on every rank.
+
+    Args:
+        mask: Lowered for the whole problem, with bounds in NumPy.
+        request: For which ranks, and how.
+
+    Returns:
+        The plan, and the choice that led to its strategy if that was "auto".
+
+    Raises:
+        OptionError: There is no such strategy.
+
+    Example:
+        >>> from attnspan import causal
+        >>> plan, choice = make_plan(causal().prepare(64, 64), Request(4, Call(4, 2), strategy="ring"))
+        >>> plan.strategy.name, choice
+        ('ring', None)
+    """
+    spans, choice = mask.lowered, None
+    strategy = request.strategy
+    options = {"method": request.method, "rows_per_chunk": request.rows_per_chunk}
+    if strategy == "auto":
+        choice = _choose(spans, request)
+        strategy, rows = choice.best.strategy, choice.best.partition
+    else:
+        strategy = _checked(strategy, request.ranks)
+        rows = partition(spans, request.ranks, members=strategy.members, **options)  # type: ignore[arg-type]
+    keys = rows if request.self_attention else request.keys_for(strategy, spans.k_len)
+    return Plan(mask, strategy, rows, keys, request.call.q_heads, request.call.kv_heads), choice
+
+
+def cost(plan: Plan, request: Request) -> Candidate:
+    """What a plan costs: pairs, bytes, predicted time.
+
+    Args:
+        plan: Made for the request.
+        request: For its sizes and the machine.
+
+    Example:
+        >>> from attnspan import causal
+        >>> request = Request(2, Call(4, 2), strategy="exchange")
+        >>> cost(make_plan(causal().prepare(64, 64), request)[0], request).balance
+        1.0
+    """
+    keys = None if plan.keys is plan.rows else plan.keys
+    machine, heads = _machine(request), plan.bounds.shape[1]
+    return evaluate(request.call, plan.chunks, plan.rows, plan.strategy, machine, keys=keys, mask_heads=heads)
+
+
+def _choose(spans: Spans, request: Request) -> Choice:
+    strategies = None
+    if request.node_size is not None and request.ranks % request.node_size == 0:
+        # On two levels only the ranks of a node share out heads, so that keys cross between nodes once.
+        groups = request.ranks // request.node_size
+        strategies = [
+            Strategy("exchange", request.node_size, groups),
+            Strategy("ring", request.node_size, groups),
+        ]
+    keys = None if request.self_attention else (lambda chosen: request.keys_for(chosen, spans.k_len))
+    return choose(
+        spans,
+        request.ranks,
+        request.call,
+        _machine(request),
+        strategies=strategies,
+        method=request.method,
+        rows_per_chunk=request.rows_per_chunk,
+        keys=keys,
+    )
+
+
+def _machine(request: Request) -> Machine:
+    machine = Machine.default() if request.machine is None else request.machine
+    return machine if request.node_size is None else machine.with_nodes(request.node_size)
+
+
+def _checked(strategy: str | Strategy, ranks: int) -> Strategy:
+    if isinstance(strategy, str):
+        return Strategy.parse(strategy, ranks)
+    if strategy.ranks != ranks:
+        raise OptionError(
+            "strategy",
+            expected=f"one for {ranks} ranks",
+            got=f"{strategy.name} for {strategy.ranks}",
+            remedy="Its members times its groups are the ranks of the mesh",
+        )
+    return strategy
+
+
+def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) -> Prepared:
+    """The mask of a whole problem, with bounds and indices in NumPy.
+
+    Args:
+        mask: An expression, or what was lowered before.
+        q_len: Rows of the whole problem.
+        k_len: Its keys.
+        batch: Batch rows.
+        heads: Query heads.
+
+    Raises:
+        DtypeError: It is no mask.
+        ShapeError: It was lowered for another problem.
+        OptionError: Its data break a promise.
+
+    Example:
+        >>> from attnspan import causal
+        >>> lower(causal(), 4, 4, batch=1, heads=1).lowered.bounds.shape
+        (1, 1, 4, 1, 2)
+    """
+    if isinstance(mask, Spans):
+        mask = Prepared(mask.validate())
+    if not isinstance(mask, Mask):
+        raise DtypeError(
+            "mask",
+            expected="a mask expression, a Prepared or a Spans",
+            got=type(mask).__name__,
+            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...)",
+        )
+    found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
+    if found.k_index is not None:
+        raise OptionError(
+            "mask",
+            expected="one whose keys are 0..k_len-1",
+            got="one prepared for keys of its own",
+            remedy="Describe the whole problem: the plan shards it",
+        )
+    spans = found.lowered
+    if spans.q_len != q_len or spans.k_len != k_len:
+        raise ShapeError(
+            "mask",
+            expected=f"{q_len} rows and {k_len} keys, the whole problem",
+            got=repr(spans),
+            remedy="Lower it for the whole problem: the plan shards it",
+        )
+    return Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+
+
+def _numpy(x: object) -> object:
+    if x is None or isinstance(x, np.ndarray):
+        return x
+    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)

@@ -1,0 +1,130 @@
+"""How ranks share out the work: strategies by name, and the split of the heads."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import OptionError
+
+_HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)?\)")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How ranks work together: `members` neighbours share out heads, `groups` of them share out rows.
+
+    Attributes:
+        kind: what happens between groups: "exchange" sends the keys that somebody needs, "ring" all of them.
+        members: ranks of a group, u; while attending each has all rows of the group and a part of its heads.
+        groups: r; there are u * r ranks, and rank p is member p % u of group p // u.
+
+    Example:
+        >>> Strategy("exchange", members=2, groups=4).name
+        'hybrid(2, 4)'
+    """
+
+    kind: Literal["exchange", "ring"]
+    members: int
+    groups: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.members * self.groups
+
+    @property
+    def name(self) -> str:
+        """What `parse` reads."""
+        if self.groups == 1:
+            return "ulysses"
+        if self.members == 1:
+            return self.kind
+        return f"hybrid({self.members}, {self.groups}{', ring' if self.kind == 'ring' else ''})"
+
+    @classmethod
+    def parse(cls, text: str, ranks: int) -> Strategy:
+        """Read a strategy's name.
+
+        Args:
+            text: "exchange", "ring", "ulysses", "hybrid(u, r)" or "hybrid(u, r, ring)".
+            ranks: number of ranks.
+
+        Raises:
+            OptionError: for another text, or a hybrid of another number of ranks.
+
+        Example:
+            >>> Strategy.parse("hybrid(2, 2, ring)", ranks=4)
+            Strategy(kind='ring', members=2, groups=2)
+        """
+        hybrid = _HYBRID.fullmatch(text)
+        if hybrid:
+            members, groups = int(hybrid[1]), int(hybrid[2])
+            if members * groups == ranks and ranks > 0:
+                return cls("ring" if hybrid[3] == "ring" else "exchange", members, groups)
+        elif text == "exchange" or text == "ring":
+            return cls("ring" if text == "ring" else "exchange", 1, ranks)
+        elif text == "ulysses":
+            return cls("exchange", ranks, 1)
+        raise OptionError(
+            "strategy",
+            expected=f"'auto', 'exchange', 'ring', 'ulysses', or 'hybrid(u, r)' with u * r = {ranks} ranks",
+            got=repr(text),
+            remedy="A hybrid may end in ', ring)' to pass all keys round instead of those needed",
+        )
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """The heads of one member of a group, while it attends.
+
+    Attributes:
+        q_start, q_stop: its query heads.
+        kv: the key heads that these read, ascending.
+        kv_map: for each key head that the kernel is given, its place in `kv`: query heads of one key head
+            must be as many for all, so a key head may be given more than once.
+
+    Example:
+        >>> HeadSlice(0, 4, (0, 1), (0, 1)).heads
+        4
+    """
+
+    q_start: int
+    q_stop: int
+    kv: tuple[int, ...]
+    kv_map: tuple[int, ...]
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q_stop - self.q_start
+
+
+def split_heads(q_heads: int, kv_heads: int, members: int) -> list[HeadSlice]:
+    """Share query heads out among the members of a group, as evenly as can be, with the key heads they read.
+
+    Args:
+        q_heads: Hq.
+        kv_heads: Hkv, divides Hq.
+        members: u; where it exceeds Hq, some members have no heads.
+
+    Example:
+        >>> split_heads(8, 2, 4)[1]
+        HeadSlice(q_start=2, q_stop=4, kv=(0,), kv_map=(0,))
+        >>> split_heads(12, 3, 2)[0]  # four query heads of key head 0, two of key head 1
+        HeadSlice(q_start=0, q_stop=6, kv=(0, 1), kv_map=(0, 0, 1))
+    """
+    group = q_heads // kv_heads
+    base, extra = divmod(q_heads, members)
+    slices, start = [], 0
+    for member in range(members):
+        stop = start + base + (member < extra)
+        read = [head // group for head in range(start, stop)]
+        kv = sorted(set(read))
+        each = math.gcd(*(read.count(head) for head in kv)) if kv else 1
+        kv_map = tuple(kv.index(head) for head in read[::each])
+        slices.append(HeadSlice(start, stop, tuple(kv), kv_map))
+        start = stop
+    return slices
