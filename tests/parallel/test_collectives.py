@@ -1,0 +1,89 @@
+"""The bytes that cross the network are those of the plan, and for an exchange no more than anybody needs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from parity_cases import MASKS, Case
+from test_parity import WORLDS
+from worlds import world
+
+#: An exchange may bring so much more than the rows that somebody may see.
+OVERHEAD = 1.05
+
+
+def _cases(strategy: str) -> list[Case]:
+    heads = ((4, 2), (4, 4), (5, 5), (6, 3), (7, 1), (2, 1))
+    self_attention = [
+        Case(mask=mask, length=101, heads=heads[i % len(heads)], strategy=strategy, return_lse=False)
+        for i, mask in enumerate(MASKS)
+    ]
+    cross = [
+        Case(mask="window", length=37, k_len=101, strategy=strategy, return_lse=False),
+        Case(mask="spans", length=101, k_len=37, strategy=strategy, return_lse=False, dtype="bfloat16"),
+    ]
+    low = Case(length=101, strategy=strategy, dtype="float16", return_lse=False, batch=3)
+    return [*self_attention, *cross, low]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+def test_counted_bytes_are_those_of_the_plan(ranks: int, strategy: str) -> None:
+    cases = _cases(strategy)
+    for case, parts in zip(cases, _counts(ranks, cases), strict=True):
+        for rank, part in enumerate(parts):
+            assert _without_zeros(part["counted"]) == _without_zeros(part["foretold"]), f"{rank}: {case}"
+        for direction in ("forward", "backward"):
+            sums = [
+                sum(sum(part["counted"][direction][way].values()) for part in parts)
+                for way in ("sent", "received")
+            ]
+            assert sums[0] == sums[1], f"{direction} of {case}"
+
+
+def _counts(ranks: int, cases: list[Case]) -> list[Sequence[dict[str, Any]]]:
+    return list(zip(*world(ranks).run("collective_jobs:count_all", cases), strict=True))
+
+
+def _without_zeros(counts: dict[str, Any]) -> dict[str, Any]:
+    """A phase in which nothing moves may be counted or left out."""
+    return {
+        direction: {way: {phase: n for phase, n in phases.items() if n} for way, phases in ways.items()}
+        for direction, ways in counts.items()
+    }
+
+
+def needed(case: Case, part: dict[str, Any]) -> int:
+    """Bytes of the keys and values that a rank's group may see and does not hold, by the dense mask."""
+    mask = MASKS[case.mask](case)
+    dense = np.asarray(mask.spans(case.length, case.keys, batch=case.batch, heads=case.heads[0]).dense())
+    rows, keys = (part[name][part[name] >= 0] for name in ("rows", "keys"))
+    seen = dense[:, :, rows].any((1, 2))  # (planes, keys)
+    seen[:, keys] = False
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}[case.dtype]
+    return int(seen.sum()) * (case.batch // len(seen)) * part["kv_heads"] * sum(case.dims) * size
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "exchange"), (3, "exchange"), (4, "hybrid(2, 2)")])
+def test_an_exchange_brings_what_is_needed_and_little_else(ranks: int, strategy: str) -> None:
+    cases = _cases(strategy)
+    assert any(needed(case, parts[0]) for case, parts in zip(cases, _counts(ranks, cases), strict=True))
+    for case, parts in zip(cases, _counts(ranks, cases), strict=True):
+        for part in parts:
+            least = needed(case, part)
+            for direction in ("forward", "backward"):
+                brought = part["counted"][direction]["received"].get("exchange", 0)
+                assert least <= brought <= OVERHEAD * least, f"{direction}: {brought} of {least} in {case}"
+
+
+def test_on_packed_documents_a_ring_brings_far_more() -> None:
+    received = {}
+    for strategy in ("exchange", "ring"):
+        case = Case(length=1024, batch=1, heads=(2, 2), strategy=strategy, return_lse=False)
+        ((parts),) = _counts(4, [case])
+        received[strategy] = max(sum(part["counted"]["forward"]["received"].values()) for part in parts)
+        least = max(needed(case, part) for part in parts)
+    table = f"bytes into the busiest of 4 ranks: {received}, needed {least}"
+    assert received["exchange"] <= OVERHEAD * least, table
+    assert received["ring"] == 3 * 256 * 2 * 32 * 4, table
+    assert received["exchange"] < received["ring"] / 3, table
