@@ -1,20 +1,16 @@
 """The command line. Each command imports what it needs, so that ``show`` works without torch."""
 
-import inspect
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
-
-from attnspan.train.config import TrainConfig
-from attnspan.train.errors import CheckpointError, ConfigError
+from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
+    import numpy as np
     import typer
+    from numpy.typing import NDArray
 
     from attnspan.bench.monitor import Monitor
     from attnspan.bench.results import Results
@@ -73,7 +69,7 @@ def build_app() -> "typer.Typer":
 
     Example:
         >>> [command.name for command in build_app().registered_commands]
-        ['train', 'sample', 'show', 'tune', 'bench']
+        ['train', 'sample', 'show', 'tune', 'bench', 'simulate']
     """
     import typer
 
@@ -95,6 +91,7 @@ def build_app() -> "typer.Typer":
     app.command("show", help="Draw a mask.")(_show_command())
     app.command("tune", help="Find the fastest configurations on this machine.")(_tune_command())
     app.command("bench", help="Measure attention beside its peers on this machine.")(_bench_command())
+    app.command("simulate", help="Predict how strategies compare over many ranks.")(_simulate_command())
     return app
 
 
@@ -107,45 +104,9 @@ def _print_version(wanted: bool) -> None:
 
 
 def _train_command() -> Callable[..., None]:
-    """The ``train`` command: its own options, and one for each field of `TrainConfig`."""
-    import typer
+    from attnspan.train.command import command
 
-    def train(
-        context: typer.Context,
-        name: Annotated[str | None, typer.Option(help="name of the run; default: the time")] = None,
-        runs_dir: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
-        resume: Annotated[
-            bool, typer.Option("--resume", help="go on with --name, or with the last run")
-        ] = False,
-        from_step: Annotated[int | None, typer.Option(help="with --resume: an older checkpoint")] = None,
-        compare: Annotated[bool, typer.Option(help="at the end, time some steps against SDPA")] = True,
-        monitor: Annotated[bool, typer.Option(help="record where the time of each step goes")] = True,
-        **options: Any,
-    ) -> None:
-        from attnspan.train.run import train as run_training
-
-        config = TrainConfig(**options)
-        folder = runs_dir / (name or time.strftime("%Y%m%d-%H%M%S"))
-        if resume:
-            folder = runs_dir / name if name else _last_run(runs_dir)
-            given = {key: value for key, value in options.items() if _is_given(context, key)}
-            config = _stored_config(folder, given)
-        elif from_step is not None:
-            raise ConfigError(
-                expected="--from-step beside --resume",
-                got="it alone",
-                remedy="add --resume, or leave it away",
-            )
-        with _monitored(folder) if monitor else nullcontext() as observe:
-            run_training(
-                config, folder, resume=resume, from_step=from_step, against_sdpa=compare, observe=observe
-            )
-
-    own = [
-        parameter for parameter in inspect.signature(train).parameters.values() if parameter.name != "options"
-    ]
-    train.__signature__ = inspect.Signature([*own, *_config_options()])  # type: ignore[attr-defined]
-    return train
+    return command(_monitored)
 
 
 @contextmanager
@@ -171,55 +132,6 @@ def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
             page = folder / "monitor.html"
             write_page(made[0].results(), page)
             print(f"monitor: {page}; it took {made[0].overhead:.2%} of the time of the steps")
-
-
-def _config_options() -> list[inspect.Parameter]:
-    """One option for each field of `TrainConfig`, whose comment is the help."""
-    import typer
-
-    types = get_type_hints(TrainConfig)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=field.default,
-            annotation=Annotated[
-                types[field.name],
-                typer.Option(help=field.metadata["help"], rich_help_panel=field.metadata["panel"]),
-            ],
-        )
-        for field in fields(TrainConfig)
-    ]
-
-
-def _is_given(context: "typer.Context", name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _stored_config(folder: Path, given: dict[str, Any]) -> TrainConfig:
-    """The configuration of the run itself; options beside ``--resume`` must agree with it."""
-    from attnspan.train.run import resume_config
-
-    stored = resume_config(folder)
-    for name, value in given.items():
-        if value != getattr(stored, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                expected=f"{flag} {getattr(stored, name)}, as {folder} was started",
-                got=f"{flag} {value}",
-                remedy="leave the option away, or start a new run",
-            )
-    return stored
-
-
-def _last_run(runs_dir: Path) -> Path:
-    pointers = sorted(runs_dir.glob("*/checkpoints/LATEST"), key=lambda path: path.stat().st_mtime)
-    if not pointers:
-        raise CheckpointError(
-            expected=f"a run with a checkpoint in {runs_dir}", got="none", remedy="start one without --resume"
-        )
-    return pointers[-1].parents[1]
 
 
 def _sample_command() -> Callable[..., None]:
@@ -276,6 +188,26 @@ def _bench_command() -> Callable[..., None]:
     from attnspan.bench.options import command
 
     return command(_write_page)
+
+
+def _simulate_command() -> Callable[..., None]:
+    from attnspan.parallel.command import command
+
+    return command(_corpus_lengths)
+
+
+def _corpus_lengths(tokens: int, seed: int) -> "NDArray[np.integer]":
+    """Lengths of the documents in the first row of the training job's data."""
+    import numpy as np
+
+    from attnspan.train.config import TrainConfig
+    from attnspan.train.documents import load_data
+    from attnspan.train.packing import PackedStream
+    from attnspan.train.vocabulary import ByteVocabulary
+
+    corpus = load_data(TrainConfig(), ByteVocabulary()).train
+    row = next(PackedStream(corpus, seq_len=tokens, batch_size=1, seed=seed))
+    return np.bincount(row.ids[0].numpy())
 
 
 def _write_page(results: "Results", path: Path) -> None:

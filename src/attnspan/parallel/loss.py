@@ -161,13 +161,9 @@ def sum_gradients(
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         for group in groups:
             dist.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, _parts(flat, gradients), strict=True):
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts: list[Tensor] = torch.split(flat, [each.numel() for each in like])
-    return parts
 
 
 def _groups(ranks: RankGroups) -> Iterator[dist.ProcessGroup]:

@@ -118,8 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
     if isinstance(mask, Pieces):
         pieced: Tensor = _attend_pieces(q, k, v, mask)
         return pieced
-    out = attention(q, k, v, mask=mask, layout="bshd")
-    return out
+    return attention(q, k, v, mask=mask, layout="bshd")
 
 
 # Not compiled: the pieces are other ones at each step, and each would be a graph of its own.

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan import Prepared, causal, segments
 from attnspan.train.attention import AnyMask, prepare_mask
 from attnspan.train.config import TrainConfig
-from attnspan.train.packing import IGNORE, Batch
+from attnspan.train.packing import IGNORE, PADDING, Batch
 from attnspan.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -80,8 +81,10 @@ class Dealer:
         if self.ranks.cp == 1:
             mask, pairs = prepare_mask(batch.ids, self.config.attention)
             return Share(batch.tokens, batch.targets, batch.positions, mask, float(pairs))
-        mask, pairs = prepare_mask(batch.ids, "attnspan")
-        self.cp = cp = self._plan(mask, len(batch.tokens))
+        rows, length = batch.ids.shape
+        mask = (causal() & segments(batch.ids, padding_id=PADDING)).prepare(length, length, batch=rows)
+        pairs = int(mask.lowered.cost().sum())
+        self.cp = cp = self._plan(mask, rows)
         return Share(
             cp.shard(batch.tokens),
             cp.shard(batch.targets, fill=IGNORE),
@@ -92,7 +95,7 @@ class Dealer:
             pairs / self.ranks.cp,
         )
 
-    def _plan(self, mask: AnyMask, rows: int) -> ContextParallel:
+    def _plan(self, mask: Prepared, rows: int) -> ContextParallel:
         from attnspan.parallel.context import ContextParallel
 
         if self.cp is not None and self._rows == rows:

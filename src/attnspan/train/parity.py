@@ -112,7 +112,7 @@ def compare_ranks(run: Run, one: Stepper | None, rounds: int) -> Comparison:
         rounds: Steps of each, 2 or more.
 
     Returns:
-        On the first rank the times; on the others those of their part.
+        The times; those of one rank and of SDPA on the first rank only.
     """
     weights = _weights(run.stepper)
     index = run.config.steps - 1

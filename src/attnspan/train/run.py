@@ -119,8 +119,9 @@ def train(
             own = matmul_ceiling(getattr(torch, config.dtype))
             run = _open(config, folder, ranks, resume, from_step)
         with ranks.joined(lambda: run.doing):
-            summary = _train(run, console, own, observe, against_sdpa, against_one_rank)
-        summary = replace(summary, seconds=time.perf_counter() - began)
+            found = _train(run, console, own, observe, against_sdpa, against_one_rank)
+            # The first rank's, which alone has seen all of it.
+            summary = ranks.first(lambda: replace(found, seconds=time.perf_counter() - began))
         if ranks.is_first:
             summary.save(folder / "summary.json")
         summary.show(console)
