@@ -162,8 +162,9 @@ def rows_between(needs: Needs, holders: Holders) -> Ints:
     before, width, done = np.zeros(groups, np.int64), holders.hi - holders.lo, 0
     for number, receiver in enumerate(group.tolist()):
         if first[number] > done:
-            passed = slice(done, done := int(first[number]))
+            passed = slice(done, int(first[number]))
             np.add.at(before, holders.group[passed], width[passed])
+            done = passed.stop
         rows[receiver] += sign[number] * before
     cut = first < len(width)
     part = np.maximum(end[cut] - holders.lo[first[cut]], 0)
