@@ -19,7 +19,7 @@ _HOMES = {
     "PlanMismatchError": "errors",
     "Strategy": "strategy",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -183,7 +183,7 @@ def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _backward_ring(given: Given, done: Done) -> Gradients:
-    """Keys go round once more, and the gradients of each block with them, one step behind and home at last."""
+    """Keys go round once more, and each block's gradients with them, one step behind and home at last."""
     q, options = given.q, given.options
     bare = None if options is None else replace(options, sinks=None)
     dq = q.new_zeros(q.shape, dtype=_wide(q))
@@ -204,7 +204,8 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
     if options is not None and options.sinks is not None:
         sums.add((None, _sink_gradients(options.sinks, done)), every)
     dkv = behind.wait().permute(1, 2, 0, 3)
-    return Gradients(_like_bshd(q, *q.shape[1:], q.dtype).copy_(dq), dkv, *sums.results())
+    narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
+    return Gradients(narrow.copy_(dq), dkv, *sums.results())
 
 
 def _round(given: Given) -> Iterator[tuple[Stage, Tensor]]:

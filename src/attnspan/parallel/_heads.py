@@ -1,7 +1,7 @@
 """Ulysses: from all heads of some rows to some heads of all rows of a group, and back.
 
-Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D), so
-that what arrives from all members is one array of u * n rows.
+Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D),
+so that what arrives from all members is one array of u * n rows.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def scatter(team: Team, x: Tensor, which: Any) -> "Scattered":
     slices = [which(heads) for heads in team.heads]
     sizes = [rows * batch * (at.stop - at.start) * dim for at in slices]
     send = x.new_empty(sum(sizes))
-    for piece, at in zip(send.split(sizes), slices, strict=True):
+    for piece, at in zip(torch.split(send, sizes), slices, strict=True):
         piece.view(rows, batch, at.stop - at.start, dim).copy_(x[:, at].permute(2, 0, 1, 3))
     mine = which(team.mine)
     count = mine.stop - mine.start
@@ -121,7 +121,7 @@ class Gathered(NamedTuple):
         shared = sum(at.stop - at.start for at in self.slices) > heads
         if shared:
             self.out.zero_()
-        for piece, at in zip(self.pending.wait().split(self.sizes), self.slices, strict=True):
+        for piece, at in zip(torch.split(self.pending.wait(), self.sizes), self.slices, strict=True):
             part = piece.view(rows, batch, at.stop - at.start, dim).permute(1, 2, 0, 3)
             here = self.out[:, at]
             here.copy_(here + part if shared else part)

@@ -1,4 +1,4 @@
-"""One rank's attention on keys that it has at hand, without autograd: results may be wider than the inputs."""
+"""One rank's attention on keys that it has at hand, without autograd; results may be wider than inputs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ def differentiate(
 def _differentiate_plainly(
     call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """By autograd through framework code, and through the merge: out = sum of exp(lse_part - lse) out_part."""
+    """By autograd through framework code and the merge, out = sum of exp(lse_part - lse) out_part."""
     options = call.options or Options()
     leaves = {"q": call.q, "k": call.k, "v": call.v, "bias": options.bias, "sinks": options.sinks}
     known = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}

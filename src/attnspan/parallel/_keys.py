@@ -1,11 +1,12 @@
 """Keys and values as rows that travel, and where they lie.
 
-Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys of a group, K keys of a stage.
-A row holds the key and the value of h heads: (B / P, h, D + Dv).
+Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys of a group, K keys of a
+stage. A row holds the key and the value of h heads: (B / P, h, D + Dv).
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ._collectives import Pending, exchange
@@ -14,7 +15,7 @@ from .local import LocalPlan, Transfer
 
 
 def to_rows(k: Tensor, v: Tensor, planes: int) -> Tensor:
-    """Keys and values side by side: (P * S, B / P, h, D + Dv), contiguous, from (B, h, S, D) and (B, h, S, Dv)."""
+    """Keys (B, h, S, D) and values (B, h, S, Dv) side by side: (P * S, B / P, h, D + Dv), contiguous."""
     batch, heads, length, dim = k.shape
     inner = batch // planes
     rows = k.new_empty((planes, length, inner, heads, dim + v.shape[3]))
@@ -38,14 +39,14 @@ class Route(NamedTuple):
     Args:
         plan: Of this rank, with an exchange.
         team: Who takes part.
-        index: The plan's transfer, in int64.
+        lists: The plan's transfer, in int64.
         send_rows: How many rows go to each rank.
         rows: How many come from each.
     """
 
     plan: LocalPlan
     team: Team
-    index: Transfer
+    lists: Transfer
     send_rows: list[int]
     rows: list[int]
 
@@ -61,12 +62,12 @@ class Route(NamedTuple):
             both.append(every)
         t = plan.transfer
         # Copies by index take int64 only.
-        index = Transfer(*(x.long() for x in (t.send, t.place, t.own, t.own_place)), *both)
-        return cls(plan, team, index, *both)
+        lists = Transfer(*(x.long() for x in (t.send, t.place, t.own, t.own_place)), *both)
+        return cls(plan, team, lists, *both)
 
     def fetch(self, rows: Tensor) -> "Fetched":
         """Start to send the rows that other groups need, and to receive those that this one does."""
-        t = self.index
+        t = self.lists
         send = rows.index_select(0, t.send)
         return Fetched(self, rows, exchange(send, self.send_rows, self.rows, self.team.group, "exchange"))
 
@@ -76,7 +77,7 @@ class Route(NamedTuple):
         Args:
             grads: Shape (P * K, B / P, h, D + Dv), float32.
         """
-        t = self.index
+        t = self.lists
         send = grads.index_select(0, t.place)
         pending = exchange(send, self.rows, self.send_rows, self.team.group, "gradients")
         return Returned(self, grads, pending)
@@ -97,7 +98,7 @@ class Fetched(NamedTuple):
 
     def wait(self) -> Tensor:
         """Shape (P * K, B / P, h, D + Dv), in the order of the stage's keys."""
-        t = self.route.index
+        t = self.route.lists
         shape, filled = (self.route.stage_rows, *self.own.shape[1:]), t.own.shape[0] + t.place.shape[0]
         # Behind the last key of a plane nothing is visible, but garbage may be NaN, which has a slow way.
         rows = self.own.new_empty(shape) if filled == shape[0] else self.own.new_zeros(shape)
@@ -114,12 +115,12 @@ class Returned(NamedTuple):
     pending: Pending
 
     def wait(self) -> Tensor:
-        """Shape (P * S, B / P, h, D + Dv), float32: all parts of each key's gradient, added in the ranks' order."""
-        t, plan = self.route.index, self.route.plan
+        """Shape (P * S, B / P, h, D + Dv), float32: parts of a key's gradient, added in ranks' order."""
+        t, plan = self.route.lists, self.route.plan
         total = self.grads.new_zeros((plan.planes * plan.key_slots, *self.grads.shape[1:]))
         total.index_copy_(0, t.own, self.grads.index_select(0, t.own_place))
         at = 0
-        for part in self.pending.wait().split([n for n in self.route.send_rows if n]):
+        for part in torch.split(self.pending.wait(), [n for n in self.route.send_rows if n]):
             # A key occurs once in each part, so the order of the sums is that of the ranks.
             slots = t.send[at : at + part.shape[0]]
             total.index_add_(0, slots, part)

@@ -1,4 +1,4 @@
-"""The operators ``attnspan::sharded_forward`` and ``sharded_backward``: a rank's attention, exchanges included.
+"""The operators ``attnspan::sharded_forward`` and ``sharded_backward``: attention and its exchanges.
 
 Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
 change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
@@ -6,11 +6,11 @@ while it attends. docs/design.md has the contract.
 """
 
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from ..options import Options
 from ..torch._checkpoint import save_also
@@ -22,13 +22,13 @@ from .strategy import split_heads
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-# `plan` and `meta` are what `local.encode` makes; `heads_here` are the query heads of this rank while it attends.
+# `plan` and `meta` are what `local.encode` makes; `heads_here`: the query heads that this rank attends with.
 _SHARED = (
     "Tensor plan, Tensor meta, str group, int members, int heads_here, int kv_heads_here, float scale,"
     " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None"
 )
-# Behind out and lse, where heads are shared out: q, k, v, out and lse of the whole group's rows, for backward.
+# Behind out and lse, where heads are shared out: q, k, v, out and lse of all rows of the group, for backward.
 _library.define(  # type: ignore[no-untyped-call]
     f"sharded_forward(Tensor q, Tensor k, Tensor v, {_SHARED})"
     " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
@@ -62,7 +62,7 @@ def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.d
 
 def _team(plan: Any, group: str, q_heads: int, kv_heads: int) -> Team:
     heads = split_heads(q_heads, kv_heads, plan.strategy.members)
-    return Team(_resolve_process_group(group), plan.strategy, plan.rank, heads)
+    return Team(_resolve_process_group(cast(Any, group)), plan.strategy, plan.rank, heads)
 
 
 def _read(options: tuple[Any, ...]) -> Options | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +25,7 @@ from .choose import Call
 from .local import encode
 from .machine import Machine
 from .partition import Method
-from .planning import Request, cost, lower, make_plan
+from .planning import Request, lower, make_plan
 from .strategy import Strategy
 
 # Options without a place: the plan has the rows' indices.
@@ -48,14 +47,14 @@ class ContextParallel(ShardedMask):
             node share out heads unless ``strategy`` says otherwise.
         mask: What each query may see, of the whole problem: segment ids and the like are global.
         q_len: Rows of the whole problem.
-        k_len: Keys of the whole problem, for cross attention: they are dealt out in order (`shard_keys`). None
-            for self-attention, where keys lie with their queries.
+        k_len: Keys of the whole problem, for cross attention: they are dealt out in order (`shard_keys`).
+            None for self-attention, where keys lie with their queries.
         heads: Query heads and key heads of a rank's q and k, (Hq, Hkv): any numbers of which the second
             divides the first.
-        strategy: "exchange" (only the keys that somebody may see cross the network), "ring" (all of them, from
-            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)" (Ulysses
-            among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or "auto": what
-            `explain` shows to be fastest by the cost model.
+        strategy: "exchange" (only keys that somebody may see cross the network), "ring" (all of them, from
+            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)"
+            (Ulysses among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or
+            "auto": what the cost model finds fastest; `explain` says why.
         batch: Batch rows, where the mask needs to know (`from_predicate`).
         method: How rows are dealt out: see `attnspan.parallel.partition.partition`.
         rows_per_chunk: Neighbouring rows that stay together; None for a good number.
@@ -214,7 +213,7 @@ class ContextParallel(ShardedMask):
         """
         return gather_rows(x, dim, self.partition, self._group)
 
-    def attention(
+    def attention(  # type: ignore[override]
         self,
         q: Tensor,
         k: Tensor,
@@ -312,7 +311,7 @@ class ContextParallel(ShardedMask):
                     f"{name} with context parallelism",
                     expected=f"{count} heads and this rank's {rows} rows, padding included",
                     got=f"shape {tuple(x.shape)} in layout bhsd",
-                    remedy="Shard the inputs of the model by cp.shard(...), and give ContextParallel its heads",
+                    remedy="Shard the model's inputs by cp.shard(...), and give ContextParallel its heads",
                 )
         if self._planes != 1 and q.shape[0] != self._planes:
             raise ShapeError(

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..masks import Prepared
+from .choose import holders_of
 from .chunks import Chunks
 from .local import LocalPlan, Stage, Transfer
-from .choose import holders_of
 from .needs import Holders, Needs, Pieces, foreign_pieces, needs_of
 from .partition import Partition
 from .strategy import HeadSlice, Strategy, split_heads
@@ -64,12 +64,12 @@ class Plan:
     @property
     def k_len(self) -> int:
         """Number of keys."""
-        return self.mask.lowered.k_len
+        return int(self.mask.lowered.k_len)
 
     @property
     def planes(self) -> int:
         """Batch rows of the mask."""
-        return self.bounds.shape[0]
+        return int(self.bounds.shape[0])
 
     @cached_property
     def heads(self) -> list[HeadSlice]:
@@ -131,7 +131,8 @@ class Plan:
     def _q_index(self, rows: Ints) -> Ints:
         index = self.mask.q_index
         found = rows[None] + (self.k_len - self.rows.q_len) if index is None else np.asarray(index)[:, rows]
-        return np.where(rows < 0, 0, found).astype(np.int32)
+        placed: Ints = np.where(rows < 0, 0, found).astype(np.int32)
+        return placed
 
     def _ring(self, group: int, bounds: Ints) -> tuple[Stage, ...]:
         stages = []
@@ -170,7 +171,8 @@ class Plan:
     def _counts(self, peer: Longs, pieces: Pieces) -> Ints:
         """How many keys go to or come from each group."""
         counts = np.bincount(peer, weights=pieces.hi - pieces.lo, minlength=self.strategy.groups)
-        return counts.astype(np.int32)
+        found: Ints = counts.astype(np.int32)
+        return found
 
     def _slots(self, group: int, flat: Longs) -> Ints:
         keys = self.keys.group_rows(group)
@@ -233,7 +235,8 @@ class Kept:
     def place(self, flat: Longs) -> Ints:
         """Where kept keys lie: plane * K + place in the plane."""
         inside = self.count(flat) - self.before(flat)
-        return (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
+        found: Ints = (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
+        return found
 
 
 def expand(lo: Longs, hi: Longs) -> Longs:

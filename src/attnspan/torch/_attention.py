@@ -107,8 +107,8 @@ def attention(
         q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
         k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``. Over
-            several ranks, an `attnspan.parallel.ContextParallel`.
+        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``.
+            Over several ranks, an `attnspan.parallel.ContextParallel`.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
         bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
