@@ -75,7 +75,12 @@ class World:
         return bool(self._workers) and all(worker.is_alive() for worker in self._workers)
 
     def run(
-        self, job: str, *arguments: Any, seconds: float = JOB_SECONDS, may_die: tuple[int, ...] = ()
+        self,
+        job: str,
+        *arguments: Any,
+        seconds: float = JOB_SECONDS,
+        may_die: tuple[int, ...] = (),
+        may_hang: tuple[int, ...] = (),
     ) -> list[Any]:
         """Run a job on every rank.
 
@@ -84,15 +89,16 @@ class World:
             *arguments: Its arguments, the same for every rank.
             seconds: How long the slowest rank may take.
             may_die: Ranks that may end instead of answering; the world ends after the job.
+            may_hang: Ranks that are not waited for; the world ends after the job.
 
         Returns:
-            The result of each rank, `Died` for one of `may_die` that ended.
+            The result of each rank, `Died` for one of `may_die` that ended, None for those of `may_hang`.
 
         Raises:
             JobError: A rank raised, died or did not answer.
         """
         request = pickle.dumps((job, arguments))
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: dict[int, tuple[str, Any]] = dict.fromkeys(may_hang, ("returned", None))
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # Seen below as a rank that died.
                 pipe.send_bytes(request)
@@ -104,7 +110,7 @@ class World:
                 answers[rank] = kind, _ = self._receive(rank)
                 if kind == "raised" or (kind == "died" and rank not in may_die):
                     deadline = min(deadline, time.monotonic() + GRACE)
-        if may_die:
+        if may_die or may_hang:
             self.close()
         return self._results(job, answers, may_die)
 

@@ -1,0 +1,103 @@
+"""What goes wrong is said on every rank, before anything is exchanged or else within the timeout."""
+
+import re
+import time
+
+import pytest
+from worlds import Died, World, world
+
+DISAGREEMENTS = {
+    "ids": "another mask on rank 2 than on rank 0",
+    "mask": "another mask on rank 2",
+    "strategy": "another strategy on rank 2",
+    "partition": "another partition on rank 2",
+    "heads": "another heads on rank 2",
+    "q_len": "another mask on rank 2",
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(what: str) -> None:
+    for name, text, exchanged in world(3).run("fault_jobs:disagree", what):
+        assert name == "PlanMismatchError", text
+        assert DISAGREEMENTS[what] in text
+        assert "expected the same plan on every rank" in text
+        assert exchanged == 0
+    assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
+
+
+def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
+    for name, text, exchanged in world(3).run("fault_jobs:disagree_later"):
+        assert name == "PlanMismatchError", text
+        assert "another mask on ranks 1, 2 than on rank 0" in text
+        assert exchanged == 0
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phase: str) -> None:
+    start = time.monotonic()
+    ranks = World(3, group_seconds=20)
+    results = ranks.run("fault_jobs:die_in_mid_step", strategy, phase, may_die=(1,))
+    assert results[1] == Died(-9)
+    for rank in (0, 2):
+        name, text, _ = results[rank]
+        assert name == "CommunicationError", text
+        assert f"rank {rank} of 3" in text
+        assert "expected an answer from every rank" in text
+        assert "resume from a checkpoint" in text
+    assert time.monotonic() - start < 60
+
+
+def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> None:
+    ranks = World(3, group_seconds=3)
+    ranks.run("world_jobs:add_ranks", 0.0)
+    start = time.monotonic()
+    # The stopped rank never answers: it is ended from outside once the others have.
+    results = ranks.run("fault_jobs:hang_in_mid_step", seconds=60, may_hang=(1,))
+    assert time.monotonic() - start < 40
+    for rank in (0, 2):
+        name, text, _ = results[rank]
+        assert name == "CommunicationError", text
+        assert "expected an answer from every rank" in text
+
+
+MISFITS = {
+    "whole rows": ("ShapeError", r"q with .*expected 4 heads and this rank's \d+ rows.*cp\.shard"),
+    "whole keys": ("ShapeError", r"k with .*expected 2 heads and this rank's \d+ rows.*cp\.shard"),
+    "q heads": ("ShapeError", "q with .*expected 4 heads"),
+    "kv heads": ("ShapeError", "k with .*expected 2 heads"),
+    "batch": ("ShapeError", "expected 2 batch rows, as the mask has, got 3"),
+    "dtypes": ("DtypeError", "float64"),
+    "integers": ("DtypeError", "int64"),
+    "no tensor": ("DtypeError", r"q: expected a torch\.Tensor, got ndarray"),
+    "layout": ("OptionError", "sbhd"),
+    "scale": ("OptionError", "scale"),
+    "sinks": ("ShapeError", "sinks: expected .4,."),
+    "slopes": ("ShapeError", "slopes: expected .4,."),
+    "dense bias": ("(OptionError|ShapeError)", "bias"),
+    "seed": ("OptionError", "dropout_seed: expected an integer tensor"),
+    "q_index": ("OptionError", "q_index with context parallelism: expected None"),
+    "backend": ("OptionError", "backend with context parallelism: expected None"),
+    "shard": ("ShapeError", "37 rows"),
+    "unshard": ("ShapeError", r"unshard: expected this rank's \d+ rows"),
+    "strategy": ("OptionError", r"strategy: expected .*u \* r = 3 ranks.*got 'hybrid\(3, 5\)'"),
+    "kind of strategy": ("OptionError", "strategy: expected .*got 'spiral'"),
+    "method": ("OptionError", "method.*fair"),
+    "heads": ("OptionError", "heads: expected .*a divisor of the first, got .4, 3."),
+    "no mask": ("DtypeError", "mask: expected a mask expression.*got Tensor"),
+    "mask of other length": ("ShapeError", "mask: expected 37 rows and 37 keys"),
+    "ids of other length": ("ShapeError", "37"),
+    "no mesh": ("DtypeError", "mesh: expected a DeviceMesh.*init_device_mesh"),
+    "second derivative": ("NotImplementedError", "second derivatives"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_misfit_is_one_clear_error_on_every_rank(what: str) -> None:
+    kind, message = MISFITS[what]
+    for name, text, exchanged in world(3).run("fault_jobs:misfit", what, seconds=30):
+        assert name, f"{what} was taken"
+        assert re.fullmatch(kind, name), f"{name}: {text}"
+        assert re.search(message, text, re.DOTALL), text
+        assert what == "second derivative" or exchanged == 0
