@@ -22,6 +22,7 @@ from ._agree import check_agreement
 from ._gather import gather_rows
 from ._ops import sharded_forward
 from .choose import Call
+from .explain import Explanation, explain
 from .local import encode
 from .machine import Machine
 from .partition import Method
@@ -157,6 +158,7 @@ class ContextParallel(ShardedMask):
             q_len: Rows of the whole problem, if they are others.
         """
         other = copy(self)
+        other.choice = None
         other.k_len = self.k_len if q_len is None or not self._request.self_attention else q_len
         other.q_len = self.q_len if q_len is None else q_len
         # "auto" has been decided: what it would choose may not change from step to step on some ranks only.
@@ -283,6 +285,10 @@ class ContextParallel(ShardedMask):
         )
         out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
         return (out, lse) if return_lse else out
+
+    def explain(self) -> Explanation:
+        """What the plan does, and why; ``print`` it. Bytes go by ``head_dim``, ``dtype`` and ``batch``."""
+        return explain(self.plan, self._request, self.choice)
 
     def _options(self, given: Given, q: Tensor, k: Tensor) -> tuple[Any, ...]:
         # Rows are placed by the plan: only what the options are worth by themselves is asked here.

@@ -177,7 +177,8 @@ class Plan:
     def _slots(self, group: int, flat: Longs) -> Ints:
         keys = self.keys.group_rows(group)
         place = np.searchsorted(keys[keys >= 0], flat % self.k_len)
-        return (flat // self.k_len * keys.shape[0] + place).astype(np.int32)
+        slots: Ints = (flat // self.k_len * keys.shape[0] + place).astype(np.int32)
+        return slots
 
 
 @dataclass(frozen=True, eq=False)
