@@ -169,7 +169,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("error")  # As in the tests' own process.
+    _raise_warnings()
     torch.set_num_threads(1)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
     dist.init_process_group(
@@ -188,6 +188,13 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
         sys.stdout.flush()
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
+
+
+def _raise_warnings() -> None:
+    """As in the tests' own process; but not those of torch's compiler about torch itself."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+    warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
 
 
 def _answer(request: bytes) -> bytes:

@@ -1,0 +1,74 @@
+"""Compiled models over ranks: one graph, no other one for another mask, checkpointing and FSDP2 as ever."""
+
+import pytest
+import torch
+from parity_cases import Case
+from worlds import World, world
+
+STRATEGIES = ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)")
+#: Gradients of a model in float32: sums over all rows of products of some hundred roundings.
+CLOSE = 5e-6
+
+
+def _ranks(strategy: str) -> int:
+    return 4 if strategy.startswith("hybrid") else 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
+    ranks = World(2)
+    try:
+        case = Case(option="all", heads=(4, 2), return_lse=False)
+        for worst in ranks.run("compile_jobs:first_call", case, backend):
+            assert worst < 1e-5
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
+    case = Case(length=101, strategy=strategy, return_lse=False)
+    results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 10)
+    for compilations, _, worst in results:
+        assert compilations == [1] * 10
+        assert worst < 1e-5
+    if "ring" not in strategy and strategy != "ulysses":
+        assert all(len(set(received)) > 5 for _, received, _ in results), "other numbers of rows each time"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
+def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled: bool) -> None:
+    steps = {
+        keep: world(_ranks(strategy)).run("compile_jobs:checkpointed", strategy, keep, compiled)
+        for keep in ("all", "attention", "nothing")
+    }
+    for rank, (gradients, sent) in enumerate(steps["all"]):
+        assert steps["attention"][rank][1] == sent, "selective: forward ran once"
+        assert steps["nothing"][rank][1] > sent, "full: its exchange ran again"
+        for keep in ("attention", "nothing"):
+            for got, wanted in zip(steps[keep][rank][0], gradients, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * float(wanted.norm()))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("keep", ["all", "attention", "nothing"])
+@pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
+def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
+    strategy: str, keep: str, compiled: bool
+) -> None:
+    for error in world(_ranks(strategy)).run("compile_jobs:under_fsdp", strategy, keep, compiled):
+        assert error < CLOSE
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
+    for errors in world(2).run("compile_jobs:two_models", compiled):
+        assert max(errors) < CLOSE, errors
+
+
+@pytest.mark.parametrize("option", ["none", "all", "alibi"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_operators_keep_torchs_contract(strategy: str, option: str) -> None:
+    case = Case(strategy=strategy, option=option, length=37, heads=(4, 2))
+    assert world(_ranks(strategy)).run("compile_jobs:check_operators", case) == [2] * _ranks(strategy)
