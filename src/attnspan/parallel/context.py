@@ -18,6 +18,7 @@ from ..spans import Spans
 from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
 from ..torch._options import Given, dropout_seeds, lower_options
 from ..torch._sharded import ShardedMask
+from . import _flops as _flops  # registers what a call costs
 from ._agree import check_agreement
 from ._gather import gather_rows
 from ._ops import sharded_forward
