@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils.flop_counter import register_flop_formula
 
+from ._ops import sharded_backward, sharded_forward
 from .local import decode
 
 
@@ -24,7 +25,7 @@ def _pairs(plan: Tensor, meta: Tensor, group: Any, batch: int, heads: int, rows:
     return total
 
 
-@register_flop_formula(torch.ops.attnspan.sharded_forward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def sharded_forward_flops(
     q: Tensor,
     k: Tensor,
@@ -59,7 +60,7 @@ def sharded_forward_flops(
     return 2 * pairs * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.attnspan.sharded_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def sharded_backward_flops(
     dout: Tensor,
     dlse: Tensor | None,
