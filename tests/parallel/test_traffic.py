@@ -21,6 +21,7 @@ from attnspan.parallel.traffic import Payload, Phase, Traffic, rows_between, tra
 
 Events = dict[str, list[tuple[int, int, int]]]  # phase: (receiver, sender, bytes)
 
+WIDE = {2: 4, 4: 4, 8: 8}  # lse and sums of gradients: float32, but float64 for float64
 FIELDS = ("received", "sent", "received_across", "sent_across")
 
 
@@ -59,7 +60,7 @@ class Walk:
             me, them = b * u + a, b * u + other
             for _ in range(pay.batch * pay.rows):
                 events["scatter"].append((me, them, pay.q_heads[a] * pay.head_dim * e))
-                events["gather"].append((me, them, pay.q_heads[other] * (pay.v_dim * e + 4)))
+                events["gather"].append((me, them, pay.q_heads[other] * (pay.v_dim * e + WIDE[e])))
             for _ in range(pay.batch * pay.kv_rows):
                 events["scatter"].append((me, them, pay.kv_heads[a] * (pay.head_dim + pay.v_dim) * e))
         if self.groups > 1:
@@ -75,18 +76,20 @@ class Walk:
                 continue
             me, them = b * u + a, b * u + other
             for _ in range(pay.batch * pay.rows):
-                row = pay.v_dim * e + (4 if pay.dlse else 0)
+                row = pay.v_dim * e + (WIDE[e] if pay.dlse else 0)
                 events["scatter"].append((me, them, pay.q_heads[a] * row))
                 events["gather"].append((me, them, pay.q_heads[other] * pay.head_dim * e))
             for _ in range(pay.batch * pay.kv_rows):
-                events["gather"].append((me, them, pay.kv_heads[other] * (pay.head_dim + pay.v_dim) * 4))
+                events["gather"].append(
+                    (me, them, pay.kv_heads[other] * (pay.head_dim + pay.v_dim) * WIDE[e])
+                )
         if self.groups > 1:
             events[kind] += self.keys(kind, e)
             if kind == "exchange":
-                events["gradients"] += [(them, me, n) for me, them, n in self.keys(kind, 4)]
+                events["gradients"] += [(them, me, n) for me, them, n in self.keys(kind, WIDE[e])]
             else:
                 for block in range(self.groups):  # its gradients visit all, and come home
-                    events["gradients"] += self.hops(block, self.groups, 4)
+                    events["gradients"] += self.hops(block, self.groups, WIDE[e])
         return events
 
     def keys(self, kind: str, e: int) -> list[tuple[int, int, int]]:
@@ -137,9 +140,10 @@ def assert_same(phases: Any, events: Events, ranks: int, node_size: int) -> None
     node_size=st.integers(1, 7),
     planes=st.sampled_from([1, 2]),
     dlse=st.booleans(),
+    itemsize=st.sampled_from([2, 4, 8]),
 )
 def test_bytes_equal_a_walk_over_rows(
-    seed: int, kind: str, members: int, groups: int, node_size: int, planes: int, dlse: bool
+    seed: int, kind: str, members: int, groups: int, node_size: int, planes: int, dlse: bool, itemsize: int
 ) -> None:
     rng = np.random.default_rng(seed)
     size, chunks = 2, groups * 2
@@ -151,7 +155,7 @@ def test_bytes_equal_a_walk_over_rows(
         kv_heads=tuple(int(n) for n in rng.integers(1, 3, members)),
         head_dim=8,
         v_dim=4,
-        itemsize=2,
+        itemsize=itemsize,
         batch=2,
         planes=planes,
         dlse=dlse,

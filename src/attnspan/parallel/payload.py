@@ -14,12 +14,9 @@ from ..errors import ShapeError
 if TYPE_CHECKING:
     from .strategy import HeadSlice
 
-__all__ = ["FLOAT32", "Payload"]
+__all__ = ["Payload"]
 
 Ints = NDArray[np.int64]
-
-FLOAT32 = 4
-"""Bytes of an element of lse, and of gradients that are summed over ranks."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +115,19 @@ class Payload:
         return self.rows if self.key_rows is None else self.key_rows
 
     @property
+    def wide(self) -> int:
+        """Bytes of an element of lse, and of gradients that are summed over ranks: float32, or float64."""
+        return max(4, self.itemsize)
+
+    @property
     def kv_bytes(self) -> Ints:
         """Bytes of one row of k and v, over the KV heads of each member, int64 (u,)."""
         return self._kv * self.itemsize
 
     @property
     def gradient_bytes(self) -> Ints:
-        """Bytes of one row of dk and dv in float32, over the KV heads of each member, int64 (u,)."""
-        return self._kv * FLOAT32
+        """Bytes of one row of dk and dv before they are summed, over the KV heads of each member, int64 (u,)."""
+        return self._kv * self.wide
 
     @property
     def _kv(self) -> Ints:

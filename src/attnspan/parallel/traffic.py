@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import OptionError, ShapeError
 from .needs import Holders, Needs
-from .payload import FLOAT32, Ints, Payload
+from .payload import Ints, Payload
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -241,7 +241,7 @@ def _scatter(payload: Payload, node: Ints) -> tuple[Phase, Phase]:
     q_heads = np.array(payload.q_heads, np.int64)
     q_bytes = payload.rows * q_heads * payload.head_dim * payload.itemsize
     forward = payload.batch * (q_bytes + payload.kv_rows * payload.kv_bytes)
-    dlse = FLOAT32 if payload.dlse else 0
+    dlse = payload.wide if payload.dlse else 0
     backward = payload.batch * payload.rows * q_heads * (payload.v_dim * payload.itemsize + dlse)
     members = len(q_heads)
     return tuple(_inside(np.repeat(size[:, None], members, 1), node) for size in (forward, backward))  # type: ignore[return-value]
@@ -250,7 +250,7 @@ def _scatter(payload: Payload, node: Ints) -> tuple[Phase, Phase]:
 def _gather(payload: Payload, node: Ints) -> tuple[Phase, Phase]:
     """What a member receives from another one depends on the other's heads."""
     q_heads = np.array(payload.q_heads, np.int64)
-    forward = payload.batch * payload.rows * q_heads * (payload.v_dim * payload.itemsize + FLOAT32)
+    forward = payload.batch * payload.rows * q_heads * (payload.v_dim * payload.itemsize + payload.wide)
     q_bytes = payload.rows * q_heads * payload.head_dim * payload.itemsize
     backward = payload.batch * (q_bytes + payload.kv_rows * payload.gradient_bytes)
     members = len(q_heads)
