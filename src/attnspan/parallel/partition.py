@@ -398,5 +398,5 @@ def default_rows_per_chunk(q_len: int, groups: int) -> int:
         >>> [default_rows_per_chunk(*x) for x in [(131_072, 8), (100_003, 8), (3, 8)]]
         [512, 463, 1]
     """
-    size = [-(-q_len // (groups * per_group)) for per_group in range(24, 49)]
+    size = [max(1, -(-q_len // (groups * per_group))) for per_group in range(24, 49)]
     return min(size, key=lambda rows: (slots_of(q_len, groups, rows) * rows, -rows))

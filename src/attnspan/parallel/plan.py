@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ShapeError
 from ..masks import Prepared
 from .choose import holders_of
 from .chunks import Chunks
@@ -144,6 +145,7 @@ class Plan:
         return tuple(stages)
 
     def _exchange(self, group: int, bounds: Ints) -> tuple[tuple[Stage, ...], Transfer]:
+        _check_places(self.planes, self.keys.group_rows(group).shape[0])
         kept = Kept.of(self.needs, group, self.planes, self.k_len)
         planes = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None] * self.k_len
         stage = Stage(kept.keys, (kept.count(bounds + planes) - kept.before(planes)).astype(np.int32))
@@ -201,6 +203,9 @@ class Kept:
     def of(cls, needs: Needs, group: int, planes: int, k_len: int) -> Kept:
         """The keys of one group.
 
+        Raises:
+            ShapeError: More places than int32 numbers.
+
         Example:
             >>> needs = Needs(np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
             >>> Kept.of(needs, 0, planes=1, k_len=8).keys.tolist()
@@ -209,10 +214,13 @@ class Kept:
         at = slice(needs.starts[group], needs.starts[group + 1])
         lo, hi = needs.lo[at].astype(np.int64), needs.hi[at].astype(np.int64)
         sums = np.concatenate([[0], np.cumsum(hi - lo)])
+        k_len = max(k_len, 1)  # a divisor, also where there are no keys
         bare = cls(lo, sums, k_len, np.empty((planes, 0), np.int32))
-        flat = expand(lo, hi)
         before = bare.count(np.arange(planes + 1) * k_len)
-        keys = np.zeros((planes, int(np.diff(before).max(initial=0))), np.int32)
+        most = int(np.diff(before).max(initial=0))
+        _check_places(planes, most)
+        keys = np.zeros((planes, most), np.int32)
+        flat = expand(lo, hi)
         plane = flat // k_len
         keys[plane, np.arange(flat.shape[0]) - before[plane]] = flat % k_len
         return cls(lo, sums, k_len, keys)
@@ -249,6 +257,17 @@ def expand(lo: Longs, hi: Longs) -> Longs:
     """
     counts = hi - lo
     return np.repeat(lo - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+
+
+def _check_places(planes: int, keys: int) -> None:
+    """Places are int32, as everything else in a plan: numbers that wrap would silently move other keys."""
+    if planes * keys >= 2**31:
+        raise ShapeError(
+            "context parallelism: mask",
+            expected=f"batch rows times keys of a group to be below {2**31:,}",
+            got=f"{planes:,} x {keys:,} = {planes * keys:,}",
+            remedy="Use more ranks or fewer batch rows, or a mask that batch rows share",
+        )
 
 
 def _fingerprint(*arrays: Any) -> str:
