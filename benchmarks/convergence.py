@@ -2,7 +2,7 @@
 
     python benchmarks/convergence.py
 
-Writes benchmarks/results/convergence.json and docs/images/convergence.svg; about a minute on two cores. The
+Writes benchmarks/results/convergence.json and docs/images/convergence.svg; one to two minutes on two cores. The
 model, its data and the ranks are those of tests/parallel.
 """
 
@@ -77,7 +77,8 @@ def main() -> None:
         for loss, alone in zip(curves[name], curves["1 rank"], strict=True)
     )
     print(f"curves of ranks lie at most {apart:.2g} of a loss from that of one process")
-    (ROOT / "benchmarks" / "results" / "convergence.json").write_text(json.dumps(curves, indent=1) + "\n")
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(losses)}" for name, losses in curves.items())
+    (ROOT / "benchmarks" / "results" / "convergence.json").write_text(f"{{\n{lines}\n}}\n")
     (ROOT / "docs" / "images" / "convergence.svg").write_text(draw(curves))
 
 

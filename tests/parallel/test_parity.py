@@ -13,8 +13,9 @@ from worlds import world
 
 #: Norm-wise, of float32 results; those of one process are up to 3e-7 from float64.
 FLOAT32 = 2e-6
-#: Low precision: errors pooled over cases, by how much those of ranks may exceed those of one process.
-FACTOR = 1.05
+#: Low precision: errors pooled over cases, by how much those of ranks may exceed those of one process. Of the
+#: few numbers that are sinks and slopes, who rounds better is luck.
+FACTOR, FACTOR_OF_FEW, FEW = 1.05, 1.3, 2000
 
 STRATEGIES = {
     2: ("exchange", "ring", "ulysses", "auto"),
@@ -94,7 +95,9 @@ def grid(strategy: str) -> list[Case]:
         "layout": ("bhsd", "bshd"),
         "return_lse": (True, False),
     }
-    return [Case(**values, strategy=strategy) for values in covering(factors)]
+    cases = [Case(**values, strategy=strategy) for values in covering(factors)]
+    # What is chosen is one of the others.
+    return cases[::6] if strategy == "auto" else cases
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [*WORLDS, *EIGHT])
@@ -124,10 +127,9 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
             ours.setdefault(kind, []).append((got[seen].double() - true[name][seen]) / scale)
             alone.setdefault(kind, []).append((single[name][seen].double() - true[name][seen]) / scale)
     for kind in ours:
-        got, allowed = (
-            float(torch.cat([x.flatten() for x in errors[kind]]).norm()) for errors in (ours, alone)
-        )
-        assert got <= FACTOR * allowed, f"{kind}: error {got:.3g}, of one process {allowed:.3g}"
+        got, beside = (torch.cat([x.flatten() for x in errors[kind]]) for errors in (ours, alone))
+        allowed = (FACTOR if len(got) > FEW else FACTOR_OF_FEW) * float(beside.norm())
+        assert float(got.norm()) <= allowed, f"{kind}: error {got.norm():.3g}, allowed {allowed:.3g}"
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
