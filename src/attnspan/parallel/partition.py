@@ -81,12 +81,19 @@ class Partition:
                 got=str(owner.shape),
                 remedy="Give every chunk one group",
             )
-        counts = np.bincount(owner, minlength=groups) if n_chunks else np.zeros(groups, np.int64)
-        if len(counts) > groups or counts.max(initial=0) > slots:
+        if owner.min(initial=0) < 0 or owner.max(initial=0) >= groups:
+            raise ShapeError(
+                "Partition: owner",
+                expected=f"groups 0 to {groups - 1}",
+                got=str(int(owner.min() if owner.min() < 0 else owner.max())),
+                remedy="Number the groups from 0",
+            )
+        counts = np.bincount(owner, minlength=groups)
+        if counts.max() > slots:
             raise ShapeError(
                 "Partition: owner",
                 expected=f"at most {slots} chunks in each of {groups} groups",
-                got=f"{int(counts.max())} chunks in group {int(counts.argmax())} of {len(counts)}",
+                got=f"{int(counts.max())} chunks in group {int(counts.argmax())}",
                 remedy="Rows per rank are static: deal the chunks evenly",
             )
         # A group may be given a short chunk; chunks ascend, so its padding still comes last.
@@ -293,7 +300,7 @@ def partition(
     members: int = 1,
     method: Method = "balanced",
     rows_per_chunk: int | None = None,
-    tolerance: float = 1.02,
+    tolerance: float = 1.005,
 ) -> Partition:
     """Decide who owns which rows.
 
@@ -324,7 +331,18 @@ def partition(
         (250, True)
     """
     groups = _groups(ranks, members)
+    if not tolerance >= 1:
+        raise OptionError(
+            "partition: tolerance",
+            expected="at least 1",
+            got=str(tolerance),
+            remedy="It is the largest group's work over the mean",
+        )
     chunks = _chunks(mask, groups, q_len, k_len, batch, heads, rows_per_chunk)
+    if not len(chunks):
+        raise ShapeError(
+            "partition: mask", expected="at least 1 row", got="0", remedy="Do not partition empty batches"
+        )
     slots = slots_of(chunks.q_len, groups, chunks.size)
     if method == "balanced":
         owner = balanced(chunks, groups, slots, tolerance)
