@@ -126,7 +126,7 @@ class Payload:
 
     @property
     def gradient_bytes(self) -> Ints:
-        """Bytes of one row of dk and dv before they are summed, over the KV heads of each member, int64 (u,)."""
+        """Bytes of one row of dk and dv before the sum, over the KV heads of each member, int64 (u,)."""
         return self._kv * self.wide
 
     @property
