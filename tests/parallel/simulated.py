@@ -1,4 +1,4 @@
-"""All ranks of a plan in one process: keys, as their own flat numbers, moved exactly as each rank's lists say."""
+"""All ranks of a plan in one process: keys, as their own flat numbers, moved as each rank's lists say."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Arrival:
 
 
 def held(plan: Plan, group: int) -> np.ndarray:
-    """The flat number of the key in each slot of a group, int64 (planes * key_slots,); `NOTHING` in padding."""
+    """The flat key in each slot of a group, int64 (planes * key_slots,); `NOTHING` in padding."""
     keys = plan.keys.group_rows(group).astype(np.int64)
     flat = np.arange(plan.planes)[:, None] * plan.k_len + keys
     return np.where(keys < 0, NOTHING, flat).reshape(-1)

@@ -172,9 +172,9 @@ def test_a_document_on_one_rank_stays_there() -> None:
 
 
 def test_the_indices_of_cross_attention_align_at_the_end() -> None:
-    plan, _ = make_plan(full().prepare(4, 9), Request(2, Call(*HEADS), "ring", self_attention=False))
-    found = np.concatenate([plan.local(rank).q_index[0] for rank in range(2)])
-    assert sorted(found.tolist()) == [5, 6, 7, 8]
+    plan, _ = make_plan(full().prepare(4, 9), Request(3, Call(*HEADS), "ring", self_attention=False))
+    found = np.concatenate([plan.local(rank).q_index[0] for rank in range(3)])
+    assert sorted(found.tolist()) == [0, 0, 5, 6, 7, 8], "and those of padding are 0"
 
 
 INGREDIENTS = {
@@ -199,6 +199,14 @@ def test_the_digest_tells_which_ingredient_is_another(name: str) -> None:
         assert changed[name] != first[name]
         if name != "mask":  # another mask may be dealt out in another way
             assert [part for part in first if first[part] != changed[part]] == [name]
+
+
+def test_the_digest_knows_the_indices_of_rows_that_see_alike() -> None:
+    request = Request(2, Call(*HEADS), "ring")
+    shifted = full().prepare(6, 6, q_index=np.arange(6) + 1)
+    plans = [make_plan(mask, request)[0] for mask in (full().prepare(6, 6), shifted)]
+    assert (plans[0].bounds == plans[1].bounds).all()
+    assert plans[0].digest["mask"] != plans[1].digest["mask"]
 
 
 def test_the_digest_knows_how_many_keys_there_are() -> None:

@@ -62,6 +62,11 @@ def test_what_is_no_strategy(text: str) -> None:
     assert repr(text) in message
 
 
+def test_no_ranks_have_no_hybrid() -> None:
+    with pytest.raises(OptionError, match="= 0 ranks"):
+        Strategy.parse("hybrid(0, 3)", 0)
+
+
 SIZES = [
     (group * kv_heads, kv_heads, members)
     for group in range(1, 7)
