@@ -71,6 +71,8 @@ def greedy(pairs: NDArray[np.int64], groups: int, slots: int) -> Owner:
 _SHARES = (0.8, 1.0)
 # Orders less even than this cost more swaps than they are worth.
 _HOPELESS = 1.25
+# Steps, not seconds: all ranks must come to the same partition.
+_ROUNDS = 160
 
 
 def balanced(chunks: Chunks, groups: int, slots: int, tolerance: float) -> Owner:
@@ -88,7 +90,7 @@ def balanced(chunks: Chunks, groups: int, slots: int, tolerance: float) -> Owner
     found = []
     for table in _first_deals(full, groups):
         one = Deal(full, table)
-        one.even(tolerance, steps=128 + 4 * groups)
+        one.even(tolerance, _ROUNDS)
         found.append(one)
     if not found or min(map(_unevenness, found)) > tolerance:
         found.append(Deal(full, _table(greedy(full.pairs, groups, slots), groups)))

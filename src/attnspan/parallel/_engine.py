@@ -171,7 +171,7 @@ def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
     bare = None if options is None else replace(options, sinks=None)
     total = _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q)))
     for stage, rows in _round(given):
-        if not _any_visible(stage):
+        if not stage.visible:
             continue
         k, v = from_rows(rows, 1, q.shape[3])
         part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
@@ -191,7 +191,7 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
     behind: Pending | None = None
     for stage, rows in _round(given):
         grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
-        if _any_visible(stage):
+        if stage.visible:
             k, v = from_rows(rows, 1, q.shape[3])
             part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
             call = _call(given, stage, q, k, v, bare)
@@ -349,10 +349,6 @@ def _differentiate_some(
 def _some(done: Done, heads: slice) -> Done:
     """What belongs to some of the heads."""
     return Done(*(None if x is None else x[:, heads] for x in done))  # type: ignore[arg-type]
-
-
-def _any_visible(stage: Stage) -> bool:
-    return bool((stage.bounds[..., 1] > stage.bounds[..., 0]).any())
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -58,7 +58,7 @@ class Route(NamedTuple):
         both = []
         for counts in (plan.transfer.send_counts, plan.transfer.receive_counts):
             every = [0] * ranks
-            every[plan.member :: members] = counts.tolist()
+            every[plan.member :: members] = counts
             both.append(every)
         t = plan.transfer
         # Copies by index take int64 only.

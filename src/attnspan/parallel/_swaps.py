@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 from ._unions import Ints, covered, union
 from .chunks import Chunks
 
+_AT_ONCE = 64  # heavy groups that are relieved in one round
 _PARTNERS = 8  # light groups that a heavy one looks at for a swap
+_GOOD = 0.05  # a swap of at most this score is made at once; else only the best of a round
+_LOOKED_AT = 32  # chunks of a group that are looked at in one round
+_IDLE = 4  # rounds without a swap after which there is none
 _FETCH = 5.0  # what a growth of the largest foreign count by itself costs, in shares of the excess work
 _TOTAL = 0.2  # the same for any other growth
 
@@ -35,7 +39,7 @@ class Deal:
         >>> deal = Deal(Chunks.of(causal().spans(4, 4), 1), np.array([[0, 1], [2, 3]]))
         >>> deal.load.tolist(), deal.foreign.tolist()
         ([3, 7], [0, 2])
-        >>> deal.even(1.0, steps=3)
+        >>> deal.even(1.0, rounds=3)
         >>> deal.table.tolist(), deal.load.tolist()
         ([[2, 1], [0, 3]], [5, 5])
     """
@@ -43,60 +47,84 @@ class Deal:
     def __init__(self, chunks: Chunks, table: Ints) -> None:
         self.chunks, self.table = chunks, table.copy()
         self.load: Ints = chunks.pairs[table].sum(axis=1)
-        self.needs: list[tuple[Ints, Ints]] = []
-        family = np.empty(len(chunks), np.int64)
-        family[table] = np.arange(len(table))[:, None]
-        starts, lo, hi = union(np.repeat(family, np.diff(chunks.starts)), chunks.lo, chunks.hi, len(table))
-        ends = starts.tolist()
-        self.needs = [(lo[a:b], hi[a:b]) for a, b in pairwise(ends)]
-        self.foreign = self._foreign(np.arange(len(table)))
+        self.needs: list[tuple[Ints, Ints]] = [(table[:0, 0], table[:0, 0])] * len(table)
+        self.foreign: Ints = np.zeros(len(table), np.int64)
+        self._refresh(np.arange(len(table)))
 
-    def even(self, aim: float, steps: int) -> None:
-        """Swap until no group has more than `aim` times the mean work, no swap helps, or `steps` are used."""
-        most = aim * self.load.mean()
-        for _ in range(steps):
-            heavy = int(self.load.argmax())
-            if self.load[heavy] <= most or not self._relieve(heavy, most):
+    def even(self, aim: float, rounds: int) -> None:
+        """Swap until no group has more than `aim` times the mean work, or no swap helps, or rounds end."""
+        most, idle = aim * self.load.mean(), 0
+        for number in range(rounds):
+            if self.load.max() <= most or idle == _IDLE:
                 return
+            idle = 0 if self._round(most, number) else idle + 1
 
-    def _relieve(self, heavy: int, most: float) -> bool:
-        """The best swap of the heavy group with one of the lightest; False if none makes it lighter."""
-        light = np.argsort(self.load, kind="stable")[:_PARTNERS]
-        light = light[light != heavy]
-        mine, theirs = self.table[heavy], self.table[light]
-        pairs = self.chunks.pairs
-        given = pairs[mine][None, :, None] - pairs[theirs][:, None, :]
-        worst = np.maximum(self.load[heavy] - given, self.load[light][:, None, None] + given)
-        excess = np.maximum(worst - most, 0) / (self.load[heavy] - most)
-        to_heavy = self._extra(np.array([heavy]), theirs.reshape(1, -1)).reshape(theirs.shape)
-        to_light = self._extra(light, np.broadcast_to(mine, (len(light), len(mine))))
-        scale = max(float(self.foreign.max()), self.chunks.size)
+    def _round(self, most: float, number: int) -> bool:
+        """One swap for each of the heaviest groups, with light groups of its own; False if there is none."""
+        order = np.argsort(self.load, kind="stable")
+        at_once = min(max(len(order) // (_PARTNERS + 1), 1), _AT_ONCE)
+        count = min(int((self.load > most).sum()), at_once)
+        partners = min(_PARTNERS, (len(order) - count) // count)
+        heavy = order[::-1][:count]
+        light = np.roll(order[: count * partners].reshape(partners, count), number, axis=1).T
+        # Of many chunks a part is looked at, in each round another one.
+        step = -(-self.table.shape[1] // _LOOKED_AT)
+        columns = np.arange(number % step, self.table.shape[1], step)
+        score = self._score(heavy, light, columns, most).reshape(count, -1)
+        best = score.argmin(axis=1)
+        value = score[np.arange(count), best]
+        good = np.flatnonzero((value <= max(_GOOD, value.min())) & np.isfinite(value))
+        partner, j, i = np.unravel_index(best[good], (partners, len(columns), len(columns)))
+        self._swap(heavy[good], columns[i], light[good, partner], columns[j])
+        return bool(len(good))
+
+    def _score(self, heavy: Ints, light: Ints, columns: Ints, most: float) -> NDArray[np.float64]:
+        """What each swap leaves to be desired, inf for those that help nobody.
+
+        Args:
+            heavy: (h,) groups.
+            light: (h, l), the partners of each.
+            columns: (c,), which chunks of each group are looked at.
+            most: work that no group should exceed.
+
+        Returns:
+            (h, l, c, c): by partner, its chunk, and the chunk of the heavy group.
+        """
+        mine, theirs = self.table[heavy][:, columns], self.table[light][:, :, columns]
+        pairs, load = self.chunks.pairs, self.load.astype(np.float64)
+        given = pairs[mine].astype(np.float64)[:, None, None, :] - pairs[theirs][:, :, :, None]
+        loaded = load[heavy][:, None, None, None]
+        worst = np.maximum(loaded - given, load[light][:, :, None, None] + given)
+        score = np.maximum(worst - most, 0) / (loaded - most)
+        to_heavy = self._extra(heavy, theirs.reshape(len(heavy), -1)).reshape(theirs.shape)[:, :, :, None]
+        to_light = self._extra(light.reshape(-1), np.repeat(mine, light.shape[1], axis=0))
+        to_light = to_light.reshape(*light.shape, 1, len(columns))
+        top, foreign = float(self.foreign.max()), self.foreign
+        scale = max(top, self.chunks.size)
         largest = np.maximum(
-            (self.foreign[heavy] + to_heavy)[:, None, :],
-            (self.foreign[light][:, None] + to_light)[:, :, None],
+            to_heavy + foreign[heavy][:, None, None, None], to_light + foreign[light][:, :, None, None]
         )
-        growth = np.maximum(largest - self.foreign.max(), 0) / scale
-        total = np.maximum(to_heavy[:, None, :] + to_light[:, :, None], 0) / scale
-        score = np.where(worst < self.load[heavy], excess + _FETCH * growth + _TOTAL * total, np.inf)
-        best = int(score.argmin())
-        if not np.isfinite(score.flat[best]):
-            return False
-        partner, i, j = (int(x) for x in np.unravel_index(best, score.shape))
-        self._swap(heavy, i, int(light[partner]), j)
-        return True
+        score += np.maximum(largest - top, 0) * (_FETCH / scale)
+        score += np.maximum(to_heavy + to_light, 0) * (_TOTAL / scale)
+        score[worst >= loaded] = np.inf
+        return score
 
-    def _swap(self, a: int, i: int, b: int, j: int) -> None:
+    def _swap(self, a: Ints, i: Ints, b: Ints, j: Ints) -> None:
+        """Chunk i of each group of `a` against chunk j of its partner in `b`; no group comes twice."""
         table, pairs = self.table, self.chunks.pairs
         given = pairs[table[a, i]] - pairs[table[b, j]]
         table[a, i], table[b, j] = table[b, j], table[a, i]
         self.load[a] -= given
         self.load[b] += given
-        for group in (a, b):
-            at, _ = self._intervals(table[group])
-            _, lo, hi = union(np.zeros(len(at), np.int64), self.chunks.lo[at], self.chunks.hi[at], 1)
-            self.needs[group] = lo, hi
-        both = np.array([a, b])
-        self.foreign[both] = self._foreign(both)
+        self._refresh(np.append(a, b))
+
+    def _refresh(self, groups: Ints) -> None:
+        at, which = self._intervals(self.table[groups].reshape(-1))
+        family = which // self.table.shape[1]
+        starts, lo, hi = union(family, self.chunks.lo[at], self.chunks.hi[at], len(groups))
+        for group, (first, last) in zip(groups.tolist(), pairwise(starts.tolist()), strict=True):
+            self.needs[group] = lo[first:last], hi[first:last]
+        self.foreign[groups] = self._foreign(groups)
 
     def _intervals(self, numbers: NDArray[Any]) -> tuple[Ints, Ints]:
         """Places of the intervals of some chunks, and for each the place of its chunk in `numbers`."""

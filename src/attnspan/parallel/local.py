@@ -24,10 +24,12 @@ class Stage:
     Attributes:
         keys: int32 (planes|1, K), their global numbers, ascending; 0 behind the last one of a plane.
         bounds: int32 (planes, H|1, rows of the group, R, 2), on these keys.
+        visible: whether any row sees any of them.
     """
 
     keys: Any
     bounds: Any
+    visible: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,8 @@ class Transfer:
         place: int32 (m,), where received keys go: plane * K + place among the stage's keys, by source group.
         own: int32 (l,), slots of own keys that the group itself needs.
         own_place: int32 (l,), where they go.
-        send_counts, receive_counts: int32 (groups,), how many go to and come from each group.
+        send_counts, receive_counts: int32 (groups,), how many go to and come from each group; once decoded,
+            Python integers, as collectives are told them by the host.
     """
 
     send: Any
@@ -92,16 +95,19 @@ def encode(plan: LocalPlan) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """
     arrays = _arrays(plan)
     shapes = [n for x in arrays for n in (x.ndim, *x.shape)]
+    strategy, transfer = plan.strategy, plan.transfer
     numbers = [
-        plan.strategy.kind == "ring",
-        plan.strategy.members,
-        plan.strategy.groups,
+        strategy.kind == "ring",
+        strategy.members,
+        strategy.groups,
         plan.rank,
         plan.planes,
         plan.key_slots,
-        len(plan.stages),
-        plan.transfer is not None,
     ]
+    # The host reads these at each call: from a device it would have to wait for them.
+    numbers += [len(plan.stages), *(stage.visible for stage in plan.stages), transfer is not None]
+    if transfer is not None:
+        numbers += [*transfer.send_counts, *transfer.receive_counts]
     data = np.concatenate([np.ravel(x) for x in arrays]).astype(np.int32, copy=False)
     return data, np.array([*numbers, *shapes], np.int64)
 
@@ -120,16 +126,23 @@ def decode(data: Any, meta: Sequence[int]) -> LocalPlan:
         >>> decode(data, meta.tolist()).stages[0].bounds.shape
         (1, 1, 2, 1, 2)
     """
-    ring, members, groups, rank, planes, key_slots, stages, has_transfer = meta[:8]
-    arrays, at, offset = [], 8, 0
+    ring, members, groups, rank, planes, key_slots, stages = meta[:7]
+    visible, has_transfer = meta[7 : 7 + stages], meta[7 + stages]
+    at = 8 + stages
+    counts = tuple(meta[at : at + groups]), tuple(meta[at + groups : at + 2 * groups])
+    at += 2 * groups * has_transfer
+    arrays, offset = [], 0
     while at < len(meta):
         shape = tuple(meta[at + 1 : at + 1 + meta[at]])
         size = math.prod(shape)
         arrays.append(data[offset : offset + size].reshape(shape))
         at, offset = at + 1 + len(shape), offset + size
     q_index, *rest = arrays
-    found = tuple(Stage(*rest[2 * i : 2 * i + 2]) for i in range(stages))
-    transfer = Transfer(*rest[2 * stages :]) if has_transfer else None
+    found = tuple(Stage(rest[2 * i], rest[2 * i + 1], bool(visible[i])) for i in range(stages))
+    transfer = None
+    if has_transfer:
+        send, place, own, own_place = rest[2 * stages :]
+        transfer = Transfer(send, place, own, own_place, *counts)
     strategy = Strategy("ring" if ring else "exchange", members, groups)
     return LocalPlan(strategy, rank, planes, key_slots, q_index, found, transfer)
 
@@ -140,5 +153,5 @@ def _arrays(plan: LocalPlan) -> list[Any]:
         arrays += [stage.keys, stage.bounds]
     if plan.transfer is not None:
         t = plan.transfer
-        arrays += [t.send, t.place, t.own, t.own_place, t.send_counts, t.receive_counts]
+        arrays += [t.send, t.place, t.own, t.own_place]
     return arrays

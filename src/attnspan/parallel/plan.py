@@ -141,7 +141,9 @@ class Plan:
             keys = self.keys.group_rows((group - step) % self.strategy.groups)
             held = keys[keys >= 0]
             ranks = np.searchsorted(held, bounds.reshape(-1)).astype(np.int32).reshape(bounds.shape)
-            stages.append(Stage(np.maximum(keys, 0)[None], ranks))
+            stages.append(
+                Stage(np.maximum(keys, 0)[None], ranks, bool((ranks[..., 1] > ranks[..., 0]).any()))
+            )
         return tuple(stages)
 
     def _exchange(self, group: int, bounds: Ints) -> tuple[tuple[Stage, ...], Transfer]:
