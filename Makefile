@@ -10,7 +10,7 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constrain
 .PHONY: help setup train test lint format bench wheel sanitize aarch64 clean
 
 help:
-	@echo "make train   train a small language model on real text, about five minutes"
+	@echo "make train   train a small language model on real text, on two ranks, about five minutes"
 	@echo "make test    run the tests"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure beside torch's own CPU kernels, twenty minutes on an idle machine"
@@ -35,7 +35,7 @@ $(STAMP): $(NATIVE)
 	@touch $@
 
 train: setup
-	$(BIN)/attnspan train $(ARGS)
+	$(BIN)/attnspan train --cp 2 $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from attnspan.train.config import TrainConfig
+
+# The worlds of processes that tests over several ranks share.
+sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 TINY: dict[str, Any] = {
     "dim": 32,

@@ -1,9 +1,12 @@
 """The command ``attnspan train``: options in, ranks started where there are to be several, a run out."""
 
 import inspect
+import logging
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -93,9 +96,17 @@ def _run(config: TrainConfig, given: dict[str, Any], wishes: _Wishes, monitored:
         try:
             _train(config, ranks.first(lambda: folder), wishes, monitored, ranks)
         except JobError as error:
+            _let_go(error)
             if not error.shared or ranks.is_first:
                 raise
             raise SystemExit(2) from None  # The first rank says it for all.
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold: process groups that are alive at exit abort the process."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _train(config: TrainConfig, folder: Path, wishes: _Wishes, monitored: Monitored, ranks: "Ranks") -> None:
@@ -133,6 +144,8 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # What it logs of a rank that failed is said below, once.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     share = max(1, torch.get_num_threads() // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or share))
     # The name is settled: ranks that looked at the clock could disagree.
@@ -143,10 +156,14 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != 2:  # Then the rank has said itself what is wrong.
-            print(f"attnspan: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+            print(f"attnspan: rank {rank} ended: {_ending(failure.exitcode)}", file=sys.stderr)
         raise SystemExit(failure.exitcode if failure.exitcode > 0 else 1) from None
-    except SignalException as signal:
-        raise SystemExit(128 + signal.sigval) from None
+    except SignalException as end:
+        raise SystemExit(128 + end.sigval) from None
+
+
+def _ending(exitcode: int) -> str:
+    return f"exit code {exitcode}" if exitcode > 0 else f"signal {signal.Signals(-exitcode).name}"
 
 
 def _config_options() -> list[inspect.Parameter]:

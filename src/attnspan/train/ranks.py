@@ -225,7 +225,11 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
 
 def _join(limit: timedelta) -> None:
     try:
-        dist.init_process_group("gloo", timeout=limit)
+        store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torch 2.13 keeps that store over restarts, and with it the addresses of processes that are gone.
+            store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     except (RuntimeError, dist.DistError) as error:
         raise RankError(
             expected=f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s",

@@ -178,7 +178,7 @@ def _compared(
     run: Run, console: Console, against_sdpa: bool, against_one_rank: bool
 ) -> tuple[Parity | None, Comparison | None]:
     """What the same steps come to otherwise: on one rank, and with SDPA."""
-    if run.ranks.world == 1:
+    if run.ranks.group is None:
         return None, compare(run.stepper, run.stream, _COMPARED_STEPS) if against_sdpa else None
     in_turn = against_sdpa and run.ranks.on_one_machine and run.config.attention == "attnspan"
     if against_sdpa and not in_turn:

@@ -1,0 +1,110 @@
+"""A rank that dies or hangs: the others say so in time, and a restart goes on with the same losses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from attnspan.train.config import TrainConfig
+
+Tiny = Callable[..., TrainConfig]
+
+SCRIPT = Path(__file__).parent / "dying_rank.py"
+SOURCE = str(Path(__file__).parents[2] / "src")
+LIMIT = 120.0  # seconds; a loaded machine is no failure, a rank that waits forever is
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"} | more
+
+
+@contextlib.contextmanager
+def process(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of a session of its own, which is ended with all that it started."""
+    child = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+def torchrun(config: TrainConfig, folder: Path, how: dict[int, dict[str, int]]) -> str:
+    """Train under torchrun with restarts; what was printed."""
+    torch = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
+    counts = ["--nproc-per-node", str(config.world), "--max-restarts", "2"]
+    script = [str(SCRIPT), json.dumps(asdict(config)), str(folder), json.dumps(how)]
+    with process([*torch, *counts, *script]) as child:
+        out, error = child.communicate(timeout=LIMIT)
+        assert child.returncode == 0, error
+    return out
+
+
+def lines(folder: Path) -> list[tuple[int, float, float]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.mark.slow
+def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    config = tiny(cp=2, steps=10, checkpoint_every=3, timeout=60.0)
+    torchrun(config, tmp_path / "calm", {})
+    kill = int(signal.SIGKILL)
+    # Before there is any checkpoint; then two steps after one.
+    out = torchrun(config, tmp_path / "run", {0: {"step": 2, "signal": kill}, 1: {"step": 8, "signal": kill}})
+    assert out.count("ceiling") == 4, "three times started, once in the table"
+    assert out.count("resumed at step") == out.count("resumed at step 6") == 1
+    assert lines(tmp_path / "run") == lines(tmp_path / "calm"), "bit by bit"
+    assert len(lines(tmp_path / "calm")) == 10
+    scores = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("calm", "run")]
+    assert scores[0]["bits_per_byte_end"] == scores[1]["bits_per_byte_end"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_others_say_which_step_failed_within_the_timeout(
+    tiny: Tiny, tmp_path: Path, kind: signal.Signals, fsdp: bool
+) -> None:
+    timeout = 3.0
+    config = tiny(dp=2, fsdp=fsdp, batch_size=1, timeout=timeout)
+    how = json.dumps({0: {"step": 3, "signal": int(kind)}})
+    command = [str(SCRIPT), json.dumps(asdict(config)), str(tmp_path / "run"), how]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    there = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    with process(command, **there, RANK="0") as first, process(command, **there, RANK="1"):
+        log = tmp_path / "run" / "metrics.jsonl"
+        began = time.monotonic()
+        while first.poll() is None and not (log.is_file() and log.read_text().count("\n") >= 2):
+            assert time.monotonic() - began < LIMIT
+            time.sleep(0.01)
+        began = time.monotonic()
+        _, error = first.communicate(timeout=LIMIT)
+        took = time.monotonic() - began
+    assert first.returncode == 2, error
+    assert "ranks: expected all 2 ranks to take part in step 3, got on rank 0: " in error
+    assert "--resume" in error
+    assert took < timeout + 10, "the margin is for a loaded machine"

@@ -1,0 +1,70 @@
+"""Runs of the training job as each rank of a world does them, and what came of them."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from attnspan.train import run
+from attnspan.train.config import TrainConfig
+from attnspan.train.job import Run
+from attnspan.train.ranks import open_ranks
+
+
+def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
+    """(what was printed, the summary) of a run."""
+    console = Console(file=io.StringIO(), width=200)
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    options = {"against_sdpa": False, "against_one_rank": False} | options
+    summary = run.train(config, folder, console=console, **options)
+    return console.file.getvalue(), summary  # type: ignore[attr-defined]
+
+
+def resume(config: TrainConfig, folder: Path) -> Any:
+    """Go on with a run on the ranks of the configuration."""
+    return train(config, folder, resume=True)
+
+
+def weights(config: TrainConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a run's latest checkpoint, read by these ranks."""
+    with open_ranks(config) as ranks:
+        held = Run.open(config, folder, ranks)
+        held.load(None)
+        options = StateDictOptions(full_state_dict=True)
+        return get_model_state_dict(held.stepper.model, options=options)
+
+
+def data_of_its_own(config: TrainConfig, folder: Path, others: list[str]) -> None:
+    """Train where each rank finds other documents."""
+    data = others[dist.get_rank()]
+    train(TrainConfig(**(vars(config) | {"data": data})), folder)
+
+
+def train_with(config: TrainConfig, folder: Path, options: dict[str, Any]) -> Any:
+    """A run with other options of `train`."""
+    return train(config, folder, **options)
+
+
+def without_room(config: TrainConfig, folder: Path) -> None:
+    """A run whose second rank finds the disk full."""
+    original = FileSystemWriter.write_data
+
+    def full(self: FileSystemWriter, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, *args)
+
+    FileSystemWriter.write_data = full  # type: ignore[method-assign]
+    try:
+        train(config, folder)
+    finally:
+        FileSystemWriter.write_data = original  # type: ignore[method-assign]
