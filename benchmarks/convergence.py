@@ -2,8 +2,8 @@
 
     python benchmarks/convergence.py
 
-Writes benchmarks/results/convergence.json and docs/images/convergence.svg; one to two minutes on two cores. The
-model, its data and the ranks are those of tests/parallel.
+Writes benchmarks/results/convergence.json and docs/images/convergence.svg; a minute or two on two cores.
+The model, its data and the ranks are those of tests/parallel.
 """
 
 import json

@@ -1,5 +1,6 @@
 """Every strategy on real ranks gives what one process alone gives: outputs, lse and all gradients."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ STRATEGIES = {
 }
 WORLDS = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
 EIGHT = [pytest.param(8, strategy, marks=pytest.mark.slow) for strategy in STRATEGIES[8]]
+ALONE = [(1, "exchange"), (1, "ring"), (1, "ulysses")]
 LENGTHS = (37, 101, 257)
 PARTITIONS = ("balanced", "greedy", "contiguous", "zigzag")
 
@@ -100,9 +102,14 @@ def grid(strategy: str) -> list[Case]:
     return cases[::6] if strategy == "auto" else cases
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [*WORLDS, *EIGHT])
+@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
 def test_all_pairs_of_masks_heads_options_and_lengths(ranks: int, strategy: str) -> None:
     check(ranks, grid(strategy))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [*ALONE, *EIGHT])
+def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
+    check(ranks, grid(strategy)[:: 1 if os.environ.get("ATTNSPAN_THOROUGH") else 8])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
