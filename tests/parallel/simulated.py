@@ -3,13 +3,51 @@
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import strategies as st
+from random_problems import any_spans
 
-from attnspan import Spans
+from attnspan import Prepared, Spans
+from attnspan.parallel.choose import Call
 from attnspan.parallel.local import LocalPlan, Transfer
+from attnspan.parallel.partition import Partition
 from attnspan.parallel.plan import Plan
+from attnspan.parallel.planning import Request
+from attnspan.parallel.strategy import Strategy
 
 #: Where nothing was written.
 NOTHING = -7
+HEADS = (4, 2)
+STRATEGIES = [
+    Strategy(kind, members, groups)  # type: ignore[arg-type]
+    for kind in ("exchange", "ring")
+    for members, groups in [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (3, 2), (2, 4), (5, 1)]
+]
+
+
+def dealt(length: int, strategy: Strategy, size: int, seed: int) -> Partition:
+    """Chunks dealt to the groups at random, as many to each as static shapes ask for."""
+    chunks = -(-length // size)
+    owner = np.random.default_rng(seed).permutation(np.arange(chunks) % strategy.groups)
+    return Partition.of_owner(
+        owner, q_len=length, groups=strategy.groups, members=strategy.members, size=size
+    )
+
+
+@st.composite
+def any_plan(draw: st.DrawFn) -> Plan:
+    """Any spans; keys that lie like the rows, or in order, or anyhow."""
+    strategy, seed = draw(st.sampled_from(STRATEGIES)), draw(st.integers(0, 99))
+    square = draw(st.booleans())
+    spans = draw(any_spans(square=square))
+    rows = dealt(spans.q_len, strategy, draw(st.integers(1, 12)), seed)
+    request = Request(strategy.ranks, Call(*HEADS), strategy)
+    keys = draw(
+        st.sampled_from(
+            [request.keys_for(strategy, spans.k_len), dealt(spans.k_len, strategy, 3, seed + 1)]
+            + [rows] * square
+        )
+    )
+    return Plan(Prepared(spans), strategy, rows, keys, *HEADS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -303,7 +303,9 @@ def choose(
     parts: dict[int, Partition] = {}
     found = []
     for strategy in strategies:
-        size = rows_per_chunk or default_rows_per_chunk(mask.q_len, strategy.groups)
+        size = rows_per_chunk
+        if size is None:
+            size = default_rows_per_chunk(mask.q_len, strategy.groups)
         if size not in cut:
             cut[size] = Chunks.of(mask, size)
         if strategy.members not in parts:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._biases import DenseBias
 from ..errors import DtypeError, OptionError, ShapeError
 from ..masks import Mask, Prepared, full
-from ..options import DENSE
 from ..problem import check_arrays, check_layout, check_scale
 from ..spans import Spans
 from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
@@ -80,6 +80,7 @@ class ContextParallel(ShardedMask):
         TypeError: The mask is none.
 
     Example:
+        >>> import torch.distributed as dist
         >>> from attnspan import causal
         >>> from attnspan.torch import attention
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -292,17 +293,18 @@ class ContextParallel(ShardedMask):
         return explain(self.plan, self._request, self.choice)
 
     def _options(self, given: Given, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        # Rows are placed by the plan: only what the options are worth by themselves is asked here.
-        options = lower_options(given, q, k, _NOWHERE, fixed=True)
-        if options is None:
-            return ()
-        if options.bias_kind == DENSE:
+        if isinstance(given.bias, Tensor | DenseBias):
+            # Before its shape is looked at: none would do.
             raise OptionError(
                 "bias with context parallelism",
                 expected="alibi(...) or relative(...)",
                 got="a dense bias, which holds a value for each pair of rows of all ranks",
                 remedy="Use a bias by position, or fold what is visible into the mask",
             )
+        # Rows are placed by the plan: only what the options are worth by themselves is asked here.
+        options = lower_options(given, q, k, _NOWHERE, fixed=True)
+        if options is None:
+            return ()
         seed = options.dropout_seed
         if seed is not None and seed.dim() == 0:
             seed = dropout_seeds(seed, q.shape[0], q.shape[1])

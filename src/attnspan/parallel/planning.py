@@ -140,7 +140,7 @@ def _machine(request: Request) -> Machine:
 
 
 def _checked(strategy: str | Strategy, ranks: int) -> Strategy:
-    if isinstance(strategy, str):
+    if not isinstance(strategy, Strategy):
         return Strategy.parse(strategy, ranks)
     if strategy.ranks != ranks:
         raise OptionError(
@@ -190,6 +190,11 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
             remedy="Describe the whole problem: the plan shards it",
         )
     spans = found.lowered
+    _check_sizes(spans, q_len, k_len, batch, heads)
+    return Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+
+
+def _check_sizes(spans: Spans, q_len: int, k_len: int, batch: int, heads: int) -> None:
     if spans.q_len != q_len or spans.k_len != k_len:
         raise ShapeError(
             "mask",
@@ -197,7 +202,16 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
             got=repr(spans),
             remedy="Lower it for the whole problem: the plan shards it",
         )
-    return Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+    planes, mask_heads = spans.bounds.shape[:2]
+    # What was lowered before may be for others: of too many heads the first ones would be taken.
+    for name, got, whole in (("batch rows", planes, batch), ("heads", mask_heads, heads)):
+        if got not in (1, whole):
+            raise ShapeError(
+                "mask",
+                expected=f"{whole} {name}, or 1 that all share",
+                got=repr(spans),
+                remedy="Plan with batch=... and heads=... of the whole problem, and lower it for these",
+            )
 
 
 def _numpy(x: object) -> object:

@@ -59,7 +59,7 @@ class Strategy:
             >>> Strategy.parse("hybrid(2, 2, ring)", ranks=4)
             Strategy(kind='ring', members=2, groups=2)
         """
-        hybrid = _HYBRID.fullmatch(text)
+        hybrid = _HYBRID.fullmatch(text) if isinstance(text, str) else None
         if hybrid:
             members, groups = int(hybrid[1]), int(hybrid[2])
             if members * groups == ranks and ranks > 0:
