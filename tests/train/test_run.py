@@ -222,6 +222,11 @@ def test_a_folder_beside_the_checkpoints_is_no_checkpoint_to_sample(tmp_path: Pa
         ({"held_out": 1.0}, r"--held-out below 1"),
         ({"heads": 3, "kv_heads": 2}, r"--kv-heads to divide --heads, got 3 heads and 2"),
         ({"head_dim": 7}, r"an even --head-dim, got 7"),
+        ({"cp": 0}, r"--cp of at least 1, got 0"),
+        (
+            {"cp": 2, "attention": "sdpa"},
+            r"--attention attnspan beside --cp above 1, got --attention sdpa and",
+        ),
     ],
 )
 def test_impossible_options_are_refused(changes: dict[str, object], message: str) -> None:
