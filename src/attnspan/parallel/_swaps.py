@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from ._unions import Ints, covered, union
 from .chunks import Chunks
 
-_AT_ONCE = 64  # heavy groups that are relieved in one round
+_AT_ONCE = 64  # of so many groups one is relieved at a time: a free choice of partners is worth it
 _PARTNERS = 8  # light groups that a heavy one looks at for a swap
-_GOOD = 0.05  # a swap of at most this score is made at once; else only the best of a round
 _LOOKED_AT = 32  # chunks of a group that are looked at in one round
 _IDLE = 4  # rounds without a swap after which there is none
 _FETCH = 5.0  # what a growth of the largest foreign count by itself costs, in shares of the excess work
@@ -62,8 +61,7 @@ class Deal:
     def _round(self, most: float, number: int) -> bool:
         """One swap for each of the heaviest groups, with light groups of its own; False if there is none."""
         order = np.argsort(self.load, kind="stable")
-        at_once = min(max(len(order) // (_PARTNERS + 1), 1), _AT_ONCE)
-        count = min(int((self.load > most).sum()), at_once)
+        count = min(int((self.load > most).sum()), max(len(order) // _AT_ONCE, 1))
         partners = min(_PARTNERS, (len(order) - count) // count)
         heavy = order[::-1][:count]
         light = np.roll(order[: count * partners].reshape(partners, count), number, axis=1).T
@@ -72,11 +70,11 @@ class Deal:
         columns = np.arange(number % step, self.table.shape[1], step)
         score = self._score(heavy, light, columns, most).reshape(count, -1)
         best = score.argmin(axis=1)
-        value = score[np.arange(count), best]
-        good = np.flatnonzero((value <= max(_GOOD, value.min())) & np.isfinite(value))
+        good = np.flatnonzero(np.isfinite(score[np.arange(count), best]))
         partner, j, i = np.unravel_index(best[good], (partners, len(columns), len(columns)))
-        self._swap(heavy[good], columns[i], light[good, partner], columns[j])
-        return bool(len(good))
+        if len(good):
+            self._swap(heavy[good], columns[i], light[good, partner], columns[j])
+        return len(good) > 0
 
     def _score(self, heavy: Ints, light: Ints, columns: Ints, most: float) -> NDArray[np.float64]:
         """What each swap leaves to be desired, inf for those that help nobody.
