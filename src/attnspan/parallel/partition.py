@@ -12,18 +12,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Array, Arrays, arrays_for, is_array
-from ..errors import DtypeError, OptionError, ShapeError
+from ..arrays import Array
+from ..errors import OptionError, ShapeError
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from ._assign import balanced, contiguous, greedy, zigzag
+from ._parts import checked, concat, fill_of, filled, take
 from .chunks import Chunks
 
 Method = Literal["balanced", "greedy", "contiguous", "zigzag"]
 Ranks = NDArray[np.int32]
-
-FILLS = {"ids": -1, "segment_ids": -1, "labels": -100, "targets": -100}
-"""What padding rows of a batch's entries are filled with by default; 0 for all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,20 +182,18 @@ class Partition:
                 remedy="Pass the rank within the context-parallel group",
             )
         if isinstance(x, Mapping):
-            return {
-                name: self._shard(name, part, rank, dim, _fill_of(name, fill)) for name, part in x.items()
-            }
+            return {name: self._shard(name, part, rank, dim, fill_of(name, fill)) for name, part in x.items()}
         return self._shard("x", x, rank, dim, fill)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
-        arrays = _checked(f"Partition.shard: {name}", x, dim, self.q_len)
+        arrays = checked(f"Partition.shard: {name}", x, dim, self.q_len)
         count = int(self.valid(rank).sum())
-        part = _take(arrays, x, self.rows[rank, :count], dim)
+        part = take(arrays, x, self.rows[rank, :count], dim)
         if count == self.rows_per_rank:
             return part
         shape = list(x.shape)
         shape[dim] = self.rows_per_rank - count
-        return _concat(arrays, [part, _filled(arrays, x, shape, fill)], dim)
+        return concat(arrays, [part, filled(arrays, x, shape, fill)], dim)
 
     def unshard(self, parts: Sequence[Array], dim: int = 1) -> Array:
         """The whole from the parts of all ranks; padding is dropped.
@@ -222,50 +218,12 @@ class Partition:
                 remedy="Gather the parts of all ranks, in their order",
             )
         for part in parts:
-            arrays = _checked("Partition.unshard: parts", part, dim, self.rows_per_rank)
+            arrays = checked("Partition.unshard: parts", part, dim, self.rows_per_rank)
         flat = self.rows.reshape(-1)
         real = np.flatnonzero(flat >= 0)
         place = np.empty(self.q_len, np.int64)
         place[flat[real]] = real
-        return _take(arrays, _concat(arrays, parts, dim), place, dim)
-
-
-def _fill_of(name: str, fill: Any) -> Any:
-    default = FILLS.get(name, 0)
-    if isinstance(fill, Mapping):
-        return fill.get(name, default)
-    return fill or default
-
-
-def _checked(what: str, x: Any, dim: int, rows: int) -> Arrays:
-    if not is_array(x):
-        raise DtypeError(
-            what, expected="an array or a tensor", got=type(x).__name__, remedy="Leave it out of the batch"
-        )
-    if not -x.ndim <= dim < x.ndim or x.shape[dim] != rows:
-        raise ShapeError(
-            what,
-            expected=f"{rows} rows along dimension {dim}",
-            got=str(tuple(x.shape)),
-            remedy="Pass the dimension of the rows as `dim`",
-        )
-    return arrays_for([x])
-
-
-def _take(arrays: Arrays, x: Array, index: NDArray[Any], dim: int) -> Array:
-    return arrays.take(x, arrays.asarray(index, "int64"), dim)
-
-
-def _concat(arrays: Arrays, parts: Sequence[Array], dim: int) -> Array:
-    if arrays.name == "torch":
-        return arrays.torch.cat(list(parts), dim)  # type: ignore[attr-defined]
-    return arrays.xp.concatenate(list(parts), axis=dim)
-
-
-def _filled(arrays: Arrays, like: Array, shape: Sequence[int], fill: Any) -> Array:
-    if arrays.name == "torch":
-        return like.new_full(tuple(shape), fill)
-    return arrays.xp.full(tuple(shape), fill, dtype=like.dtype)
+        return take(arrays, concat(arrays, parts, dim), place, dim)
 
 
 def slots_of(q_len: int, groups: int, size: int) -> int:
@@ -410,14 +368,21 @@ def _chunks(
 def default_rows_per_chunk(q_len: int, groups: int) -> int:
     """Rows per chunk: enough chunks per group to balance them, and little padding.
 
-    Of 96 to 192 chunks per group, in steps of four, the number that pads the fewest rows; of equals, the
-    fewest chunks. They are that small for the sake of windows, whose first rows alone are lighter than the
-    others: each group must get some of these few. Documents are dealt four chunks at a time.
+    Of 96 to 192 chunks per group the number that pads the fewest rows; of equals, the fewest chunks. They are
+    that small for the sake of windows, whose first rows alone are lighter than the others: each group must
+    get some of these few. Documents are dealt four chunks at a time.
 
     Example:
         >>> [default_rows_per_chunk(*x) for x in [(131_072, 8), (100_003, 8), (3, 8)]]
-        [128, 90, 1]
+        [128, 92, 1]
     """
     sizes = {max(-(-q_len // (groups * per_group)), 1) for per_group in range(96, 193, 4)}
-    whole = {size for size in sizes if slots_of(q_len, groups, size) % 4 == 0}
-    return min(whole or sizes, key=lambda size: (slots_of(q_len, groups, size) * size, -size))
+    least = -(-q_len // groups)
+    # None at all is best; more is counted in steps of 0.1 %, and of equals those that can be dealt by fours.
+    step = 1 + least // 1000
+
+    def demerits(size: int) -> tuple[int, bool, int]:
+        slots = slots_of(q_len, groups, size)
+        return -(-(slots * size - least) // step), slots % 4 > 0, -size
+
+    return min(sizes, key=demerits)
