@@ -1,0 +1,192 @@
+"""Context parallelism against one process: P ranks of one thread each, beside one rank of P threads.
+
+    python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json
+
+Starts its own ranks, over gloo. All ways to do it are checked first, against float64 at a small size and
+against one rank at the full one; then called in turn, round by round. The time of a call is that of its
+slowest rank, and the efficiency of a way is the time of one rank of P threads over its own. The phases of a
+call are those of its slowest rank: seconds in our kernel, seconds of waiting for others, and the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing
+from _cp_ranks import SAMPLE, Settings, serve
+from rich.console import Console
+from rich.table import Table
+
+from attnspan.bench.statistics import bootstrap_ratio, quartiles
+
+#: Whose time the others' are also told in.
+OURS = "exchange"
+#: Efficiency that is asked for at 16,384 rows, forward + backward.
+TARGETS = {"causal": 0.90, "documents": 0.85}
+
+
+def launch(settings: Settings) -> dict[str, Any]:
+    """Start the ranks, and return what they found."""
+    load = list(os.getloadavg())
+    with tempfile.TemporaryDirectory(prefix="attnspan-ranks-") as folder:
+        results = Path(folder, "results.json")
+        arguments = (settings, str(Path(folder, "store")), str(results))
+        torch.multiprocessing.spawn(serve, arguments, nprocs=settings.ranks)  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = json.loads(results.read_text())
+    found["load_before"] = load
+    for run in found["runs"]:
+        judge(run)
+    return found
+
+
+def judge(run: dict[str, Any]) -> None:
+    """Add to each contestant its times, phases and efficiency, from the samples of its ranks."""
+    entries = run["contestants"]
+    for entry in entries.values():
+        slowest = [max(ranks, key=lambda sample: sample[0]) for ranks in entry["ranks"]]
+        entry["seconds"] = [sample[0] for sample in slowest]
+        entry["phases"] = {
+            name: statistics.median(sample[i] for sample in slowest) for i, name in enumerate(SAMPLE)
+        }
+        wall, kernel, waiting = (entry["phases"][name] for name in SAMPLE[:3])
+        entry["phases"]["rest"] = wall - kernel - waiting
+    first = next(iter(entries.values()))["seconds"]
+    ours = entries.get(OURS, {}).get("seconds")
+    for entry in entries.values():
+        if ours is not None:
+            entry["times_ours"] = dict(
+                zip(("median", "low", "high"), bootstrap_ratio(ours, entry["seconds"]), strict=True)
+            )
+        # Of times that were taken next to each other, so that drift of the machine cancels.
+        middle, low, high = bootstrap_ratio(entry["seconds"], first)
+        ratios = [a / b for a, b in zip(first, entry["seconds"], strict=True)]
+        entry["efficiency"] = {"median": middle, "low": low, "high": high, "quartiles": quartiles(ratios)}
+
+
+def table(run: dict[str, Any]) -> Table:
+    """One run: a row for each contestant."""
+    documents = "" if run["documents"] is None else f" of {len(run['documents'])}"
+    found = Table(
+        title=f"{run['case']}{documents}, {run['dtype']}, heads {run['heads'][0]}/{run['heads'][1]}, "
+        f"D {run['head_dim']}, {run['mode']}",
+        title_justify="left",
+    )
+    found.add_column("")
+    for name in (
+        "ms [quartiles]",
+        "efficiency [95 %]",
+        f"times {OURS}",
+        "kernel",
+        "waiting",
+        "rest",
+        "MB in",
+        "MB grown",
+    ):
+        found.add_column(name, justify="right")
+    for name, entry in run["contestants"].items():
+        low, middle, high = (1e3 * x for x in quartiles(entry["seconds"]))
+        score, phases, growth = entry["efficiency"], entry["phases"], entry["memory_growth"]
+        strategy, ratio = entry.get("strategy", name), entry.get("times_ours", "")
+        found.add_row(
+            name if name.startswith(strategy.split("(")[0]) else f"{name}: {strategy}",
+            f"{middle:.1f} [{low:.1f}, {high:.1f}]",
+            f"{score['median']:.1%} [{score['low']:.1%}, {score['high']:.1%}]",
+            ratio and f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+            # What FlexAttention and ATen's kernel spend, nobody counts.
+            *(f"{1e3 * phases[x]:.1f}" if phases["kernel"] else "" for x in ("kernel", "waiting", "rest")),
+            f"{entry['received_bytes'] / 1e6:.1f}",
+            "" if growth is None else f"{growth / 1e6:.0f}",
+        )
+    return found
+
+
+def losses(run: dict[str, Any], name: str) -> str:
+    """Where a contestant loses time against an ideal split, in per cent of one rank's time."""
+    one, entry = (run["contestants"][x]["phases"] for x in (next(iter(run["contestants"])), name))
+    parts = {
+        "a slower kernel": entry["kernel"] - one["kernel"],
+        "waiting": entry["waiting"],
+        "the rest": entry["rest"] - one["rest"],
+    }
+    return ", ".join(f"{part} {seconds / one['wall']:+.1%}" for part, seconds in parts.items())
+
+
+def report(found: dict[str, Any], console: Console) -> None:
+    """Print all tables, who did not take part and why, and the figures that were asked for."""
+    for run in found["runs"]:
+        console.print(table(run))
+        for name, reason in run["refused"].items():
+            console.print(f"  {name}: not measured: {reason}", highlight=False)
+        for name in (OURS, "auto"):
+            if name in run["contestants"]:
+                console.print(f"  {name} against one rank's time: {losses(run, name)}", highlight=False)
+        console.print()
+    ours = ("exchange", "ring, zigzag", "ulysses", "hybrid", "auto")
+    for run in found["runs"]:
+        target = TARGETS.get(run["case"].partition(":")[0])
+        known = {x: run["contestants"][x]["efficiency"]["median"] for x in ours if x in run["contestants"]}
+        if target is not None and run["mode"] == "forward+backward" and known:
+            console.print(
+                f"{run['case']:<12} {run['dtype']:<9} {run['heads']} D {run['head_dim']}: "
+                + ", ".join(f"{name} {score:.1%}" for name, score in known.items())
+                + f" (target at 16,384 rows: {target:.0%})",
+                highlight=False,
+            )
+
+
+def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path | None]:
+    """What the command line asks for, and where the results go."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--q-len", type=int, default=16384, help="rows in all")
+    parser.add_argument("--rounds", type=int, default=7, help="calls of each contestant that are timed")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks, and threads of the one rank beside them")
+    parser.add_argument(
+        "--cases", default="causal,documents,window", help="causal, documents, documents:SEED, window"
+    )
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of q, k and v")
+    parser.add_argument("--heads", default="8/8,8/2", help="query heads/key heads")
+    parser.add_argument("--head-dims", default="64", help="D")
+    parser.add_argument("--modes", default="forward,forward+backward", help="what a call is")
+    parser.add_argument("--only", default="", help="contestants to take part beside one rank; default: all")
+    parser.add_argument(
+        "--calibrate", type=float, default=6.0, help='seconds to measure what "auto" goes by; 0: assume it'
+    )
+    parser.add_argument("--json", type=Path, help="write settings, environment and raw samples to this file")
+    args = parser.parse_args(arguments)
+    if args.ranks < 2 or args.rounds < 1 or args.q_len < 1:
+        parser.error("there are two ranks or more, one round or more, and one row or more")
+    settings = Settings(
+        q_len=args.q_len,
+        rounds=args.rounds,
+        ranks=args.ranks,
+        cases=tuple(args.cases.split(",")),
+        dtypes=tuple(args.dtypes.split(",")),
+        heads=tuple(tuple(map(int, pair.split("/"))) for pair in args.heads.split(",")),  # type: ignore[misc]
+        head_dims=tuple(map(int, args.head_dims.split(","))),
+        modes=tuple(args.modes.split(",")),
+        only=tuple(name for name in args.only.split(";") if name),
+        calibrate=args.calibrate,
+    )
+    return settings, args.json
+
+
+def main() -> None:
+    settings, path = settings_of()
+    found = launch(settings)
+    report(found, Console(width=150))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
