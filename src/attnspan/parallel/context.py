@@ -17,12 +17,14 @@ from ..problem import check_arrays, check_layout, check_scale
 from ..spans import Spans
 from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
 from ..torch._options import Given, dropout_seeds, lower_options
+from ..torch._placements import check_options, places_of
 from ..torch._sharded import ShardedMask
 from . import _flops as _flops  # registers what a call costs
 from ._agree import check_agreement
 from ._gather import gather_rows
 from ._ops import sharded_forward
 from .choose import Call
+from .dtensor import attend
 from .explain import Explanation, explain
 from .local import encode
 from .machine import Machine
@@ -238,7 +240,9 @@ class ContextParallel(ShardedMask):
         """`attnspan.torch.attention` of this rank's rows to the keys of all ranks.
 
         Args:
-            q: This rank's rows, shape (B, Hq, n, D) in layout "bhsd".
+            q: This rank's rows, shape (B, Hq, n, D) in layout "bhsd"; or a DTensor of them, as k and v then
+                are, whose sequence is split along the plan's mesh axes and whose other axes may split batch
+                rows and heads (`attnspan.parallel.dtensor`).
             k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
             v: Its values, (B, Hkv, n, Dv).
             scale: Factor of the scores; 1/sqrt(D) by default.
@@ -266,11 +270,16 @@ class ContextParallel(ShardedMask):
         _refuse(q_index=q_index, k_index=k_index, backend=backend)
         _check_tensors(q=q, k=k, v=v)
         check_layout(layout, q, k, v)
+        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, None, None)
+        places = places_of(q, k, v, layout, self.mesh)
+        check_options(given, places)
+        if places is not None:
+            wanted = {"scale": scale, "layout": layout, "return_lse": return_lse}
+            return attend(self, places, q, k, v, given, **wanted)
         q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
         check_arrays(q, k, v)
         self._check_local(q, k)
         check_scale(scale)
-        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, None, None)
         options = self._options(given, q, k)
         out, lse, *_ = sharded_forward(
             q,
@@ -349,6 +358,13 @@ def _group_of(mesh: DeviceMesh) -> tuple[Any, int | None]:
     if mesh.ndim == 1:
         return mesh.get_group(), None
     if mesh.ndim == 2:
+        if mesh.mesh_dim_names is None:
+            raise OptionError(
+                "ContextParallel: mesh",
+                expected="names of its two dimensions, by which torch finds the group of all ranks",
+                got=repr(mesh),
+                remedy="Make it with mesh_dim_names=('inter', 'intra')",
+            )
         return mesh._flatten().get_group(), mesh.size(1)
     raise OptionError(
         "ContextParallel: mesh",
