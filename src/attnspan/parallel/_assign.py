@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,11 @@ def greedy(pairs: NDArray[np.int64], groups: int, slots: int) -> Owner:
 
 
 # How much of a document's fair share a group takes in a first deal. No one value is best for all packings.
-_SHARES = (0.8, 1.0)
+_SHARES = (0.8, 1.0, 0.9, 0.6)
 # Orders less even than this cost more swaps than they are worth.
 _HOPELESS = 1.25
+_STEP = 0.005  # of unevenness: less than that is not worth any fetching
+_NEAR = 1.02  # times the bound on foreign keys: other first deals would gain nothing
 _MANY = 256  # groups beyond which one first deal must do
 _MERGED, _ENOUGH = 4, 24  # small chunks of a larger one; how many of those each group has at least
 # Steps, not seconds: all ranks must come to the same partition.
@@ -92,17 +95,21 @@ def balanced(chunks: Chunks, groups: int, slots: int, tolerance: float) -> Owner
     full = _filled(chunks, groups * slots)
     # Documents are dealt in larger pieces: the deal is as good and much quicker, and rows lie together.
     coarse = _merged(full, _MERGED) if slots % _MERGED == 0 and slots >= _MERGED * _ENOUGH else full
-    found = []
+    found, enough = [], _bound(coarse, groups)
     for table in _first_deals(coarse, groups):
         found.append(Deal(coarse, table))
         found[-1].even(tolerance, _ROUNDS)
+        if _merit(found[-1], tolerance)[:2] <= (0, enough):
+            break
+    if found and coarse is not full and min(map(_unevenness, found)) > tolerance:
+        # Smaller pieces fit better. A merit of larger steps: what is left to even out must not decide.
+        table = min(found, key=lambda one: _merit(one, 1.02)).table
+        parts = table[:, :, None] * _MERGED + np.arange(_MERGED)
+        found = [Deal(full, parts.reshape(groups, slots))]
+        found[0].even(tolerance, _ROUNDS)
     if not found or min(map(_unevenness, found)) > tolerance:
-        found.append(Deal(coarse, _table(greedy(coarse.pairs, groups, len(coarse) // groups), groups)))
+        found.append(Deal(full, _table(greedy(full.pairs, groups, slots), groups)))
     best = min(found, key=lambda one: _merit(one, tolerance))
-    if _unevenness(best) > tolerance and coarse is not full:
-        parts = best.table[:, :, None] * _MERGED + np.arange(_MERGED)
-        best = Deal(full, parts.reshape(groups, slots))
-        best.even(tolerance, _ROUNDS)
     owner = np.empty(len(best.chunks), np.int32)
     owner[best.table] = np.arange(groups, dtype=np.int32)[:, None]
     return np.repeat(owner, len(full) // len(owner))[: len(chunks)]
@@ -120,13 +127,21 @@ def _first_deals(chunks: Chunks, groups: int) -> Iterator[NDArray[np.int64]]:
             yield deal(chunks.pairs, edges, groups, share)
 
 
+def _bound(chunks: Chunks, groups: int) -> int:
+    """About as few foreign keys as the largest group can have: those of the chunk that needs most."""
+    needs = np.append(0, np.cumsum(chunks.hi - chunks.lo))
+    most = int((needs[chunks.starts[1:]] - needs[chunks.starts[:-1]]).max())
+    return int(_NEAR * max(most - len(chunks) // groups * chunks.size * chunks.planes, 0))
+
+
 def _unevenness(deal: Deal) -> float:
     return float(deal.load.max() / max(deal.load.mean(), 1))
 
 
-def _merit(deal: Deal, tolerance: float) -> tuple[float, int, int]:
-    """Less is better: unevenness beyond the tolerance, then the largest foreign count, then all of them."""
-    return max(_unevenness(deal), tolerance), int(deal.foreign.max()), int(deal.foreign.sum())
+def _merit(deal: Deal, tolerance: float) -> tuple[int, int, int]:
+    """Less is better: unevenness beyond the tolerance, in steps, then the largest foreign count, then all."""
+    beyond = max(_unevenness(deal) - tolerance, 0)
+    return ceil(beyond / _STEP), int(deal.foreign.max()), int(deal.foreign.sum())
 
 
 def _table(owner: Owner, groups: int) -> NDArray[np.int64]:
