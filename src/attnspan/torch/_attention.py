@@ -15,8 +15,10 @@ from ..options import Bias, Options
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager, _sharding
+from ._local_mask import check_lowered, has_dtensors, lower_parts
 from ._ops import forward_op
 from ._options import Given, lower_options
+from ._placements import Places, check_options, is_dtensor, places_of
 from ._sharded import ShardedMask
 
 #: Every backend that torch can drive, the preferred one first.
@@ -189,9 +191,11 @@ def lower_call(
     """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), bounds and options."""
     _check_tensors(q=q, k=k, v=v)
     check_layout(layout, q, k, v)
+    places = places_of(q, k, v, layout)
+    check_options(given, places)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
-    placed = _lower(mask, q, k, given, layout)
+    placed = _lower(mask, q, k, given, layout, places)
     bounds = placed.lowered.bounds
     bounds = bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
     problem = describe(q, k, v, bounds)
@@ -251,14 +255,21 @@ def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
 
 
-def _lower(mask: AnyMask, q: Tensor, k: Tensor, given: Given, layout: Layout) -> Prepared:
+def _lower(
+    mask: AnyMask, q: Tensor, k: Tensor, given: Given, layout: Layout, places: Places | None
+) -> Prepared:
     q_len, k_len = q.shape[2], k.shape[2]
+    parts = has_dtensors(mask, places)
     if isinstance(mask, Prepared | Spans):
+        if places is not None:
+            check_lowered(mask, places)
         placed = mask if isinstance(mask, Prepared) else Prepared(mask)
     elif isinstance(mask, Mask):
         if layout == "thd":
             _check_packed(mask)
         indices = {"q_index": given.q_index, "k_index": given.k_index}
+        if places is not None and (parts or any(map(is_dtensor, indices.values()))):
+            return lower_parts(mask, places, q, k_len, **indices)
         placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
     else:
         raise DtypeError(

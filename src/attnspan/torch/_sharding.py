@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
 from ..options import DISTANCE, Options
 from ._ops import NO_OPTIONS, backward_op, forward_op
 from ._options import dropout_seeds
+from ._placements import Places, check_parts, find_roles
 
 _registered = False
 
@@ -77,7 +77,7 @@ _Strategies = list[tuple[list[Any], list[Any]]]
 
 def _forward_strategies(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
     del scale
-    _refuse_sharded_sequence(q=q, k=k, v=v)
+    _check_consistent(q, k, v)
     return [
         (
             [place, place],
@@ -91,7 +91,7 @@ def _backward_strategies(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
 ) -> _Strategies:
     del dout, out, lse, scale
-    _refuse_sharded_sequence(q=q, k=k, v=v)
+    _check_consistent(q, k, v)
     given, want_dbias = given[:8], given[8:] == (True,)
     found = []
     for place in _ways():
@@ -146,14 +146,8 @@ def _summed(place: Any, way: Any) -> Any:
     return Partial() if way.is_shard() and not place.is_shard() else place
 
 
-def _refuse_sharded_sequence(**specs: Any) -> None:
-    for name, spec in specs.items():
-        for place in spec.placements:
-            if place.is_shard() and place.dim >= 2:
-                dim = ("q_len or k_len", "head_dim")[place.dim - 2]
-                raise OptionError(
-                    f"{name} as a DTensor",
-                    expected="Shard(0) (batch), Shard(1) (heads) or Replicate()",
-                    got=f"{place!r}, which splits {dim}",
-                    remedy="Redistribute it; splitting the sequence needs an exchange of keys",
-                )
+def _check_consistent(*specs: Any) -> None:
+    """What `attention` checks, for programs that call the operators themselves, or were compiled to do so."""
+    meshes, placements = (tuple(getattr(x, name) for x in specs) for name in ("mesh", "placements"))
+    places = Places(meshes[0], find_roles("bhsd", meshes, placements, None), placements[0])
+    check_parts(places, specs[0].shape[0], specs[0].shape[1], specs[1].shape[1])
