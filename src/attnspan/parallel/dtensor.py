@@ -160,7 +160,9 @@ class _Options:
             place if place.is_shard() else Partial() if role in (BATCH, HEADS, ROWS) else Replicate()
             for role, place in zip(self.places.roles, wanted, strict=True)
         ]
-        part: Tensor = x.redistribute(self.places.mesh, wanted).to_local(grad_placements=gradient)
+        if tuple(x.placements) != wanted:  # It is whole: each rank cuts its own part out.
+            x = x.redistribute(self.places.mesh, wanted)
+        part: Tensor = x.to_local(grad_placements=gradient)
         return part
 
 

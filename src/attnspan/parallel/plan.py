@@ -39,6 +39,7 @@ class Plan:
         keys: who owns which keys; `rows` itself in self-attention.
         q_heads: Hq.
         kv_heads: Hkv.
+        cut: the chunks that `rows` was made of, where they are at hand.
 
     Example:
         >>> from attnspan import causal
@@ -56,6 +57,7 @@ class Plan:
     keys: Partition
     q_heads: int
     kv_heads: int
+    cut: Chunks | None = None
 
     @property
     def bounds(self) -> Ints:
@@ -80,6 +82,8 @@ class Plan:
     @cached_property
     def chunks(self) -> Chunks:
         """The chunks of rows, with the keys that each needs."""
+        if self.cut is not None and self.cut.size == self.rows.size:
+            return self.cut
         return Chunks.of(self.mask.lowered, self.rows.size)
 
     @cached_property

@@ -10,8 +10,9 @@ from ..errors import DtypeError, OptionError, ShapeError
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from .choose import Call, Candidate, Choice, choose, evaluate
+from .chunks import Chunks
 from .machine import Machine
-from .partition import Method, Partition, partition
+from .partition import Method, Partition, default_rows_per_chunk, partition
 from .plan import Plan
 from .strategy import Strategy
 
@@ -81,17 +82,18 @@ def make_plan(mask: Prepared, request: Request) -> tuple[Plan, Choice | None]:
         >>> plan.strategy.name, choice
         ('ring', None)
     """
-    spans, choice = mask.lowered, None
+    spans, choice, cut = mask.lowered, None, None
     strategy = request.strategy
-    options = {"method": request.method, "rows_per_chunk": request.rows_per_chunk}
     if strategy == "auto":
         choice = _choose(spans, request)
         strategy, rows = choice.best.strategy, choice.best.partition
     else:
         strategy = _checked(strategy, request.ranks)
-        rows = partition(spans, request.ranks, members=strategy.members, **options)  # type: ignore[arg-type]
+        size = request.rows_per_chunk
+        cut = Chunks.of(spans, default_rows_per_chunk(spans.q_len, strategy.groups) if size is None else size)
+        rows = partition(cut, request.ranks, members=strategy.members, method=request.method)
     keys = rows if request.self_attention else request.keys_for(strategy, spans.k_len)
-    return Plan(mask, strategy, rows, keys, request.call.q_heads, request.call.kv_heads), choice
+    return Plan(mask, strategy, rows, keys, request.call.q_heads, request.call.kv_heads, cut), choice
 
 
 def cost(plan: Plan, request: Request) -> Candidate:
