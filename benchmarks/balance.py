@@ -37,7 +37,7 @@ TARGETS = {(131_072, 8): 0.65, (131_072, 64): 0.50, (1_048_576, 64): 0.28}
 GREEDY_ROWS = {131_072: 128, 1_048_576: 512}  # rows per chunk; smaller chunks scatter documents more
 METHODS = ("balanced", "greedy", "contiguous", "zigzag")
 TOLERANCES = (1.001, 1.005, 1.02, 1.05, 1.1, 1.2, 1.5)
-PER_GROUP = (8, 16, 32, 128)
+PER_GROUP = (8, 16, 32)
 
 
 def packings(seq_len: int, count: int) -> Iterator[np.ndarray]:
@@ -95,6 +95,28 @@ def frontier_of(seq_len: int, ranks: int, count: int) -> list[dict[str, float]]:
     return points
 
 
+def show_time(seq_len: int = 4_194_304, ranks: int = 1024, calls: int = 5) -> None:
+    """Median milliseconds of each step from the mask to the counts of foreign rows."""
+    mask = causal() & documents(next(packings(seq_len, 1)))
+    size, times = default_rows_per_chunk(seq_len, ranks), []
+    for _ in range(calls):
+        stamps = [time.perf_counter()]
+        spans = mask.spans(seq_len, seq_len)
+        stamps.append(time.perf_counter())
+        chunks = Chunks.of(spans, size)
+        stamps.append(time.perf_counter())
+        part = partition(chunks, ranks)
+        stamps.append(time.perf_counter())
+        foreign(needs_of(chunks, part.owner, ranks), Holders.of(chunks, part.owner, ranks))
+        stamps.append(time.perf_counter())
+        times.append(1e3 * np.diff(stamps))
+    print(f"{seq_len:,} tokens, {ranks:,} ranks, median of {calls} calls, milliseconds")
+    for name, took in zip(
+        ("mask.spans", "Chunks.of", "partition", "needs"), np.median(times, axis=0), strict=True
+    ):
+        print(f"{name:<12}{took:6.0f}")
+
+
 def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "numpy": np.__version__, "cores": os.cpu_count()}
 
@@ -124,7 +146,8 @@ def show(results: dict[str, Any]) -> None:
 def draw(results: dict[str, Any]) -> str:
     """The frontier: one panel per case, a line per granularity, the other methods as points."""
     width, height, pad = 330, 300, 46
-    colours = dict(zip(map(str, PER_GROUP), ("#c6dbef", "#6baed6", "#2171b5", "#08306b"), strict=True))
+    same = results["asked"]["frontier"]  # what stands beside the lines is of the same packings
+    colours = dict(zip(map(str, PER_GROUP), ("#9ecae1", "#4292c6", "#08306b"), strict=True))
     parts = []
     for number, (case, points) in enumerate(zip(results["cases"], results["frontiers"], strict=True)):
         left = number * width + pad
@@ -147,7 +170,7 @@ def draw(results: dict[str, Any]) -> str:
             parts.append(f'<path d="M{x(0)} {y(1 + tick):.1f}H{x(1):.1f}" class="g"/>')
             label = f"{100 * tick:g} %"
             parts.append(f'<text x="{x(0) - 5}" y="{y(1 + tick) + 4:.1f}" class="e">{label}</text>')
-        bound = float(np.mean(case["bound"]))
+        bound = float(np.mean(case["bound"][:same]))
         parts.append(f'<path d="M{x(bound):.1f} {y(1.001):.1f}V{y(6):.1f}" class="b"/>')
         for per_group, colour in colours.items():
             line = [p for p in points if str(p["chunks_per_rank"]) == per_group]
@@ -158,7 +181,7 @@ def draw(results: dict[str, Any]) -> str:
                 for p in line
             ]
         for method in METHODS[1:]:
-            means = {key: float(np.mean(v)) for key, v in case["methods"][method].items()}
+            means = {key: float(np.mean(v[:same])) for key, v in case["methods"][method].items()}
             at = f'x="{x(means["rows"]):.1f}" y="{y(means["pairs"]):.1f}"'
             parts.append(f'<text {at} class="m" dy="4">{method[0].upper()}</text>')
     legend = 10
@@ -166,14 +189,17 @@ def draw(results: dict[str, Any]) -> str:
         parts.append(f'<rect x="{legend}" y="{height + 4}" width="18" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{legend + 24}" y="{height + 11}" class="l">{per_group} chunks a rank</text>')
         legend += 128
-    note = "G greedy, C contiguous, Z zigzag; dashed: the bound; across: rows; up: largest work over the mean"
-    parts.append(f'<text x="{legend}" y="{height + 11}" class="l">{note}</text>')
+    note = (
+        "G greedy, C contiguous, Z zigzag; dashed: the bound; across: foreign rows of the largest rank; "
+        "up: its work beyond the mean; a line's dots: tolerances"
+    )
+    parts.append(f'<text x="10" y="{height + 30}" class="l">{note}</text>')
     style = (
         "text{font:11px sans-serif;text-anchor:middle;fill:#333}.t{font-weight:bold}.e{text-anchor:end}"
         ".l{text-anchor:start}.m{font-weight:bold;font-size:13px;fill:#b3331d}.g{stroke:#ddd}"
         ".b{stroke:#b3331d;stroke-dasharray:4 3}"
     )
-    size = f'viewBox="0 0 {3 * width + 10} {height + 22}" width="{3 * width + 10}" height="{height + 22}"'
+    size = f'viewBox="0 0 {3 * width + 10} {height + 40}" width="{3 * width + 10}" height="{height + 40}"'
     white = '<rect width="100%" height="100%" fill="#fff"/>'
     inner = f"<style>{style}</style>{white}{''.join(parts)}"
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{inner}</svg>\n'
@@ -188,7 +214,11 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="begin anew")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/balance.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/balance.svg")
+    parser.add_argument("--time", action="store_true", help="only time one large partition")
     args = parser.parse_args()
+    if args.time:
+        show_time()
+        return
     asked = {"packings": args.packings, "frontier": args.frontier}
     results: dict[str, Any] = {"asked": asked, "environment": environment(), "cases": [], "frontiers": []}
     if args.output.exists() and not args.fresh:
