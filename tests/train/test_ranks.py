@@ -52,7 +52,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tuple[
     """A run of one rank, to which all others are compared."""
     from conftest import TINY
 
-    settings = {"data": str(text_folder), "batch_size": ROWS, "steps": 8, "checkpoint_every": 4}
+    # An odd length: ranks that share a row hold padding too.
+    settings = {
+        "data": str(text_folder),
+        "seq_len": 47,
+        "batch_size": ROWS,
+        "steps": 8,
+        "checkpoint_every": 4,
+    }
     config, folder = TrainConfig(**(TINY | settings)), tmp_path_factory.mktemp("alone") / "run"
     train(config, folder)
     return config, folder
@@ -111,7 +118,7 @@ def test_from_an_older_checkpoint_on_is_from_there_after_a_restart_too(
         train(config, folder, resume=True, from_step=4)
     monkeypatch.undo()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train(config, folder, resume=True, from_step=4)
+    train(config, folder, resume=True, from_step=3)  # Which may be gone by then, as it is here.
     assert figures(folder) == expected
 
 

@@ -14,7 +14,9 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from attnspan.parallel.errors import CommunicationError
 from attnspan.train.config import TrainConfig
@@ -225,10 +227,10 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
 
 def _join(limit: timedelta) -> None:
     try:
-        store, rank, world = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
+        store, rank, world = next(rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torch 2.13 keeps that store over restarts, and with it the addresses of processes that are gone.
-            store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     except (RuntimeError, dist.DistError) as error:
         raise RankError(

@@ -182,5 +182,5 @@ class Stepper:
         """
         nats = math.fsum(self.loss(self.deal(batch)).item() for batch in batches)
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # What backward would do: else the next step could meet these weights again.
+            self.model.reshard()  # What backward would do: gathered weights are let go.
         return self.ranks.sum([nats])[0] / math.log(2) / num_bytes
