@@ -69,6 +69,14 @@ class World:
             there.close()  # Else the end of the worker would not end its pipe.
             self._pipes.append(here)
             self._workers.append(worker)
+        self._wait_until_joined(group_seconds)
+
+    def _wait_until_joined(self, seconds: float) -> None:
+        """A job that ends a rank must not meet others that are still on their way into the group."""
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(seconds) or self._receive(rank)[0] != "joined":
+                self.close()
+                raise JobError(f"rank {rank} of {self.ranks} did not join its group")
 
     @property
     def alive(self) -> bool:
@@ -179,6 +187,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
         world_size=ranks,
         timeout=timedelta(seconds=group_seconds),
     )
+    pipe.send_bytes(pickle.dumps(("joined", None)))
     while True:
         try:
             request = pipe.recv_bytes()
