@@ -1,0 +1,196 @@
+"""What ranks do for the tests of DTensors whose rows are split by a plan."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dtensor_jobs import BATCH, DIMS, HEADS, LENGTH, grid, ids, off, options_of, parameters, placements, whole
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from attnspan import causal, key_padding, segments
+from attnspan.parallel import ContextParallel
+from attnspan.torch import attention
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A call by a plan of the mesh axis "cp".
+
+    Attributes:
+        sizes: Those of the mesh: (cp,) or (dp, cp).
+        role: What dp splits: "batch", "heads" or "whole", which is nothing.
+        option: Name of an option.
+        place: Its tensors are "local" (plain ones of this rank's part), "whole" (plain ones of all),
+            "split" (DTensors that lie as q does) or "replicated" (DTensors that each rank has whole).
+    """
+
+    sizes: tuple[int, ...] = (2,)
+    role: str = "whole"
+    layout: str = "bhsd"
+    strategy: str = "exchange"
+    option: str = "none"
+    place: str = "local"
+    compiled: bool = False
+    k_len: int | None = None
+    batch: int = BATCH
+    heads: tuple[int, int] = HEADS
+
+    def mask(self, rows: slice) -> Any:
+        """For some of the batch rows."""
+        if self.k_len is None:
+            return causal() & segments(ids(self.batch)[rows])
+        return key_padding(torch.arange(self.k_len, self.k_len - self.batch, -1)[rows])
+
+
+class Part:
+    """This rank's part of the whole, and the plan that goes with it."""
+
+    def __init__(self, case: Planned) -> None:
+        self.case, self.mesh = case, grid(*case.sizes)
+        two = len(case.sizes) == 2
+        self.parts, self.at = (case.sizes[0], self.mesh.get_local_rank("dp")) if two else (1, 0)
+        if case.role == "whole":
+            self.parts, self.at = 1, 0
+        rows = self._range(case.batch) if case.role == "batch" else slice(0, case.batch)
+        heads = tuple(case.heads)
+        if case.role == "heads":
+            heads = tuple(self._range(n).stop - self._range(n).start for n in case.heads)
+        self.cp = ContextParallel(
+            self.mesh["cp"],
+            mask=case.mask(rows),
+            q_len=LENGTH,
+            k_len=case.k_len,
+            heads=heads,  # type: ignore[arg-type]
+            strategy=case.strategy,
+            batch=rows.stop - rows.start,
+        )
+        self.order = (0, 2, 1) if case.layout == "bshd" else (0, 1, 2)  # of batch rows, heads, rows
+        self.dims = {"batch": 0, "heads": self.order[1]}
+        self.first = [Shard(self.dims[case.role])] if case.role in self.dims else [Replicate()]
+
+    def _range(self, size: int) -> slice:
+        each = -(-size // self.parts)
+        return slice(min(each * self.at, size), min(each * (self.at + 1), size))
+
+    def of(self, x: Tensor, keys: bool = False) -> Tensor:
+        """This rank's part of a tensor (B, H, S, ...)."""
+        dim = {"batch": 0, "heads": 1}.get(self.case.role)
+        if dim is not None:
+            at = self._range(x.shape[dim])
+            x = x.narrow(dim, at.start, at.stop - at.start)
+        return self.cp.shard_keys(x, dim=2) if keys and self.case.k_len else self.cp.shard(x, dim=2)
+
+    def join(self, x: Tensor, keys: bool = False) -> DTensor:
+        """The DTensor of the rows of all ranks, in the order of the plan."""
+        dims = self.order if x.dim() == 4 else (0, 1, 2)
+        local = self.of(x.detach(), keys)
+        local = local.transpose(1, 2) if dims[1] == 2 else local
+        first = self.first if x.dim() == 4 or self.case.role != "heads" else [Shard(1)]
+        placed = [*first[: len(self.case.sizes) - 1], Shard(dims[2])]
+        shape = [x.shape[0], x.shape[1], self.cp.partition.ranks * local.shape[dims[2]], *x.shape[3:]]
+        shape = [shape[i] for i in dims] + shape[3:]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, placed, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def option(self, x: Any) -> Any:
+        """A tensor of an option, as the case has it."""
+        if not isinstance(x, Tensor) or self.case.option not in DIMS:
+            return x
+        dim = DIMS[self.case.option].get(self.case.role) if x.dim() else None
+        found = x.detach()
+        if self.case.place in ("split", "replicated"):
+            place = Replicate() if dim is None or self.case.place == "replicated" else Shard(dim)
+            found = distribute_tensor(found, self.mesh, [place, Replicate()][2 - self.mesh.ndim :])
+        elif self.case.place == "local" and dim is not None:
+            found = found.chunk(self.parts, dim)[self.at].clone()
+        return found.requires_grad_(x.requires_grad)
+
+    def gradient(self, x: Any, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a parameter: what the ranks have found together, and what it should be."""
+        if isinstance(x, DTensor):
+            for axis in range(self.mesh.ndim):  # One after the other: torch warns of several at once.
+                placed = list(x.placements)
+                placed[axis] = Replicate()
+                x = x.redistribute(self.mesh, placed)
+            return x.to_local(), wanted
+        dim = DIMS[self.case.option].get(self.case.role)
+        x = x.clone()
+        dist.all_reduce(x, group=self.mesh.get_group("cp"))
+        if dim is not None and self.case.role != "whole":
+            return x, wanted.chunk(self.parts, dim)[self.at]
+        if self.case.role == "batch":
+            dist.all_reduce(x, group=self.mesh.get_group("dp"))
+        return x, wanted
+
+
+def planned(case: Planned) -> dict[str, float]:
+    """The distance of each result of a planned call from that of one process."""
+    (q, k, v), dout = whole(case.batch, case.heads)
+    if case.k_len is not None:
+        k, v = (x.detach()[:, :, : case.k_len].contiguous().requires_grad_() for x in (k, v))
+    options = options_of(case.option, case.batch, case.heads[0])
+    mask, dlse = case.mask(slice(None)), dout[..., 0].contiguous()
+    outs = attention(q, k, v, mask=mask, return_lse=True, **options)
+    wanted = torch.autograd.grad(outs, [q, k, v, *parameters(options)], [dout, dlse])
+
+    part = Part(case)
+    leaves = [part.join(x, keys=x is not q).requires_grad_() for x in (q, k, v)]
+    given = torch.utils._pytree.tree_map(part.option, options)
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attention(q, k, v, mask=part.cp, layout=case.layout, return_lse=True, **options)
+
+    call = torch.compile(call, backend="aot_eager", fullgraph=True) if case.compiled else call
+    found = call(*leaves, **given)
+    gradients = torch.autograd.grad(found, [*leaves, *parameters(given)], [part.join(dout), part.join(dlse)])
+    pairs = {}
+    for name, x, y in zip(
+        ("out", "dq", "dk", "dv", "lse"),
+        (found[0], *gradients[:3], found[1]),
+        (outs[0], *wanted[:3], outs[1]),
+        strict=True,
+    ):
+        x = x.to_local().transpose(1, 2) if case.layout == "bshd" and name != "lse" else x.to_local()
+        real = slice(None) if name in ("dk", "dv") else part.cp.valid
+        pairs[name] = x[:, :, real], part.of(y.detach(), name in ("dk", "dv"))[:, :, real]
+    for i, (x, y) in enumerate(zip(gradients[3:], wanted[3:], strict=True)):
+        pairs[f"parameter {i}"] = part.gradient(x, y)
+    assert found[0].placements == leaves[0].placements
+    return {name: off([x.detach()], [y.detach()]) for name, (x, y) in pairs.items()}
+
+
+def plan_all(cases: list[Planned]) -> list[Any]:
+    """The distances of each case, or its error in words."""
+    found: list[Any] = []
+    for case in cases:
+        torch._dynamo.reset()
+        try:
+            found.append(planned(case))
+        except ValueError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            error.add_note(repr(case))
+            raise
+    return found
+
+
+def misplaced(cases: list[tuple[str, str, str]], sizes: tuple[int, ...] = (2,)) -> list[str]:
+    """The errors of planned calls whose q, k and v lie in these ways; "plain" is this rank's rows."""
+    mesh, ((q, k, v), _) = grid(*sizes), whole()
+    cp = ContextParallel(mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange")
+    found = []
+    for words in cases:
+        inputs = [
+            x if word == "plain" else DTensor.from_local(x, mesh, placements(word), run_check=False)
+            for x, word in zip((cp.shard(x.detach(), dim=2) for x in (q, k, v)), words, strict=True)
+        ]
+        try:
+            attention(*inputs, mask=cp)
+            found.append("")
+        except ValueError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
