@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from _cp_checks import errors_of, from_first, reference_of, sdpa_errors, why_wrong
 from _cp_peers import contestants, our_waits_timed
-from _cp_problem import BOTH, TALLY, Contestant, Problem, Ready
+from _cp_problem import TALLY, Contestant, Problem, Ready
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnspan import reference
 from attnspan.bench.environment import describe_environment
 from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.kernels import cpu
@@ -32,9 +31,6 @@ from attnspan.parallel._collectives import counted_bytes
 
 #: Rows of a rank in the check against float64.
 CHECK_ROWS = 256
-#: Times the error of torch's own attention in the same dtype that a result may have.
-SLACK = 4.0
-NAMES = ("out", "dq", "dk", "dv")
 #: What is kept of each call of each rank: its seconds, those in the kernel, those of waiting for others,
 #: and processor seconds of all its threads.
 SAMPLE = ("wall", "kernel", "waiting", "cpu")
@@ -106,6 +102,23 @@ def _known(settings: Settings, machine: Machine | None) -> list[Contestant]:
 
 
 @dataclass(frozen=True)
+class _Entered:
+    """A contestant that computed a problem, and did so rightly.
+
+    Args:
+        ready: To be timed.
+        errors: Of what was found.
+        got: What the first call gave, of all rows.
+        seconds: That it took to prepare, and the first call, which may compile.
+    """
+
+    ready: Ready
+    errors: dict[str, float]
+    got: tuple[Tensor, ...]
+    seconds: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class _Setting:
     """One problem in one mode."""
 
@@ -124,106 +137,86 @@ class _Setting:
         _say(self.mesh, f"{self.case}, {self.dtype}, heads {self.heads}, D {self.head_dim}, {self.mode}")
         whole = self.problem(settings.q_len, settings.q_len)
         small = self.problem(min(settings.q_len, CHECK_ROWS * settings.ranks), settings.q_len)
-        want = _reference(small)
-        bounds = _sdpa_errors(small, want)
+        exact = reference_of(small)
+        bounds = sdpa_errors(small, exact)
+        timed: list[tuple[Contestant, Ready]] = []
         entries: dict[str, dict[str, Any]] = {}
         refused: dict[str, str] = {}
+        one_rank: tuple[Tensor, ...] | None = None
         for each in known:
-            reason, errors = each.refuses(whole, settings.ranks), None
-            if reason is None:
-                reason, errors = self._check(each, small, want, bounds)
-            if reason is None:
-                entries[each.name] = {"errors": errors}
-            else:
-                refused[each.name] = reason
-        taking_part = [each for each in known if each.name in entries]
-        ready = self._prepare(taking_part, whole, entries)
-        self._warm_up(taking_part, ready, entries, bounds)
+            found = each.refuses(whole, settings.ranks) or self._admit(each, small, exact, bounds)
+            if isinstance(found, _Entered):
+                errors = found.errors
+                # One rank is off by the error of the dtype too.
+                found = self._admit(each, whole, one_rank, {name: 2 * x for name, x in bounds.items()})
+            if isinstance(found, str):
+                refused[each.name] = found
+                continue
+            one_rank = one_rank or found.got
+            timed.append((each, found.ready))
+            entries[each.name] = {"errors": errors, **_about(each, found), "ranks": []}
         for number in range(settings.rounds):
-            self._round(taking_part, ready, entries)
+            for each, ready in timed:
+                entries[each.name]["ranks"].append(_sample(each, ready))
             _say(self.mesh, f"  round {number + 1} of {settings.rounds}")
         return {
-            "case": self.case,
+            **{name: value for name, value in vars(self).items() if name != "mesh"},
             "documents": None if whole.offsets is None else np.diff(whole.offsets).tolist(),
-            "dtype": self.dtype,
-            "heads": self.heads,
-            "head_dim": self.head_dim,
-            "mode": self.mode,
             "pairs": whole.pairs,
             "sdpa_errors": bounds,
             "contestants": entries,
             "refused": refused,
         }
 
-    def _check(
-        self, each: Contestant, small: Problem, want: tuple[Tensor, ...], bounds: dict[str, float]
-    ) -> tuple[str | None, dict[str, float]]:
-        """Why it cannot take part, or its errors, which must be those of its dtype."""
-        reason, errors = None, {}
+    def _admit(
+        self, each: Contestant, problem: Problem, want: tuple[Tensor, ...] | None, bounds: dict[str, float]
+    ) -> _Entered | str:
+        """Let it compute a problem; why it does not take part, where it cannot or another library's is wrong.
+
+        Args:
+            want: What is to come out; None: what does.
+        """
+        ready, got, reason, times = None, (), None, [0.0, 0.0]
+        dist.barrier()
         try:
-            ready = each.prepare(small, self.mode, self.mesh)
-            got = () if ready.call is None else ready.call()
-        except Exception as error:  # Another library's, whatever it is, is what we are to report.
+            with _threads(each):
+                start = time.perf_counter()
+                ready = each.prepare(problem, self.mode, self.mesh)
+                times[0] = time.perf_counter() - start
+                got = ready.call() if ready.call else ()
+                times[1] = time.perf_counter() - start - times[0]
+        except Exception as error:  # Whatever befalls another library is what is to be told.
             if not each.may_fail:
                 raise
             reason = _root(error)
         # All ranks must agree on who takes part.
         reasons: list[str | None] = [None] * self.mesh.size()
         dist.all_gather_object(reasons, reason)
-        reason = next((x for x in reasons if x is not None), None)
-        if reason is None:
-            errors = _errors(got, want, ready.rows, self.mode)
-            _judge(each.name, errors, bounds)
-        return reason, errors
+        if any(reasons) or ready is None:
+            return next(x for x in reasons if x)
+        want = from_first(got) if want is None else want
+        errors = errors_of(got, want, ready.rows, self.mode)
+        reason = why_wrong(errors, bounds)
+        if reason is not None and not each.may_fail:
+            raise AssertionError(f"{each.name}: {reason}")
+        prepared, called = _every_rank(times).max(0).tolist()
+        return reason or _Entered(ready, errors, want, (prepared, called))
 
-    def _prepare(
-        self, known: list[Contestant], whole: Problem, entries: dict[str, dict[str, Any]]
-    ) -> dict[str, Ready]:
-        ready = {}
-        for each in known:
-            dist.barrier()
-            start = time.perf_counter()
-            with _threads(each):
-                ready[each.name] = each.prepare(whole, self.mode, self.mesh)
-            seconds = _every_rank([time.perf_counter() - start])[:, 0].max()
-            entries[each.name] |= {"prepare_seconds": float(seconds), "ranks": [], **ready[each.name].about}
-        return ready
 
-    def _warm_up(
-        self,
-        known: list[Contestant],
-        ready: dict[str, Ready],
-        entries: dict[str, dict[str, Any]],
-        bounds: dict[str, float],
-    ) -> None:
-        """One call of each, which may compile, compared with one rank; and one whose memory is watched."""
-        want: tuple[Tensor, ...] = ()
-        for each in known:
-            entry = entries[each.name]
-            start = time.perf_counter()
-            with _threads(each):
-                got = _call(ready[each.name])
-            entry["first_seconds"] = float(_every_rank([time.perf_counter() - start])[:, 0].max())
-            if each is known[0]:
-                want = _from_first(got)
-            entry["errors_to_one_rank"] = errors = _errors(got, want, ready[each.name].rows, self.mode)
-            # Both are off by the error of the dtype.
-            _judge(each.name, errors, {name: 2 * bound for name, bound in bounds.items()})
-            del got
-            TALLY.restart()
-            with _threads(each), counted_bytes() as counts:
-                growth = _growth(ready[each.name])
-            both = _every_rank([growth, counts.total_received + TALLY.received])
-            entry["memory_growth"] = None if np.isnan(both[:, 0]).any() else int(both[:, 0].max())
-            entry["received_bytes"] = int(both[:, 1].max())
-
-    def _round(
-        self, known: list[Contestant], ready: dict[str, Ready], entries: dict[str, dict[str, Any]]
-    ) -> None:
-        for each in known:
-            with _threads(each):
-                dist.barrier()
-                entries[each.name]["ranks"].append(_every_rank(_sample(ready[each.name])).tolist())
+def _about(each: Contestant, entered: _Entered) -> dict[str, Any]:
+    """What there is to tell of a contestant besides its times; calls it once."""
+    TALLY.restart()
+    with _threads(each), counted_bytes() as counts:
+        growth = _growth(entered.ready)
+    both = _every_rank([growth, counts.total_received + TALLY.received])
+    return {
+        "errors_to_one_rank": entered.errors,
+        "prepare_seconds": entered.seconds[0],
+        "first_seconds": entered.seconds[1],
+        "memory_growth": None if np.isnan(both[:, 0]).any() else int(both[:, 0].max()),
+        "received_bytes": int(both[:, 1].max()),
+        **entered.ready.about,
+    }
 
 
 def _root(error: BaseException) -> str:
@@ -233,23 +226,28 @@ def _root(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _sample(ready: Ready) -> list[float]:
-    """One call, in the order of `SAMPLE`; zeros for a rank that has no part in it."""
-    TALLY.restart()
-    kernel, threads_time, start = _kernel_seconds(), time.process_time(), time.perf_counter()
-    if ready.call is None:
-        return [0.0] * len(SAMPLE)
-    ready.call()
-    wall = time.perf_counter() - start
-    return [wall, _kernel_seconds() - kernel, TALLY.waiting, time.process_time() - threads_time]
+def _sample(each: Contestant, ready: Ready) -> list[list[float]]:
+    """One call: for each rank the figures of `SAMPLE`; zeros for a rank that has no part in it."""
+    mine = [0.0] * len(SAMPLE)
+    with _threads(each):
+        dist.barrier()
+        TALLY.restart()
+        kernel, processor, start = _kernel_seconds(), time.process_time(), time.perf_counter()
+        if ready.call is not None:
+            ready.call()
+            wall = time.perf_counter() - start
+            mine = [wall, _kernel_seconds() - kernel, TALLY.waiting, time.process_time() - processor]
+    every: list[list[float]] = _every_rank(mine).tolist()
+    return every
 
 
 def _kernel_seconds() -> float:
     return sum(direction["seconds"] for direction in cpu.counters().values())
 
 
-def _call(ready: Ready) -> tuple[Tensor, ...]:
-    return () if ready.call is None else ready.call()
+def _call(ready: Ready) -> None:
+    if ready.call is not None:
+        ready.call()
 
 
 def _growth(ready: Ready) -> float:
@@ -281,67 +279,6 @@ def _every_rank(values: list[float]) -> np.ndarray:
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return torch.stack(every).numpy()
-
-
-def _reference(problem: Problem) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv of all rows in float64, (1, H, S, D)."""
-    q, k, v, dout = (x.double().numpy() for x in problem.take(slice(None)))
-    scale = problem.q.shape[3] ** -0.5
-    out, _ = reference.forward(q, k, v, problem.bounds, scale)
-    grads = reference.backward(dout, None, q, k, v, problem.bounds, scale)
-    return tuple(torch.from_numpy(np.asarray(x)) for x in (out, *grads))
-
-
-def _sdpa_errors(problem: Problem, want: tuple[Tensor, ...]) -> dict[str, float]:
-    """Errors of torch's own attention on the same inputs, by which those of others are judged."""
-    q, k, v, dout = problem.take(slice(None))
-    lo, hi = torch.from_numpy(problem.bounds[0, 0]).unbind(-1)
-    at = torch.arange(problem.q_len)
-    visible = ((at >= lo[..., None]) & (at < hi[..., None])).any(1)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(*leaves, attn_mask=visible, enable_gqa=grouped)
-    got = (out.detach(), *torch.autograd.grad(out, leaves, dout))
-    return {
-        name: float((x.double() - y).norm() / y.norm()) for name, x, y in zip(NAMES, got, want, strict=True)
-    }
-
-
-def _errors(got: tuple[Tensor, ...], want: tuple[Tensor, ...], rows: Tensor, mode: str) -> dict[str, float]:
-    """Relative errors in norm, over the rows of all ranks, which must be all rows."""
-    valid = rows >= 0
-    count = len(NAMES) if mode == BOTH else 1
-    sums = np.zeros((count, 3))
-    for i, (x, y) in enumerate(zip(got, want[:count], strict=True) if got else ()):
-        mine, wanted = x[:, :, valid].double(), y[:, :, rows[valid]].double()
-        sums[i] = float((mine - wanted).square().sum()), float(wanted.square().sum()), int(valid.sum())
-    total = torch.from_numpy(sums)
-    dist.all_reduce(total)
-    if any(int(x) != want[0].shape[2] for x in total[:, 2]):
-        raise AssertionError(f"the ranks' rows are {total[:, 2].tolist()}, not {want[0].shape[2]}")
-    return {
-        name: math.sqrt(diff / norm) for name, (diff, norm, _) in zip(NAMES, total.tolist(), strict=False)
-    }
-
-
-def _judge(name: str, errors: dict[str, float], bounds: dict[str, float]) -> None:
-    for what, error in errors.items():
-        # Not "error > bound", which no NaN is.
-        if not error <= SLACK * bounds[what]:
-            raise AssertionError(
-                f"{name}: {what} is off by {error:.2g}, and torch's own attention by {bounds[what]:.2g}"
-            )
-
-
-def _from_first(got: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results of rank 0, on all ranks."""
-    held: list[Any] = [[(tuple(x.shape), x.dtype) for x in got]]
-    dist.broadcast_object_list(held, src=0)
-    whole = got or tuple(torch.empty(shape, dtype=dtype) for shape, dtype in held[0])
-    whole = tuple(x.contiguous() for x in whole)
-    for x in whole:
-        dist.broadcast(x, src=0)
-    return whole
 
 
 def _say(mesh: Any, text: str) -> None:

@@ -14,8 +14,8 @@ from worlds import world
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import context_parallel
+from _cp_checks import why_wrong
 from _cp_problem import head_tail
-from _cp_ranks import _judge
 
 ONE = "1 rank x 2 threads"
 
@@ -102,10 +102,40 @@ def test_rows_that_are_misplaced_end_the_run(name: str) -> None:
         assert answer.startswith(f"{name}: out is off by")
 
 
-@pytest.mark.parametrize("error", [1e-2, float("nan")])
-def test_wrong_results_are_not_timed(error: float) -> None:
-    with pytest.raises(AssertionError, match=r"ring: dq is off by .*, and torch's own attention by 1e-07"):
-        _judge("ring", {"out": 1e-7, "dq": error}, {"out": 1e-7, "dq": 1e-7})
+def test_more_ranks_have_a_hybrid_and_longer_rings() -> None:
+    given = {"ranks": 4, "only": (*OURS, "hybrid"), "modes": ("forward+backward",), "rounds": 1}
+    [run] = world(4).run("cp_benchmark_jobs:call", given)[0]["runs"]
+    assert list(run["contestants"])[0] == "1 rank x 4 threads"
+    assert set(run["contestants"]) == {"1 rank x 4 threads", "hybrid", *OURS}
+    assert run["contestants"]["hybrid"]["strategy"] == "hybrid(2, 2)"
+
+
+def test_rows_that_do_not_divide_are_for_us_alone() -> None:
+    [run] = world(2).run("cp_benchmark_jobs:call", {"q_len": 129})[0]["runs"]
+    assert set(run["refused"].values()) == {"129 rows are no multiple of 4"}
+    assert set(run["contestants"]) == {ONE, *OURS[:4]}
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raises", "NotImplementedError: no backward on this device"),
+        ("is wrong", "out is off by "),
+    ],
+)
+def test_another_library_that_fails_is_reported_and_left_out(how: str, reason: str) -> None:
+    for run in (one["runs"][0] for one in world(2).run("cp_benchmark_jobs:of_another_library", how)):
+        assert list(run["contestants"]) == [ONE, "exchange"]
+        assert run["refused"]["all-gather + our kernel"].startswith(reason)
+
+
+@pytest.mark.parametrize("error", [5e-7, float("nan")])
+def test_errors_beyond_those_of_torch_are_wrong(error: float) -> None:
+    bounds = {"out": 1e-7, "dq": 1e-7}
+    assert why_wrong({"out": 3e-7, "dq": 4e-7}, bounds) is None
+    found = why_wrong({"out": 3e-7, "dq": error}, bounds)
+    assert found is not None
+    assert found.startswith(f"dq is off by {error:.2g}, and torch's own attention by 1e-07")
 
 
 def test_efficiency_is_the_ratio_of_neighbours() -> None:
