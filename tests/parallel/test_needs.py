@@ -71,6 +71,7 @@ def test_keys_of_cross_attention_lie_in_order(spans: Spans, size: int, groups: i
 def check_pieces(needs: Needs, holders: Holders, held: list[set[int]]) -> None:
     """Pieces cover exactly what is needed and held elsewhere, each from its holder; filters only filter."""
     pieces, counts = foreign_pieces(needs, holders), foreign(needs, holders)
+    assert (pieces.lo < pieces.hi).all(), "no empty pieces"
     for group in range(needs.groups):
         here = slice(needs.starts[group], needs.starts[group + 1])
         wanted = as_set(needs.lo[here], needs.hi[here]) - held[group]
