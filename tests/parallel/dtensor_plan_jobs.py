@@ -9,7 +9,7 @@ from dtensor_jobs import BATCH, DIMS, HEADS, LENGTH, grid, ids, off, options_of,
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from attnspan import causal, key_padding, segments
+from attnspan import Spans, causal, key_padding, segments
 from attnspan.parallel import ContextParallel
 from attnspan.torch import attention
 
@@ -20,7 +20,7 @@ class Planned:
 
     Attributes:
         sizes: Those of the mesh: (cp,) or (dp, cp).
-        role: What dp splits: "batch", "heads" or "whole", which is nothing.
+        role: What dp splits: "batch", "heads", "rows", where both axes are the plan's, or "whole": nothing.
         option: Name of an option.
         place: Its tensors are "local" (plain ones of this rank's part), "whole" (plain ones of all),
             "split" (DTensors that lie as q does) or "replicated" (DTensors that each rank has whole).
@@ -51,14 +51,14 @@ class Part:
         self.case, self.mesh = case, grid(*case.sizes)
         two = len(case.sizes) == 2
         self.parts, self.at = (case.sizes[0], self.mesh.get_local_rank("dp")) if two else (1, 0)
-        if case.role == "whole":
+        if case.role in ("whole", "rows"):
             self.parts, self.at = 1, 0
         rows = self._range(case.batch) if case.role == "batch" else slice(0, case.batch)
         heads = tuple(case.heads)
         if case.role == "heads":
             heads = tuple(self._range(n).stop - self._range(n).start for n in case.heads)
         self.cp = ContextParallel(
-            self.mesh["cp"],
+            self.mesh if case.role == "rows" else self.mesh["cp"],
             mask=case.mask(rows),
             q_len=LENGTH,
             k_len=case.k_len,
@@ -88,6 +88,7 @@ class Part:
         local = self.of(x.detach(), keys)
         local = local.transpose(1, 2) if dims[1] == 2 else local
         first = self.first if x.dim() == 4 or self.case.role != "heads" else [Shard(1)]
+        first = [Shard(dims[2])] if self.case.role == "rows" else first
         placed = [*first[: len(self.case.sizes) - 1], Shard(dims[2])]
         shape = [x.shape[0], x.shape[1], self.cp.partition.ranks * local.shape[dims[2]], *x.shape[3:]]
         shape = [shape[i] for i in dims] + shape[3:]
@@ -122,7 +123,7 @@ class Part:
         dist.all_reduce(x, group=self.mesh.get_group("cp"))
         if dim is not None and self.case.role != "whole":
             return x, wanted.chunk(self.parts, dim)[self.at]
-        if self.case.role == "batch":
+        if self.case.role in ("batch", "rows"):
             dist.all_reduce(x, group=self.mesh.get_group("dp"))
         return x, wanted
 
@@ -194,3 +195,49 @@ def misplaced(cases: list[tuple[str, str, str]], sizes: tuple[int, ...] = (2,)) 
         except ValueError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def _error(*inputs: Any, mask: Any) -> str:
+    try:
+        attention(*inputs, mask=mask)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def on_other_meshes() -> dict[str, str]:
+    """The errors of calls whose tensors do not lie on one mesh, or not on the plan's; four ranks."""
+    mesh, ((q, k, v), _) = grid(2, 2), whole()
+    cp = ContextParallel(mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange")
+    both = [distribute_tensor(x.detach(), mesh, placements("R R")) for x in (q, k, v)]
+    one = [distribute_tensor(x.detach(), mesh["cp"], placements("R")) for x in (q, k, v)]
+    bounds = distribute_tensor(causal().spans(LENGTH, LENGTH, like=q).bounds, mesh["cp"], placements("R"))
+    rows = [cp.shard(x.detach(), dim=2) for x in (q, k, v)]
+    other = [DTensor.from_local(x, mesh["dp"], placements("S2"), run_check=False) for x in rows]
+    return {
+        "k": _error(both[0], one[1], both[2], mask=causal()),
+        "v": _error(one[0], one[1], both[2], mask=causal()),
+        "bounds": _error(*both, mask=Spans(bounds, LENGTH)),
+        "plan": _error(*other, mask=cp),
+    }
+
+
+def of_other_sizes() -> dict[str, str]:
+    """The errors of planned calls whose DTensors have another number of rows or heads; two ranks."""
+    mesh, ((q, k, v), _) = grid(2), whole()
+    rest = {"mask": causal(), "q_len": LENGTH, "strategy": "exchange"}
+    cp = ContextParallel(mesh["cp"], heads=HEADS, **rest)
+    natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in (q, k, v)]
+    rows = [cp.shard(x.detach(), dim=2) for x in (q, k, v)]
+    placed = [DTensor.from_local(x, mesh, placements("S2"), run_check=False) for x in rows]
+    return {
+        "rows": _error(*natural, mask=cp),
+        "heads": _error(*placed, mask=ContextParallel(mesh["cp"], heads=(2, 1), **rest)),
+    }
+
+
+def with_ids_of_a_part() -> str:
+    """The error of plain ids that describe this rank's batch rows; two ranks."""
+    mesh, (inputs, _) = grid(2), whole(batch=4)
+    placed = [distribute_tensor(x.detach(), mesh, placements("S0")) for x in inputs]
+    return _error(*placed, mask=segments(ids(2)))

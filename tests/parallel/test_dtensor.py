@@ -1,4 +1,4 @@
-"""DTensors on real ranks: what goes together gives what one process gives, all else an error that says why."""
+"""DTensors on real ranks: what goes together gives what one process gives, all else an error with reasons."""
 
 import itertools
 import re
@@ -156,7 +156,7 @@ def test_a_plan_splits_the_sequence() -> None:
     _check_planned(2, [*_others(base), *_options(base)])
 
 
-@pytest.mark.parametrize("role", ["whole", "batch", "heads"])
+@pytest.mark.parametrize("role", ["whole", "batch", "heads", "rows"])
 def test_a_plan_beside_another_mesh_axis(role: str) -> None:
     base = Planned(sizes=(2, 2), role=role)
     _check_planned(4, [*_others(base), *_options(base)])
@@ -195,3 +195,24 @@ def test_a_plan_of_some_axes() -> None:
             assert "expected Shard(2) along mesh axes [1] only: the plan's ranks hold its rows" in error, (
                 error
             )
+
+
+def test_tensors_on_other_meshes_are_refused() -> None:
+    for errors in world(4).run("dtensor_plan_jobs:on_other_meshes"):
+        assert "k as a DTensor: expected the mesh of q, DeviceMesh((dp=2, cp=2)" in errors["k"]
+        assert "v as a DTensor: expected the mesh of q, DeviceMesh((cp=2)" in errors["v"]
+        assert "bounds of the mask as a DTensor: expected the mesh of q, DeviceMesh((dp=2" in errors["bounds"]
+        assert "q as a DTensor with context parallelism: expected a mesh with the ranks" in errors["plan"]
+
+
+def test_sizes_that_are_not_those_of_the_plan_are_refused() -> None:
+    for errors in world(2).run("dtensor_plan_jobs:of_other_sizes"):
+        assert "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks" in errors["rows"]
+        assert "expected 2 heads on this rank, as ContextParallel was told, got 4 here" in errors["heads"]
+
+
+def test_plain_ids_of_a_part_are_refused() -> None:
+    for error in world(2).run("dtensor_plan_jobs:with_ids_of_a_part"):
+        assert error.startswith("ShapeError: segments: q_ids: expected 1 or 4 along the batch axis, got 2"), (
+            error
+        )
