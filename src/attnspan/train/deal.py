@@ -85,15 +85,10 @@ class Dealer:
         mask = (causal() & segments(batch.ids, padding_id=PADDING)).prepare(length, length, batch=rows)
         pairs = int(mask.lowered.cost().sum())
         self.cp = cp = self._plan(mask, rows)
-        return Share(
-            cp.shard(batch.tokens),
-            cp.shard(batch.targets, fill=IGNORE),
-            cp.shard(
-                batch.positions
-            ),  # Of the documents: what a rank holds does not move a token in its text.
-            cp,
-            pairs / self.ranks.cp,
-        )
+        # Positions are those of the documents: what a rank holds does not move a token in its text.
+        tokens, positions = cp.shard(batch.tokens), cp.shard(batch.positions)
+        targets = cp.shard(batch.targets, fill=IGNORE)
+        return Share(tokens, targets, positions, cp, pairs / self.ranks.cp)
 
     def _plan(self, mask: Prepared, rows: int) -> ContextParallel:
         from attnspan.parallel.context import ContextParallel
