@@ -59,7 +59,7 @@ class ContextParallel(ShardedMask):
             neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)"
             (Ulysses among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or
             "auto": what the cost model finds fastest; `explain` says why.
-        batch: Batch rows, where the mask needs to know (`from_predicate`).
+        batch: Batch rows of a rank's q, where those of the mask differ; also for "auto" and `explain`.
         method: How rows are dealt out: see `attnspan.parallel.partition.partition`.
         rows_per_chunk: Neighbouring rows that stay together; None for a good number.
         head_dim: D, for "auto" and `explain` alone.
@@ -144,7 +144,8 @@ class ContextParallel(ShardedMask):
         self.rows_per_rank = self.partition.rows_per_rank
         self.keys_per_rank, self._planes = self.plan.keys.rows_per_rank, self.plan.planes
         device = self.mesh.device_type
-        data, meta = encode(self.plan.local(self.rank))
+        local = self.plan.local(self.rank)
+        data, meta = encode(replace(local, fingerprint=self.plan.fingerprint) if self._check else local)
         self._data = torch.from_numpy(data).to(device)
         self._meta = torch.from_numpy(meta)
         # The plan of the next step has another length: no reason to compile anything.
