@@ -105,7 +105,7 @@ def test_rows_that_are_misplaced_end_the_run(name: str) -> None:
 def test_more_ranks_have_a_hybrid_and_longer_rings() -> None:
     given = {"ranks": 4, "only": (*OURS, "hybrid"), "modes": ("forward+backward",), "rounds": 1}
     [run] = world(4).run("cp_benchmark_jobs:call", given)[0]["runs"]
-    assert list(run["contestants"])[0] == "1 rank x 4 threads"
+    assert next(iter(run["contestants"])) == "1 rank x 4 threads"
     assert set(run["contestants"]) == {"1 rank x 4 threads", "hybrid", *OURS}
     assert run["contestants"]["hybrid"]["strategy"] == "hybrid(2, 2)"
 
