@@ -52,6 +52,34 @@ def disagree_later() -> tuple[str, str, int]:
     return _met(lambda: cp.with_mask(attnspan.causal() & attnspan.window(length)))
 
 
+def call_otherwise(what: str, strategy: str) -> tuple[str, str, int]:
+    """Plans agree, but the last rank calls, or differentiates, in another way than the others."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    case = Case(length=37, strategy=strategy, heads=(4, 2))
+    cp = make(case, mask=attnspan.causal())
+    q, k, v = (torch.randn(2, heads, cp.rows_per_rank, 16, requires_grad=True) for heads in (4, 2, 2))
+    options: dict[str, Any] = {}
+    if odd and what == "dtype":
+        q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+    if odd and what == "batch":
+        q, k, v = (x[:1] for x in (q, k, v))
+    if odd and what == "head_dim":
+        q, k = q[..., :8], k[..., :8]
+    if odd and what == "v_dim":
+        v = v[..., :8]
+    if what in ("scale", "softcap"):
+        options[what] = 0.5 if odd else 0.25
+    if what == "sinks" and not odd:
+        options["sinks"] = torch.zeros(4)
+    if what == "dropout_p":
+        options.update(dropout_p=0.5 if odd else 0.25, dropout_seed=torch.tensor(1))
+    if what == "gradients_of_lse":
+        out, lse = cp.attention(q, k, v, return_lse=True)
+        loss = out.sum() + lse.nan_to_num(neginf=0.0).sum() if odd else out.sum()
+        return _met(loss.backward)
+    return _met(lambda: cp.attention(q, k, v, **options))
+
+
 def agree() -> tuple[str, str, int]:
     return _met(lambda: attend(make(CASE), CASE))
 

@@ -33,6 +33,20 @@ def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
         assert exchanged == 0
 
 
+CALLS = ["dtype", "batch", "head_dim", "v_dim", "scale", "softcap", "sinks", "dropout_p", "gradients_of_lse"]
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("strategy", ["exchange", "ulysses"])
+def test_another_call_on_one_rank_is_an_error_on_all_before_any_exchange(strategy: str, what: str) -> None:
+    # Engines abort the process, or hang, where sizes do not meet.
+    for name, text, exchanged in world(3).run("fault_jobs:call_otherwise", what, strategy):
+        assert name == "PlanMismatchError", text
+        assert f"another {what} on rank 2 than on rank 0" in text
+        assert exchanged == 0
+    assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phase: str) -> None:

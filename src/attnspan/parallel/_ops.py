@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from ..options import Options
 from ..torch._checkpoint import save_also
 from ..torch._ops import _autograd_kernel, _below_autograd
+from ._agree import check_call
 from ._engine import Done, Given, backward, bias_at, forward, options_of
 from ._heads import Team, gather, key_heads, query_heads, scatter
 from .local import decode
@@ -76,6 +77,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
     data, meta, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     plan = decode(data, meta.tolist())
     team = _team(plan, group, q.shape[1], k.shape[1])
+    _check(plan, team, q, v, scale, options, batch=q.shape[0])
     mine = options_of(_read(tuple(options)), query_heads(team.mine))
     if members == 1:
         out, lse = forward(Given(plan, team, q, k, v, scale, mine))
@@ -104,6 +106,7 @@ def _backward(
     read = _read(tuple(options))
     q_heads = dout.shape[1]
     team = _team(plan, group, q_heads, kv_heads)
+    _check(plan, team, q, v, scale, options, gradients_of_lse=dlse is not None)
     mine = options_of(read, query_heads(team.mine))
     if members > 1:
         whole = [dout] if dlse is None else [dout, dlse[..., None]]
@@ -119,6 +122,18 @@ def _backward(
         for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
     )
     return dq, dk, dv, *_whole(read, found, query_heads(team.mine), q)
+
+
+def _check(plan: Any, team: Team, q: Tensor, v: Tensor, scale: float, options: Any, **more: int) -> None:
+    """All ranks make this call, or it is refused on all of them; asked once for each plan."""
+    softcap, bias, kind, sinks, dropout_p, _ = options
+    facts = {"head_dim": q.shape[3], "v_dim": v.shape[3], "scale": scale, "softcap": softcap}
+    facts |= {
+        "bias": kind,
+        "size of the bias": 0 if bias is None else bias.numel(),
+        "sinks": sinks is not None,
+    }
+    check_call(plan.fingerprint, team.group, q, {**facts, "dropout_p": dropout_p, **more})
 
 
 def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:

@@ -65,6 +65,7 @@ class LocalPlan:
         q_index: int32 (planes|1, rows of the group), global indices of the rows; 0 for padding.
         stages: one for an exchange, one for each group in a ring, in the order in which they come by.
         transfer: of an exchange; None for a ring.
+        fingerprint: of the whole plan, the same on all ranks; 0 where ranks are not to be compared.
     """
 
     strategy: Strategy
@@ -74,6 +75,7 @@ class LocalPlan:
     q_index: Any
     stages: tuple[Stage, ...]
     transfer: Transfer | None
+    fingerprint: int = 0
 
     @property
     def group(self) -> int:
@@ -97,6 +99,7 @@ def encode(plan: LocalPlan) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     shapes = [n for x in arrays for n in (x.ndim, *x.shape)]
     strategy, transfer = plan.strategy, plan.transfer
     numbers = [
+        plan.fingerprint,
         strategy.kind == "ring",
         strategy.members,
         strategy.groups,
@@ -126,9 +129,9 @@ def decode(data: Any, meta: Sequence[int]) -> LocalPlan:
         >>> decode(data, meta.tolist()).stages[0].bounds.shape
         (1, 1, 2, 1, 2)
     """
-    ring, members, groups, rank, planes, key_slots, stages = meta[:7]
-    visible, has_transfer = meta[7 : 7 + stages], meta[7 + stages]
-    at = 8 + stages
+    fingerprint, ring, members, groups, rank, planes, key_slots, stages = meta[:8]
+    visible, has_transfer = meta[8 : 8 + stages], meta[8 + stages]
+    at = 9 + stages
     counts = tuple(meta[at : at + groups]), tuple(meta[at + groups : at + 2 * groups])
     at += 2 * groups * has_transfer
     arrays, offset = [], 0
@@ -144,7 +147,7 @@ def decode(data: Any, meta: Sequence[int]) -> LocalPlan:
         send, place, own, own_place = rest[2 * stages :]
         transfer = Transfer(send, place, own, own_place, *counts)
     strategy = Strategy("ring" if ring else "exchange", members, groups)
-    return LocalPlan(strategy, rank, planes, key_slots, q_index, found, transfer)
+    return LocalPlan(strategy, rank, planes, key_slots, q_index, found, transfer, fingerprint)
 
 
 def _arrays(plan: LocalPlan) -> list[Any]:

@@ -116,6 +116,11 @@ class Plan:
         words = {"strategy": self.strategy.name, "heads": f"{self.q_heads}, {self.kv_heads}"}
         return {**found, **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in words.items()}}
 
+    @property
+    def fingerprint(self) -> int:
+        """All of `digest` in 60 bits, never 0."""
+        return int(hashlib.sha256("".join(self.digest.values()).encode()).hexdigest()[:15], 16) or 1
+
     def local(self, rank: int) -> LocalPlan:
         """The index lists of one rank; those of the members of a group differ in `rank` only.
 
