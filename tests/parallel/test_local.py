@@ -1,5 +1,6 @@
 """A rank's plan as two flat arrays: everything comes back, in NumPy and in torch, and nothing is copied."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from attnspan.parallel.local import LocalPlan, decode, encode
 from attnspan.parallel.plan import Plan
 from attnspan.parallel.planning import Request, make_plan
 
-NUMBERS = ("strategy", "rank", "planes", "key_slots", "group", "member")
+NUMBERS = ("strategy", "rank", "planes", "key_slots", "group", "member", "fingerprint")
 COUNTS = ("send_counts", "receive_counts")
 LISTS = ("send", "place", "own", "own_place")
 
@@ -47,7 +48,7 @@ def assert_same(got: LocalPlan, expected: LocalPlan) -> None:
 @given(any_plan())
 def test_what_is_encoded_is_decoded(plan: Plan) -> None:
     for rank in range(plan.strategy.ranks):
-        local = plan.local(rank)
+        local = replace(plan.local(rank), fingerprint=plan.fingerprint)
         data, meta = encode(local)
         assert data.dtype == np.int32
         assert meta.dtype == np.int64
