@@ -185,6 +185,20 @@ def test_heads_that_are_none(meshes: Meshes, heads: Any) -> None:
     assert repr(heads) in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_len": 37.0}, r"q_len: expected an int, got 37\.0"),
+        ({"k_len": "9"}, "k_len: expected an int, got '9'"),
+        ({"dtype": "bf16"}, r"dtype: expected a torch\.dtype, got 'bf16'"),
+    ],
+    ids=["q_len", "k_len", "dtype"],
+)
+def test_types_that_do_not_fit(meshes: Meshes, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DtypeError, match=message):
+        make(meshes(2), **changes)
+
+
 def test_meshes_that_are_none(meshes: Meshes) -> None:
     mesh = meshes(1, 2, 2)
     with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take the dimension"):

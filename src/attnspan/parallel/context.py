@@ -114,6 +114,7 @@ class ContextParallel(ShardedMask):
         check: bool = True,
     ) -> None:
         _check_heads(heads)
+        _check_types(q_len, k_len, dtype)
         self._group, node_size = _group_of(mesh)
         self.mesh, self._group_name, self.rank = mesh, self._group.group_name, self._group.rank()
         self.q_len, self.k_len, self.heads = q_len, q_len if k_len is None else k_len, heads
@@ -384,6 +385,21 @@ def _check_heads(heads: Any) -> None:
             got=repr(heads),
             remedy="Pass the numbers of heads of this rank's q and k",
         )
+
+
+def _check_types(q_len: Any, k_len: Any, dtype: Any) -> None:
+    for name, value, kind in (
+        ("q_len", q_len, int),
+        ("k_len", 0 if k_len is None else k_len, int),
+        ("dtype", dtype, torch.dtype),
+    ):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise DtypeError(
+                f"ContextParallel: {name}",
+                expected="an int" if kind is int else "a torch.dtype",
+                got=repr(value),
+                remedy="Pass the number of rows" if kind is int else "Pass that of q, k and v",
+            )
 
 
 def _refuse(**arguments: Any) -> None:

@@ -220,6 +220,9 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
         _join(limit)
     try:
         yield _mesh(config, limit)
+        if not there:
+            # gloo may abort a process whose peers leave while its meshes are still referenced.
+            dist.barrier()
     finally:
         if not there:
             dist.destroy_process_group()
