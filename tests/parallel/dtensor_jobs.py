@@ -142,7 +142,10 @@ def attend(
     mesh, (inputs, dout) = grid(*sizes), whole(batch, heads)
     array = ARRAYS[kind](batch, heads[0])
     # What goes by position shows where the rows are.
-    options = {"bias": alibi(torch.arange(1.0, 1.0 + heads[0]) / 8)}
+    options: dict[str, Any] = {"bias": alibi(torch.arange(1.0, 1.0 + heads[0]) / 8)}
+    if kind in ("ids and lengths", "groups"):
+        index = torch.arange(LENGTH)
+        options["q_index"] = index if kind == "groups" else index.repeat(batch, 1)
     wanted = run(attention, inputs, dout, mask=mask_of(kind, array, batch), **options)
     call = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
     put = functools.cache(lambda i, words: place([*inputs, array][i].detach(), mesh, words))

@@ -128,6 +128,11 @@ class Part:
         return x, wanted
 
 
+def _order(x: Tensor, local: Tensor) -> list[int]:
+    """The dims as they are stored, but for those of one element."""
+    return sorted((dim for dim in range(x.dim()) if local.shape[dim] > 1), key=lambda dim: -x.stride(dim))
+
+
 def planned(case: Planned) -> dict[str, float]:
     """The distance of each result of a planned call from that of one process."""
     (q, k, v), dout = whole(case.batch, case.heads)
@@ -161,6 +166,9 @@ def planned(case: Planned) -> dict[str, float]:
     for i, (x, y) in enumerate(zip(gradients[3:], wanted[3:], strict=True)):
         pairs[f"parameter {i}"] = part.gradient(x, y)
     assert found[0].placements == leaves[0].placements
+    for x in found:
+        local = x.to_local()
+        assert _order(x, local) == _order(local, local)
     return {name: off([x.detach()], [y.detach()]) for name, (x, y) in pairs.items()}
 
 

@@ -42,6 +42,7 @@ def _good(kind: str) -> set[tuple[str, ...]]:
 
 def test_every_placement_gives_what_one_process_gives_or_an_error() -> None:
     cases = list(itertools.product(PLACES, PLACES, PLACES, (*PLACES, "S4")))
+    cases += [("P", "P", "P", "R"), ("R", "P", "R", "R"), ("R", "R", "P", "R")]
     _check(cases, _attend("spans", cases), _good("spans"))
 
 

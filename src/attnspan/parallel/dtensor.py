@@ -56,6 +56,21 @@ def attend(
     Raises:
         ShapeError: Sizes do not fit the plan.
         OptionError: An option lies otherwise than q, or describes the whole where a part is needed.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from attnspan import causal
+        >>> from attnspan.parallel import ContextParallel
+        >>> from attnspan.torch import attention
+        >>> from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> cp = ContextParallel(mesh["cp"], mask=causal(), q_len=9, heads=(2, 2))
+        >>> x = DTensor.from_local(cp.shard(torch.randn(1, 9, 2, 16)), mesh, [Shard(1)])
+        >>> attention(x, x, x, mask=cp, layout="bshd").placements
+        (Shard(dim=1),)
+        >>> dist.destroy_process_group()
     """
     local = [x.to_local() for x in (q, k, v)]
     _check_sizes(cp, q, k, local, layout)
