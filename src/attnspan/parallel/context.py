@@ -17,8 +17,9 @@ from ..problem import check_arrays, check_layout, check_scale
 from ..spans import Spans
 from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
 from ..torch._options import Given, dropout_seeds, lower_options
-from ..torch._placements import check_options, places_of
+from ..torch._placements import places_of
 from ..torch._sharded import ShardedMask
+from ..torch._sharding import check_options
 from . import _flops as _flops  # registers what a call costs
 from ._agree import check_agreement
 from ._gather import gather_rows

@@ -18,8 +18,9 @@ from . import _eager, _sharding
 from ._local_mask import check_lowered, has_dtensors, lower_parts
 from ._ops import forward_op
 from ._options import Given, lower_options
-from ._placements import Places, check_options, is_dtensor, places_of
+from ._placements import Places, is_dtensor, places_of
 from ._sharded import ShardedMask
+from ._sharding import check_options
 
 #: Every backend that torch can drive, the preferred one first.
 BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}

@@ -6,17 +6,15 @@ moves nothing.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._biases import Alibi, DenseBias, Relative
 from ..errors import OptionError, ShapeError
 from ..problem import LAYOUTS
-from ._options import Given
 
 #: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
@@ -380,46 +378,3 @@ def _refuse_beside_plain(name: str, placements: tuple[Any, ...]) -> None:
         got=f"a DTensor with {_words(placements)}",
         remedy="Give q, k and v as DTensors too, or its to_local()",
     )
-
-
-def option_tensors(given: Given) -> Iterator[tuple[str, Any, int | None, int | None]]:
-    """The tensors of a call's options: name, value, and which dims are those of batch rows and heads.
-
-    Args:
-        given: The options.
-    """
-    bias: Any = DenseBias(given.bias) if isinstance(given.bias, Tensor) else given.bias
-    if isinstance(bias, Alibi):
-        each_row = bias.slopes.ndim == 2
-        yield "bias.slopes", bias.slopes, 0 if each_row else None, int(each_row)
-    if isinstance(bias, Relative):
-        yield "bias.table", bias.table, None, 0
-        yield "bias.buckets", bias.buckets, None, None
-    if isinstance(bias, DenseBias):
-        ndim = bias.values.ndim
-        yield "bias.values", bias.values, 0 if ndim == 4 else None, ndim - 3 if ndim >= 3 else None
-    yield "sinks", given.sinks, None, 0
-    seed = given.dropout_seed
-    own = isinstance(seed, Tensor) and seed.dim() == 2
-    yield "dropout_seed", seed, 0 if own else None, 1 if own else None
-    for name, index in (("q_index", given.q_index), ("k_index", given.k_index)):
-        yield name, index, 0 if isinstance(index, Tensor) and index.dim() == 2 else None, None
-
-
-def check_options(given: Given, places: Places | None) -> None:
-    """Raise for an option whose tensor is a DTensor that does not go with q.
-
-    Args:
-        given: The options.
-        places: How q lies; None where it is plain.
-
-    Raises:
-        OptionError: It is split otherwise than q, lies on another mesh, or q is plain.
-    """
-    if places is None and "torch.distributed.tensor" not in sys.modules:
-        return
-    for name, x, batch, heads in option_tensors(given):
-        if places is None:
-            refuse_beside_plain(name, x)
-        elif is_dtensor(x):
-            places.check(name, x, batch, heads)
