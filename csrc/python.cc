@@ -9,6 +9,7 @@
 
 #include "arrays.h"
 #include "attention.h"
+#include "move.h"
 #include "peak.h"
 #include "threads.h"
 #include "tuned.h"
@@ -224,6 +225,53 @@ void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, 
   raise_unless_ok(result, args, Direction::backward, isa);
 }
 
+RowArray row_array_of(const char* name, const Array& a) {
+  if (a.ndim != 5 || a.dtype < 0 || a.dtype > 2 || (a.strides[4] != 1 && a.shape[4] > 1))
+    fail(std::string(name) + ": expected floats (planes, length, inner, heads, width) with a unit last stride, got " +
+         a.shape_text());
+  return {static_cast<char*>(a.data),
+          a.shape[0],
+          a.shape[1],
+          a.shape[2],
+          a.shape[3],
+          a.shape[4],
+          a.strides[0],
+          a.strides[1],
+          a.strides[2],
+          a.strides[3]};
+}
+
+// The index, and its length if it is given.
+RowIndex row_index_of(const char* name, nb::handle x, int64_t& count) {
+  if (x.is_none()) return {};
+  const Array a = array_of(x);
+  if (a.dtype != code_i32 || a.ndim != 1) fail(std::string(name) + ": expected int32 (n,), got " + a.shape_text());
+  check_packed(name, a);
+  count = a.shape[0];
+  return {static_cast<const int32_t*>(a.data)};
+}
+
+void move_rows(nb::handle target, nb::handle to, nb::handle source, nb::handle from, bool add, int threads) {
+  const Array t = array_of(target), s = array_of(source);
+  RowMove move{row_array_of("target", t), row_array_of("source", s), {}, {}, 0, t.dtype == code_f32 ? 4 : 2, add};
+  if (t.dtype != s.dtype || t.shape[2] != s.shape[2] || t.shape[3] != s.shape[3] || t.shape[4] != s.shape[4])
+    fail("source: expected rows as those of the target, " + t.shape_text() + ", got " + s.shape_text());
+  if (add && t.dtype != code_f32) fail("target: expected float32 to add to");
+  int64_t targets = move.target.rows(), sources = move.source.rows();
+  move.to = row_index_of("to", to, targets);
+  move.from = row_index_of("from", from, sources);
+  if (targets != sources)
+    fail("from: expected as many rows as `to`, " + std::to_string(targets) + ", got " + std::to_string(sources));
+  move.count = targets;
+  const int64_t bad = move.first_bad();
+  if (bad >= 0)
+    fail("row " + std::to_string(bad) + ": expected numbers below " + std::to_string(move.target.rows()) + " and " +
+         std::to_string(move.source.rows()) + ", got " + std::to_string(move.to.of(bad)) + " and " +
+         std::to_string(move.from.of(bad)));
+  const nb::gil_scoped_release release;
+  move(make_parallel(threads));
+}
+
 // An uninitialised (batch, heads, length, dim) array of the caller's framework, stored as (batch, length, heads, dim).
 nb::object new_bshd(nb::handle empty_strided, nb::handle dtype, int64_t batch, int64_t heads, int64_t length,
                     int64_t dim) {
@@ -403,6 +451,8 @@ NB_MODULE(_core, m) {
         nb::arg("want_lse"));
   m.def("gradients", &gradients, nb::arg("dout"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
         nb::arg("lse"), nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("empty_strided"));
+  m.def("move_rows", &move_rows, nb::arg("target"), nb::arg("to").none(), nb::arg("source"), nb::arg("from").none(),
+        nb::arg("add"), nb::arg("threads"));
   m.def("isa_levels", [] {
     std::vector<std::string> levels;
     for (int i = 0; i < isa_levels; ++i)

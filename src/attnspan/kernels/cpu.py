@@ -70,7 +70,7 @@ def forward(
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32.
-        out: Shape (B, Hq, Sq, Dv), written.
+        out: Shape (B, Hq, Sq, Dv), written: in the dtype of q, or in float32.
         lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for a row without keys.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
@@ -136,7 +136,7 @@ def backward(
         out: As `forward` wrote it.
         lse: As `forward` wrote it.
         bounds: As in `forward`.
-        dq: Shape of q, written.
+        dq: Shape of q, written: in the dtype of q, or in float32, as all three.
         dk: Shape of k, written.
         dv: Shape of v, written.
         scale: As in `forward`.
@@ -175,6 +175,35 @@ def backward(
         None if dbias is None else _array(dbias),
         None if dsinks is None else _array(dsinks),
     )
+
+
+def move_rows(target: Any, to: Any, source: Any, at: Any, *, num_threads: int, add: bool = False) -> None:
+    """Copy rows by index, or add them: what an exchange between ranks sends and receives.
+
+    Row i of an array is row i % length of plane i // length. Each row of the target may be named once.
+
+    Args:
+        target: Shape (planes, length, inner, heads, width), float32, bfloat16 or float16, written; any
+            strides with a unit last one.
+        to: Rows of the target, int32 (n,), contiguous; None for all in order.
+        source: Shape (planes, length, inner, heads, width), with planes and length of its own.
+        at: Rows of the source, int32 (n,), contiguous; None for all in order.
+        num_threads: Threads to use.
+        add: Add to the target, which is float32 then.
+
+    Raises:
+        ValueError: Shapes, dtypes or numbers of rows do not fit each other; nothing is written.
+
+    Example:
+        >>> import numpy as np
+        >>> x, y = np.arange(3, dtype="float32").reshape(1, 3, 1, 1, 1), np.zeros((1, 2, 1, 1, 1), "float32")
+        >>> move_rows(y, None, x, np.array([2, 0], "int32"), num_threads=1)
+        >>> y.ravel().tolist()
+        [2.0, 0.0]
+    """
+    arrays = _array(target), _array(source)
+    index = tuple(None if x is None else _array(x) for x in (to, at))
+    _compiled().move_rows(arrays[0], index[0], arrays[1], index[1], add, num_threads)
 
 
 def configs(problem: Problem, direction: str) -> list[dict[str, int]]:

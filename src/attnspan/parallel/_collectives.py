@@ -89,7 +89,14 @@ class Pending:
         return self._received
 
 
-def exchange(send: Tensor, send_rows: Sequence[int], rows: Sequence[int], group: Any, phase: str) -> Pending:
+def exchange(
+    send: Tensor,
+    send_rows: Sequence[int],
+    rows: Sequence[int],
+    group: Any,
+    phase: str,
+    received: Tensor | None = None,
+) -> Pending:
     """Start to send rows to all ranks, and to receive theirs.
 
     Args:
@@ -98,11 +105,13 @@ def exchange(send: Tensor, send_rows: Sequence[int], rows: Sequence[int], group:
         rows: How many come from each rank.
         group: The process group.
         phase: Under which name bytes are counted.
+        received: Where they go, shape (sum of rows, ...), contiguous; None for a new tensor.
 
     Raises:
         CommunicationError: The group is broken.
     """
-    received = send.new_empty((sum(rows), *send.shape[1:]))
+    if received is None:
+        received = send.new_empty((sum(rows), *send.shape[1:]))
     width = send[:1].numel() if send.shape[0] else received[:1].numel()
     size = width * send.element_size()
     me = group.rank()

@@ -16,7 +16,7 @@ from ..options import DISTANCE, Options
 from ._collectives import Pending
 from ._heads import Team, fold_heads, repeat_heads
 from ._kernel import Call, attend, differentiate
-from ._keys import Fetched, Route, from_rows, pass_on, to_rows
+from ._keys import Fetched, Route, from_rows, pass_on, to_rows, whole
 from .local import LocalPlan, Stage
 
 #: An exchange is cut into so many parts by heads, at most: while one is computed the next ones travel.
@@ -124,17 +124,17 @@ def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=_wide(q))
     parts = list(_parts(given))
     for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
-        k, v = from_rows(fetched.wait(), plan.planes, q.shape[3])
+        k, v = from_rows(fetched.wait(), q.shape[3])
         call = _call(given, plan.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
         lse[:, heads] = _attend_some(call, out[:, heads])
+        given.team.workspace.give(k)  # What it begins with are the stage's rows.
     return out, lse
 
 
 def _fetch(given: Given, parts: list[tuple[slice, slice]]) -> list[Fetched]:
     """All exchanges at once: while one part is computed, the others travel."""
     route = Route.of(given.plan, given.team)
-    planes = given.plan.planes
-    return [route.fetch(to_rows(given.k[:, at], given.v[:, at], planes)) for _, at in parts]
+    return [route.fetch(given.k[:, at], given.v[:, at]) for _, at in parts]
 
 
 def _backward_exchange(given: Given, done: Done) -> Gradients:
@@ -145,25 +145,32 @@ def _backward_exchange(given: Given, done: Done) -> Gradients:
     returned = []
     for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
         rows = fetched.wait()
-        k, v = from_rows(rows, plan.planes, q.shape[3])
+        k, v = from_rows(rows, q.shape[3])
         call = _call(given, plan.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
-        grads = torch.empty(rows.shape, dtype=_wide(rows), device=rows.device)
-        dkv = from_rows(grads, plan.planes, q.shape[3])
-        sums.add(_differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv), heads)
-        returned.append(route.give_back(grads))
-    found = [from_rows(each.wait(), plan.planes, given.k.shape[3] + given.v.shape[3])[0] for each in returned]
-    return Gradients(dq, torch.cat(found, 1) if len(found) > 1 else found[0], *sums.results())
+        grads = given.team.workspace.new(rows.shape, rows, _wide(rows))
+        found = _differentiate_some(
+            given, call, _some(done, heads), dq[:, heads], from_rows(grads, q.shape[3])
+        )
+        sums.add(found, heads)
+        given.team.workspace.give(rows)
+        returned.append((grads, route.give_back(grads)))
+    batch, kv_heads, length, dim = given.k.shape
+    shape = (plan.planes, length, batch // plan.planes, kv_heads, dim + given.v.shape[3])
+    total = given.team.workspace.new(shape, given.k, _wide(given.k))
+    for (_, at), (grads, pending) in zip(parts, returned, strict=True):
+        route.collect(grads, pending, total[..., at, :])
+    return Gradients(dq, whole(total), *sums.results())
 
 
 def _backward_at_hand(given: Given, done: Done) -> Gradients:
     q, k, v = given.q, given.k, given.v
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    rows = k.new_empty((k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3]), dtype=_wide(k))
+    rows = k.new_empty((1, k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3]), dtype=_wide(k))
     sums = _OptionSums(given.options)
     heads = slice(0, q.shape[1])
     call = _call(given, given.plan.stages[0], q, k, v, given.options)
-    sums.add(_differentiate_some(given, call, done, dq, from_rows(rows, 1, k.shape[3])), heads)
-    return Gradients(dq, rows.permute(1, 2, 0, 3), *sums.results())
+    sums.add(_differentiate_some(given, call, done, dq, from_rows(rows, k.shape[3])), heads)
+    return Gradients(dq, whole(rows), *sums.results())
 
 
 def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
@@ -173,7 +180,7 @@ def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
     for stage, rows in _round(given):
         if not stage.visible:
             continue
-        k, v = from_rows(rows, 1, q.shape[3])
+        k, v = from_rows(rows, q.shape[3])
         part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
         total.add(part, _attend_some(_call(given, stage, q, k, v, bare), part))
     if options is not None and options.sinks is not None:
@@ -192,30 +199,30 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
     for stage, rows in _round(given):
         grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
         if stage.visible:
-            k, v = from_rows(rows, 1, q.shape[3])
+            k, v = from_rows(rows, q.shape[3])
             part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
             call = _call(given, stage, q, k, v, bare)
-            sums.add(_differentiate_some(given, call, done, part, from_rows(grads, 1, q.shape[3])), every)
+            sums.add(_differentiate_some(given, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
         if behind is not None:
             grads += behind.wait()
-        behind = pass_on(grads, given.team, "gradients")
+        behind = pass_on(grads[0], given.team, "gradients")
     assert behind is not None
     if options is not None and options.sinks is not None:
         sums.add((None, _sink_gradients(options.sinks, done)), every)
-    dkv = behind.wait().permute(1, 2, 0, 3)
+    dkv = whole(behind.wait()[None])
     narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     return Gradients(narrow.copy_(dq), dkv, *sums.results())
 
 
 def _round(given: Given) -> Iterator[tuple[Stage, Tensor]]:
     """The blocks of keys as they come by; the next one travels while one is worked on."""
-    rows, stages = to_rows(given.k, given.v, 1), given.plan.stages
+    rows, stages = to_rows(given.k, given.v), given.plan.stages
     for step, stage in enumerate(stages):
-        coming = pass_on(rows, given.team, "ring") if step + 1 < len(stages) else None
+        coming = pass_on(rows[0], given.team, "ring") if step + 1 < len(stages) else None
         yield stage, rows
         if coming is not None:
-            rows = coming.wait()
+            rows = coming.wait()[None]
 
 
 class _Merged:

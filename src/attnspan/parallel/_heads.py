@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._collectives import Pending, exchange
+from ._workspace import Workspace
 from .strategy import HeadSlice, Strategy
 
 
@@ -22,12 +23,14 @@ class Team(NamedTuple):
         strategy: How they work together.
         rank: This one.
         heads: The heads of each member.
+        workspace: Where buffers come from.
     """
 
     group: Any
     strategy: Strategy
     rank: int
     heads: Sequence[HeadSlice]
+    workspace: Workspace
 
     @property
     def mine(self) -> HeadSlice:
@@ -63,7 +66,7 @@ def scatter(team: Team, x: Tensor, which: Any) -> "Scattered":
     batch, _, rows, dim = x.shape
     slices = [which(heads) for heads in team.heads]
     sizes = [rows * batch * (at.stop - at.start) * dim for at in slices]
-    send = x.new_empty(sum(sizes))
+    send = team.workspace.new((sum(sizes),), x)
     for piece, at in zip(torch.split(send, sizes), slices, strict=True):
         piece.view(rows, batch, at.stop - at.start, dim).copy_(x[:, at].permute(2, 0, 1, 3))
     mine = which(team.mine)
@@ -97,11 +100,14 @@ def gather(team: Team, x: Tensor, which: Any, heads: int, out: Tensor | None = N
     members = len(team.heads)
     batch, count, group_rows, dim = x.shape
     rows = group_rows // members
-    send = x.permute(2, 0, 1, 3).contiguous().view(-1)
+    send = team.workspace.new((group_rows, batch, count, dim), x)
+    send.copy_(x.permute(2, 0, 1, 3))
     slices = [which(member) for member in team.heads]
     sizes = [rows * batch * (at.stop - at.start) * dim for at in slices]
     each = rows * batch * count * dim
-    pending = exchange(send, team.spread([each] * members), team.spread(sizes), team.group, "gather")
+    received = team.workspace.new((sum(sizes),), x)
+    counts = team.spread([each] * members), team.spread(sizes)
+    pending = exchange(send.view(-1), *counts, team.group, "gather", received)
     if out is None:
         out = x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
     return Gathered(pending, slices, sizes, out)

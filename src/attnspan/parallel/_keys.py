@@ -11,26 +11,36 @@ from torch import Tensor
 
 from ._collectives import Pending, exchange
 from ._heads import Team
+from ._rows import move
 from .local import LocalPlan, Transfer
 
 
-def to_rows(k: Tensor, v: Tensor, planes: int) -> Tensor:
-    """Keys (B, h, S, D) and values (B, h, S, Dv) side by side: (P * S, B / P, h, D + Dv), contiguous."""
+def to_rows(k: Tensor, v: Tensor) -> Tensor:
+    """Keys (B, h, S, D) and values (B, h, S, Dv) side by side: (1, S, B, h, D + Dv), contiguous."""
     batch, heads, length, dim = k.shape
-    inner = batch // planes
-    rows = k.new_empty((planes, length, inner, heads, dim + v.shape[3]))
+    rows = k.new_empty((1, length, batch, heads, dim + v.shape[3]))
     for x, part in ((k, rows[..., :dim]), (v, rows[..., dim:])):
-        part.copy_(x.view(planes, inner, heads, length, x.shape[3]).permute(0, 3, 1, 2, 4))
-    return rows.flatten(0, 1)
+        part.copy_(as_rows(x, 1))
+    return rows
 
 
-def from_rows(rows: Tensor, planes: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Views (B, h, S, D) and (B, h, S, Dv) of rows."""
-    _, inner, heads, width = rows.shape
-    x = rows.view(planes, rows.shape[0] // planes, inner, heads, width).permute(0, 2, 3, 1, 4)
-    # One of the two is 1, so that they merge without a copy.
-    x = x.reshape(planes * inner, *x.shape[2:])
+def from_rows(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Views (B, h, S, D) and (B, h, S, Dv) of rows (P, S, B / P, h, D + Dv)."""
+    x = whole(rows)
     return x[..., :dim], x[..., dim:]
+
+
+def whole(rows: Tensor) -> Tensor:
+    """A view (B, h, S, width) of rows (P, S, B / P, h, width)."""
+    planes, length, inner, heads, width = rows.shape
+    # One of the two is 1, so that they merge without a copy.
+    return rows.permute(0, 2, 3, 1, 4).reshape(planes * inner, heads, length, width)
+
+
+def as_rows(x: Tensor, planes: int) -> Tensor:
+    """A view (P, S, B / P, h, D) of (B, h, S, D)."""
+    batch, heads, length, dim = x.shape
+    return x.view(planes, batch // planes, heads, length, dim).permute(0, 3, 1, 2, 4)
 
 
 class Route(NamedTuple):
@@ -39,14 +49,12 @@ class Route(NamedTuple):
     Args:
         plan: Of this rank, with an exchange.
         team: Who takes part.
-        lists: The plan's transfer, in int64.
         send_rows: How many rows go to each rank.
         rows: How many come from each.
     """
 
     plan: LocalPlan
     team: Team
-    lists: Transfer
     send_rows: list[int]
     rows: list[int]
 
@@ -60,76 +68,94 @@ class Route(NamedTuple):
             every = [0] * ranks
             every[plan.member :: members] = counts
             both.append(every)
-        t = plan.transfer
-        # Copies by index take int64 only.
-        lists = Transfer(*(x.long() for x in (t.send, t.place, t.own, t.own_place)), *both)
-        return cls(plan, team, lists, *both)
+        return cls(plan, team, *both)
 
-    def fetch(self, rows: Tensor) -> "Fetched":
-        """Start to send the rows that other groups need, and to receive those that this one does."""
-        t = self.lists
-        send = rows.index_select(0, t.send)
-        return Fetched(self, rows, exchange(send, self.send_rows, self.rows, self.team.group, "exchange"))
+    @property
+    def lists(self) -> Transfer:
+        """Which rows go where."""
+        assert self.plan.transfer is not None
+        return self.plan.transfer
 
-    def give_back(self, grads: Tensor) -> "Returned":
+    def fetch(self, k: Tensor, v: Tensor) -> "Fetched":
+        """Start to send the keys that other groups need, and to receive those that this one does.
+
+        Args:
+            k: Shape (B, h, S, D).
+            v: Shape (B, h, S, Dv).
+        """
+        own = as_rows(k, self.plan.planes), as_rows(v, self.plan.planes)
+        send, received = (self._new_rows(own, 1, sum(rows)) for rows in (self.send_rows, self.rows))
+        for x, part in zip(own, _split(send, own), strict=True):
+            move(part, None, x, self.lists.send)
+        counts = self.send_rows, self.rows
+        return Fetched(self, own, exchange(send[0], *counts, self.team.group, "exchange", received[0]))
+
+    def give_back(self, grads: Tensor) -> Pending:
         """Start to send the gradients of fetched keys to those who own them.
 
         Args:
-            grads: Shape (P * K, B / P, h, D + Dv), float32.
+            grads: Shape (P, K, B / P, h, D + Dv), float32.
         """
-        t = self.lists
-        send = grads.index_select(0, t.place)
-        pending = exchange(send, self.rows, self.send_rows, self.team.group, "gradients")
-        return Returned(self, grads, pending)
+        new, width = self.team.workspace.new, grads.shape[2:]
+        send, received = (new((1, sum(rows), *width), grads) for rows in (self.rows, self.send_rows))
+        move(send, None, grads, self.lists.place)
+        return exchange(send[0], self.rows, self.send_rows, self.team.group, "gradients", received[0])
 
-    @property
-    def stage_rows(self) -> int:
-        """P * K."""
-        planes, keys = self.plan.stages[0].keys.shape
-        return int(planes * keys)
+    def collect(self, grads: Tensor, returned: Pending, total: Tensor) -> None:
+        """Add up all parts of the gradients of this group's keys, in the ranks' order.
+
+        Args:
+            grads: Shape (P, K, B / P, h, D + Dv), this group's part, of the stage's keys.
+            returned: The other groups' parts.
+            total: Shape (P, S, B / P, h, D + Dv), written.
+        """
+        if self.lists.own.shape[0] < total.shape[0] * total.shape[1]:
+            total.zero_()
+        move(total, self.lists.own, grads, self.lists.own_place)
+        received, at = returned.wait(), 0
+        for part in torch.split(received, [n for n in self.send_rows if n]):
+            # A key occurs once in each part, so the order of the sums is that of the ranks.
+            move(total, self.lists.send[at : at + part.shape[0]], part[None], None, add=True)
+            at += part.shape[0]
+        for x in (grads, received):
+            self.team.workspace.give(x)
+
+    def _new_rows(self, own: tuple[Tensor, Tensor], planes: int, length: int) -> Tensor:
+        k, v = own
+        shape = (planes, length, *k.shape[2:4], k.shape[4] + v.shape[4])
+        return self.team.workspace.new(shape, k)
 
 
 class Fetched(NamedTuple):
     """The keys of a stage under way."""
 
     route: Route
-    own: Tensor
+    own: tuple[Tensor, Tensor]
     pending: Pending
 
     def wait(self) -> Tensor:
-        """Shape (P * K, B / P, h, D + Dv), in the order of the stage's keys."""
-        t = self.route.lists
-        shape, filled = (self.route.stage_rows, *self.own.shape[1:]), t.own.shape[0] + t.place.shape[0]
-        # Behind the last key of a plane nothing is visible, but garbage may be NaN, which has a slow way.
-        rows = self.own.new_empty(shape) if filled == shape[0] else self.own.new_zeros(shape)
-        rows.index_copy_(0, t.own_place, self.own.index_select(0, t.own))
-        rows.index_copy_(0, t.place, self.pending.wait())
+        """Shape (P, K, B / P, h, D + Dv), in the order of the stage's keys."""
+        t, (planes, keys) = self.route.lists, self.route.plan.stages[0].keys.shape
+        rows = self.route._new_rows(self.own, planes, keys)
+        if t.own.shape[0] + t.place.shape[0] < planes * keys:
+            # Behind the last key of a plane nothing is visible, but garbage may be NaN, which has a slow way.
+            rows.zero_()
+        for x, part in zip(self.own, _split(rows, self.own), strict=True):
+            move(part, t.own_place, x, t.own)
+        received = self.pending.wait()
+        move(rows, t.place, received[None], None)
+        self.route.team.workspace.give(received)
         return rows
 
 
-class Returned(NamedTuple):
-    """Gradients of this group's keys under way."""
-
-    route: Route
-    grads: Tensor
-    pending: Pending
-
-    def wait(self) -> Tensor:
-        """Shape (P * S, B / P, h, D + Dv), float32: parts of a key's gradient, added in ranks' order."""
-        t, plan = self.route.lists, self.route.plan
-        total = self.grads.new_zeros((plan.planes * plan.key_slots, *self.grads.shape[1:]))
-        total.index_copy_(0, t.own, self.grads.index_select(0, t.own_place))
-        at = 0
-        for part in torch.split(self.pending.wait(), [n for n in self.route.send_rows if n]):
-            # A key occurs once in each part, so the order of the sums is that of the ranks.
-            slots = t.send[at : at + part.shape[0]]
-            total.index_add_(0, slots, part)
-            at += part.shape[0]
-        return total
+def _split(rows: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Views of the keys and of the values among rows."""
+    dim = own[0].shape[4]
+    return rows[..., :dim], rows[..., dim:]
 
 
 def pass_on(rows: Tensor, team: Team, phase: str) -> Pending:
-    """Start to send rows to the next group of the ring, and to receive those of the one before."""
+    """Start to send rows (S, ...) to the next group of the ring, and to receive those of the one before."""
     strategy = team.strategy
     send_rows, receive_rows = [0] * strategy.ranks, [0] * strategy.ranks
     send_rows[(team.rank + strategy.members) % strategy.ranks] = rows.shape[0]

@@ -18,6 +18,7 @@ from ..torch._ops import _autograd_kernel, _below_autograd
 from ._agree import check_call
 from ._engine import Done, Given, backward, bias_at, forward, options_of
 from ._heads import Team, gather, key_heads, query_heads, scatter
+from ._workspace import Workspace
 from .local import decode
 from .strategy import split_heads
 
@@ -61,9 +62,9 @@ def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.d
     return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _team(plan: Any, group: str, q_heads: int, kv_heads: int) -> Team:
+def _team(plan: Any, group: str, q_heads: int, kv_heads: int, workspace: Workspace) -> Team:
     heads = split_heads(q_heads, kv_heads, plan.strategy.members)
-    return Team(_resolve_process_group(cast(Any, group)), plan.strategy, plan.rank, heads)
+    return Team(_resolve_process_group(cast(Any, group)), plan.strategy, plan.rank, heads, workspace)
 
 
 def _read(options: tuple[Any, ...]) -> Options | None:
@@ -73,10 +74,15 @@ def _read(options: tuple[Any, ...]) -> Options | None:
     return Options(softcap, bias, kind, sinks, dropout_p, seed)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _forward(*given: Any) -> tuple[Tensor, ...]:
+    with Workspace() as workspace:
+        return _forward_with(workspace, *given)
+
+
+def _forward_with(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     data, meta, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     plan = decode(data, meta.tolist())
-    team = _team(plan, group, q.shape[1], k.shape[1])
+    team = _team(plan, group, q.shape[1], k.shape[1], workspace)
     _check(plan, team, q, v, scale, options, batch=q.shape[0])
     mine = options_of(_read(tuple(options)), query_heads(team.mine))
     if members == 1:
@@ -90,7 +96,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
     return out, lse, group_q, group_k, group_v, group_out, group_lse
 
 
-def _backward(
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    with Workspace() as workspace:
+        return _backward_with(workspace, *given)
+
+
+def _backward_with(
+    workspace: Workspace,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -105,7 +117,7 @@ def _backward(
     plan = decode(data, meta.tolist())
     read = _read(tuple(options))
     q_heads = dout.shape[1]
-    team = _team(plan, group, q_heads, kv_heads)
+    team = _team(plan, group, q_heads, kv_heads, workspace)
     _check(plan, team, q, v, scale, options, gradients_of_lse=dlse is not None)
     mine = options_of(read, query_heads(team.mine))
     if members > 1:
