@@ -15,7 +15,16 @@ from worlds import world
 from attnspan import Spans, causal, full, segments
 from attnspan.errors import OptionError, ShapeError
 from attnspan.parallel._engine import parts_of
-from attnspan.parallel.choose import Call, Candidate, candidates, choose, evaluate, exchange_parts, holders_of
+from attnspan.parallel.choose import (
+    ALIKE,
+    Call,
+    Candidate,
+    candidates,
+    choose,
+    evaluate,
+    exchange_parts,
+    holders_of,
+)
 from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.machine import Machine, Times, flops_of, phase_seconds, predict
 from attnspan.parallel.needs import Holders
@@ -281,3 +290,24 @@ def test_nodes_of_one_rank_have_links_across_only() -> None:
 def test_without_other_ranks_nothing_is_measured() -> None:
     with pytest.raises(OptionError, match="expected a process group of two ranks or more, got none"):
         Machine.calibrate()
+
+
+def test_of_strategies_as_fast_as_each_other_the_one_of_fewest_bytes_is_chosen() -> None:
+    # Bound by compute: a ring, whose first keys are at hand, is predicted a little faster than an exchange.
+    fast = {
+        "bandwidth_within": 1e12,
+        "bandwidth_across": 1e12,
+        "latency_within": 1e-12,
+        "latency_across": 1e-12,
+    }
+    machine = replace(PLAIN, **fast)
+    spans = (causal() & segments(np.repeat(np.arange(4), [80, 70, 60, 46]))).spans(256, 256)
+    both = [Strategy("ring", 1, 4), Strategy("exchange", 1, 4)]
+    choice = choose(spans, 4, Call(4, 2), machine, strategies=both)
+    ring, exchange = (next(x for x in choice.considered if x.strategy == each) for each in both)
+    assert ring.prediction.seconds < exchange.prediction.seconds < ALIKE * ring.prediction.seconds
+    assert choice.best is exchange is choice.considered[0]
+    assert "as fast as ring" in choice.reason
+    assert "with fewer bytes" in choice.reason
+    slow = replace(PLAIN, bandwidth_within=1e3, bandwidth_across=1e3)
+    assert choose(spans, 4, Call(4, 2), slow, strategies=both).reason.startswith("exchange: ")

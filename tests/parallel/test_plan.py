@@ -124,9 +124,7 @@ def test_every_kind_of_mask(sample: Sample, name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda x: f"{x.kind}-{x.members}x{x.groups}")
-@pytest.mark.parametrize(
-    ("q_len", "k_len"), [(1, 1), (2, 2), (3, 7), (7, 3), (13, 13), (4, 1), (5, 0)]
-)
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (2, 2), (3, 7), (7, 3), (13, 13), (4, 1), (5, 0)])
 def test_more_groups_than_chunks_and_hardly_any_rows(strategy: Strategy, q_len: int, k_len: int) -> None:
     request = Request(strategy.ranks, Call(*HEADS), strategy, self_attention=q_len == k_len)
     plan, _ = make_plan(lower(causal(), q_len, k_len, 1, HEADS[0]), request)

@@ -43,7 +43,7 @@ class Workspace:
         self._taken.clear()
 
     def new(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised, contiguous tensor on the device of ``like``, and of its dtype unless one is given."""
+        """An uninitialised, contiguous tensor on the device of ``like``, in its dtype or another one."""
         dtype = like.dtype if dtype is None else dtype
         size = math.prod(shape) * dtype.itemsize
         if like.device.type != "cpu" or size < LEAST_KEPT:
