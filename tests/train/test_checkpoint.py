@@ -211,9 +211,22 @@ def test_damaged_descriptions_are_named(tmp_path: Path, file: str, content: byte
 
 
 def test_a_lost_pointer_is_said(tmp_path: Path) -> None:
-    (save(CheckpointStore(tmp_path), 1).parent / "LATEST").unlink()
-    with pytest.raises(CheckpointError, match=r"LATEST.*--resume --from-step 1\."):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    (tmp_path / "LATEST").unlink()
+    with pytest.raises(CheckpointError, match=r"LATEST.*--resume --from-step 2\."):
         load(CheckpointStore(tmp_path))
+
+
+def test_a_death_between_the_first_checkpoint_and_its_pointer_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "_point", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save(CheckpointStore(tmp_path), 1)
+    assert not (tmp_path / "LATEST").exists()
+    assert load(CheckpointStore(tmp_path)) == (1, "at 1", 1.0)
 
 
 def test_what_torch_cannot_read_is_a_checkpoint_error(tmp_path: Path) -> None:

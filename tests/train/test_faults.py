@@ -107,3 +107,13 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     assert "ranks: expected all 2 ranks to take part in step 3, got on rank 0: " in error
     assert "--resume" in error
     assert took < timeout + 10, "the margin is for a loaded machine"
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_the_first_while_it_repeats_steps_alone(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(dp=2, batch_size=1, steps=2, timeout=6.0)
+    script = [str(SCRIPT.with_name("slow_rank.py")), json.dumps(asdict(config)), str(tmp_path / "run")]
+    with process(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]) as child:
+        _, error = child.communicate(timeout=LIMIT)
+    assert child.returncode == 0, error
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["parity"]["steps"] == 2

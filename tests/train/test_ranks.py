@@ -117,6 +117,8 @@ def test_from_an_older_checkpoint_on_is_from_there_after_a_restart_too(
     with pytest.raises(pytest.fail.Exception):
         train(config, folder, resume=True, from_step=4)
     monkeypatch.undo()
+    (folder / "job").write_text("a job")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train(config, folder, resume=True, from_step=3)  # Which may be gone by then, as it is here.
     assert figures(folder) == expected
@@ -128,6 +130,44 @@ def test_a_restart_before_the_first_checkpoint_starts_anew(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train(tiny(steps=2), tmp_path / "run", resume=False)
     assert len(figures(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("job", ["another job", "the same job"])
+def test_a_restart_does_not_make_another_run_its_own(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    folder, config = tmp_path / "run", tiny(steps=2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the same job")
+    train(config, folder)
+    before = {path: path.read_bytes() for path in folder.glob("**/*") if path.suffix in (".json", ".jsonl")}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    for attempt in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with pytest.raises(ConfigError, match="Pass --resume, or another --name"):
+            train(tiny(steps=4), folder)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_restart_goes_on_with_the_run_that_its_job_began(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config = tmp_path / "run", tiny(steps=2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    train(config, folder)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert "resumed at step 2" in train(config, folder)[0]
+
+
+def test_the_summary_of_a_run_outlives_its_comparison(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> None:
+        raise RuntimeError("it failed")
+
+    monkeypatch.setattr("attnspan.train.run.compare", lost)
+    with pytest.raises(RuntimeError, match="it failed"):
+        train(tiny(steps=2), tmp_path / "run", against_sdpa=True)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
 def test_the_table_says_which_ranks_and_how_near_they_are_to_one(alone: Any, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def compare_ranks(run: Run, one: Stepper | None, rounds: int) -> Comparison:
     Returns:
         The times; those of one rank and of SDPA on the first rank only.
     """
+    run.ranks.wait_for_first()  # It may have repeated steps alone (`check_parity`).
     weights = _weights(run.stepper)
     index = run.config.steps - 1
     seconds: dict[str, list[float]] = {"attnspan": [], "one": [], "sdpa": []}
@@ -129,9 +130,10 @@ def compare_ranks(run: Run, one: Stepper | None, rounds: int) -> Comparison:
                 rival.model.load_state_dict(weights)
                 rival.warm_up(batch)
                 rival.step(batch, index)
+    run.ranks.wait_for_first()
     run.stepper.step(next(run.stream), index)
     for _ in range(rounds):
-        run.ranks.wait()
+        run.ranks.wait_for_first()
         seconds["attnspan"].append(run.stepper.step(next(run.stream), index).seconds)
         if one is not None:
             batch = next(stream)

@@ -22,12 +22,15 @@ from attnspan.parallel.errors import CommunicationError
 from attnspan.train.config import TrainConfig
 from attnspan.train.errors import ConfigError, JobError, RankError
 
-__all__ = ["ALONE", "Ranks", "is_rank", "open_ranks", "restarted"]
+__all__ = ["ALONE", "Ranks", "is_rank", "job_id", "open_ranks", "restarted"]
 
 T = TypeVar("T")
 
 # How a lost peer shows in gloo's messages; in Python they are plain RuntimeErrors.
 _LOST = ("gloo/", "connection closed", "connection reset", "timed out", "broken pipe")
+
+# A group needs some limit: longer than any comparison on one rank.
+_PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,7 @@ class Ranks:
     Args:
         mesh: All ranks, with dimensions ("dp", "cp"); None without a process group.
         everyone: The same ranks in one dimension, for sums and for sharded parameters.
+        patient: The same ranks, who wait here while the first one works alone, however long that takes.
 
     Example:
         >>> ranks = Ranks()
@@ -46,6 +50,7 @@ class Ranks:
 
     mesh: DeviceMesh | None = None
     everyone: DeviceMesh | None = None
+    patient: dist.ProcessGroup | None = None
 
     @property
     def dp(self) -> int:
@@ -99,6 +104,14 @@ class Ranks:
         """Wait until all ranks are here."""
         if self.group is not None:
             dist.barrier(group=self.group)
+
+    def wait_for_first(self) -> None:
+        """Wait until the first rank has done what it does alone; the limit of the other groups is none here.
+
+        A rank that ends meanwhile is noticed at once all the same.
+        """
+        if self.patient is not None:
+            dist.barrier(group=self.patient)
 
     def first(self, action: Callable[[], T]) -> T:
         """Do something on the first rank; all ranks get its result, or raise its error.
@@ -181,6 +194,16 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def job_id() -> str | None:
+    """torchrun's name of the job of this process, the same after restarts; None without torchrun.
+
+    Example:
+        >>> job_id() is None
+        True
+    """
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
 @contextmanager
 def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
     """Join the other ranks, as the launcher's environment says, or those of a group that exists already.
@@ -250,7 +273,8 @@ def _mesh(config: TrainConfig, limit: timedelta) -> Ranks:
     replicas, sharers = (_own_group(each.tolist(), limit) for each in (numbers.T, numbers))
     names = ("dp", "cp")
     mesh = DeviceMesh.from_group([replicas, sharers], "cpu", mesh=numbers, mesh_dim_names=names)
-    return Ranks(mesh, everyone)
+    patient = dist.new_group(timeout=_PATIENCE)
+    return Ranks(mesh, everyone, patient)
 
 
 def _own_group(members: list[list[int]], limit: timedelta) -> dist.ProcessGroup:

@@ -24,12 +24,14 @@ from attnspan.train.measure import Comparison, Graphs, attention_share, compare
 from attnspan.train.packing import Batch
 from attnspan.train.parity import Parity, check_parity, compare_ranks, one_rank
 from attnspan.train.progress import Reporter, metrics
-from attnspan.train.ranks import Ranks, open_ranks, restarted
+from attnspan.train.ranks import Ranks, job_id, open_ranks, restarted
 from attnspan.train.summary import Summary
 
 __all__ = ["resume_config", "train"]
 
 _CONFIG = "config.json"
+_SUMMARY = "summary.json"
+_JOB = "job"  # Which job of torchrun has opened the run last.
 _PROFILED_STEPS = 3
 _COMPARED_STEPS = 5
 _REPEATED_STEPS = 5
@@ -75,7 +77,8 @@ def train(
     """Train a model; at the end print and save what came of it.
 
     With several ranks each of them calls this; the first one prints and writes. After a restart by torchrun
-    they go on from the latest checkpoint, if there is one, whatever ``resume`` and ``from_step`` say.
+    they go on from the latest checkpoint of their own job, if there is one, whatever ``resume`` and
+    ``from_step`` say. The summary is saved before the comparisons at the end, and again with them.
 
     Args:
         config: Options. When resuming, those of the run itself (`resume_config`), on other ranks if need be
@@ -119,11 +122,20 @@ def train(
             own = matmul_ceiling(getattr(torch, config.dtype))
             run = _open(config, folder, ranks, resume, from_step)
         with ranks.joined(lambda: run.doing):
-            found = _train(run, console, own, observe, against_sdpa, against_one_rank)
-            # The first rank's, which alone has seen all of it.
-            summary = ranks.first(lambda: replace(found, seconds=time.perf_counter() - began))
+            found = _train(run, console, own, observe)
         if ranks.is_first:
-            summary.save(folder / "summary.json")
+            replace(found, seconds=time.perf_counter() - began).save(folder / _SUMMARY)
+        try:
+            with ranks.joined(lambda: run.doing):
+                parity, comparison = _compared(run, console, against_sdpa, against_one_rank)
+                found = replace(found, parity=parity, comparison=comparison)
+                # The first rank's, which alone has seen all of it.
+                summary = ranks.first(lambda: replace(found, seconds=time.perf_counter() - began))
+        except Exception:
+            found.show(console)  # The run itself is over, and saved.
+            raise
+        if ranks.is_first:
+            summary.save(folder / _SUMMARY)
         summary.show(console)
         return summary
 
@@ -133,10 +145,8 @@ def _train(
     console: Console,
     own: float,
     observe: Callable[[float], AbstractContextManager[Observer]] | None,
-    against_sdpa: bool,
-    against_one_rank: bool,
 ) -> Summary:
-    """From the first compilation to the last figure; ``own`` is the ceiling of this rank."""
+    """From the first compilation to the last figure of the run; ``own`` is the ceiling of this rank."""
     config, ranks = run.config, run.ranks
     [ceiling] = ranks.sum([own])
     _introduce(run, console, ceiling)
@@ -153,7 +163,6 @@ def _train(
     # From here on the weights no longer matter: profiling and comparing take further steps.
     run.doing = "the figures at the end"
     share = attention_share(run.stepper, list(itertools.islice(run.stream, _PROFILED_STEPS)))
-    parity, comparison = _compared(run, console, against_sdpa, against_one_rank)
     return Summary(
         bits_per_byte_start=run.start_score,
         bits_per_byte_end=end_score,
@@ -168,9 +177,8 @@ def _train(
         share=share,
         peak_memory=round(peak),
         seconds=0.0,
-        comparison=comparison,
+        comparison=None,
         ranks=_in_words(config),
-        parity=parity,
     )
 
 
@@ -178,6 +186,7 @@ def _compared(
     run: Run, console: Console, against_sdpa: bool, against_one_rank: bool
 ) -> tuple[Parity | None, Comparison | None]:
     """What the same steps come to otherwise: on one rank, and with SDPA."""
+    run.doing = "the comparisons at the end"
     if run.ranks.group is None:
         return None, compare(run.stepper, run.stream, _COMPARED_STEPS) if against_sdpa else None
     in_turn = against_sdpa and run.ranks.on_one_machine and run.config.attention == "attnspan"
@@ -188,7 +197,9 @@ def _compared(
         console.print(f"no step times of sdpa: {reason}")
     one = one_rank(run) if run.ranks.is_first and (in_turn or against_one_rank) else None
     parity = check_parity(run, one, _REPEATED_STEPS) if one is not None and against_one_rank else None
-    return parity, compare_ranks(run, one, _COMPARED_STEPS) if in_turn else None
+    comparison = compare_ranks(run, one, _COMPARED_STEPS) if in_turn else None
+    run.ranks.wait_for_first()
+    return parity, comparison
 
 
 def _in_words(config: TrainConfig) -> str:
@@ -200,7 +211,7 @@ def _in_words(config: TrainConfig) -> str:
 
 def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_step: int | None) -> Run:
     store = CheckpointStore(folder / "checkpoints")
-    if ranks.first(restarted):
+    if ranks.first(lambda: _opened_before(folder)):
         resume, from_step = ranks.first(lambda: bool(store.steps())), None
     if not resume:
         ranks.first(lambda: _refuse_used(store, folder))
@@ -210,6 +221,16 @@ def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_st
     # Only now, so that data which cannot be read leave no empty folder behind.
     ranks.first(lambda: _keep(config, folder))
     return run
+
+
+def _opened_before(folder: Path) -> bool:
+    """Whether this job had opened the run before torchrun restarted it; else it is not its own."""
+    mark, job = folder / _JOB, job_id()
+    ours = job is not None and mark.is_file() and mark.read_text() == job
+    if ours and not restarted():
+        mark.unlink()  # Of an earlier job of the same name: --rdzv-id may be given twice.
+        return False
+    return ours
 
 
 def _refuse_used(store: CheckpointStore, folder: Path) -> None:
@@ -225,6 +246,10 @@ def _keep(config: TrainConfig, folder: Path) -> None:
     path = folder / _CONFIG
     if not path.is_file() or TrainConfig.load(path) != config:
         config.save(path)
+    if (job := job_id()) is not None:
+        draft = folder / f".{_JOB}.tmp"
+        draft.write_text(job)
+        draft.rename(folder / _JOB)
 
 
 def _settle(config: TrainConfig, ranks: Ranks) -> TrainConfig:
