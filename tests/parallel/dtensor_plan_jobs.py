@@ -65,6 +65,7 @@ class Part:
             heads=heads,  # type: ignore[arg-type]
             strategy=case.strategy,
             batch=rows.stop - rows.start,
+            dtensor_rows="plan",
         )
         self.order = (0, 2, 1) if case.layout == "bshd" else (0, 1, 2)  # of batch rows, heads, rows
         self.dims = {"batch": 0, "heads": self.order[1]}
@@ -190,7 +191,9 @@ def plan_all(cases: list[Planned]) -> list[Any]:
 def misplaced(cases: list[tuple[str, str, str]], sizes: tuple[int, ...] = (2,)) -> list[str]:
     """The errors of planned calls whose q, k and v lie in these ways; "plain" is this rank's rows."""
     mesh, ((q, k, v), _) = grid(*sizes), whole()
-    cp = ContextParallel(mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange")
+    cp = ContextParallel(
+        mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange", dtensor_rows="plan"
+    )
     found = []
     for words in cases:
         inputs = [
@@ -216,7 +219,9 @@ def _error(*inputs: Any, mask: Any) -> str:
 def on_other_meshes() -> dict[str, str]:
     """The errors of calls whose tensors do not lie on one mesh, or not on the plan's; four ranks."""
     mesh, ((q, k, v), _) = grid(2, 2), whole()
-    cp = ContextParallel(mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange")
+    cp = ContextParallel(
+        mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange", dtensor_rows="plan"
+    )
     both = [distribute_tensor(x.detach(), mesh, placements("R R")) for x in (q, k, v)]
     one = [distribute_tensor(x.detach(), mesh["cp"], placements("R")) for x in (q, k, v)]
     bounds = distribute_tensor(causal().spans(LENGTH, LENGTH, like=q).bounds, mesh["cp"], placements("R"))
@@ -233,7 +238,7 @@ def on_other_meshes() -> dict[str, str]:
 def of_other_sizes() -> dict[str, str]:
     """The errors of planned calls whose DTensors have another number of rows or heads; two ranks."""
     mesh, ((q, k, v), _) = grid(2), whole()
-    rest = {"mask": causal(), "q_len": LENGTH, "strategy": "exchange"}
+    rest = {"mask": causal(), "q_len": LENGTH, "strategy": "exchange", "dtensor_rows": "plan"}
     cp = ContextParallel(mesh["cp"], heads=HEADS, **rest)
     natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in (q, k, v)]
     rows = [cp.shard(x.detach(), dim=2) for x in (q, k, v)]

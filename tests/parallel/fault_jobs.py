@@ -52,12 +52,12 @@ def disagree_later() -> tuple[str, str, int]:
     return _met(lambda: cp.with_mask(attnspan.causal() & attnspan.window(length)))
 
 
-def call_otherwise(what: str, strategy: str) -> tuple[str, str, int]:
+def call_otherwise(what: str, strategy: str, batch: int = 2) -> tuple[str, str, int]:
     """Plans agree, but the last rank calls, or differentiates, in another way than the others."""
     odd = dist.get_rank() == dist.get_world_size() - 1
     case = Case(length=37, strategy=strategy, heads=(4, 2))
     cp = make(case, mask=attnspan.causal())
-    q, k, v = (torch.randn(2, heads, cp.rows_per_rank, 16, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(batch, heads, cp.rows_per_rank, 16, requires_grad=True) for heads in (4, 2, 2))
     options: dict[str, Any] = {}
     if odd and what == "dtype":
         q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))

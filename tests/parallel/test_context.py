@@ -199,6 +199,28 @@ def test_types_that_do_not_fit(meshes: Meshes, changes: dict[str, Any], message:
         make(meshes(2), **changes)
 
 
+def test_what_is_decided_already_is_not_decided_again(meshes: Meshes) -> None:
+    mesh = meshes(2)
+    part = make(mesh, strategy="exchange").partition
+    for extra in ({"method": "zigzag"}, {"rows_per_chunk": 3}, {"tolerance": 1.1}):
+        with pytest.raises(OptionError, match="partition: expected it alone"):
+            make(mesh, partition=part, **{"method": "balanced", **extra})
+    with pytest.raises(OptionError, match="keys: expected k_len beside it"):
+        make(mesh, keys=part)
+    with pytest.raises(ShapeError, match=r"partition: expected .* over 1 groups of 2, as ulysses needs"):
+        make(mesh, partition=part, method="balanced", strategy="ulysses")
+    assert make(mesh, partition=part, method="balanced", strategy="auto").strategy.name in (
+        "exchange",
+        "ring",
+    )
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "auto"])
+def test_the_tolerance_reaches_the_partition(meshes: Meshes, strategy: str) -> None:
+    with pytest.raises(OptionError, match=r"tolerance: expected at least 1, got 0\.9"):
+        make(meshes(2), strategy=strategy, tolerance=0.9)
+
+
 def test_meshes_that_are_none(meshes: Meshes) -> None:
     mesh = meshes(1, 2, 2)
     with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take the dimension"):

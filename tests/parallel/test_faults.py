@@ -47,6 +47,13 @@ def test_another_call_on_one_rank_is_an_error_on_all_before_any_exchange(strateg
     assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
 
 
+def test_a_gradient_of_lse_is_not_taken_for_a_batch_of_one() -> None:
+    # Both are the number 1 beside otherwise equal facts: forward of one must not vouch for backward.
+    for name, text, _ in world(3).run("fault_jobs:call_otherwise", "gradients_of_lse", "ulysses", 1):
+        assert name == "PlanMismatchError", text
+        assert "another gradients_of_lse on rank 2" in text
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phase: str) -> None:

@@ -69,6 +69,11 @@ def test_no_target_at_all_is_no_loss_and_no_nan() -> None:
     assert float(total.grad) == 1.0  # type: ignore[arg-type]
 
 
+def test_weights_may_add_up_to_less_than_one() -> None:
+    assert float(token_mean(torch.tensor(1.0), torch.tensor(0.25))) == 4.0
+    assert float(token_mean(torch.tensor(1.0), 0)) == 1.0
+
+
 def test_one_process_has_nothing_to_add() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     sum_gradients([parameter], None)

@@ -112,6 +112,27 @@ def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
     check(ranks, grid(strategy)[:: 1 if os.environ.get("ATTNSPAN_THOROUGH") else 8])
 
 
+@pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
+@pytest.mark.parametrize(("ranks", "strategy"), [x for x in WORLDS if x[1] != "auto"])
+def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple[int, int]) -> None:
+    # float64 and wide heads on this machine; everything on a device without a kernel.
+    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
+    cases = [
+        Case(
+            mask=mask,
+            option=options[i % 7],
+            heads=HEADS[i % len(HEADS)],
+            strategy=strategy,
+            dtype=dtype,
+            dims=dims,
+        )
+        for i, mask in enumerate(MASKS)
+    ]
+    by_rank = world(ranks).run("parity_jobs:attend_plainly", cases)
+    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_parity(case, list(parts))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
 def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:

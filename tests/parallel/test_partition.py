@@ -215,6 +215,8 @@ def test_a_batch_is_sharded_by_name() -> None:
     part = Partition.of_owner(np.array([1, 0]), q_len=3, groups=2, members=1, size=2)
     ones = torch.ones(1, 3, dtype=torch.int64)
     names = ("ids", "segment_ids", "labels", "targets", "tokens", "weights")
+    assert int(part.shard({"shift_labels": ones}, 0)["shift_labels"][0, 1]) == -100
+    assert int(part.shard({"input_ids": ones}, 0)["input_ids"][0, 1]) == 0
     batch = dict.fromkeys(names, ones)
     filled = {name: int(x[0, 1]) for name, x in part.shard(batch, 0).items()}
     assert filled == {

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ _REMEDY = {
     "heads": "Pass the same heads on every rank",
 }
 
-# Calls that all ranks have been asked about: of the same plan, they need not be asked again.
-_agreed: set[tuple[str, int, tuple[int, ...]]] = set()
+# Calls that the ranks of each group have been asked about: of the same plan, they need not be asked again.
+# What one group has agreed on must not depend on other groups: its ranks may have different ones.
+_agreed: WeakKeyDictionary[Any, set[tuple[int, tuple[tuple[str, int], ...]]]] = WeakKeyDictionary()
 _MOST_AGREED = 4096
 
 
@@ -65,8 +67,8 @@ def check_call(fingerprint: int, group: Any, x: Tensor, facts: Mapping[str, int 
     if fingerprint == 0 or group.size() == 1:
         return
     numbers = {"dtype": _DTYPES.index(x.dtype), **{name: _bits(value) for name, value in facts.items()}}
-    key = (group.group_name, fingerprint, tuple(numbers.values()))
-    if key in _agreed:
+    key, agreed = (fingerprint, tuple(numbers.items())), _agreed.setdefault(group, set())
+    if key in agreed:
         return
     found = _disagreement(numbers, group, x.device, "comparison of calls")
     if found is not None:
@@ -77,9 +79,9 @@ def check_call(fingerprint: int, group: Any, x: Tensor, facts: Mapping[str, int 
             got=f"another {name} on {ranks} than on rank 0",
             remedy="Ranks hold parts of one problem: sizes, dtypes and options are the same for all",
         )
-    if len(_agreed) >= _MOST_AGREED:  # On all ranks alike, as they have made the same calls.
-        _agreed.clear()
-    _agreed.add(key)
+    if len(agreed) >= _MOST_AGREED:  # On all ranks alike, as they have made the same calls in this group.
+        agreed.clear()
+    agreed.add(key)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -85,7 +85,7 @@ def forward(given: Given) -> tuple[Tensor, Tensor]:
     if len(plan.stages) == 1:
         q, options = given.q, given.options
         out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
-        return out, attend(_call(given, plan.stages[0], q, given.k, given.v, options), out)
+        return out, _attend_some(_call(given, plan.stages[0], q, given.k, given.v, options), out)
     return _forward_ring(given)
 
 
@@ -245,7 +245,7 @@ class _Merged:
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total) as (B, H, N, 1); 0 for parts that saw nothing, whose difference may be NaN."""
+    """exp(part - total) as (B, H, N, 1); 0 for parts of nothing, whose difference may be NaN."""
     return torch.where(part == -torch.inf, 0.0, (part - total).exp())[..., None]
 
 
@@ -254,7 +254,9 @@ def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
     wide = done.lse.dtype
     slack = -(done.dout.to(wide) * done.out.to(wide)).sum(-1)
     slack = slack if done.dlse is None else slack + done.dlse
-    return ((sinks[None, :, None].to(wide) - done.lse).exp() * slack).sum((0, 2))
+    # A row that sees nothing, not even a sink, has lse -inf.
+    share = _weight(sinks[None, :, None].to(wide).expand_as(done.lse), done.lse)[..., 0]
+    return (share * slack).sum((0, 2))
 
 
 class _OptionSums:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..errors import ShapeError
 from ._collectives import raise_broken
@@ -51,6 +52,7 @@ class _GatherRows(torch.autograd.Function):
         return every.index_select(0, place).movedim(0, dim)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (place,) = ctx.saved_tensors
         rows = grad.movedim(ctx.dim, 0)

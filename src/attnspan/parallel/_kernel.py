@@ -11,6 +11,7 @@ from ..kernels import math as math_kernel
 from ..options import Options
 from ..problem import describe
 from ..torch._attention import BACKENDS, warn_if_slow
+from ..torch._wrap.derivative import with_autograd
 
 
 class Call(NamedTuple):
@@ -55,8 +56,9 @@ def attend(call: Call, out: Tensor) -> Tensor:
         threads = torch.get_num_threads()
         cpu.forward(*call[:4], out, lse, scale=call.scale, num_threads=threads, options=call.options)
         return lse
-    with torch.no_grad():
-        found, lse = math_kernel.forward(*call[:4], scale=call.scale, options=call.options)
+    # In the dtype of the result: parts of a sum are not rounded before they are added.
+    q, k, v = (x.to(out.dtype) for x in call[:3])
+    found, lse = math_kernel.forward(q, k, v, call.bounds, scale=call.scale, options=call.options)
     out.copy_(found)
     return lse
 
@@ -102,21 +104,20 @@ def _differentiate_plainly(
     """By autograd through framework code and the merge, out = sum of exp(lse_part - lse) out_part."""
     options = call.options or Options()
     leaves = {"q": call.q, "k": call.k, "v": call.v, "bias": options.bias, "sinks": options.sinks}
-    known = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    with torch.enable_grad():
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    known = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items() if x is not None}
+    with with_autograd():
         given = Options(**{**vars(options), "bias": known.get("bias"), "sinks": known.get("sinks")})
         part, part_lse = math_kernel.forward(
             known["q"], known["k"], known["v"], call.bounds, scale=call.scale, options=given
         )
+        # A row that sees nothing has lse -inf, whose derivative is none.
+        known_lse = part_lse.masked_fill(part_lse == -torch.inf, 0.0)
     weight = (part_lse - lse).exp().masked_fill(part_lse == -torch.inf, 0.0).detach()
     slack = (dout.to(lse.dtype) * (part.detach().to(lse.dtype) - out.to(lse.dtype))).sum(-1)
     slack = slack if dlse is None else slack + dlse
     cotangents = ((dout.to(lse.dtype) * weight[..., None]).to(part.dtype), slack * weight)
-    # A row that sees nothing has lse -inf, whose derivative is none.
-    seen = part_lse > -torch.inf
-    found = torch.autograd.grad(
-        (part, part_lse.masked_fill(~seen, 0.0)), list(known.values()), cotangents, allow_unused=True
-    )
+    found = torch.autograd.grad((part, known_lse), list(known.values()), cotangents, allow_unused=True)
     by_name: dict[str, Any] = dict(zip(known, found, strict=True))
     for grad, name in zip(grads, ("q", "k", "v"), strict=True):
         if by_name[name] is None:

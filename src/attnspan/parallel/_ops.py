@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from ..options import Options
 from ..torch._checkpoint import save_also
-from ..torch._ops import _autograd_kernel, _below_autograd
+from ..torch._ops import _autograd_kernel, _below_autograd, _readable
 from ._agree import check_call
 from ._engine import Done, Given, backward, bias_at, forward, options_of
 from ._heads import Team, gather, key_heads, query_heads, scatter
@@ -23,7 +23,12 @@ from .local import decode
 from .strategy import split_heads
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# A captured graph would replay the exchanges of one step's plan.
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    torch.Tag.needs_fixed_stride_order,
+    torch.Tag.cudagraph_unsafe,
+)
 # `plan` and `meta` are what `local.encode` makes; `heads_here`: the query heads that this rank attends with.
 _SHARED = (
     "Tensor plan, Tensor meta, str group, int members, int heads_here, int kv_heads_here, float scale,"
@@ -81,6 +86,7 @@ def _forward(*given: Any) -> tuple[Tensor, ...]:
 
 def _forward_with(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     data, meta, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    q, k, v = (_readable(x) for x in (q, k, v))
     plan = decode(data, meta.tolist())
     team = _team(plan, group, q.shape[1], k.shape[1], workspace)
     _check(plan, team, q, v, scale, options, batch=q.shape[0])
@@ -114,6 +120,7 @@ def _backward_with(
     *given: Any,
 ) -> tuple[Tensor, ...]:
     data, meta, group, members, _, _, scale, *options = _all(given, 7)
+    dout, q, k, v, out = (_readable(x) for x in (dout, q, k, v, out))
     plan = decode(data, meta.tolist())
     read = _read(tuple(options))
     q_heads = dout.shape[1]

@@ -11,11 +11,12 @@ from ..arrays import Array, Arrays, arrays_for, is_array
 from ..errors import DtypeError, ShapeError
 
 FILLS = {"ids": -1, "segment_ids": -1, "labels": -100, "targets": -100}
-"""What padding rows of a batch's entries are filled with by default; 0 for all others."""
+"""What padding rows of a batch's entries are filled with by default. Names that contain "label" or "target"
+get -100, all others 0."""
 
 
 def fill_of(name: str, fill: Any) -> Any:
-    default = FILLS.get(name, 0)
+    default = FILLS.get(name, FILLS["labels"] if "label" in name or "target" in name else 0)
     if isinstance(fill, Mapping):
         return fill.get(name, default)
     return fill or default
@@ -31,7 +32,7 @@ def checked(what: str, x: Any, dim: int, rows: int) -> Arrays:
             what,
             expected=f"{rows} rows along dimension {dim}",
             got=str(tuple(x.shape)),
-            remedy="Pass the dimension of the rows as `dim`",
+            remedy="Pass the dimension of the rows as `dim`, or leave out what has no rows",
         )
     return arrays_for([x])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,17 @@ from .payload import Payload
 from .strategy import HeadSlice, Strategy, split_heads
 from .traffic import Traffic, rows_between, traffic_of
 
-__all__ = ["Call", "Candidate", "Choice", "candidates", "choose", "evaluate", "exchange_parts", "holders_of"]
+__all__ = [
+    "Call",
+    "Candidate",
+    "Choice",
+    "candidates",
+    "choose",
+    "decide",
+    "evaluate",
+    "exchange_parts",
+    "holders_of",
+]
 
 #: Times that differ by less are alike, as no prediction is so exact: then the fewest bytes decide, since each
 #: costs copies too.
@@ -277,6 +288,7 @@ def choose(
     strategies: Sequence[Strategy] | None = None,
     method: Method = "balanced",
     rows_per_chunk: int | None = None,
+    tolerance: float | None = None,
     keys: Callable[[Strategy], Partition] | None = None,
 ) -> Choice:
     """Predict the time of each strategy, and take the shortest; of those within 5 %, the one of fewest bytes.
@@ -290,7 +302,7 @@ def choose(
         call: Sizes.
         machine: Figures for the predictions.
         strategies: Which to consider; None: `candidates`.
-        method, rows_per_chunk: As of `partition`.
+        method, rows_per_chunk, tolerance: As of `partition`; None for its default.
         keys: Who owns which keys, for a strategy; None in self-attention.
 
     Raises:
@@ -307,6 +319,9 @@ def choose(
         raise OptionError(
             "choose: strategies", expected="at least one", got="none", remedy="Leave the argument out"
         )
+    options: dict[str, Any] = {"method": method}
+    if tolerance is not None:
+        options["tolerance"] = tolerance
     cut: dict[int, Chunks] = {}
     parts: dict[int, Partition] = {}
     found = []
@@ -317,7 +332,7 @@ def choose(
         if size not in cut:
             cut[size] = Chunks.of(mask, size)
         if strategy.members not in parts:
-            parts[strategy.members] = partition(cut[size], ranks, members=strategy.members, method=method)
+            parts[strategy.members] = partition(cut[size], ranks, members=strategy.members, **options)
         found.append(
             evaluate(
                 call,
@@ -329,6 +344,22 @@ def choose(
                 mask_heads=mask.bounds.shape[1],
             )
         )
+    return decide(found, machine)
+
+
+def decide(found: Sequence[Candidate], machine: Machine) -> Choice:
+    """The choice among candidates that are costed already, at least one.
+
+    Args:
+        found: What to choose from.
+        machine: Whose figures were used.
+
+    Example:
+        >>> from attnspan import causal
+        >>> choice = choose(causal().spans(64, 64), 2, Call(4, 2), Machine())
+        >>> decide(choice.considered, choice.machine).best is choice.best
+        True
+    """
     ordered = sorted(found, key=lambda each: each.prediction.seconds)
     alike = [each for each in ordered if each.prediction.seconds <= ALIKE * ordered[0].prediction.seconds]
     best = min(alike, key=lambda each: each.received)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ from .dtensor import attend
 from .explain import Explanation, explain
 from .local import encode
 from .machine import Machine
-from .partition import Method
+from .partition import Method, Partition
 from .planning import Request, lower, make_plan
 from .strategy import Strategy
 
@@ -63,9 +63,18 @@ class ContextParallel(ShardedMask):
         batch: Batch rows of a rank's q, where those of the mask differ; also for "auto" and `explain`.
         method: How rows are dealt out: see `attnspan.parallel.partition.partition`.
         rows_per_chunk: Neighbouring rows that stay together; None for a good number.
+        tolerance: Largest over mean work of a rank that "balanced" aims at; None for a good one.
+        partition: Who owns which rows, where that is decided already: by another plan of a model whose layers
+            have different masks, or in the data loader. Then nothing is dealt out, and ``method``,
+            ``rows_per_chunk`` and ``tolerance`` may not be given.
+        keys: Who owns which keys in cross attention, such as the ``partition`` of the encoder's plan; None to
+            deal them out in order.
         head_dim: D, for "auto" and `explain` alone.
         dtype: Of q, k and v, for "auto" and `explain` alone.
         machine: Rates and bandwidths, for the same; None for measured ones where there are any.
+        dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where the
+            partition keeps it (``method="contiguous"``), or "plan", as ``cp.shard`` gives them. They look the
+            same, so it must be said.
         check: Compare the plan between the ranks, a small all-gather; the others may hang if a rank skips it.
 
     Attributes:
@@ -109,13 +118,36 @@ class ContextParallel(ShardedMask):
         batch: int = 1,
         method: Method = "balanced",
         rows_per_chunk: int | None = None,
+        tolerance: float | None = None,
+        partition: Partition | None = None,
+        keys: Partition | None = None,
         head_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         machine: Machine | None = None,
+        dtensor_rows: Literal["natural", "plan"] = "natural",
         check: bool = True,
     ) -> None:
         _check_heads(heads)
-        _check_types(q_len, k_len, dtype)
+        _check_types(
+            q_len=(q_len, int),
+            k_len=(k_len, int),
+            batch=(batch, int),
+            head_dim=(head_dim, int),
+            rows_per_chunk=(rows_per_chunk, int),
+            dtype=(dtype, torch.dtype),
+            machine=(machine, Machine),
+            partition=(partition, Partition),
+            keys=(keys, Partition),
+        )
+        if dtensor_rows not in ("natural", "plan"):
+            raise OptionError(
+                "ContextParallel: dtensor_rows",
+                expected='"natural" or "plan"',
+                got=repr(dtensor_rows),
+                remedy="Say in which order DTensors hold their rows",
+            )
+        dealt = (method != "balanced") or rows_per_chunk is not None or tolerance is not None
+        _check_given(partition is not None and dealt, keys is not None and k_len is None)
         self._group, node_size = _group_of(mesh)
         self.mesh, self._group_name, self.rank = mesh, self._group.group_name, self._group.rank()
         self.q_len, self.k_len, self.heads = q_len, q_len if k_len is None else k_len, heads
@@ -128,9 +160,12 @@ class ContextParallel(ShardedMask):
             self_attention=k_len is None,
             method=method,
             rows_per_chunk=rows_per_chunk,
+            tolerance=tolerance,
             machine=machine,
+            rows=partition,
+            keys=keys,
         )
-        self._check = check
+        self._check, self.dtensor_rows = check, dtensor_rows
         self._plan(full() if mask is None else mask)
 
     def _plan(self, mask: Mask | Spans) -> None:
@@ -148,28 +183,51 @@ class ContextParallel(ShardedMask):
         device = self.mesh.device_type
         local = self.plan.local(self.rank)
         data, meta = encode(replace(local, fingerprint=self.plan.fingerprint) if self._check else local)
-        self._data = torch.from_numpy(data).to(device)
-        self._meta = torch.from_numpy(meta)
+        # A plan may be made while evaluating and serve training, which inference tensors could not.
+        with torch.inference_mode(False):
+            self._data = torch.from_numpy(data).to(device)
+            self._meta = torch.from_numpy(meta)
+            self.positions = torch.from_numpy(self.partition.positions(self.rank)).to(device)
+            self.valid = torch.from_numpy(self.partition.valid(self.rank)).to(device)
         # The plan of the next step has another length: no reason to compile anything.
         torch._dynamo.maybe_mark_dynamic(self._data, 0)
-        self.positions = torch.from_numpy(self.partition.positions(self.rank)).to(device)
-        self.valid = torch.from_numpy(self.partition.valid(self.rank)).to(device)
+        self._keeps_order = _is_natural(self.partition) and _is_natural(self.plan.keys)
         here = self.plan.heads[self.rank % self.strategy.members]
         self._members, self._heads_here, self._kv_here = self.strategy.members, here.heads, len(here.kv)
 
-    def with_mask(self, mask: Mask | Spans, q_len: int | None = None) -> ContextParallel:
-        """The same for another mask, such as that of the next step.
+    def with_mask(
+        self,
+        mask: Mask | Spans,
+        q_len: int | None = None,
+        *,
+        k_len: int | None = None,
+        batch: int | None = None,
+        keep_rows: bool = False,
+    ) -> ContextParallel:
+        """The same for another mask: that of the next step, or of other layers of the same step.
+
+        Each step deals the rows out anew: what `shard` of one plan gave must not meet another plan, unless
+        that keeps its rows.
 
         Args:
             mask: What each query may see.
             q_len: Rows of the whole problem, if they are others.
+            k_len: Keys of the whole problem in cross attention, if they are others.
+            batch: Batch rows, if they are others.
+            keep_rows: Leave the rows where this plan has them, as layers with different masks need it.
         """
-        other = copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other.choice = None
-        other.k_len = self.k_len if q_len is None or not self._request.self_attention else q_len
         other.q_len = self.q_len if q_len is None else q_len
+        other.k_len = self.k_len if k_len is None else k_len
+        request = self._request
+        if request.self_attention:
+            other.k_len = other.q_len
+        call = request.call if batch is None else replace(request.call, batch=batch)
+        rows = self.partition if keep_rows else request.rows
         # "auto" has been decided: what it would choose may not change from step to step on some ranks only.
-        other._request = replace(self._request, strategy=self.strategy)
+        other._request = replace(request, strategy=self.strategy, call=call, rows=rows)
         other._plan(mask)
         return other
 
@@ -277,6 +335,7 @@ class ContextParallel(ShardedMask):
         places = places_of(q, k, v, layout, self.mesh)
         check_options(given, places)
         if places is not None:
+            self._check_order()
             wanted = {"scale": scale, "layout": layout, "return_lse": return_lse}
             return attend(self, places, q, k, v, given, **wanted)
         q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
@@ -322,6 +381,16 @@ class ContextParallel(ShardedMask):
             seed = dropout_seeds(seed, q.shape[0], q.shape[1])
         return options.softcap, options.bias, options.bias_kind, options.sinks, options.dropout_p, seed
 
+    def _check_order(self) -> None:
+        if self.dtensor_rows == "natural" and not self._keeps_order:
+            raise OptionError(
+                "DTensors with context parallelism",
+                expected="rows in the plan's order, which must be said as they look like rows in any other",
+                got='a plan made with dtensor_rows="natural", whose partition changes the order',
+                remedy='Make them by DTensor.from_local(cp.shard(x), ...) and pass dtensor_rows="plan", or '
+                'plan with method="contiguous"',
+            )
+
     def _check_local(self, q: Tensor, k: Tensor) -> None:
         for name, x, count, rows in (
             ("q", q, self.heads[0], self.rows_per_rank),
@@ -342,11 +411,27 @@ class ContextParallel(ShardedMask):
                 remedy="Plan with the mask of this batch",
             )
 
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        """The plan itself: it is not changed, and a copy of a model works with the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "pickling a ContextParallel: expected something without a process group, got one. "
+            "Send its `partition`, and make the plan where it is used."
+        )
+
     def __repr__(self) -> str:
         return (
             f"ContextParallel({self.strategy.name} on {self.strategy.ranks} ranks, q_len={self.q_len}, "
             f"k_len={self.k_len}, heads={self.heads}, rows_per_rank={self.rows_per_rank})"
         )
+
+
+def _is_natural(partition: Partition) -> bool:
+    """Do the ranks hold the rows in their own order, one after the other?"""
+    rows = partition.rows.reshape(-1)
+    return bool((rows[: partition.q_len] == np.arange(partition.q_len)).all())
 
 
 def _group_of(mesh: DeviceMesh) -> tuple[Any, int | None]:
@@ -388,19 +473,44 @@ def _check_heads(heads: Any) -> None:
         )
 
 
-def _check_types(q_len: Any, k_len: Any, dtype: Any) -> None:
-    for name, value, kind in (
-        ("q_len", q_len, int),
-        ("k_len", 0 if k_len is None else k_len, int),
-        ("dtype", dtype, torch.dtype),
-    ):
+_MAY_BE_NONE = ("k_len", "rows_per_chunk", "machine", "partition", "keys")
+
+
+def _check_types(**arguments: tuple[Any, type]) -> None:
+    for name, (value, kind) in arguments.items():
+        if value is None and name in _MAY_BE_NONE:
+            continue
         if not isinstance(value, kind) or isinstance(value, bool):
             raise DtypeError(
                 f"ContextParallel: {name}",
-                expected="an int" if kind is int else "a torch.dtype",
+                expected=f"{'an' if kind is int else 'a'} {_KINDS[kind]}",
                 got=repr(value),
-                remedy="Pass the number of rows" if kind is int else "Pass that of q, k and v",
+                remedy=f"Pass {'a number' if kind is int else _KINDS[kind]}",
             )
+        if name in ("batch", "head_dim") and cast(int, value) < 1:
+            raise OptionError(
+                f"ContextParallel: {name}", expected="at least 1", got=str(value), remedy="Pass its number"
+            )
+
+
+_KINDS = {int: "int", torch.dtype: "torch.dtype", Machine: "Machine", Partition: "Partition"}
+
+
+def _check_given(dealt_twice: bool, keys_of_rows: bool) -> None:
+    if dealt_twice:
+        raise OptionError(
+            "ContextParallel: partition",
+            expected="it alone, as it says who owns which rows",
+            got="method, rows_per_chunk or tolerance beside it",
+            remedy="Pass these to the function that makes the partition",
+        )
+    if keys_of_rows:
+        raise OptionError(
+            "ContextParallel: keys",
+            expected="k_len beside it, as in cross attention",
+            got="k_len=None, where keys lie like the rows",
+            remedy="Leave keys out, or pass the number of keys",
+        )
 
 
 def _refuse(**arguments: Any) -> None:

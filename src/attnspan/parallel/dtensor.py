@@ -2,7 +2,8 @@
 
 A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n
 of them: ``DTensor.from_local(cp.shard(x), mesh, [Shard(1)])`` makes one, and everything but attention may
-work on it. (One of rows in their natural order looks the same: do not make it by ``distribute_tensor``.)
+work on it. One of rows in their natural order, as ``distribute_tensor`` makes it, looks the same: so a plan
+whose order is another one takes DTensors only if it is told ``dtensor_rows="plan"``.
 
 The plan knows only its own ranks: its mask, its ``heads`` and its ``batch`` describe what they hold together,
 which is a part of the batch rows and heads where other mesh axes split these. So do options that are plain
@@ -67,7 +68,7 @@ def attend(
         >>> from torch.testing._internal.distributed.fake_pg import FakeStore
         >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        >>> cp = ContextParallel(mesh["cp"], mask=causal(), q_len=9, heads=(2, 2))
+        >>> cp = ContextParallel(mesh["cp"], mask=causal(), q_len=9, heads=(2, 2), dtensor_rows="plan")
         >>> x = DTensor.from_local(cp.shard(torch.randn(1, 9, 2, 16)), mesh, [Shard(1)])
         >>> attention(x, x, x, mask=cp, layout="bshd").placements
         (Shard(dim=1),)

@@ -90,7 +90,8 @@ def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
         >>> float(token_mean(torch.tensor(6.0), 4)), float(token_mean(torch.tensor(0.0), 0))
         (1.5, 0.0)
     """
-    divisor = count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
+    # A sum of loss weights may be below 1; no token at all leaves 0.
+    divisor = torch.where(count > 0, count, 1) if isinstance(count, Tensor) else (count if count > 0 else 1)
     return total / divisor
 
 

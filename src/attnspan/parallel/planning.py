@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import DtypeError, OptionError, ShapeError
 from ..masks import Mask, Prepared
 from ..spans import Spans
-from .choose import Call, Candidate, Choice, choose, evaluate
+from .choose import Call, Candidate, Choice, choose, decide, evaluate
 from .chunks import Chunks
 from .machine import Machine
 from .partition import Method, Partition, default_rows_per_chunk, partition
@@ -30,7 +31,10 @@ class Request:
         node_size: Ranks of a node, which share out heads where `strategy` is "auto"; None where there is one.
         self_attention: Keys lie like the rows; else they are dealt out in order.
         method, rows_per_chunk: As of `partition`.
+        tolerance: Largest over mean visible pairs that a balanced partition aims at; None for a good one.
         machine: Figures for predictions; None for the default ones.
+        rows: Who owns which rows, where that is decided already.
+        keys: Who owns which keys, in cross attention; None to deal them out in order.
 
     Example:
         >>> Request(ranks=2, call=Call(4, 2)).strategy
@@ -44,10 +48,13 @@ class Request:
     self_attention: bool = True
     method: Method = "balanced"
     rows_per_chunk: int | None = None
+    tolerance: float | None = None
     machine: Machine | None = None
+    rows: Partition | None = None
+    keys: Partition | None = None
 
     def keys_for(self, strategy: Strategy, k_len: int) -> Partition:
-        """Who owns which keys in cross attention: they are dealt out in order.
+        """Who owns which keys in cross attention: unless it is said, they are dealt out in order.
 
         Args:
             strategy: Its members and groups.
@@ -57,6 +64,8 @@ class Request:
             >>> Request(2, Call(4, 2)).keys_for(Strategy("ring", 1, 2), k_len=5).rows.tolist()
             [[0, 1, 2], [3, 4, -1]]
         """
+        if self.keys is not None:
+            return _fitting("keys", self.keys, k_len, strategy)
         size = max(1, -(-k_len // strategy.groups))
         owner = np.arange(-(-k_len // size)) if k_len else np.zeros(0, np.int64)
         sizes = {"groups": strategy.groups, "members": strategy.members, "size": size}
@@ -84,14 +93,19 @@ def make_plan(mask: Prepared, request: Request) -> tuple[Plan, Choice | None]:
     """
     spans, choice, cut = mask.lowered, None, None
     strategy = request.strategy
-    if strategy == "auto":
+    if request.rows is not None:
+        strategy, rows, choice = _with_rows(spans, request.rows, request)
+    elif strategy == "auto":
         choice = _choose(spans, request)
         strategy, rows = choice.best.strategy, choice.best.partition
     else:
         strategy = _checked(strategy, request.ranks)
         size = request.rows_per_chunk
         cut = Chunks.of(spans, default_rows_per_chunk(spans.q_len, strategy.groups) if size is None else size)
-        rows = partition(cut, request.ranks, members=strategy.members, method=request.method)
+        options: dict[str, Any] = {"members": strategy.members, "method": request.method}
+        if request.tolerance is not None:
+            options["tolerance"] = request.tolerance
+        rows = partition(cut, request.ranks, **options)
     keys = rows if request.self_attention else request.keys_for(strategy, spans.k_len)
     return Plan(mask, strategy, rows, keys, request.call.q_heads, request.call.kv_heads, cut), choice
 
@@ -114,6 +128,45 @@ def cost(plan: Plan, request: Request) -> Candidate:
     return evaluate(request.call, plan.chunks, plan.rows, plan.strategy, machine, keys=keys, mask_heads=heads)
 
 
+def _with_rows(spans: Spans, rows: Partition, request: Request) -> tuple[Strategy, Partition, Choice | None]:
+    """The strategy for rows that are dealt out already."""
+    if request.strategy != "auto":
+        strategy = _checked(request.strategy, request.ranks)
+        return strategy, _fitting("partition", rows, spans.q_len, strategy), None
+    if rows.ranks != request.ranks:
+        _fitting("partition", rows, spans.q_len, Strategy("exchange", 1, request.ranks))
+    kinds: list[Literal["exchange", "ring"]] = ["exchange", "ring"] if rows.groups > 1 else ["exchange"]
+    strategies = [Strategy(kind, rows.members, rows.groups) for kind in kinds]
+    _fitting("partition", rows, spans.q_len, strategies[0])
+    chunks, machine = Chunks.of(spans, rows.size), _machine(request)
+    found = []
+    for strategy in strategies:
+        keys = None if request.self_attention else request.keys_for(strategy, spans.k_len)
+        heads = spans.bounds.shape[1]
+        found.append(evaluate(request.call, chunks, rows, strategy, machine, keys=keys, mask_heads=heads))
+    choice = decide(found, machine)
+    return choice.best.strategy, rows, choice
+
+
+def _fitting(what: str, given: Partition, length: int, strategy: Strategy) -> Partition:
+    """A partition that was given, if it is one of this problem for this strategy."""
+    wanted, got = (
+        f"{n} rows over {groups} groups of {members}"
+        for n, groups, members in (
+            (length, strategy.groups, strategy.members),
+            (given.q_len, given.groups, given.members),
+        )
+    )
+    if wanted != got:
+        raise ShapeError(
+            what,
+            expected=f"{wanted}, as {strategy.name} needs",
+            got=got,
+            remedy="Take the partition of a plan of the same length and strategy",
+        )
+    return given
+
+
 def _choose(spans: Spans, request: Request) -> Choice:
     strategies = None
     if request.node_size is not None and request.ranks % request.node_size == 0:
@@ -132,6 +185,7 @@ def _choose(spans: Spans, request: Request) -> Choice:
         strategies=strategies,
         method=request.method,
         rows_per_chunk=request.rows_per_chunk,
+        tolerance=request.tolerance,
         keys=keys,
     )
 

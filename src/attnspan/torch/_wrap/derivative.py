@@ -148,7 +148,7 @@ class _Recompute:
     def __call__(self, named: Mapping[str, Any], wanted: Sequence[bool]) -> list[Tensor | None]:
         values = {name: named[name] for name in self.parameters.names}
         names = [name for name, want in zip(self.differentiable, wanted, strict=True) if want]
-        with _autograd():
+        with with_autograd():
             inputs = [values[name].detach().requires_grad_() for name in names]
             values.update(zip(names, inputs, strict=True))
             returned = self.parameters.call(self.kernel, values.values())
@@ -171,7 +171,7 @@ class _Recompute:
 
 
 @contextmanager
-def _autograd() -> Iterator[None]:
+def with_autograd() -> Iterator[None]:
     """Autograd inside an operator, below whose own derivative it is switched off."""
     key = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
