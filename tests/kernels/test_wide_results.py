@@ -1,4 +1,4 @@
-"""Results in float32 beside 16-bit inputs, for sums over several calls: the 16-bit ones are their rounding."""
+"""Results in float32 beside 16-bit inputs, for sums over several calls: 16-bit ones are their rounding."""
 
 import pytest
 import torch
