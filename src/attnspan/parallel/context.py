@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._biases import DenseBias
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import OptionError, ShapeError
 from ..masks import Mask, Prepared, full
 from ..problem import check_arrays, check_layout, check_scale
 from ..spans import Spans
@@ -22,6 +22,7 @@ from ..torch._sharded import ShardedMask
 from ..torch._sharding import check_options
 from . import _flops as _flops  # registers what a call costs
 from ._agree import check_agreement
+from ._checks import check_given, check_heads, check_types, group_of, refuse
 from ._gather import gather_rows
 from ._ops import sharded_forward
 from .choose import Call
@@ -127,8 +128,8 @@ class ContextParallel(ShardedMask):
         dtensor_rows: Literal["natural", "plan"] = "natural",
         check: bool = True,
     ) -> None:
-        _check_heads(heads)
-        _check_types(
+        check_heads(heads)
+        check_types(
             q_len=(q_len, int),
             k_len=(k_len, int),
             batch=(batch, int),
@@ -147,8 +148,8 @@ class ContextParallel(ShardedMask):
                 remedy="Say in which order DTensors hold their rows",
             )
         dealt = (method != "balanced") or rows_per_chunk is not None or tolerance is not None
-        _check_given(partition is not None and dealt, keys is not None and k_len is None)
-        self._group, node_size = _group_of(mesh)
+        check_given(partition is not None and dealt, keys is not None and k_len is None)
+        self._group, node_size = group_of(mesh)
         self.mesh, self._group_name, self.rank = mesh, self._group.group_name, self._group.rank()
         self.q_len, self.k_len, self.heads = q_len, q_len if k_len is None else k_len, heads
         call = Call(*heads, head_dim, head_dim, dtype.itemsize, batch)
@@ -328,7 +329,7 @@ class ContextParallel(ShardedMask):
             TypeError: Element types do not fit.
             NotImplementedError: A second derivative or a forward-mode one is asked of it.
         """
-        _refuse(q_index=q_index, k_index=k_index, backend=backend)
+        refuse(q_index=q_index, k_index=k_index, backend=backend)
         _check_tensors(q=q, k=k, v=v)
         check_layout(layout, q, k, v)
         given = Given(softcap, bias, sinks, dropout_p, dropout_seed, None, None)
@@ -432,93 +433,3 @@ def _is_natural(partition: Partition) -> bool:
     """Do the ranks hold the rows in their own order, one after the other?"""
     rows = partition.rows.reshape(-1)
     return bool((rows[: partition.q_len] == np.arange(partition.q_len)).all())
-
-
-def _group_of(mesh: DeviceMesh) -> tuple[Any, int | None]:
-    """The process group of all ranks of a mesh, and the ranks of a node where it has two levels."""
-    if not isinstance(mesh, DeviceMesh):
-        raise DtypeError(
-            "ContextParallel: mesh",
-            expected="a DeviceMesh, such as mesh['cp']",
-            got=type(mesh).__name__,
-            remedy="Make one by torch.distributed.device_mesh.init_device_mesh",
-        )
-    if mesh.ndim == 1:
-        return mesh.get_group(), None
-    if mesh.ndim == 2:
-        if mesh.mesh_dim_names is None:
-            raise OptionError(
-                "ContextParallel: mesh",
-                expected="names of its two dimensions, by which torch finds the group of all ranks",
-                got=repr(mesh),
-                remedy="Make it with mesh_dim_names=('inter', 'intra')",
-            )
-        return mesh._flatten().get_group(), mesh.size(1)
-    raise OptionError(
-        "ContextParallel: mesh",
-        expected="one dimension, or two: nodes and the ranks of a node",
-        got=f"{mesh.ndim}",
-        remedy="Take the dimension that context parallelism is to use, mesh['cp']",
-    )
-
-
-def _check_heads(heads: Any) -> None:
-    whole = isinstance(heads, tuple) and len(heads) == 2 and all(type(x) is int and x > 0 for x in heads)
-    if not whole or heads[0] % heads[1]:
-        raise OptionError(
-            "ContextParallel: heads",
-            expected="(query heads, key heads), the second a divisor of the first",
-            got=repr(heads),
-            remedy="Pass the numbers of heads of this rank's q and k",
-        )
-
-
-_MAY_BE_NONE = ("k_len", "rows_per_chunk", "machine", "partition", "keys")
-
-
-def _check_types(**arguments: tuple[Any, type]) -> None:
-    for name, (value, kind) in arguments.items():
-        if value is None and name in _MAY_BE_NONE:
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise DtypeError(
-                f"ContextParallel: {name}",
-                expected=f"{'an' if kind is int else 'a'} {_KINDS[kind]}",
-                got=repr(value),
-                remedy=f"Pass {'a number' if kind is int else _KINDS[kind]}",
-            )
-        if name in ("batch", "head_dim") and cast(int, value) < 1:
-            raise OptionError(
-                f"ContextParallel: {name}", expected="at least 1", got=str(value), remedy="Pass its number"
-            )
-
-
-_KINDS = {int: "int", torch.dtype: "torch.dtype", Machine: "Machine", Partition: "Partition"}
-
-
-def _check_given(dealt_twice: bool, keys_of_rows: bool) -> None:
-    if dealt_twice:
-        raise OptionError(
-            "ContextParallel: partition",
-            expected="it alone, as it says who owns which rows",
-            got="method, rows_per_chunk or tolerance beside it",
-            remedy="Pass these to the function that makes the partition",
-        )
-    if keys_of_rows:
-        raise OptionError(
-            "ContextParallel: keys",
-            expected="k_len beside it, as in cross attention",
-            got="k_len=None, where keys lie like the rows",
-            remedy="Leave keys out, or pass the number of keys",
-        )
-
-
-def _refuse(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise OptionError(
-                f"{name} with context parallelism",
-                expected="None",
-                got=type(value).__name__,
-                remedy="The plan knows where rows are, and the device which backend runs",
-            )
