@@ -1,0 +1,1 @@
+"""attnspan for JAX."""
