@@ -1,8 +1,8 @@
 """What every back end of JAX is given: numbers that are known when a call is traced, and arrays that are not.
 
 A back end is a module with ``supports(problem, static)``, ``forward(q, k, v, given, static)`` and
-``backward(dout, dlse, q, k, v, given, out, lse, static, want_dbias)``; docs/design.md has the contract. Arrays
-are in (B, H, S, D) order.
+``backward(dout, dlse, q, k, v, given, out, lse, static, want_dbias)``; docs/design.md has the contract.
+Arrays are in (B, H, S, D) order.
 """
 
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ class Operands(NamedTuple):
     Attributes:
         bounds: int32 (B|1, Hq|1, Sq, R, 2), the mask as spans.
         bias: By kind, slopes (B|1, Hq) or values by distance (Hq, 2L + 1), float32, or dense values
-            (B|1, Hq|1, Sq|1, Sk) in q's dtype or float32; float64 beside a float64 q. None where there is none.
+            (B|1, Hq|1, Sq|1, Sk) in q's dtype or float32; float64 beside a float64 q. None for no bias.
         sinks: float32 (Hq,), or None.
-        seeds: uint32 (B, Hq, 2), the low and the high word of the seed of each batch row and head, or None.
+        seeds: uint32 (B, Hq, 2), low and high word of the seed of each batch row and head, or None.
         q_index: int32 (B|1, Sq), global indices of the queries; None for k_len - q_len + row.
         k_index: int32 (B|1, Sk), global indices of the keys, in any order; None for 0..k_len-1.
 
