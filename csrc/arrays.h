@@ -6,16 +6,13 @@
 
 #include <array>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 
-#include "attention.h"
+#include "array.h"
 
 namespace attnspan {
 
 namespace nb = nanobind;
-
-[[noreturn]] inline void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
 
 // What DLPack 1.x fixes (dlpack.h, `DLPackExchangeAPI`), as far as it is used.
 namespace dlpack {
@@ -57,26 +54,6 @@ inline const Exchange* exchange_of(nb::handle x) {
 }
 
 }  // namespace dlpack
-
-struct Array {
-  static constexpr int most_dims = 5;
-  void* data = nullptr;
-  int dtype = -1, ndim = 0;                           // dtype: an index of dtype_names, or -1
-  std::array<int64_t, most_dims> shape{}, strides{};  // strides in elements
-
-  bool has_shape(std::initializer_list<int64_t> other) const {
-    int i = 0;
-    for (const int64_t n : other)
-      if (i >= ndim || shape[static_cast<size_t>(i++)] != n) return false;
-    return i == ndim;
-  }
-  std::string shape_text() const { return text(shape.data(), ndim); }
-  static std::string text(const int64_t* shape, int ndim) {
-    std::string text = "(";
-    for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-    return text + ")";
-  }
-};
 
 inline int dtype_code(const dlpack::Tensor& t) {
   constexpr int integer = 0, floating = 2, brain = 4;
@@ -127,50 +104,6 @@ inline Array array_of(nb::handle x) {
     a.strides[i] = nb::cast<int64_t>(strides[i]);
   }
   return a;
-}
-
-inline Array checked(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {
-  const Array a = array_of(x);
-  if (a.dtype != dtype)
-    fail(std::string(name) + ": expected " + dtype_names[dtype] + ", got " +
-         (a.dtype >= 0 && a.dtype <= 4 ? dtype_names[a.dtype] : "an unknown dtype"));
-  if (!a.has_shape(shape))
-    fail(std::string(name) + ": expected shape " + Array::text(shape.begin(), static_cast<int>(shape.size())) +
-         ", got " + a.shape_text());
-  return a;
-}
-
-// A (batch, heads, length, dim) array with a unit last stride.
-inline Tensor tensor_of(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {
-  const Array a = checked(name, x, dtype, shape);
-  if (a.strides[3] != 1 && a.shape[3] > 1)
-    fail(std::string(name) + ": expected a unit last stride, got " + std::to_string(a.strides[3]));
-  return {a.data, a.strides[0], a.strides[1], a.strides[2]};
-}
-
-// The same, written: in the dtype of the problem, or in float32.
-inline Tensor result_of(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {
-  const bool wide = dtype != 0 && array_of(x).dtype == 0;
-  Tensor t = tensor_of(name, x, wide ? 0 : dtype, shape);
-  t.wide = wide;
-  return t;
-}
-
-inline void check_packed(const char* name, const Array& a);
-
-inline Array packed(const char* name, nb::handle x, int dtype, std::initializer_list<int64_t> shape) {
-  const Array a = checked(name, x, dtype, shape);
-  check_packed(name, a);
-  return a;
-}
-
-inline void check_packed(const char* name, const Array& a) {
-  int64_t stride = 1;
-  for (int i = 0; i < a.ndim; ++i)
-    if (a.shape[static_cast<size_t>(i)] == 0) return;
-  for (int i = a.ndim; i-- > 0; stride *= a.shape[static_cast<size_t>(i)])
-    if (a.shape[static_cast<size_t>(i)] > 1 && a.strides[static_cast<size_t>(i)] != stride)
-      fail(std::string(name) + ": expected a contiguous array");
 }
 
 }  // namespace attnspan

@@ -4,59 +4,26 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "arrays.h"
 #include "attention.h"
 #include "move.h"
 #include "peak.h"
 #include "threads.h"
 #include "tuned.h"
+#include "xla.h"
 
 namespace nb = nanobind;
 using namespace attnspan;
 
 namespace {
 
-constexpr int code_f32 = 0, code_i32 = 3, code_i64 = 4;
-
-void fill_bounds(Problem& p, nb::handle bounds) {
-  const Array a = array_of(bounds);
-  if (a.dtype != code_i32 || a.ndim != 5 || (a.shape[0] != 1 && a.shape[0] != p.batch) ||
-      (a.shape[1] != 1 && a.shape[1] != p.q_heads) || a.shape[2] != p.q_len || a.shape[3] < 1 || a.shape[4] != 2)
-    fail("bounds: expected int32 (batch or 1, heads or 1, q_len, runs, 2), got " + a.shape_text());
-  check_packed("bounds", a);
-  p.runs = a.shape[3];
-  const int64_t slice = p.q_len * p.runs * 2;
-  p.bounds = {static_cast<const int32_t*>(a.data), a.shape[0] == 1 ? 0 : a.shape[1] * slice,
-              a.shape[1] == 1 ? 0 : slice, a.shape[0], a.shape[1]};
-}
-
-void fill(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, float scale) {
-  const Array qa = array_of(q), ka = array_of(k), va = array_of(v);
-  if (qa.ndim != 4 || ka.ndim != 4 || va.ndim != 4) fail("q, k, v: expected 4 axes (batch, heads, length, dim)");
-  if (qa.dtype < 0 || qa.dtype > 2) fail("q: expected float32, bfloat16 or float16");
-  p.dtype = static_cast<Dtype>(qa.dtype);
-  p.batch = qa.shape[0], p.q_heads = qa.shape[1], p.q_len = qa.shape[2], p.head_dim = qa.shape[3];
-  p.kv_heads = ka.shape[1], p.k_len = ka.shape[2], p.v_dim = va.shape[3];
-  if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)
-    fail("q heads: expected a multiple of the " + std::to_string(p.kv_heads) + " kv heads, got " +
-         std::to_string(p.q_heads));
-  if (p.head_dim < 1 || p.head_dim > 256 || p.v_dim < 1 || p.v_dim > 256)
-    fail("head_dim: expected 1 to 256, got " + std::to_string(p.head_dim) + " and " + std::to_string(p.v_dim));
-  if (p.k_len > INT32_MAX - 64 || p.q_len > INT32_MAX - 64) fail("lengths: expected at most 2**31 - 65");
-  p.q = tensor_of("q", q, qa.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
-  p.k = tensor_of("k", k, qa.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
-  p.v = tensor_of("v", v, qa.dtype, {p.batch, p.kv_heads, p.k_len, p.v_dim});
-  fill_bounds(p, bounds);
-  p.scale = scale;
-}
-
-float* rows_of(const char* name, nb::handle x, const Problem& p) {
-  const Array a = checked(name, x, code_f32, {p.batch, p.q_heads, p.q_len});
-  check_packed(name, a);
-  return static_cast<float*>(a.data);
+Problem problem_of(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, float scale) {
+  return problem_of(array_of(q), array_of(k), array_of(v), array_of(bounds), scale);
 }
 
 Isa level() {
@@ -65,26 +32,12 @@ Isa level() {
   return isa_active();
 }
 
-std::string text_of(const BlockRange& range) {
-  return "multiples of " + std::to_string(range.step) + " up to " + std::to_string(range.most);
-}
-
 void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
   if (result.status == Status::out_of_memory) throw std::bad_alloc();
-  if (result.status == Status::bad_bounds)
-    fail("mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
-         std::to_string(p.k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
-         std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
-         ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
-         "separate places: raise max_runs, or give each document an id of its own. If it has lengths (cache, "
-         "key_padding), one may be beyond the keys: pass as many keys as it counts");
-  if (result.status == Status::bad_config) {
-    const Blocks blocks = blocks_of(direction, p.dtype, isa);
-    fail("config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +
-         (blocks.square ? ", both the same" : "") + ", got " + std::to_string(p.config.block_q) + " and " +
-         std::to_string(p.config.block_k) + " with " + std::to_string(p.config.threads) + " threads");
-  }
+  if (result.status != Status::ok) fail(failure_text(result, p, direction, isa));
 }
+
+std::optional<Array> given(nb::handle x) { return x.is_none() ? std::nullopt : std::optional(array_of(x)); }
 
 // None, or (block_q, block_k, threads).
 Config config_of(nb::handle x) {
@@ -93,102 +46,23 @@ Config config_of(nb::handle x) {
   return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2]), true};
 }
 
-// Extent `i` of an array with a first or other axis that may be shared: 1, or `full`.
-int64_t own_or_shared(const char* name, const Array& a, int i, int64_t full) {
-  const int64_t size = i < a.ndim ? a.shape[static_cast<size_t>(i)] : 0;
-  if (size != 1 && size != full)
-    fail(std::string(name) + ": expected 1 or " + std::to_string(full) + " along axis " + std::to_string(i) +
-         ", got shape " + a.shape_text());
-  return size;
-}
-
-Indices indices_of(const char* name, nb::handle x, const Problem& p, int64_t length) {
-  if (x.is_none()) return {};
-  const int64_t rows = own_or_shared(name, array_of(x), 0, p.batch);
-  return {static_cast<const int32_t*>(packed(name, x, code_i32, {rows, length}).data), rows == 1 ? 0 : length};
-}
-
-Bias dense_bias_of(nb::handle x, const Problem& p) {
-  const Array a = array_of(x);
-  Bias bias{BiasKind::dense, a.data, static_cast<Dtype>(a.dtype)};
-  if (a.dtype < 0 || a.dtype > 2) fail("bias: expected float32, bfloat16 or float16");
-  bias.batches = own_or_shared("bias", a, 0, p.batch), bias.heads = own_or_shared("bias", a, 1, p.q_heads);
-  bias.rows = own_or_shared("bias", a, 2, p.q_len);
-  const Tensor t = tensor_of("bias", x, a.dtype, {bias.batches, bias.heads, bias.rows, p.k_len});
-  bias.batch = bias.batches == 1 ? 0 : t.batch, bias.head = bias.heads == 1 ? 0 : t.head;
-  bias.row = bias.rows == 1 ? 0 : t.row;
-  return bias;
-}
-
-Bias bias_of(nb::handle x, BiasKind kind, const Problem& p) {
-  if (kind == BiasKind::none) return {};
-  if (kind == BiasKind::dense) return dense_bias_of(x, p);
-  const Array a = array_of(x);
-  Bias bias{kind};
-  bias.heads = p.q_heads, bias.rows = 1;
-  if (kind == BiasKind::distance) {
-    const int64_t size = a.ndim == 2 ? a.shape[1] : 0;
-    if (size % 2 == 0) fail("bias: expected a table of (heads, 2 * reach + 1), got " + a.shape_text());
-    bias.data = packed("bias", x, code_f32, {p.q_heads, size}).data;
-    bias.batches = 1, bias.head = size, bias.reach = size / 2;
-  } else {
-    bias.batches = own_or_shared("bias", a, 0, p.batch);
-    bias.data = packed("bias", x, code_f32, {bias.batches, p.q_heads}).data;
-    bias.batch = bias.batches == 1 ? 0 : p.q_heads, bias.head = 1;
-  }
-  return bias;
-}
-
 // None, or (softcap, bias, bias_kind, sinks, dropout_threshold, dropout_seed, q_index, k_index).
-void fill_options(Problem& p, nb::handle x) {
-  if (x.is_none()) return;
+Options options_of(nb::handle x, const Problem& p) {
+  if (x.is_none()) return {};
   const auto t = nb::cast<nb::tuple>(x);
   if (t.size() != 8) fail("options: expected 8 items, got " + std::to_string(t.size()));
-  Options& o = p.options;
-  // Far above all scores a cap changes none of them; far below, floats cannot hold its slopes.
-  const double softcap = nb::cast<double>(t[0]);
-  if (softcap != 0.0 && !(softcap >= 1e-30 && std::isfinite(softcap)))
-    fail("softcap: expected 0 or a number of at least 1e-30, got " + std::to_string(softcap));
-  o.softcap = softcap > 0x1p60 ? 0.0f : static_cast<float>(softcap);
-  const int kind = nb::cast<int>(t[2]);
-  if (kind < 0 || kind > 4) fail("bias_kind: expected 0 to 4, got " + std::to_string(kind));
-  o.bias = bias_of(t[1], static_cast<BiasKind>(kind), p);
-  if (!t[3].is_none()) o.sinks = static_cast<const float*>(packed("sinks", t[3], code_f32, {p.q_heads}).data);
-  const int64_t threshold = nb::cast<int64_t>(t[4]);
-  if (threshold < 0 || threshold > 65535) fail("dropout: expected a threshold of 0 to 65535");
-  if (threshold > 0) {
-    const bool one = array_of(t[5]).ndim == 0;
-    const Array seeds =
-        one ? packed("dropout_seed", t[5], code_i64, {}) : packed("dropout_seed", t[5], code_i64, {p.batch, p.q_heads});
-    o.dropout = {static_cast<uint32_t>(threshold), static_cast<const int64_t*>(seeds.data), !one};
-  }
-  o.q_index = indices_of("q_index", t[6], p, p.q_len), o.k_index = indices_of("k_index", t[7], p, p.k_len);
-}
-
-// The gradient of a bias, contiguous in its shape.
-BiasGradient bias_gradient_of(nb::handle x, const Problem& p) {
-  const Bias& bias = p.options.bias;
-  if (x.is_none() || bias.kind == BiasKind::none) return {};
-  if (bias.kind == BiasKind::dense) {
-    const Array a = packed("dbias", x, code_f32, {bias.batches, bias.heads, bias.rows, p.k_len});
-    const int64_t head = bias.rows * p.k_len;
-    return {static_cast<float*>(a.data), bias.batches == 1 ? 0 : bias.heads * head, bias.heads == 1 ? 0 : head,
-            bias.rows == 1 ? 0 : p.k_len};
-  }
-  const bool table = bias.kind == BiasKind::distance;
-  const Array a =
-      packed("dbias", x, code_f32, {table ? p.q_heads : bias.batches, table ? 2 * bias.reach + 1 : p.q_heads});
-  return {static_cast<float*>(a.data), bias.batch, bias.head, 0};
+  return options_of({nb::cast<double>(t[0]), nb::cast<int>(t[2]), nb::cast<int64_t>(t[4]), given(t[1]), given(t[3]),
+                     given(t[5]), given(t[6]), given(t[7])},
+                    p);
 }
 
 void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle bounds,
                  float scale, int threads, nb::handle config, nb::handle options) {
   ForwardArgs args{};
-  fill(args, q, k, v, bounds, scale);
+  static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
   args.config = config_of(config);
-  fill_options(args, options);
-  args.out = result_of("out", out, static_cast<int>(args.dtype), {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.lse = lse.is_none() ? nullptr : rows_of("lse", lse, args);
+  args.options = options_of(options, args);
+  fill(args, array_of(out), given(lse));
   const Isa isa = level();
   Result result;
   {
@@ -202,20 +76,11 @@ void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, 
                   nb::handle lse, nb::handle bounds, nb::handle dq, nb::handle dk, nb::handle dv, float scale,
                   int threads, nb::handle config, nb::handle options, nb::handle dbias, nb::handle dsinks) {
   BackwardArgs args{};
-  fill(args, q, k, v, bounds, scale);
+  static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
   args.config = config_of(config);
-  fill_options(args, options);
-  args.dbias = bias_gradient_of(dbias, args);
-  if (args.options.sinks != nullptr && !dsinks.is_none())
-    args.dsinks = static_cast<float*>(packed("dsinks", dsinks, code_f32, {args.q_heads}).data);
-  const int dtype = static_cast<int>(args.dtype);
-  args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.dq = result_of("dq", dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
-  args.dk = result_of("dk", dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
-  args.dv = result_of("dv", dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
-  args.lse = rows_of("lse", lse, args);
-  args.dlse = dlse.is_none() ? nullptr : rows_of("dlse", dlse, args);
+  args.options = options_of(options, args);
+  fill(args, {array_of(dout), given(dlse), array_of(out), array_of(lse), array_of(dq), array_of(dk), array_of(dv),
+              given(dbias), given(dsinks)});
   const Isa isa = level();
   Result result;
   {
@@ -286,7 +151,9 @@ Tensor bshd(nb::handle x, int64_t heads, int64_t length, int64_t dim) {
 
 bool fits(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bounds) {
   try {
-    fill(p, q, k, v, bounds, 1.0f);
+    p = problem_of(q, k, v, bounds, 1.0f);
+  } catch (const std::invalid_argument&) {
+    return false;
   } catch (const nb::builtin_exception&) {
     return false;
   } catch (const nb::python_error&) {
@@ -327,11 +194,13 @@ nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, 
                      nb::handle bounds, float scale, int threads, nb::handle empty_strided) {
   BackwardArgs args{};
   try {
-    fill(args, q, k, v, bounds, scale);
+    static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
     const int dtype = static_cast<int>(args.dtype);
-    args.dout = tensor_of("dout", dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-    args.out = tensor_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-    args.lse = rows_of("lse", lse, args);
+    args.dout = tensor_of("dout", array_of(dout), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+    args.out = tensor_of("out", array_of(out), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+    args.lse = rows_of("lse", array_of(lse), args);
+  } catch (const std::invalid_argument&) {
+    return nb::none();
   } catch (const nb::builtin_exception&) {
     return nb::none();
   } catch (const nb::python_error&) {
@@ -453,6 +322,13 @@ NB_MODULE(_core, m) {
         nb::arg("lse"), nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("empty_strided"));
   m.def("move_rows", &move_rows, nb::arg("target"), nb::arg("to").none(), nb::arg("source"), nb::arg("from").none(),
         nb::arg("add"), nb::arg("threads"));
+  // As XLA registers them: capsules of handlers, by the name of the custom call's target.
+  m.def("xla_handlers", [] {
+    nb::dict handlers;
+    handlers["attnspan_forward"] = nb::capsule(reinterpret_cast<void*>(xla_forward()));
+    handlers["attnspan_backward"] = nb::capsule(reinterpret_cast<void*>(xla_backward()));
+    return handlers;
+  });
   m.def("isa_levels", [] {
     std::vector<std::string> levels;
     for (int i = 0; i < isa_levels; ++i)

@@ -1,0 +1,176 @@
+#include "arguments.h"
+
+#include <cmath>
+
+namespace attnspan {
+namespace {
+
+void fill_bounds(Problem& p, const Array& a) {
+  if (a.dtype != code_i32 || a.ndim != 5 || (a.shape[0] != 1 && a.shape[0] != p.batch) ||
+      (a.shape[1] != 1 && a.shape[1] != p.q_heads) || a.shape[2] != p.q_len || a.shape[3] < 1 || a.shape[4] != 2)
+    fail("bounds: expected int32 (batch or 1, heads or 1, q_len, runs, 2), got " + a.shape_text());
+  check_packed("bounds", a);
+  p.runs = a.shape[3];
+  const int64_t slice = p.q_len * p.runs * 2;
+  p.bounds = {static_cast<const int32_t*>(a.data), a.shape[0] == 1 ? 0 : a.shape[1] * slice,
+              a.shape[1] == 1 ? 0 : slice, a.shape[0], a.shape[1]};
+}
+
+// Extent `i` of an array with a first or other axis that may be shared: 1, or `full`.
+int64_t own_or_shared(const char* name, const Array& a, int i, int64_t full) {
+  const int64_t size = i < a.ndim ? a.shape[static_cast<size_t>(i)] : 0;
+  if (size != 1 && size != full)
+    fail(std::string(name) + ": expected 1 or " + std::to_string(full) + " along axis " + std::to_string(i) +
+         ", got shape " + a.shape_text());
+  return size;
+}
+
+Indices indices_of(const char* name, const std::optional<Array>& x, const Problem& p, int64_t length) {
+  if (!x) return {};
+  const int64_t rows = own_or_shared(name, *x, 0, p.batch);
+  return {static_cast<const int32_t*>(packed(name, *x, code_i32, {rows, length}).data), rows == 1 ? 0 : length};
+}
+
+Bias dense_bias_of(const Array& a, const Problem& p) {
+  Bias bias{BiasKind::dense, a.data, static_cast<Dtype>(a.dtype)};
+  if (a.dtype < 0 || a.dtype > 2) fail("bias: expected float32, bfloat16 or float16");
+  bias.batches = own_or_shared("bias", a, 0, p.batch), bias.heads = own_or_shared("bias", a, 1, p.q_heads);
+  bias.rows = own_or_shared("bias", a, 2, p.q_len);
+  const Tensor t = tensor_of("bias", a, a.dtype, {bias.batches, bias.heads, bias.rows, p.k_len});
+  bias.batch = bias.batches == 1 ? 0 : t.batch, bias.head = bias.heads == 1 ? 0 : t.head;
+  bias.row = bias.rows == 1 ? 0 : t.row;
+  return bias;
+}
+
+Bias bias_of(const std::optional<Array>& x, BiasKind kind, const Problem& p) {
+  if (kind == BiasKind::none) return {};
+  if (!x) fail("bias: expected an array for a bias_kind, got none");
+  if (kind == BiasKind::dense) return dense_bias_of(*x, p);
+  Bias bias{kind};
+  bias.heads = p.q_heads, bias.rows = 1;
+  if (kind == BiasKind::distance) {
+    const int64_t size = x->ndim == 2 ? x->shape[1] : 0;
+    if (size % 2 == 0) fail("bias: expected a table of (heads, 2 * reach + 1), got " + x->shape_text());
+    bias.data = packed("bias", *x, code_f32, {p.q_heads, size}).data;
+    bias.batches = 1, bias.head = size, bias.reach = size / 2;
+  } else {
+    bias.batches = own_or_shared("bias", *x, 0, p.batch);
+    bias.data = packed("bias", *x, code_f32, {bias.batches, p.q_heads}).data;
+    bias.batch = bias.batches == 1 ? 0 : p.q_heads, bias.head = 1;
+  }
+  return bias;
+}
+
+Dropout dropout_of(const OptionArrays& given, const Problem& p) {
+  const int64_t threshold = given.dropout_threshold;
+  if (threshold < 0 || threshold > 65535) fail("dropout: expected a threshold of 0 to 65535");
+  if (threshold == 0) return {};
+  if (!given.dropout_seed) fail("dropout_seed: expected one beside dropout, got none");
+  const bool one = given.dropout_seed->ndim == 0;
+  const Array seeds = one ? packed("dropout_seed", *given.dropout_seed, code_i64, {})
+                          : packed("dropout_seed", *given.dropout_seed, code_i64, {p.batch, p.q_heads});
+  return {static_cast<uint32_t>(threshold), static_cast<const int64_t*>(seeds.data), !one};
+}
+
+// The gradient of a bias, contiguous in its shape.
+BiasGradient bias_gradient_of(const std::optional<Array>& x, const Problem& p) {
+  const Bias& bias = p.options.bias;
+  if (!x || bias.kind == BiasKind::none) return {};
+  if (bias.kind == BiasKind::dense) {
+    const Array a = packed("dbias", *x, code_f32, {bias.batches, bias.heads, bias.rows, p.k_len});
+    const int64_t head = bias.rows * p.k_len;
+    return {static_cast<float*>(a.data), bias.batches == 1 ? 0 : bias.heads * head, bias.heads == 1 ? 0 : head,
+            bias.rows == 1 ? 0 : p.k_len};
+  }
+  const bool table = bias.kind == BiasKind::distance;
+  const Array a =
+      packed("dbias", *x, code_f32, {table ? p.q_heads : bias.batches, table ? 2 * bias.reach + 1 : p.q_heads});
+  return {static_cast<float*>(a.data), bias.batch, bias.head, 0};
+}
+
+std::string text_of(const BlockRange& range) {
+  return "multiples of " + std::to_string(range.step) + " up to " + std::to_string(range.most);
+}
+
+}  // namespace
+
+Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale) {
+  Problem p{};
+  if (q.ndim != 4 || k.ndim != 4 || v.ndim != 4) fail("q, k, v: expected 4 axes (batch, heads, length, dim)");
+  if (q.dtype < 0 || q.dtype > 2) fail("q: expected float32, bfloat16 or float16");
+  p.dtype = static_cast<Dtype>(q.dtype);
+  p.batch = q.shape[0], p.q_heads = q.shape[1], p.q_len = q.shape[2], p.head_dim = q.shape[3];
+  p.kv_heads = k.shape[1], p.k_len = k.shape[2], p.v_dim = v.shape[3];
+  if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)
+    fail("q heads: expected a multiple of the " + std::to_string(p.kv_heads) + " kv heads, got " +
+         std::to_string(p.q_heads));
+  if (p.head_dim < 1 || p.head_dim > 256 || p.v_dim < 1 || p.v_dim > 256)
+    fail("head_dim: expected 1 to 256, got " + std::to_string(p.head_dim) + " and " + std::to_string(p.v_dim));
+  if (p.k_len > INT32_MAX - 64 || p.q_len > INT32_MAX - 64) fail("lengths: expected at most 2**31 - 65");
+  p.q = tensor_of("q", q, q.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
+  p.k = tensor_of("k", k, q.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
+  p.v = tensor_of("v", v, q.dtype, {p.batch, p.kv_heads, p.k_len, p.v_dim});
+  fill_bounds(p, bounds);
+  p.scale = scale;
+  return p;
+}
+
+Options options_of(const OptionArrays& given, const Problem& p) {
+  Options o;
+  // Far above all scores a cap changes none of them; far below, floats cannot hold its slopes.
+  const double softcap = given.softcap;
+  if (softcap != 0.0 && !(softcap >= 1e-30 && std::isfinite(softcap)))
+    fail("softcap: expected 0 or a number of at least 1e-30, got " + std::to_string(softcap));
+  o.softcap = softcap > 0x1p60 ? 0.0f : static_cast<float>(softcap);
+  const int kind = given.bias_kind;
+  if (kind < 0 || kind > 4) fail("bias_kind: expected 0 to 4, got " + std::to_string(kind));
+  o.bias = bias_of(given.bias, static_cast<BiasKind>(kind), p);
+  if (given.sinks) o.sinks = static_cast<const float*>(packed("sinks", *given.sinks, code_f32, {p.q_heads}).data);
+  o.dropout = dropout_of(given, p);
+  o.q_index = indices_of("q_index", given.q_index, p, p.q_len);
+  o.k_index = indices_of("k_index", given.k_index, p, p.k_len);
+  return o;
+}
+
+float* rows_of(const char* name, const Array& a, const Problem& p) {
+  return static_cast<float*>(packed(name, a, code_f32, {p.batch, p.q_heads, p.q_len}).data);
+}
+
+void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse) {
+  const int dtype = static_cast<int>(args.dtype);
+  args.out = result_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.lse = lse ? rows_of("lse", *lse, args) : nullptr;
+}
+
+void fill(BackwardArgs& args, const GradientArrays& given) {
+  args.dbias = bias_gradient_of(given.dbias, args);
+  if (args.options.sinks != nullptr && given.dsinks)
+    args.dsinks = static_cast<float*>(packed("dsinks", *given.dsinks, code_f32, {args.q_heads}).data);
+  const int dtype = static_cast<int>(args.dtype);
+  args.dout = tensor_of("dout", given.dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.out = tensor_of("out", given.out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
+  args.dq = result_of("dq", given.dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
+  args.dk = result_of("dk", given.dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
+  args.dv = result_of("dv", given.dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
+  args.lse = rows_of("lse", given.lse, args);
+  args.dlse = given.dlse ? rows_of("dlse", *given.dlse, args) : nullptr;
+}
+
+std::string failure_text(const Result& result, const Problem& p, Direction direction, Isa isa) {
+  if (result.status == Status::bad_bounds)
+    return "mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
+           std::to_string(p.k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
+           std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
+           ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
+           "separate places: raise max_runs, or give each document an id of its own. If it has lengths (cache, "
+           "key_padding), one may be beyond the keys: pass as many keys as it counts";
+  if (result.status == Status::bad_config) {
+    const Blocks blocks = blocks_of(direction, p.dtype, isa);
+    return "config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +
+           (blocks.square ? ", both the same" : "") + ", got " + std::to_string(p.config.block_q) + " and " +
+           std::to_string(p.config.block_k) + " with " + std::to_string(p.config.threads) + " threads";
+  }
+  return "out of memory";
+}
+
+}  // namespace attnspan

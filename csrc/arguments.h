@@ -1,0 +1,35 @@
+// From the arrays of an edge to the arguments of the kernel: one set of checks for Python and XLA.
+#pragma once
+
+#include <optional>
+
+#include "array.h"
+
+namespace attnspan {
+
+// What a call has beside q, k, v and the bounds; arrays are absent where an option is.
+struct OptionArrays {
+  double softcap = 0.0;
+  int bias_kind = 0;
+  int64_t dropout_threshold = 0;  // of 2^16
+  std::optional<Array> bias, sinks, dropout_seed, q_index, k_index;
+};
+
+struct GradientArrays {
+  Array dout;
+  std::optional<Array> dlse;
+  Array out, lse, dq, dk, dv;
+  std::optional<Array> dbias, dsinks;
+};
+
+// These throw std::invalid_argument, which says what was expected and what came.
+Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale);
+Options options_of(const OptionArrays& given, const Problem& p);
+float* rows_of(const char* name, const Array& a, const Problem& p);  // (batch, q_heads, q_len), float
+void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse);
+void fill(BackwardArgs& args, const GradientArrays& given);
+
+// What went wrong in a call whose arrays fit, and how to mend it.
+std::string failure_text(const Result& result, const Problem& p, Direction direction, Isa isa);
+
+}  // namespace attnspan
