@@ -12,7 +12,7 @@ PACKAGE = Path(attnspan.__file__).parent
 # Lower rooms first. A module may import from its own room and from those below; what is not listed is a
 # new room, which must be given its place here.
 ROOMS = [
-    {"errors", "_errors"},
+    {"errors", "_errors", "_installed"},
     {"arrays"},
     {"_intervals"},
     {"spans"},

@@ -1,5 +1,6 @@
 """attnspan for PyTorch."""
 
+from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
 from . import _encode as _encode  # registers the operator that masks from booleans need
 from . import _pytrees as _pytrees  # registers the masks
 from ._attention import SlowPathWarning as SlowPathWarning

@@ -1,0 +1,222 @@
+"""The drop-in beside jax.nn's own function, over its options."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from attnspan import causal, from_dense, key_padding, segments  # noqa: E402
+from attnspan.jax import dot_product_attention  # noqa: E402
+
+theirs = jax.nn.dot_product_attention
+
+
+def _normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+B, T, S, N, K, H = 2, 6, 9, 4, 2, 16
+QKV = (_normal(0, B, T, N, H), _normal(1, B, S, K, H), _normal(2, B, S, K, H))
+VISIBLE = np.random.default_rng(0).random((B, N, T, S)) < 0.6
+VISIBLE[..., 0] = True  # where a row sees nothing, the two differ
+SQUARE = tuple(x[:, :T] for x in QKV)
+
+#: Keywords for both; where T differs from S, rows count from 0 as keys do.
+CASES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": 2},
+    "uneven window": {"local_window_size": (3, 1)},
+    "causal window": {"is_causal": True, "local_window_size": (2, 4)},
+    "key lengths": {"key_value_seq_lengths": jnp.array([9, 4])},
+    "query lengths": {"query_seq_lengths": jnp.array([6, 3])},
+    "both lengths, causal": {
+        "is_causal": True,
+        "query_seq_lengths": jnp.array([4, 6]),
+        "key_value_seq_lengths": jnp.array([9, 3]),
+    },
+    "lengths beyond the end": {"key_value_seq_lengths": jnp.array([20, 2])},
+    "mask": {"mask": jnp.asarray(VISIBLE)},
+    "mask of all heads": {"mask": jnp.asarray(VISIBLE[:, :1])},
+    "mask of two axes": {"mask": jnp.asarray(VISIBLE[0, 0])},
+    "mask by key": {"mask": jnp.asarray(VISIBLE[:, :1, :1])},
+    "mask by query, causal": {"mask": jnp.ones((B, 1, T, 1), bool), "is_causal": True},
+    "bias": {"bias": _normal(3, B, N, T, S)},
+    "bias of all rows": {"bias": _normal(3, 1, N, 1, S)},
+    "bias by query": {"bias": _normal(3, B, 1, T, 1)},
+    "bias of three axes": {"bias": _normal(3, N, T, S)},
+    "bias, mask, causal": {
+        "bias": _normal(3, 1, 1, T, S),
+        "mask": jnp.asarray(VISIBLE),
+        "is_causal": True,
+    },
+}
+
+
+def _close(ours: Any, other: Any, tolerance: float = 3e-6) -> None:
+    assert ours.dtype == other.dtype
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float64), np.asarray(other, np.float64), rtol=0, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_jax_nn(case: str) -> None:
+    keywords = CASES[case]
+
+    def both(function: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            out = function(q, k, v, **keywords)
+            return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
+
+        gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*QKV)
+        return out, *gradients
+
+    for ours, other in zip(both(dot_product_attention), both(theirs), strict=True):
+        _close(ours, other)
+
+
+def test_gradient_of_a_bias_that_broadcasts() -> None:
+    for shape in ((1, N, T, S), (B, 1, T, 1), (T, S)):
+        bias = _normal(4, *shape)
+        full = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+
+        def gradient(function: Any, given: Any) -> Any:
+            return jax.grad(lambda x: (function(*QKV, x) * QKV[0]).sum())(given)
+
+        _close(gradient(dot_product_attention, bias), gradient(theirs, full).reshape(shape))
+
+
+def test_residual() -> None:
+    ours, other = (f(*QKV, is_causal=True, return_residual=True) for f in (dot_product_attention, theirs))
+    assert ours[1].shape == (B, T, N)
+    for x, y in zip(ours, other, strict=True):
+        _close(x, y)
+    # As there, nothing flows back through it.
+    gradient = jax.grad(lambda q: dot_product_attention(q, *QKV[1:], return_residual=True)[1].sum())(QKV[0])
+    assert not gradient.any()
+
+
+def test_without_a_batch_axis() -> None:
+    single = [x[0] for x in QKV]
+    ours, residual = dot_product_attention(*single, is_causal=True, return_residual=True)
+    assert ours.shape == (T, N, H)
+    assert residual.shape == (T, N)
+    _close(ours, theirs(*single, is_causal=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2**-6), (jnp.float16, 2**-9)])
+def test_dtypes(dtype: Any, tolerance: float) -> None:
+    inputs = [x.astype(dtype) for x in QKV]
+    _close(
+        dot_product_attention(*inputs, is_causal=True),
+        theirs(*inputs, is_causal=True),
+        tolerance,
+    )
+
+
+def test_numpy_arrays_as_jax_nn() -> None:
+    arrays = [np.asarray(x) for x in QKV]
+    _close(dot_product_attention(*arrays, mask=VISIBLE), theirs(*arrays, mask=VISIBLE))
+
+
+def test_a_row_that_sees_nothing_is_zero() -> None:
+    mask = jnp.asarray(VISIBLE).at[0, 1, 2].set(False)
+    out, residual = dot_product_attention(*QKV, mask=mask, return_residual=True)
+    assert not out[0, 2, 1].any()
+    assert residual[0, 2, 1] == -jnp.inf
+    assert theirs(*QKV, mask=mask)[0, 2, 1].any()
+
+
+def test_masks_of_attnspan() -> None:
+    ids = jnp.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    same = (ids[:, None, :, None] == ids[:, None, None, :]) & np.tri(T, dtype=bool)
+    other = theirs(*SQUARE, mask=same)
+    mask = causal() & segments(ids)
+    _close(dot_product_attention(*SQUARE, mask=mask), other)
+    prepared = mask.prepare(T, T, batch=B, like=SQUARE[0])
+    _close(dot_product_attention(*SQUARE, mask=prepared), other)
+    _close(dot_product_attention(*SQUARE, mask=prepared.lowered), other)
+    lengths = jnp.array([4, 6])
+    both = same & (jnp.arange(T) < lengths[:, None, None, None])
+    limited = dot_product_attention(*SQUARE, mask=prepared.lowered, key_value_seq_lengths=lengths)
+    _close(limited[:, :4], theirs(*SQUARE, mask=both)[:, :4])
+    _close(limited, dot_product_attention(*SQUARE, mask=mask & key_padding(lengths)))
+
+
+def test_under_jit_and_vmap() -> None:
+    lengths = jnp.array([[9, 4], [2, 5]])
+    stacked = [jnp.stack([x, x[::-1]]) for x in QKV]
+
+    def run(function: Any) -> Any:
+        return jax.jit(
+            jax.vmap(lambda q, k, v, n: function(q, k, v, is_causal=True, key_value_seq_lengths=n))
+        )(*stacked, lengths)
+
+    _close(run(dot_product_attention), run(theirs))
+
+
+def test_more_runs_under_jit_than_static() -> None:
+    mask = jnp.tile(jnp.array([True, False]), 10)[None].repeat(20, 0)
+    q = _normal(5, 1, 20, 1, H)
+    ours = jax.jit(
+        lambda q, mask: dot_product_attention(q, q, q, mask=from_dense(mask, max_runs=10)),
+    )(q, mask)
+    _close(ours, theirs(q, q, q, mask=mask))
+
+
+@pytest.mark.parametrize("name", ["xla", "math"])
+def test_implementation_names_a_back_end(name: str) -> None:
+    _close(dot_product_attention(*QKV, implementation=name), theirs(*QKV))
+
+
+BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "list": (([[1.0]], *QKV[1:]), {}, TypeError, "query: expected a JAX or NumPy array, got list"),
+    "rank": ((QKV[0][0, 0], *QKV[1:]), {}, ValueError, r"query: expected \(batch, .*got shape \(4, 16\)"),
+    "mask dtype": (
+        QKV,
+        {"mask": jnp.zeros((T, S))},
+        TypeError,
+        "mask: expected a boolean array or a mask of attnspan, got float32.*as bias",
+    ),
+    "mask kind": (QKV, {"mask": "causal"}, TypeError, "mask: expected a boolean array.*got str"),
+    "mask shape": (
+        QKV,
+        {"mask": jnp.ones((T, S + 1), bool)},
+        ValueError,
+        r"mask: expected a shape that broadcasts to .*\(2, 4, 6, 9\), got \(1, 1, 6, 10\)",
+    ),
+    "mask twice": (
+        QKV,
+        {"mask": causal(), "is_causal": True},
+        ValueError,
+        "mask: expected no is_causal .* Combine masks with causal",
+    ),
+    "bias shape": (QKV, {"bias": jnp.zeros((3, T, S))}, ValueError, "bias: expected a shape that broadcasts"),
+    "bias kind": (QKV, {"bias": 1.0}, TypeError, "bias: expected an array, got float"),
+    "lengths shape": (
+        QKV,
+        {"query_seq_lengths": jnp.zeros(3, int)},
+        ValueError,
+        r"query_seq_lengths: expected \(2,\), got shape \(3,\)",
+    ),
+    "lengths dtype": (
+        QKV,
+        {"key_value_seq_lengths": jnp.zeros(2)},
+        TypeError,
+        "key_value_seq_lengths: expected int32, got float32",
+    ),
+    "implementation": (QKV, {"implementation": "flash"}, ValueError, "backend: .*got 'flash'"),
+    "heads": ((QKV[0][:, :, :3], *QKV[1:]), {}, ValueError, "heads: expected a multiple of the key heads"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_named(case: str) -> None:
+    inputs, keywords, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        dot_product_attention(*inputs, **keywords)
