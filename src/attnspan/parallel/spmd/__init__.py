@@ -1,0 +1,1 @@
+"""One attention over the devices of a JAX mesh."""
