@@ -25,7 +25,7 @@ ROOMS = [
     {"masks"},
     {"library"},
     {"_biases", "_dropout"},
-    {"options"},
+    {"options", "_option_checks"},
     {"problem"},
     {"reference"},
     {"_core"},
@@ -41,6 +41,8 @@ ROOMS = [
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORKS = {"torch", "jax", "jaxlib"}
+# Public names that a front end shows and a higher room implements; looked up when they are asked for.
+FACADES = {("jax/__init__.py", "attnspan.parallel.spmd")}
 
 
 def _modules():
@@ -84,6 +86,8 @@ def test_imports_point_one_way():
     for path, parts in _modules():
         for name in _imports(path, parts):
             room = _room(name)
+            if (path.relative_to(PACKAGE).as_posix(), name) in FACADES:
+                continue
             if room is not None and HEIGHT[room] > HEIGHT[parts[0]]:
                 upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not upward

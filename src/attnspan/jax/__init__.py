@@ -1,3 +1,22 @@
 """attnspan for JAX."""
 
-from . import _needs as _needs  # isort: skip  (first: without JAX it says what to install)
+from typing import TYPE_CHECKING, Any
+
+from . import _pytrees as _pytrees  # registers the masks
+from ._attention import attention as attention
+from ._dpa import dot_product_attention as dot_product_attention
+from ._explain import Explanation as Explanation
+from ._explain import explain as explain
+from ._options import dropout_seeds as dropout_seeds
+
+if TYPE_CHECKING:
+    from ..parallel.spmd import shard as shard
+
+
+def __getattr__(name: str) -> Any:
+    # The planning of meshes stands above this room; it is looked up when it is asked for.
+    if name == "shard":
+        from ..parallel.spmd import shard
+
+        return shard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

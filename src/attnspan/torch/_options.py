@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from .._dropout import split_seeds
+from .._option_checks import check_dropout_p, check_softcap
 from ..arrays import INT32_MAX, arrays_for
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..masks import Prepared
 from ..options import DENSE, Bias, Options, dense_bias
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -108,44 +107,6 @@ def dropout_seeds(seed: Tensor, batch: int, heads: int) -> Tensor:
     _check_seed(seed)
     rows, heads_at = torch.arange(batch, device=seed.device), torch.arange(heads, device=seed.device)
     return split_seeds(seed.to(torch.int64), rows[:, None], heads_at[None])  # type: ignore[no-any-return]
-
-
-def check_softcap(softcap: Any) -> None:
-    """Raise unless ``softcap`` is None or a positive number that is finite in float32."""
-    if softcap is None:
-        return
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise DtypeError(
-            "softcap",
-            expected="a Python number",
-            got=type(softcap).__name__,
-            remedy="Call .item() if it is an array",
-        )
-    if not 1e-30 <= softcap <= _FLOAT32_MAX:
-        raise OptionError(
-            "softcap",
-            expected="a positive, finite number (1e-30 or more)",
-            got=str(softcap),
-            remedy="Leave it out for no softcap",
-        )
-
-
-def check_dropout_p(dropout_p: Any) -> None:
-    """Raise unless ``dropout_p`` is a number of [0, 1)."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise DtypeError(
-            "dropout_p",
-            expected="a Python number",
-            got=type(dropout_p).__name__,
-            remedy="Call .item() if it is an array",
-        )
-    if not 0 <= dropout_p < 1:
-        raise OptionError(
-            "dropout_p",
-            expected="at least 0 and below 1",
-            got=str(dropout_p),
-            remedy="It is the share of weights to drop; dropping all leaves nothing",
-        )
 
 
 def _as_bias(bias: Any) -> Bias:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._option_checks import check_dropout_p
 from ..errors import DtypeError, OptionError, ShapeError
 from ..masks import causal, from_dense, full
 from ._attention import AnyMask, attention
-from ._options import check_dropout_p
 
 
 def scaled_dot_product_attention(
