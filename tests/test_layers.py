@@ -32,6 +32,7 @@ ROOMS = [
     {"kernels"},
     {"torch", "jax"},
     {"parallel"},
+    {"xla"},
     {"integrations"},
     {"train"},
     {"bench", "tune", "doctor"},
@@ -40,7 +41,7 @@ ROOMS = [
     {"__main__"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
-FRAMEWORKS = {"torch", "jax", "jaxlib"}
+FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 # Public names that a front end shows and a higher room implements; looked up when they are asked for.
 FACADES = {("jax/__init__.py", "attnspan.parallel.spmd")}
 
@@ -99,6 +100,7 @@ def test_only_the_front_ends_know_a_framework():
         "torch",
         "jax",
         "parallel",
+        "xla",
         "integrations",
         "train",
         "bench",
@@ -124,9 +126,9 @@ def test_kernels_do_not_import_each_other():
             assert not others & set(_imports(path, parts)), path
 
 
-def test_only_the_torch_room_registers_operators():
+def test_only_the_torch_rooms_register_operators():
     for path, parts in _modules():
-        if parts[0] != "torch":
+        if parts[0] not in ("torch", "xla"):
             assert not any(name.startswith("torch.library") for name in _imports(path, parts)), path
 
 

@@ -1,0 +1,234 @@
+"""Where the parts of q, k and v lie on a mesh of devices, and what follows for all that is beside them.
+
+A partition spec names, for each dim of q, the mesh axes that split it. Batch and heads may be split: each
+device then computes its own rows and heads alone. Everything else follows from q's spec.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import OptionError
+from ..problem import LAYOUTS
+
+#: Mesh axes, by name or number, that split one dim together; () for none.
+Axes = tuple[str | int, ...]
+#: For each dim of a tensor, the mesh axes that split it: what torch_xla takes.
+Spec = tuple[Any, ...]
+
+#: Meshes by the key under which operators know them; the global mesh has the key "".
+_MESHES: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Places:
+    """How q is split.
+
+    Attributes:
+        key: Names the mesh for `mesh_of`.
+        batch: Mesh axes that split the batch.
+        heads: Mesh axes that split the heads.
+        batch_parts: Number of parts of the batch.
+        head_parts: Number of parts of the heads.
+
+    Example:
+        >>> Places("", ("data",), (), 4, 1).spec(True, True, False)
+        ('data', None, None)
+    """
+
+    key: str
+    batch: Axes
+    heads: Axes
+    batch_parts: int
+    head_parts: int
+
+    def spec(self, batch: bool, heads: bool, *others: bool) -> Spec:
+        """The spec of a tensor (B, H, ...), by whether its batch and its heads are split; the rest is not."""
+        return (
+            _entry(self.batch if batch else ()),
+            _entry(self.heads if heads else ()),
+            *(None for _ in others),
+        )
+
+    def text(self) -> str:
+        """What an operator is told, for `from_text`."""
+        axes = f"{spec_text(self.batch)}, {spec_text(self.heads)}"
+        return f"({self.key!r}, {axes}, {self.batch_parts}, {self.head_parts})"
+
+
+def _entry(axes: Axes) -> Any:
+    return None if len(axes) == 0 else axes[0] if len(axes) == 1 else axes
+
+
+def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places | None:
+    """How q is split over a mesh; None where no partition spec is given.
+
+    Args:
+        q: The queries, in ``layout``.
+        mesh: A mesh of torch_xla, or None for the global one.
+        partition_spec: One entry for each dim of q: a mesh axis by name or number, several of them, or None.
+        layout: A key of `attnspan.problem.LAYOUTS`.
+
+    Raises:
+        OptionError: The spec does not fit q or the mesh, or splits what only a plan can split.
+    """
+    if partition_spec is None:
+        if mesh is not None:
+            raise OptionError(
+                "mesh",
+                expected="a partition_spec beside it",
+                got="None",
+                remedy="Pass q's, such as ('data', None, None, None)",
+            )
+        return None
+    key, mesh = _known(mesh)
+    axes = check_spec("partition_spec", partition_spec, len(q.shape), mesh)
+    by_dim = dict(zip(LAYOUTS[layout], axes, strict=True))
+    for dim in ("length", "tokens", "head_dim"):
+        _refuse_split(dim, by_dim.get(dim, ()), mesh)
+    batch, heads = by_dim.get("batch", ()), by_dim["heads"]
+    places = Places(key, batch, heads, parts_of(batch, mesh), parts_of(heads, mesh))
+    sizes = dict(zip(LAYOUTS[layout], q.shape, strict=True))
+    _check_divides("batch", sizes.get("batch", 1), places.batch_parts)
+    _check_divides("heads", sizes["heads"], places.head_parts)
+    return places
+
+
+def check_spec(what: str, spec: Any, rank: int, mesh: Any) -> tuple[Axes, ...]:
+    """The axes of each dim, after checks of their number, of their names, and that none is used twice."""
+    if not isinstance(spec, tuple | list) or len(spec) != rank:
+        raise OptionError(
+            what,
+            expected=f"{rank} entries, one for each dim",
+            got=f"{spec!r}",
+            remedy="Give dims that are not split None",
+        )
+    axes = tuple(_axes(what, entry, mesh) for entry in spec)
+    used = [number_of(axis, mesh) for dim in axes for axis in dim]
+    if len(used) != len(set(used)):
+        raise OptionError(
+            what,
+            expected="each mesh axis once",
+            got=f"{spec!r}",
+            remedy="An axis can split one dim only; give the other another axis, or None",
+        )
+    return axes
+
+
+def _axes(what: str, entry: Any, mesh: Any) -> Axes:
+    axes: Axes = () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+    for axis in axes:
+        number_of(axis, mesh, what)
+    return axes
+
+
+def number_of(axis: Any, mesh: Any, what: str = "partition_spec") -> int:
+    """The number of a mesh axis that is given by name or number."""
+    names = mesh.axis_names or ()
+    if isinstance(axis, str) and axis in names:
+        return tuple(names).index(axis)
+    if isinstance(axis, int) and not isinstance(axis, bool) and 0 <= axis < len(mesh.mesh_shape):
+        return axis
+    known = names or tuple(range(len(mesh.mesh_shape)))
+    raise OptionError(
+        what,
+        expected=f"axes of the mesh, {', '.join([str(x) for x in known])}",
+        got=f"{axis!r}",
+        remedy="Name an axis that the mesh has, or None",
+    )
+
+
+def parts_of(axes: Axes, mesh: Any) -> int:
+    """The number of parts into which mesh axes split a dim."""
+    count = 1
+    for axis in axes:
+        count *= int(mesh.mesh_shape[number_of(axis, mesh)])
+    return count
+
+
+def _refuse_split(dim: str, axes: Axes, mesh: Any) -> None:
+    if parts_of(axes, mesh) == 1:
+        return
+    remedies = {
+        "head_dim": "A score needs all elements of a query and a key: split the batch or the heads",
+        "length": "A device would see a part of the keys, and be wrong without any error: split the batch or "
+        "the heads, or share rows by a plan with attnspan.parallel.ContextParallel or attnspan.jax.shard",
+    }
+    raise OptionError(
+        f"partition_spec: {dim}",
+        expected="None: this dim cannot be split without a plan of who needs which keys",
+        got=f"{axes if len(axes) > 1 else axes[0]!r}",
+        remedy=remedies.get(dim, remedies["length"]),
+    )
+
+
+def _check_divides(dim: str, size: int, parts: int) -> None:
+    if size % parts != 0:
+        raise OptionError(
+            f"partition_spec: {dim}",
+            expected=f"a size that {parts} devices can share, a multiple of {parts}",
+            got=str(size),
+            remedy="Pad it, or split another dim",
+        )
+
+
+def _known(mesh: Any) -> tuple[str, Any]:
+    """The key of a mesh, and the mesh."""
+    import torch_xla.distributed.spmd as xs
+    from torch import compiler
+
+    common = xs.get_global_mesh()
+    if mesh is None or mesh is common:
+        if common is None:
+            raise OptionError(
+                "mesh",
+                expected="a mesh of torch_xla beside partition_spec, or a global one",
+                got="None",
+                remedy="Pass mesh=, or call torch_xla.distributed.spmd.set_global_mesh(mesh)",
+            )
+        return "", common
+    key = f"{id(mesh)}"
+    if not compiler.is_compiling():
+        # Kept: the number of one that is gone could become another's.
+        _MESHES[key] = mesh
+    elif key not in _MESHES:
+        raise OptionError(
+            "mesh under torch.compile",
+            expected="the global mesh, or one that a call outside of the compiler has used",
+            got="another",
+            remedy="Call torch_xla.distributed.spmd.set_global_mesh(mesh) first",
+        )
+    return key, mesh
+
+
+def mesh_of(key: str) -> Any:
+    """The mesh of a key of `places_of`."""
+    import torch_xla.distributed.spmd as xs
+
+    return _MESHES[key] if key else xs.get_global_mesh()
+
+
+def default_spec(x: Any, places: Places, name: str, batch: int, heads: int) -> Spec:
+    """How an array of a mask is split by default: as q is, on the axes that it shares with q.
+
+    Lowering treats arrays as whole ones, so a spec decides where they lie, never what they mean.
+    """
+    shape = tuple(x.shape)
+    entries: list[Any] = [None] * len(shape)
+    if batch > 1 and len(shape) >= (1 if name == "lengths" else 2) and shape[0] == batch:
+        entries[0] = _entry(places.batch)
+    if heads > 1 and len(shape) >= 4 and shape[1] == heads:
+        entries[1] = _entry(places.heads)
+    return tuple(entries)
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec as a Python literal, which an operator can be told.
+
+    Example:
+        >>> spec_text(("data", None, (0, "model")))
+        "('data',None,(0,'model',),)"
+    """
+    entries = [spec_text(tuple(x)) if isinstance(x, tuple | list) else f"{x!r}" for x in spec]
+    return "(" + "".join([f"{x}," for x in entries]) + ")"

@@ -1,0 +1,100 @@
+"""Masks in words and arrays: what crosses an operator, which takes tensors and strings only.
+
+A mask becomes the text of a Python literal, in which its arrays have numbers, and the list of those. An array
+that is used twice has one number: masks compare their arrays by identity.
+"""
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import library, masks
+from .._expression import Mask
+from ..arrays import Array, is_array
+from ..spans import Spans
+
+Flatten = Callable[[Any], tuple[tuple[Any, ...], tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]]]
+
+#: Name of each class of masks -> how it is taken apart, and put together again.
+_CLASSES: dict[str, tuple[Flatten, Callable[..., Any]]] = {}
+
+
+def _register(cls: type, flatten: Flatten, unflatten: Callable[..., Any]) -> None:
+    _CLASSES[cls.__name__] = flatten, unflatten
+
+
+masks.register_pytrees(_register)
+library.register_pytrees(_register)
+
+
+class Opaque(Exception):
+    """A mask with a part that has no words: a function, or a class of masks of the user's own."""
+
+
+def encode(mask: Mask) -> tuple[str, list[Array], list[str]]:
+    """A mask as a text, its arrays, and the names of the fields that hold those.
+
+    Raises:
+        Opaque: A part of the mask is a function, or of a class that the library does not know.
+
+    Example:
+        >>> from attnspan import causal, segments
+        >>> text, arrays, names = encode(causal() & segments([0, 0, 1]))
+        >>> len(arrays), names
+        (1, ['q_ids'])
+    """
+    arrays: list[Array] = []
+    names: list[str] = []
+    return _words(mask, "", arrays, names), arrays, names
+
+
+def decode(text: str, arrays: Sequence[Array]) -> Mask:
+    """The mask of a text of `encode`, with these arrays in place of its own.
+
+    Example:
+        >>> from attnspan import causal, segments
+        >>> text, arrays, _ = encode(causal() & segments([0, 0, 1]))
+        >>> decode(text, arrays)
+        causal() & segments(int64[3])
+    """
+    return _value(literal_eval(text), arrays)  # type: ignore[no-any-return]
+
+
+def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
+    if isinstance(x, Mask | Spans):
+        return _words_of_mask(x, arrays, names)
+    if isinstance(x, tuple):
+        return "(" + "".join([_words(part, name, arrays, names) + "," for part in x]) + ")"
+    if is_array(x):
+        for number, known in enumerate(arrays):
+            if known is x:
+                return f"[{number}]"
+        arrays.append(x)
+        names.append(name)
+        return f"[{len(arrays) - 1}]"
+    if x is None or isinstance(x, bool | int | float | str):
+        return f"{x!r}"
+    raise Opaque(type(x).__name__)
+
+
+def _words_of_mask(x: Any, arrays: list[Array], names: list[str]) -> str:
+    kind = type(x).__name__
+    if kind not in _CLASSES:
+        raise Opaque(kind)
+    children, (fields, static) = _CLASSES[kind][0](x)
+    parts = [
+        f"{field!r}: {_words(value, field, arrays, names)}, "
+        for field, value in (*zip(fields, children, strict=True), *static)
+    ]
+    return f"{{'': {kind!r}, " + "".join(parts) + "}"
+
+
+def _value(x: Any, arrays: Sequence[Array]) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_value(part, arrays) for part in x)
+    if isinstance(x, list):
+        return arrays[x[0]]
+    if isinstance(x, dict):
+        names = tuple(name for name in x if name)
+        return _CLASSES[x[""]][1]([_value(x[name], arrays) for name in names], (names, ()))
+    return x
