@@ -1,6 +1,8 @@
 """Option x mask x dtype x backend, forward and every gradient, against the oracle in float64."""
 
 import math
+from collections.abc import Iterable
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ def _check(cell: Cell, name: str) -> None:
         pytest.skip(f"{name} does not support {cell.option}: {backend.refusal(cell.option)}")
     problem = make(cell)
     exact, unavoidable = oracle(cell)
-    got = backend.run(problem)
+    with backend.within():
+        got = backend.run(problem)
     assert got.keys() == exact.keys()
     shape = cell.shape
     # Roundings of float32 walk at random over as many terms as a sum has.
@@ -37,18 +40,38 @@ def _check(cell: Cell, name: str) -> None:
     backend.ran[cell.option] += 1
 
 
-# Backends last, so that they share what the oracle computed.
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("option", OPTIONS)
+def _cells(rows: Iterable[str]) -> list[tuple[str, str, str, str]]:
+    """Option, mask or shape, dtype, backend: backends last, so that they share what the oracle computed."""
+    rows = list(rows)
+    return [
+        (option, row, dtype, backend)
+        for i, option in enumerate(OPTIONS)
+        for j, row in enumerate(rows)
+        for d, dtype in enumerate(DTYPES)
+        for backend in BACKENDS
+        if BACKENDS[backend].takes(i, j, d, len(rows))
+    ]
+
+
+@pytest.mark.parametrize(("option", "mask", "dtype", "backend"), _cells(MASKS))
 def test_option_under_mask(option: str, mask: str, dtype: str, backend: str) -> None:
     _check(Cell(option, mask, Shape(), DTYPES[dtype]), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "shape", "dtype", "backend"), _cells(SHAPES))
 def test_option_in_shape(option: str, shape: str, dtype: str, backend: str) -> None:
     _check(Cell(option, "random", SHAPES[shape], DTYPES[dtype]), backend)
+
+
+@pytest.mark.parametrize("rows", [MASKS, SHAPES])
+def test_a_share_of_the_cells_has_what_it_says(rows: dict[str, object]) -> None:
+    cells = _cells(rows)
+    assert len([c for c in cells if c[3] == "torch:cpu"]) == len(OPTIONS) * len(rows) * len(DTYPES)
+    for name, backend in BACKENDS.items():
+        own = [c[:3] for c in cells if c[3] == name]
+        for i, values in enumerate((OPTIONS, rows, DTYPES)):
+            assert {c[i] for c in own} == set(values)
+        if backend.share == "pairs":
+            assert {c[:2] for c in own} == set(product(OPTIONS, rows))
+            assert {(c[0], c[2]) for c in own} == set(product(OPTIONS, DTYPES))
+            assert {c[1:] for c in own} == set(product(rows, DTYPES))

@@ -1,0 +1,95 @@
+"""How a back end of JAX runs a cell: compiled, with all arrays as arguments, so that cells share programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from conformance_cases import Problem
+from torch.utils._pytree import tree_map
+
+import attnspan as a
+from attnspan.jax import attention
+
+Arrays = dict[str, Any]
+
+
+def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
+    """Results and gradients to every differentiable input, under the oracle's names."""
+    leaves = {**problem.inputs, **problem.setting.parameters}
+    built = problem.setting.build(problem.setting.parameters)
+    arrays = {n: _seed(x) if n == "dropout_seed" else to_jax(x) for n, x in built.items() if _is_tensor(x)}
+    given = {n: to_jax(x) for n, x in leaves.items()}
+    call = _program(name, problem)
+    out, lse, gradients = call(given, _mask(problem), arrays, to_jax(problem.dout), to_jax(problem.dlse))
+    for n, gradient in gradients.items():
+        assert gradient.dtype == given[n].dtype
+    assert out.dtype == given["q"].dtype
+    assert lse.dtype == jnp.float32
+    results = {"out": out, "lse": lse, **{f"d{n}": gradients[n] for n in leaves}}
+    return {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
+
+
+_programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+
+def _program(name: str, problem: Problem) -> Callable[..., Any]:
+    """The call of one option, shape and dtype; the first problem of the kind says what is no array."""
+    key = (name, problem.cell.option, problem.cell.shape, problem.cell.dtype)
+    if key not in _programs:
+        _programs[key] = jax.jit(partial(_differentiated, name, problem))
+    return _programs[key]
+
+
+def _differentiated(
+    name: str, problem: Problem, leaves: Arrays, mask: Any, arrays: Arrays, dout: Any, dlse: Any
+) -> Any:
+    def call(leaves: Arrays) -> Any:
+        keywords = {**problem.setting.build(leaves), **arrays}
+        q, k, v = (leaves[n] for n in ("q", "k", "v"))
+        return attention(q, k, v, mask=mask, scale=problem.scale, return_lse=True, backend=name, **keywords)
+
+    (out, lse), transposed = jax.vjp(call, leaves)
+    (gradients,) = transposed((dout, jnp.where(jnp.isfinite(lse), dlse, 0)))
+    return out, lse, gradients
+
+
+def _mask(problem: Problem) -> a.Mask:
+    """The mask as callers have it where there is no option, else its spans, in few shapes."""
+    if isinstance(problem.mask, a.Spans):
+        return a.Prepared(a.Spans(to_jax(problem.mask.bounds), problem.mask.k_len))
+    if problem.cell.option == "none":
+        return tree_map(to_jax, problem.mask)  # type: ignore[no-any-return]
+    shape, bounds = problem.cell.shape, problem.bounds()
+    runs = 2 if bounds.shape[3] <= 2 else bounds.shape[3]
+    wide = np.zeros((shape.batch, shape.heads, shape.q_len, runs, 2), np.int32)
+    wide[..., : bounds.shape[3], :] = bounds
+    last = np.arange(shape.k_len - shape.q_len, shape.k_len)
+    rows = np.broadcast_to(last if problem.q_index is None else problem.q_index, (shape.batch, shape.q_len))
+    return a.Prepared(a.Spans(jnp.asarray(wide), shape.k_len), jnp.asarray(rows, jnp.int32))
+
+
+def to_jax(x: Any) -> Any:
+    """A torch tensor as a JAX array of the same bits; 64-bit integers, which JAX may lack, as int32."""
+    if not _is_tensor(x):
+        return x
+    if x.dtype == torch.bfloat16:
+        return jnp.asarray(x.contiguous().view(torch.int16).numpy()).view(jnp.bfloat16)
+    return jnp.asarray(x.to(torch.int32).numpy() if x.dtype == torch.int64 else x.numpy())
+
+
+def _seed(seed: torch.Tensor) -> Any:
+    """A seed as JAX takes it; those of rows and heads, which need 64 bits, as two words each."""
+    if seed.ndim == 0:
+        return to_jax(seed)
+    words = torch.stack([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], -1)
+    return jnp.asarray(words.numpy().astype(np.uint32))
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
