@@ -111,14 +111,14 @@ def backward(
 
 
 def take_heads(work: Work, x: Array, q_heads: int) -> Array:
-    """The key heads that a device's query heads read, of all: each as often as the kernels' groups need it."""
+    """The key heads that a device's query heads read, each as often as the kernels' groups need it."""
     if work.split_kv:
         return x
     return jnp.take(x, _kv_map(work, q_heads), axis=1, mode="clip")
 
 
 def put_heads(work: Work, grad: Array, like: Array, q_heads: int) -> Array:
-    """The gradient of what `take_heads` was given, in its dtype: the sum over all devices that read a head."""
+    """The gradient of what `take_heads` was given, in its dtype, summed over all that read a head."""
     if work.split_kv:
         return grad.astype(like.dtype)
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))

@@ -34,7 +34,7 @@ def fetch(k: Array, v: Array, lists: Exchange, axis: tuple[str, ...]) -> tuple[A
 
 
 def give_back(dk: Array, dv: Array, held: int, lists: Exchange, axis: tuple[str, ...]) -> tuple[Array, Array]:
-    """The gradients of the keys that a device holds, of those of all stages; summed in the order of the parts.
+    """The gradients of the keys that a device holds: those of all stages, summed in the parts' order.
 
     Args:
         dk: Shape (B, h, K, D).
