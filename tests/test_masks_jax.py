@@ -10,16 +10,8 @@ import attnspan as a
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+pytest.importorskip("attnspan.jax")  # registers the masks
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _pytrees():
-    a.masks.register_pytrees(
-        lambda cls, flatten, unflatten: jax.tree_util.register_pytree_node(
-            cls, flatten, lambda context, children: unflatten(children, context)
-        )
-    )
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -21,7 +22,7 @@ from ._contract import Operands, Static
 from ._ops import How, attend
 from ._options import Given, lower_options
 from ._sharded import ShardedMask
-from ._sharding import check_sharding
+from ._sharding import check_sharding, explicit_sharding, in_auto_mode
 from ._words_of_masks import words_of
 
 Layout = Literal["bhsd", "bshd", "thd"]
@@ -113,6 +114,26 @@ def attention(
             backend=backend,
         )
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    run = partial(_run, layout=layout, scale=scale, return_lse=return_lse, backend=backend)
+    sharding = explicit_sharding(q)
+    if sharding is None:
+        return run(q, k, v, mask, given)
+    check_sharding(layout, q=q, k=k, v=v)
+    return in_auto_mode(run, sharding, layout, return_lse)(q, k, v, mask, given)
+
+
+def _run(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: AnyMask,
+    given: Given,
+    *,
+    layout: str,
+    scale: float | None,
+    return_lse: bool,
+    backend: str | None,
+) -> Any:
     call = lower_call(q, k, v, mask, given, layout, scale, return_lse)
     chosen = choose_backend(call, backend)
     how = How(call.static, chosen, "bhsd" if layout == "bhsd" else "bshd")
@@ -167,6 +188,7 @@ def lower_call(
         dropout_p=0.0 if options.seeds is None else float(given.dropout_p),
         mask=words_of(mask, problem, given.q_index is None and given.k_index is None),
         want_lse=want_lse,
+        sinks=options.sinks is not None,
     )
     operands = Operands(bounds, options.bias, options.sinks, options.seeds, options.q_index, options.k_index)
     return Call(q, k, v, operands, static, problem)

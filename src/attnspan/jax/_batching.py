@@ -72,6 +72,8 @@ def _fold_operands(given: Operands, flags: Any, size: int, batch: int, static: S
 def _in_turn(run: Callable[..., Any], size: int, flags: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """One call after the other."""
     del size
+    leaves: list[Array]
+    tree: Any
     leaves, tree = jax.tree.flatten(args)
     moving = jax.tree.leaves(tuple(flags))
 

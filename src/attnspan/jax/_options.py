@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,11 @@ from ..options import DENSE, Bias, dense_bias
 from ._words import split_seeds
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias", "sinks", "dropout_seed", "q_index", "k_index"],
+    meta_fields=["softcap", "dropout_p"],
+)
 @dataclass(frozen=True)
 class Given:
     """The options of one call of `attention`, as its user gave them."""
@@ -237,7 +243,7 @@ def _words_of(seed: Array) -> tuple[Array, Array]:
         return seed.astype(jnp.uint32), (seed >> 32).astype(jnp.uint32)
     signed = jnp.issubdtype(seed.dtype, jnp.signedinteger)
     low = seed.astype(jnp.int32).astype(jnp.uint32) if signed else seed.astype(jnp.uint32)
-    high = jnp.where(seed < 0, 0xFFFFFFFF, 0) if signed else jnp.zeros((), jnp.uint32)
+    high = jnp.where(seed < 0, np.uint32(0xFFFFFFFF), np.uint32(0)) if signed else jnp.zeros((), jnp.uint32)
     return low, high.astype(jnp.uint32)
 
 

@@ -1,8 +1,8 @@
 """The partitioning rule: arrays sharded under jit are computed where they are, by batch row and by head.
 
 A kernel is one opaque operation to XLA's partitioner, which would gather its arguments on every device
-without a word. With this rule each device runs the kernel on its batch rows and heads; what would need keys of other
-devices is refused by name, as `attnspan.jax.shard` plans that.
+without a word. With this rule each device runs the kernel on its batch rows and heads; what would need keys
+of other devices is refused by name, as `attnspan.jax.shard` plans that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
     def call(*args: Any) -> Any:
         if jax.device_count() == 1:
             return run(*args)
+        leaves: list[Any]
+        tree: Any
         leaves, tree = jax.tree.flatten(args)
         axes = [a for name, x in zip(names, args, strict=True) for a in _axes_of(name, x, static, layout)]
+        out_tree: Any
         out, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
         given = next(x for x in args if isinstance(x, Operands))
         result_axes = _axes_of_results(len(out), "lse" in names, given, static, layout)
@@ -154,12 +157,13 @@ def _axes_of(name: str, x: Any, static: Static, layout: str) -> list[str]:
 
 
 def _operand_axes(name: str, x: Any, static: Static) -> str:
+    rank: int = x.ndim
     if name == "sinks" or (name == "bias" and static.bias_kind == DISTANCE):
-        return "h" + "." * (x.ndim - 1)
+        return "h" + "." * (rank - 1)
     first = "b" if x.shape[0] != 1 else "."
     if name in ("q_index", "k_index"):
         return first + "."
-    return first + ("h" if x.shape[1] != 1 else ".") + "." * (x.ndim - 2)
+    return first + ("h" if x.shape[1] != 1 else ".") + "." * (rank - 2)
 
 
 def _axes_of_results(n: int, backward: bool, given: Operands, static: Static, layout: str) -> list[str]:
