@@ -7,6 +7,9 @@ from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
 from ._block_mask import to_block_mask as to_block_mask
 from ._cache import StaticCache as StaticCache
+from ._call_jax import RetraceWarning as RetraceWarning
+from ._call_jax import SpecializedShapesWarning as SpecializedShapesWarning
+from ._call_jax import call_jax as call_jax
 from ._checkpoint import SAVE_OPS as SAVE_OPS
 from ._checkpoint import checkpoint_policy as checkpoint_policy
 from ._explain import Explanation as Explanation
