@@ -18,12 +18,15 @@ from attnspan.jax import attention
 
 Arrays = dict[str, Any]
 
+#: Keywords that are arrays without a gradient.
+ARRAYS = {"dropout_seed", "q_index", "k_index"}
+
 
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients to every differentiable input, under the oracle's names."""
     leaves = {**problem.inputs, **problem.setting.parameters}
     built = problem.setting.build(problem.setting.parameters)
-    arrays = {n: _seed(x) if n == "dropout_seed" else to_jax(x) for n, x in built.items() if _is_tensor(x)}
+    arrays = {n: (_seed if n == "dropout_seed" else to_jax)(built[n]) for n in ARRAYS & built.keys()}
     given = {n: to_jax(x) for n, x in leaves.items()}
     call = _program(name, problem)
     out, lse, gradients = call(given, _mask(problem), arrays, to_jax(problem.dout), to_jax(problem.dlse))
