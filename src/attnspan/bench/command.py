@@ -16,8 +16,10 @@ from attnspan.bench.devices import device_named
 from attnspan.bench.options import BenchOptions, numbers, words
 from attnspan.bench.peers import PEERS
 from attnspan.bench.results import Results
+from attnspan.bench.routes.report import FULL_LENGTH, LENGTH, REPORT, ReportPlan, measure_report
+from attnspan.bench.routes.table import show_routes
 from attnspan.bench.runner import peers_named
-from attnspan.bench.session import Plan, run_session
+from attnspan.bench.session import Plan, run_session, threads_set
 from attnspan.bench.table import seconds_text, show_comparison, show_results, show_summary
 from attnspan.bench.timing import Budget
 from attnspan.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["execute", "list_workloads", "plan_of", "run_bench"]
+__all__ = ["execute", "list_workloads", "plan_of", "report_of", "run_bench"]
 
 WritePage = Callable[[Results, Path], None]
 
@@ -100,14 +102,15 @@ def plan_of(options: BenchOptions) -> Plan:
     _known("--modes", modes, MODES)
     peers_named(peers)
     device_named(options.device)
-    if _TRAINING in options.names and options.device != "cpu":
+    if _TRAINING in options.asked and options.device != "cpu":
         raise OptionError(
             "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
         )
     own = load_workloads(options.workloads) if options.workloads else ()
-    names = tuple(name for name in options.names if name != _TRAINING)
+    report_of(options)
+    names = tuple(name for name in options.asked if name not in (_TRAINING, REPORT))
     chosen: tuple[Workload, ...] = ()
-    if names or options.full or _TRAINING not in options.names:
+    if names or options.full or not {_TRAINING, REPORT} & set(options.asked):
         everything = (*own, *builtin(), *grid()) if names or options.full else own or builtin()
         chosen = select(
             everything,
@@ -125,6 +128,42 @@ def plan_of(options: BenchOptions) -> Plan:
         Budget(options.seconds, options.width),
         options.full if options.memory is None else options.memory,
         native_probe(),
+    )
+
+
+def report_of(options: BenchOptions) -> ReportPlan | None:
+    """What of the report is asked for, or None.
+
+    Args:
+        options: Of the command.
+
+    Raises:
+        OptionError: An option of the report without it, or one that does not fit.
+
+    Example:
+        >>> report_of(BenchOptions(workload="report-2025", full_size=True)).lengths
+        (16384,)
+    """
+    lengths = numbers("--lengths", options.lengths)
+    wanted = REPORT in options.asked
+    for option, given in (("--full-size", options.full_size), ("--xla-python", options.xla_python)):
+        if given and not wanted:
+            raise OptionError(
+                option, expected=f"--workload {REPORT}", got="other workloads", remedy="Leave the option out"
+            )
+    if not wanted:
+        return None
+    if options.full_size and lengths:
+        raise OptionError(
+            "--full-size", expected="no --lengths", got=options.lengths, remedy="Leave one of the two out"
+        )
+    return ReportPlan(
+        lengths or (FULL_LENGTH if options.full_size else LENGTH,),
+        words(options.dtypes) or ("float32",),
+        words(options.modes) or ("forward",),
+        options.device,
+        Budget(options.seconds, options.width),
+        options.xla_python,
     )
 
 
@@ -162,10 +201,14 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     plan = plan_of(options)
     with _progress(plan, console) as (before, after):
         results = run_session(plan, path=options.json, before=before, after=after)
-    wants_training = _TRAINING in options.names or (options.full and options.device == "cpu")
+    wants_training = _TRAINING in options.asked or (options.full and options.device == "cpu")
     if results.complete and wants_training:
         results = _with_training(results, options, plan, console)
+    report = report_of(options)
+    if results.complete and report is not None:
+        results = _with_routes(results, report, plan, console)
     show_results(results, console)
+    show_routes(results.routes, results.ceilings, console)
     if any(cell.workload.family == "grid" for cell in results.cells):
         console.print()
         show_summary(results, console)
@@ -189,6 +232,18 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
     except KeyboardInterrupt:
         return replace(results, complete=False)
     return replace(results, training=training)
+
+
+def _with_routes(results: Results, report: ReportPlan, plan: Plan, console: Console) -> Results:
+    with threads_set(plan.threads), console.status(REPORT) as status:
+
+        def step(text: str) -> None:
+            status.update(f"{REPORT}: {text}")
+
+        try:
+            return replace(results, routes=measure_report(report, tell=step))
+        except KeyboardInterrupt:
+            return replace(results, complete=False)
 
 
 @contextmanager
@@ -229,14 +284,17 @@ def list_workloads(options: BenchOptions, console: Console) -> None:
     """
     own = load_workloads(options.workloads) if options.workloads else ()
     seen: dict[str, Workload] = {}
-    for workload in select((*own, *builtin(), *grid()), options.names):
-        if workload.family != "grid" or options.names:
+    for workload in select((*own, *builtin(), *grid()), options.asked):
+        if workload.family != "grid" or options.asked:
             seen.setdefault(workload.name, workload)
     for workload in seen.values():
         line = f"{workload.name:<22} {workload.family:<10} {workload.sizes:<20} {workload.mask:<20}"
         console.print(f"{line} {workload.note}".rstrip(), highlight=False, soft_wrap=True)
-    if not options.names:
+    if not options.asked:
         cells = f"{len(grid()) // len(DTYPES)} cells in each of {', '.join(DTYPES)}"
         console.print(f"{'grid':<22} {cells}", highlight=False)
         console.print(f"{'training':<22} whole steps of the reference job", highlight=False)
+        console.print(
+            f"{REPORT:<22} one kernel by every route, traced, compiled and executed", highlight=False
+        )
         console.print(f"peers: {', '.join(peer.name for peer in PEERS)}", highlight=False)

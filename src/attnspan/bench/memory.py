@@ -61,7 +61,7 @@ def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout
         >>> process_peak("nobody", work, "forward", threads=1)
         Traceback (most recent call last):
         attnspan.errors.OptionError: peers: expected some of attnspan, sdpa-flash, sdpa-efficient, \
-sdpa-cudnn, sdpa-dense-mask, sdpa-per-document, flex, jax, tokamax, flash-attn, got \
+sdpa-cudnn, sdpa-dense-mask, sdpa-per-document, flex, attnspan-jax, jax, tokamax, flash-attn, got \
 'nobody'. Name one of these.
     """
     if peer not in peers_by_name():

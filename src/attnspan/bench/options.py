@@ -34,7 +34,8 @@ class BenchOptions:
     The comment of each field is in its metadata, because the command line prints it too.
 
     Args:
-        names: Workloads, families, patterns like "documents-*", "grid", or "training" for whole steps.
+        names: Workloads, families, patterns like "documents-*", "grid", "training" for whole steps, or
+            "report-2025" for every route to one kernel.
 
     Example:
         >>> BenchOptions(dtypes="float32,bfloat16").seconds
@@ -42,6 +43,14 @@ class BenchOptions:
     """
 
     names: tuple[str, ...] = ()
+    workload: str = field(
+        default="",
+        metadata=_what('more names, with commas between; "report-2025" takes every route to a kernel'),
+    )
+    full_size: bool = field(
+        default=False,
+        metadata=_what("report-2025 at its own length, 16384, which takes a CPU many minutes", "--full-size"),
+    )
     full: bool = field(
         default=False,
         metadata=_what("named workloads, grid and (on CPU) training, every dtype, with memory", "--full"),
@@ -62,6 +71,10 @@ class BenchOptions:
     memory: bool | None = field(
         default=None, metadata=_how("peak memory of each peer too", "--memory/--no-memory")
     )
+    xla_python: Path | None = field(
+        default=None,
+        metadata=_how("Python of an environment with torch_xla, for report-2025; default: .venv-xla's"),
+    )
     rounds: int = field(default=20, metadata=_how("steps of each kind of attention in training"))
 
     json: Path | None = field(
@@ -78,6 +91,11 @@ class BenchOptions:
         default=None,
         metadata=_where("two results files, old and new: exit code 1 when something became slower"),
     )
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Every name that was asked for, as an argument or by ``--workload``."""
+        return (*self.names, *words(self.workload))
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -145,7 +163,9 @@ def command(write_page: Callable[[Results, Path], None]) -> Callable[..., None]:
         default=None,
         annotation=Annotated[
             list[str] | None,
-            typer.Argument(help='workloads, families, patterns, "grid", "training"; default: the named ones'),
+            typer.Argument(
+                help='workloads, families, patterns, "grid", "training", "report-2025"; default: the named'
+            ),
         ],
     )
     own = [

@@ -13,6 +13,7 @@ from typing import Any
 
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.cells import Ceilings, Cell, Run, Workload
+from attnspan.bench.routes.findings import Route, RouteStudy
 from attnspan.bench.samples import Rate, Ratio, Samples, Timing
 from attnspan.errors import OptionError
 
@@ -25,6 +26,8 @@ __all__ = [
     "Rate",
     "Ratio",
     "Results",
+    "Route",
+    "RouteStudy",
     "Run",
     "Samples",
     "Timing",
@@ -198,6 +201,7 @@ class Results:
         training: Whole training steps.
         monitor: Steps of a watched training.
         tuning: Gains of tuning.
+        routes: One kernel by many routes.
         complete: False when it was stopped before the last cell.
         schema: Version of this layout.
 
@@ -212,6 +216,7 @@ class Results:
     training: tuple[TrainingCell, ...] = ()
     monitor: tuple[MonitorRecord, ...] = ()
     tuning: tuple[TuningGain, ...] = ()
+    routes: tuple[RouteStudy, ...] = ()
     complete: bool = True
     schema: int = SCHEMA
 

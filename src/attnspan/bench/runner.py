@@ -12,14 +12,15 @@ from torch import Tensor
 
 from attnspan.bench.cells import Cell, Run, Workload
 from attnspan.bench.peers import PEERS, Job, Peer, Ready
+from attnspan.bench.routes.rounds import one_line
 from attnspan.bench.timing import Budget, Measured, MeasurementError, Meter, Subject, first_call, interleave
 from attnspan.bench.workloads import minimal_bytes, total_flops, visible_pairs
 from attnspan.errors import OptionError
 
-__all__ = ["Options", "difference", "measure_cell", "peers_for", "peers_named"]
+__all__ = ["BOUNDS", "Options", "difference", "measure_cell", "peers_for", "peers_named"]
 
-# Norm of the difference over the norm of ours: far above what rounding does, far below a wrong mask or scale.
-_BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+# Norm of the difference over the norm: far above what rounding does, far below a wrong mask or scale.
+BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,13 @@ def _prepare(entry: _Entry, job: Job, options: Options, expected: list[Tensor]) 
     except MeasurementError:
         raise
     except Exception as error:  # A peer's failure is a finding; it must not end the measurement.
-        entry.reason = f"it failed: {_one_line(error)}"
+        entry.reason = f"it failed: {one_line(error)}"
         return
     if not expected:
         # attnspan is first; where it cannot do the job, the first peer that can takes its place.
         expected.extend(found)
     entry.error = difference(expected, found)
-    bound = _BOUNDS[job.workload.dtype]
+    bound = BOUNDS[job.workload.dtype]
     if not entry.error <= bound:
         entry.reason = (
             f"its result differs from attnspan's by {entry.error:.2g} of the norm, over {bound:.2g}"
@@ -210,7 +211,7 @@ def _measure_memory(
     try:
         entry.memory = memory(entry.peer, workload, mode)
     except Exception as error:  # The times are there; that the memory is not is said beside them.
-        entry.memory_note = f"memory: {_one_line(error)}"
+        entry.memory_note = f"memory: {one_line(error)}"
 
 
 def _time(
@@ -258,8 +259,3 @@ def _run(entry: _Entry, measured: Measured | None) -> Run:
         error=entry.error,
         note="; ".join(text for text in (ready.note, entry.memory_note) if text),
     )
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

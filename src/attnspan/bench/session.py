@@ -20,7 +20,7 @@ from attnspan.bench.runner import Options, measure_cell, peers_for
 from attnspan.bench.timing import Budget, Meter
 from attnspan.errors import OptionError
 
-__all__ = ["Plan", "run_session"]
+__all__ = ["Plan", "run_session", "threads_set"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run_session(
         >>> run_session(plan).complete
         True
     """
-    with _threads(plan.threads):
+    with threads_set(plan.threads):
         joules, energy_source = energy_counter(plan.device)
         meter = Meter(joules=joules, threads=torch.get_num_threads())
         options = Options(plan.device, plan.budget, meter)
@@ -119,7 +119,17 @@ def run_session(
 
 
 @contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def threads_set(number: int | None) -> Iterator[None]:
+    """A context with another number of torch's threads.
+
+    Args:
+        number: Of threads; None leaves them.
+
+    Example:
+        >>> with threads_set(1):
+        ...     torch.get_num_threads()
+        1
+    """
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

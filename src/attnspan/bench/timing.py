@@ -65,6 +65,7 @@ class Budget:
         least: Pairs at least; three are enough where one pair takes longer than the whole budget.
         most: Pairs at most.
         sample_seconds: Length of a sample at least; short calls are repeated within one.
+        calls: Calls of a sample at least; a row of one call cannot show what pipelining gains.
 
     Raises:
         OptionError: A limit is not positive, or ``most`` is below ``least``.
@@ -73,7 +74,7 @@ class Budget:
         >>> Budget(seconds=0)
         Traceback (most recent call last):
         attnspan.errors.OptionError: budget: expected positive limits with least <= most, got \
-Budget(seconds=0, width=0.04, least=5, most=200, sample_seconds=0.005). Pass larger ones.
+Budget(seconds=0, width=0.04, least=5, most=200, sample_seconds=0.005, calls=1). Pass larger ones.
     """
 
     seconds: float = 2.0
@@ -81,9 +82,13 @@ Budget(seconds=0, width=0.04, least=5, most=200, sample_seconds=0.005). Pass lar
     least: int = 5
     most: int = 200
     sample_seconds: float = 0.005
+    calls: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.seconds, self.width, self.least, self.sample_seconds) <= 0 or self.most < self.least:
+        if (
+            min(self.seconds, self.width, self.least, self.sample_seconds, self.calls) <= 0
+            or self.most < self.least
+        ):
             raise OptionError(
                 "budget",
                 expected="positive limits with least <= most",
@@ -209,7 +214,7 @@ def interleave(
 
 def _calibrate(subject: Subject, budget: Budget, meter: Meter) -> int:
     """Calls of one sample: enough to fill the least length of a sample."""
-    calls, track = 1, _Track(subject, meter, "execute", 1)
+    calls, track = budget.calls, _Track(subject, meter, "execute", budget.calls)
     while True:
         track.calls = calls
         seconds = track.sample() * calls

@@ -9,6 +9,7 @@ from attnspan.bench.peers.job import Job as Job
 from attnspan.bench.peers.job import Peer as Peer
 from attnspan.bench.peers.job import Ready as Ready
 from attnspan.bench.peers.ours import Attnspan
+from attnspan.bench.peers.ours_jax import AttnspanJax
 from attnspan.bench.peers.sdpa import DenseMask, FusedKernel, PerDocument
 
 #: Every peer, attnspan first.
@@ -20,6 +21,7 @@ PEERS: tuple[Peer, ...] = (
     DenseMask(),
     PerDocument(),
     Flex(),
+    AttnspanJax(),
     JaxAttention("jax", "jax", "jax.nn"),
     JaxAttention("tokamax", "tokamax", "tokamax"),
     FlashAttn(),

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnspan.bench.devices import JaxDevice
 from attnspan.bench.peers.job import Job, Ready, enough_memory
 
-__all__ = ["JaxAttention"]
+__all__ = ["JaxAttention", "from_jax", "start_jax", "threads_note", "to_jax"]
 
 
 class JaxAttention:
@@ -49,7 +49,7 @@ class JaxAttention:
         for name in ("jax", self._module):
             if find_spec(name) is None:
                 return f"{name} is not installed"
-        jax = _jax(job.threads)
+        jax = start_jax(job.threads)
         wanted = "gpu" if job.device == "cuda" else job.device
         if jax.default_backend() != wanted:
             return f"JAX runs on {jax.default_backend()} here, not on {wanted}"
@@ -63,7 +63,7 @@ class JaxAttention:
         Args:
             job: What to compute.
         """
-        jax = _jax(job.threads)
+        jax = start_jax(job.threads)
         attend = _with_mask(import_module(self._path).dot_product_attention, job)
 
         def forward(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -74,9 +74,9 @@ class JaxAttention:
             return (out, *pull(dout))
 
         plain = job.is_full or job.is_causal or job.window is not None
-        arrays = [_to_jax(x) for x in (job.q, job.k, job.v)]
+        arrays = [to_jax(x) for x in (job.q, job.k, job.v)]
         arrays.append(None if plain else jax.numpy.asarray(job.dense_mask().cpu().numpy()))
-        arrays += [_to_jax(job.dout)] if job.backward else []
+        arrays += [to_jax(job.dout)] if job.backward else []
         start = time.perf_counter()
         lowered = jax.jit(both if job.backward else forward).lower(*arrays)
         traced = time.perf_counter()
@@ -85,10 +85,10 @@ class JaxAttention:
         return Ready(
             lambda: compiled(*arrays),
             JaxDevice("cpu" if job.device == "cpu" else "gpu"),
-            _to_torch,
+            from_jax,
             trace_seconds=traced - start,
             compile_seconds=done - traced,
-            note=_threads_note(job),
+            note=threads_note(job),
         )
 
 
@@ -107,8 +107,18 @@ def _with_mask(attention: Callable[..., Any], job: Job) -> Callable[..., Any]:
 _started_with: int | None = None
 
 
-def _jax(threads: int) -> Any:
-    """JAX, its pool of threads as large as torch's where that can still be chosen."""
+def start_jax(threads: int) -> Any:
+    """JAX, its pool of threads as large as torch's where that can still be chosen: it is sized at the start.
+
+    Args:
+        threads: Of torch.
+
+    Example:
+        >>> import pytest
+        >>> _ = pytest.importorskip("jax")
+        >>> start_jax(1).__name__
+        'jax'
+    """
     global _started_with
     if "jax" not in sys.modules or _started_with is None:
         fresh = "jax" not in sys.modules
@@ -129,14 +139,35 @@ def _jax(threads: int) -> Any:
     return import_module("jax")
 
 
-def _threads_note(job: Job) -> str:
+def threads_note(job: Job) -> str:
+    """Empty, or that JAX had been running before its threads could be chosen.
+
+    Args:
+        job: Says how many there should be.
+
+    Example:
+        >>> from attnspan.bench.cells import Workload
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> "already running" in (threads_note(Job.make(work, "forward", "cpu")) or "already running")
+        True
+    """
     if job.device != "cpu" or _started_with == job.threads:
         return ""
     return f"its own number of threads, not {job.threads}: JAX was already running"
 
 
-def _to_jax(x: Tensor) -> Any:
-    """(B, H, S, D) to JAX's (B, S, H, D), which is how it lies in memory."""
+def to_jax(x: Tensor) -> Any:
+    """(B, H, S, D) to JAX's (B, S, H, D), which is how it lies in memory.
+
+    Args:
+        x: Any tensor of four dims.
+
+    Example:
+        >>> import pytest
+        >>> _ = pytest.importorskip("jax")
+        >>> to_jax(torch.zeros(1, 2, 3, 4)).shape
+        (1, 3, 2, 4)
+    """
     import jax
 
     rows = x.detach().transpose(1, 2).contiguous().cpu()
@@ -145,7 +176,17 @@ def _to_jax(x: Tensor) -> Any:
     return jax.numpy.asarray(rows.numpy())
 
 
-def _to_torch(result: Any) -> tuple[Tensor, ...]:
+def from_jax(result: Any) -> tuple[Tensor, ...]:
+    """Arrays (B, S, H, D) to float32 tensors (B, H, S, D).
+
+    Args:
+        result: An array, or several.
+
+    Example:
+        >>> import numpy as np
+        >>> [x.shape for x in from_jax(np.zeros((1, 3, 2, 4)))]
+        [torch.Size([1, 2, 3, 4])]
+    """
     import numpy as np
 
     arrays = result if isinstance(result, tuple | list) else (result,)

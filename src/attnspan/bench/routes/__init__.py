@@ -1,0 +1,1 @@
+"""One kernel by many routes: what each way from Python to the kernel costs, phase by phase."""
