@@ -1,0 +1,198 @@
+"""Random problems for back ends of JAX, with the oracle's answers and the error that rounding explains."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnspan import reference
+from attnspan._dropout import dropout_seeds
+from attnspan.jax._contract import Operands, Static
+from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+
+KINDS = {"alibi": ALIBI, "signed alibi": SIGNED_ALIBI, "table": DISTANCE, "dense": DENSE, "": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`lead` are the batch rows and heads that bounds tell apart; `bias_shape` is that of a dense bias."""
+
+    dtype: str = "float32"
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 21
+    k_len: int = 37
+    head_dim: int = 8
+    v_dim: int = 12
+    lead: tuple[int, int] = (1, 1)
+    runs: int = 2
+    softcap: float = 0.0
+    bias: str = ""
+    bias_shape: tuple[int, ...] = ()
+    reach: int = 5
+    sinks: bool = False
+    dropout_p: float = 0.0
+    placed: bool = False
+    wide_bias: bool = False
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if value != vars(Case())[name]}
+        return ",".join(f"{k}={v}" for k, v in shown.items()).replace(" ", "") or "plain"
+
+    @property
+    def static(self) -> Static:
+        return Static(self.head_dim**-0.5, self.softcap, KINDS[self.bias], self.dropout_p)
+
+
+def causal_window(case: Case, left: int = 11) -> np.ndarray:
+    """The last `left` keys of each row, and the first key: two spans."""
+    last = np.arange(case.k_len - case.q_len, case.k_len) + 1
+    lo = np.maximum(last - left, 0)
+    first = np.stack([np.zeros_like(lo), (lo > 1) & (last > 0)], -1)
+    spans = np.stack([first, np.stack([lo, np.maximum(last, lo)], -1)], -2)
+    spans = np.pad(spans, [(0, 0), (0, case.runs - 2), (0, 0)])
+    return np.broadcast_to(spans, (*case.lead, *spans.shape)).astype(np.int32)
+
+
+def random_bounds(case: Case) -> np.ndarray:
+    """Legal spans; every fifth row sees nothing."""
+    shape = (*case.lead, case.q_len, 2 * case.runs)
+    cuts = np.sort(np.random.default_rng(3).integers(0, case.k_len + 1, shape), -1)
+    cuts[:, :, ::5] = 0
+    return cuts.reshape(*shape[:3], case.runs, 2).astype(np.int32)
+
+
+@dataclass
+class Problem:
+    """Arrays of one call, in the dtypes in which a back end gets them."""
+
+    case: Case
+    arrays: dict[str, np.ndarray]  # q, k, v, dout, dlse, and bias and sinks where there are any
+    bounds: np.ndarray
+    seeds: np.ndarray | None = None
+    q_index: np.ndarray | None = None
+    k_index: np.ndarray | None = None
+
+    @property
+    def given(self) -> Operands:
+        words = None
+        if self.seeds is not None:
+            words = np.stack([self.seeds & 0xFFFFFFFF, self.seeds >> 32 & 0xFFFFFFFF], -1).astype(np.uint32)
+        rest = (self.bounds, self.arrays.get("bias"), self.arrays.get("sinks"), words)
+        return Operands(*jax.tree.map(jnp.asarray, (*rest, self.q_index, self.k_index)))
+
+    def options(self, arrays: dict[str, np.ndarray]) -> Options:
+        return Options(
+            softcap=self.case.softcap,
+            bias=arrays.get("bias"),
+            bias_kind=KINDS[self.case.bias],
+            sinks=arrays.get("sinks"),
+            dropout_p=self.case.dropout_p,
+            dropout_seed=self.seeds,
+            q_index=self.q_index,
+            k_index=self.k_index,
+        )
+
+
+def make(case: Case, bounds: np.ndarray) -> Problem:
+    """Standard-normal arrays; biases and sinks too."""
+    random = np.random.default_rng(7)
+
+    def normal(*shape: int, dtype: str = case.dtype) -> np.ndarray:
+        return random.standard_normal(shape).astype(jnp.dtype(dtype))
+
+    rows, keys = (case.batch, case.heads, case.q_len), (case.batch, case.kv_heads, case.k_len)
+    arrays = {
+        "q": normal(*rows, case.head_dim),
+        "k": normal(*keys, case.head_dim),
+        "v": normal(*keys, case.v_dim),
+        "dout": normal(*rows, case.v_dim),
+        "dlse": normal(*rows, dtype="float64" if case.dtype == "float64" else "float32"),
+    }
+    if case.bias == "dense":
+        dtype = "float32" if case.wide_bias else case.dtype
+        arrays["bias"] = normal(*case.bias_shape, dtype=dtype)
+        arrays["bias"][..., 1::7] = -np.inf
+    elif case.bias:
+        table = case.bias == "table"
+        shape = (case.heads, 2 * case.reach + 1) if table else (case.bias_shape or (1, case.heads))
+        arrays["bias"] = normal(*shape, dtype="float32") * np.float32(1.0 if table else 0.1)
+    if case.sinks:
+        arrays["sinks"] = normal(case.heads, dtype="float32")
+        arrays["sinks"][0] = -np.inf
+    problem = Problem(case, arrays, bounds)
+    if case.dropout_p:
+        problem.seeds = dropout_seeds(-77, case.batch, case.heads)
+    if case.placed:
+        order = [
+            random.permutation(2 * (case.q_len + case.k_len)).astype(np.int32) for _ in range(case.batch)
+        ]
+        problem.q_index = np.stack([x[: case.q_len] for x in order])
+        problem.k_index = np.stack([x[-case.k_len :] for x in order])
+    return problem
+
+
+def solve(problem: Problem, arrays: dict[str, np.ndarray], misread=None) -> dict[str, np.ndarray]:
+    """The oracle's results; `misread(out)` is added to dlse, as by a backward pass that reads another out."""
+    options = problem.options(arrays)
+    call = (*(arrays[name] for name in "qkv"), problem.bounds, problem.case.static.scale, options)
+    out, lse = reference.forward(*call)
+    dlse = np.where(np.isfinite(lse), arrays["dlse"], 0)
+    dlse = dlse if misread is None else dlse + misread(out)
+    dq, dk, dv, dbias, dsinks = reference.backward(arrays["dout"], dlse, *call)
+    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    extra = {"dbias": dbias, "dsinks": dsinks}
+    return results | {name: x for name, x in extra.items() if name[1:] in arrays}
+
+
+def check(problem: Problem, got: dict[str, np.ndarray]) -> None:
+    """Compare results by norm with the oracle's; the bound is that of tests/conformance."""
+    exact, unavoidable = oracle(problem)
+    assert got.keys() == exact.keys()
+    case = problem.case
+    unit = float(jnp.finfo("float64" if case.dtype == "float64" else "float32").eps)
+    pairs = case.batch * case.q_len * case.k_len
+    for name, value in got.items():
+        keys = name in ("out", "lse", "dq", "dk", "dv")
+        walk = (
+            unit / 2 * np.sqrt(max(case.k_len, case.q_len * case.heads // case.kv_heads) if keys else pairs)
+        )
+        bound = (3 if value.size >= 32 else 6) * (unavoidable[name] + walk + 0.55 * unit)
+        found = error(np.asarray(value, np.float64), exact[name])
+        assert found <= bound, f"{name}: error {found:.3g}, allowed {bound:.3g}"
+
+
+def oracle(problem: Problem) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The exact results, and how far half a unit of the dtype in each input moves them."""
+    arrays = {name: x.astype(np.float64) for name, x in problem.arrays.items()}
+    exact, step, random = solve(problem, arrays), 1e-5, np.random.default_rng(1)
+    own = float(jnp.finfo(problem.case.dtype).eps)
+
+    def moved(name: str) -> np.ndarray:
+        noise = (random.random(arrays[name].shape) - 0.5) * (problem.arrays[name].dtype == problem.case.dtype)
+        return np.where(np.isfinite(arrays[name]), arrays[name] * (1 + step * noise), arrays[name])
+
+    def misread(out: np.ndarray) -> np.ndarray:
+        rounding = step * (random.random(out.shape) - 0.5) * out
+        return (arrays["dout"] * (out - exact["out"] + rounding)).sum(-1)
+
+    squares = dict.fromkeys(exact, 0.0)
+    for _ in range(3):
+        near = solve(problem, {name: moved(name) for name in arrays}, misread)
+        for name in exact:
+            squares[name] += (error(near[name], exact[name]) / step) ** 2 / 3
+    # Products of 16-bit numbers are exact in float32, and lse is a sum over those.
+    unit = {name: min(own, 2.0**-23) if name == "lse" else own for name in exact}
+    return exact, {name: unit[name] * square**0.5 for name, square in squares.items()}
+
+
+def error(got: np.ndarray, exact: np.ndarray) -> float:
+    """Norm of the difference over that of the exact result; infinite where only one of them is finite."""
+    assert got.shape == exact.shape, (got.shape, exact.shape)
+    finite = np.isfinite(exact)
+    if not np.array_equal(got[~finite], exact[~finite]) or not np.isfinite(got[finite]).all():
+        return float("inf")
+    difference = float(np.linalg.norm(got[finite] - exact[finite]))
+    return difference / max(float(np.linalg.norm(exact[finite])), 1e-30) if difference else 0.0
