@@ -99,11 +99,6 @@ class Call {
     return o;
   }
 
-  Config config() const {
-    const Config given{integer("block_q"), integer("block_k"), 0, true};
-    return given.block_q == 0 && given.block_k == 0 ? Config{} : given;
-  }
-
   XlaPool pool() const { return {frame_.api, frame_.context}; }
 
  private:
@@ -154,7 +149,6 @@ void run_forward(Call& call) {
   ForwardArgs args{};
   static_cast<Problem&>(args) = problem_of(q, k, v, bounds, static_cast<float>(call.number("scale")));
   args.options = options_of(call.options(), args);
-  args.config = call.config();
   const Array out = call.result_tensor();
   fill(args, out, call.result());
   if (args.batch * args.q_heads * args.q_len == 0) return;
@@ -169,7 +163,6 @@ void run_backward(Call& call) {
   BackwardArgs args{};
   static_cast<Problem&>(args) = problem_of(q, k, v, bounds, static_cast<float>(call.number("scale")));
   args.options = options_of(call.options(), args);
-  args.config = call.config();
   GradientArrays given{dout, call.optional(dlse), out, lse, {}, {}, {}, {}, {}};
   given.dq = call.result_tensor(), given.dk = call.result_tensor(), given.dv = call.result_tensor();
   if (call.has(want_dbias)) given.dbias = call.result();

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from ..errors import OptionError
@@ -125,7 +126,7 @@ def explain(
             remedy="Call it outside of jit, with arrays of the same shapes",
         )
     chosen = choice_of(problem, call.static, backend).name
-    cost = int(Spans(bounds, problem.k_len).cost().sum(dtype="float64"))
+    cost = int(Spans(np.asarray(bounds), problem.k_len).cost().sum())  # NumPy always has 64 bits.
     pairs = cost * (problem.batch // bounds.shape[0]) * (problem.q_heads // bounds.shape[1])
     total = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     return Explanation(

@@ -1,0 +1,131 @@
+"""What test_partitioning.py asks of a process with four virtual devices: a JSON object on standard output."""
+
+import json
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from attnspan import alibi, causal, relative, segments
+from attnspan.jax import attention
+
+BATCH, HEADS, KV_HEADS, LENGTH, DIM = 4, 8, 4, 32, 16
+SPECS = {"batch x heads": P("x", "y"), "batch": P(("x", "y")), "heads": P(None, "y")}
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype("float32")
+
+    kv = (BATCH, KV_HEADS, LENGTH, DIM)
+    return {
+        "q": normal(BATCH, HEADS, LENGTH, DIM),
+        "k": normal(*kv),
+        "v": normal(*kv),
+        "slopes": normal(HEADS) ** 2,
+        "table": normal(HEADS, 2 * LENGTH + 1),
+        "dense": normal(1, 1, LENGTH, LENGTH),
+        "sinks": normal(HEADS),
+    }, np.sort(rng.integers(0, 3, (BATCH, LENGTH)))
+
+
+def loss(x, ids, option, layout, backend):
+    bias = {
+        "alibi": lambda: alibi(x["slopes"]),
+        "table": lambda: relative(x["table"]),
+        "dense": lambda: x["dense"],
+    }
+    q, k, v = (x[n].swapaxes(1, 2) if layout == "bshd" else x[n] for n in "qkv")
+    out, lse = attention(
+        *(q, k, v),
+        mask=causal() & segments(ids),
+        bias=bias[option]() if option in bias else None,
+        sinks=x["sinks"] if option == "sinks" else None,
+        dropout_p=0.1 if option == "dropout" else 0.0,
+        dropout_seed=jnp.array(7) if option == "dropout" else None,
+        layout=layout,
+        return_lse=True,
+        backend=backend,
+    )
+    return (out**2).sum() + lse.sum()
+
+
+def difference(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+
+def compare(axis_type, spec, option, layout="bhsd", backend=None):
+    """The largest norm-wise difference to one device, the collectives, and where dq lies."""
+    arrays, ids = inputs()
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    run = jax.value_and_grad(lambda x, ids: loss(x, ids, option, layout, backend))
+    want = jax.jit(run)(arrays, ids)
+    with jax.set_mesh(mesh):
+        put = {
+            n: jax.device_put(x, NamedSharding(mesh, spec)) if n in "qkv" else x for n, x in arrays.items()
+        }
+        compiled = jax.jit(run).lower(put, jax.device_put(ids, NamedSharding(mesh, P(spec[0])))).compile()
+        got = compiled(put, jax.device_put(ids, NamedSharding(mesh, P(spec[0]))))
+    text = compiled.as_text()
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return {
+        "difference": max(difference(a, b) for a, b in pairs),
+        "gathers": text.count(" all-gather("),
+        "exchanges": text.count(" all-to-all(") + text.count(" collective-permute("),
+        "dq": str(got[1]["q"].sharding.shard_shape(got[1]["q"].shape)),
+    }
+
+
+def refusal(axis_type, jit, axis):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    spec = [None] * 4
+    spec[axis] = "x"
+    x = jax.device_put(np.ones((4, 4, 32, 8), "float32"), NamedSharding(mesh, P(*spec)))
+    run = jax.jit(lambda x: attention(x, x, x)) if jit else lambda x: attention(x, x, x)
+    try:
+        run(x).block_until_ready()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def mixed_devices():
+    a, b = (jax.device_put(jnp.ones((1, 1, 4, 8)), device) for device in jax.devices()[:2])
+    try:
+        attention(a, b, b)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def main():
+    compared = {
+        f"{axes}, {spec}, {option}, {layout}": compare(AXES[axes], SPECS[spec], option, layout)
+        for axes, spec in [("auto", "batch"), ("auto", "heads"), ("auto", "batch x heads")]
+        + [("explicit", "batch x heads")]
+        for option, layout in [("none", "bshd"), ("alibi", "bhsd")]
+    }
+    for option in ("table", "dense", "dropout", "sinks"):
+        compared[f"auto, batch x heads, {option}"] = compare(AxisType.Auto, SPECS["batch x heads"], option)
+    compared["xla back end"] = compare(AxisType.Auto, SPECS["batch x heads"], "sinks", backend="xla")
+    refused = {
+        f"{axes}, {'jit' if jit else 'eager'}, axis {axis}": refusal(AXES[axes], jit, axis)
+        for axes in AXES
+        for jit in (True, False)
+        for axis in (2, 3)
+    }
+    json.dump({"compared": compared, "refused": refused, "mixed": mixed_devices()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

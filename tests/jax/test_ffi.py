@@ -1,0 +1,149 @@
+"""The compiled kernel inside XLA: its buffers, its threads, its errors."""
+
+import re
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+
+from attnspan import Spans, causal, segments, window  # noqa: E402
+from attnspan.jax import attention, explain  # noqa: E402
+
+RNG = np.random.default_rng(0)
+
+
+def _qkv(batch=1, heads=2, length=33, dim=16, dtype="float32"):
+    return [jnp.asarray(RNG.standard_normal((batch, heads, length, dim)), dtype) for _ in range(3)]
+
+
+def test_illegal_bounds_raise_by_row():
+    q, k, v = _qkv()
+    bounds = causal().spans(33, 33).bounds.copy()
+    bounds[0, 0, 7] = (5, 40)
+    attend = jax.jit(lambda b: attention(q, k, v, mask=Spans(b, 33), backend="ffi"))
+    with pytest.raises(Exception, match=r"mask bounds: expected spans .* row 7 \(batch 0, head 0\)"):
+        attend(jnp.asarray(bounds)).block_until_ready()
+    gradient = jax.jit(jax.grad(lambda q, b: attention(q, k, v, mask=Spans(b, 33)).sum()))
+    with pytest.raises(Exception, match="row 7"):
+        gradient(q, jnp.asarray(bounds)).block_until_ready()
+
+
+def test_ids_that_break_their_promise_raise_under_jit():
+    q, k, v = _qkv(length=6)
+    attend = jax.jit(lambda ids: attention(q, k, v, mask=segments(ids)))
+    with pytest.raises(Exception, match="raise max_runs"):
+        attend(jnp.array([0, 1, 0, 1, 2, 2])).block_until_ready()
+
+
+def test_bshd_is_read_and_written_without_a_copy():
+    def loss(q, k, v):
+        return attention(q, k, v, mask=causal(), layout="bshd").sum()
+
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile().as_text()
+    assert text.count("custom-call(") == 2, text
+    assert not re.findall(r"= \S+ (transpose|copy)\(", text), text
+    # The same question where there is something to find.
+    turned = jax.jit(lambda q: attention(*(x.swapaxes(1, 2) for x in (q, q, q)))).lower(x).compile().as_text()
+    assert re.findall(r"(transpose|copy)", turned), turned
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 2, 0, 8)])
+def test_no_queries(shape):
+    q, k = jnp.zeros(shape), jnp.ones((shape[0], 2, 3, 8))
+    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v), q, k, k)
+    assert out.shape == shape
+    dq, dk, dv = pull(out)
+    assert dq.shape == shape
+    assert not dk.any()
+    assert not dv.any()
+
+
+def test_no_keys():
+    q, k = jnp.ones((1, 2, 5, 8)), jnp.zeros((1, 2, 0, 8))
+    (out, lse), pull = jax.vjp(lambda q, k, v: attention(q, k, v, return_lse=True), q, k, k)
+    assert not out.any()
+    assert (lse == -jnp.inf).all()
+    assert not pull((out, jnp.ones_like(lse)))[0].any()
+
+
+def test_calls_at_once_do_not_mix():
+    # More Python threads than XLA has: loops of one call must not wait for threads that others hold.
+    problems = [_qkv(length=257 + 8 * i) for i in range(8)]
+    attend = jax.jit(lambda q, k, v: attention(q, k, v, mask=window(50)))
+    alone = [np.asarray(attend(*p)) for p in problems]
+    found = [[] for _ in problems]
+
+    def work(i):
+        for _ in range(20):
+            found[i].append(np.asarray(attend(*problems[i])))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=60)
+        assert not t.is_alive()
+    for i, results in enumerate(found):
+        assert len(results) == 20
+        for x in results:
+            np.testing.assert_array_equal(x, alone[i])
+
+
+def test_several_kernels_of_one_program_share_its_threads():
+    q, k, v = _qkv(heads=4, length=300)
+
+    @jax.jit
+    def many(q, k, v):
+        # Independent of each other: XLA may run them at the same time.
+        return [attention(q + i, k, v, mask=causal()) for i in range(6)]
+
+    for i, x in enumerate(many(q, k, v)):
+        np.testing.assert_array_equal(x, attention(q + i, k, v, mask=causal()))
+
+
+def test_same_bits_whoever_runs_the_loops(monkeypatch):
+    from attnspan.jax import _ffi
+
+    q, k, v = _qkv(heads=4, length=200)
+    results = []
+    for own in (0, 2, 1):
+        monkeypatch.setattr(_ffi, "OWN_THREADS", own)
+        jax.clear_caches()
+        results.append(jax.value_and_grad(lambda q: (attention(q, k, v, mask=causal()) ** 2).sum())(q))
+    jax.clear_caches()
+    for value, gradient in results[1:]:
+        assert value == results[0][0]
+        np.testing.assert_allclose(gradient, results[0][1], rtol=0, atol=2e-6)
+
+
+def test_explain_names_it():
+    q, k, v = _qkv()
+    found = explain(q, k, v, mask=causal())
+    assert found.backend == "ffi"
+    assert found.isa
+    assert "xla: slower than ffi" in str(found)
+    assert "pallas:" in str(found)
+    assert found.pairs == 2 * 33 * 34 // 2
+
+
+def test_without_the_compiled_module_xla_code_runs():
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'attnspan._core': raise ImportError('built without a compiler')\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import jax.numpy as jnp\n"
+        "from attnspan.jax import attention, explain\n"
+        "x = jnp.ones((1, 2, 8, 16))\n"
+        "print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refusals['ffi'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(1, 2, 8, 16) xla the compiled module attnspan._core is missing" in done.stdout

@@ -1,0 +1,96 @@
+"""What csrc/xla_ffi.h says of XLA's C interface, beside the header of the JAX that is installed."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+CSRC = Path(__file__).parents[2] / "csrc"
+# Ours, theirs, and the fields of both in the order of ours.
+STRUCTS = [
+    ("Extension", "XLA_FFI_Extension_Base", [("type", "type"), ("next", "next")]),
+    ("Version", "XLA_FFI_Api_Version", [("major", "major_version"), ("minor", "minor_version")]),
+    ("Metadata", "XLA_FFI_Metadata", [("version", "api_version"), ("traits", "traits")]),
+    ("MetadataExtension", "XLA_FFI_Metadata_Extension", [("metadata", "metadata")]),
+    ("Buffer", "XLA_FFI_Buffer", [("dtype", "dtype"), ("data", "data"), ("rank", "rank"), ("dims", "dims")]),
+    ("Scalar", "XLA_FFI_Scalar", [("dtype", "dtype"), ("value", "value")]),
+    ("Text", "XLA_FFI_ByteSpan", [("data", "ptr"), ("size", "len")]),
+    ("Buffers", "XLA_FFI_Args", [("size", "size"), ("types", "types"), ("values", "args")]),
+    ("Buffers", "XLA_FFI_Rets", [("size", "size"), ("types", "types"), ("values", "rets")]),
+    ("Attributes", "XLA_FFI_Attrs", [("size", "size"), ("names", "names"), ("values", "attrs")]),
+    ("ErrorCreate", "XLA_FFI_Error_Create_Args", [("message", "message"), ("code", "errc")]),
+    ("ErrorDestroy", "XLA_FFI_Error_Destroy_Args", [("error", "error")]),
+    ("Schedule", "XLA_FFI_ThreadPool_Schedule_Args", [("task", "task"), ("data", "data")]),
+    ("NumThreads", "XLA_FFI_ThreadPool_NumThreads_Args", [("threads", "num_threads")]),
+    (
+        "Api",
+        "XLA_FFI_Api",
+        [
+            ("version", "api_version"),
+            ("error_create", "XLA_FFI_Error_Create"),
+            ("error_destroy", "XLA_FFI_Error_Destroy"),
+            ("thread_pool_schedule", "XLA_FFI_ThreadPool_Schedule"),
+            ("thread_pool_num_threads", "XLA_FFI_ThreadPool_NumThreads"),
+        ],
+    ),
+    (
+        "CallFrame",
+        "XLA_FFI_CallFrame",
+        [
+            ("api", "api"),
+            ("context", "ctx"),
+            ("stage", "stage"),
+            ("arguments", "args"),
+            ("results", "rets"),
+            ("attributes", "attrs"),
+        ],
+    ),
+]
+CONSTANTS = [
+    ("(int)attnspan::ffi::Stage::execute", "XLA_FFI_ExecutionStage_EXECUTE"),
+    ("attnspan::ffi::invalid_argument", "XLA_FFI_Error_Code_INVALID_ARGUMENT"),
+    ("attnspan::ffi::resource_exhausted", "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED"),
+    ("attnspan::ffi::internal", "XLA_FFI_Error_Code_INTERNAL"),
+    ("attnspan::ffi::scalar", "XLA_FFI_AttrType_SCALAR"),
+    ("1", "XLA_FFI_Extension_Metadata"),
+    *(
+        (f"attnspan::ffi::{name}", f"XLA_FFI_DataType_{name.upper()}")
+        for name in ("s32", "s64", "u32", "f16", "f32", "f64", "bf16")
+    ),
+]
+
+
+def _program() -> str:
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.h"', "using namespace attnspan;"]
+    for ours, theirs, fields in STRUCTS:
+        for a, b in fields:
+            same = f"offsetof(ffi::{ours}, {a}) == offsetof({theirs}, {b}) && "
+            same += f"sizeof(ffi::{ours}::{a}) == sizeof({theirs}::{b})"
+            lines.append(f'static_assert({same}, "{theirs}.{b}");')
+    # A struct's size is part of the protocol only where we make one.
+    for ours in ("ErrorCreate", "ErrorDestroy", "Schedule", "NumThreads"):
+        theirs = next(name for x, name, _ in STRUCTS if x == ours)
+        lines.append(f'static_assert(sizeof(ffi::{ours}) == sizeof({theirs}), "{theirs}");')
+    lines += [f'static_assert({a} == (int){b}, "{b}");' for a, b in CONSTANTS]
+    return "\n".join(lines) + "\n"
+
+
+def test_our_declarations_are_those_of_xla(tmp_path):
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "layout.cc"
+    source.write_text(_program())
+    command = [
+        compiler,
+        "-std=c++20",
+        "-fsyntax-only",
+        f"-I{jax.ffi.include_dir()}",
+        f"-I{CSRC}",
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
