@@ -111,10 +111,11 @@ def mixed_devices():
 def main():
     compared = {
         f"{axes}, {spec}, {option}, {layout}": compare(AXES[axes], SPECS[spec], option, layout)
-        for axes, spec in [("auto", "batch"), ("auto", "heads"), ("auto", "batch x heads")]
-        + [("explicit", "batch x heads")]
+        for axes, spec in [(a, "batch x heads") for a in AXES]
         for option, layout in [("none", "bshd"), ("alibi", "bhsd")]
     }
+    for spec in ("batch", "heads"):
+        compared[f"auto, {spec}, alibi"] = compare(AxisType.Auto, SPECS[spec], "alibi")
     for option in ("table", "dense", "dropout", "sinks"):
         compared[f"auto, batch x heads, {option}"] = compare(AxisType.Auto, SPECS["batch x heads"], option)
     compared["xla back end"] = compare(AxisType.Auto, SPECS["batch x heads"], "sinks", backend="xla")
