@@ -1,0 +1,190 @@
+"""Attention split over 4 devices by SPMD: the oracle's results, nothing gathered, the field's two failures."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_xla.distributed.spmd as xs
+from conformance_cases import Cell, Shape
+from torch_xla.experimental.custom_kernel import _shard_map
+from xla_cells import check, on_xla
+from xla_meshes import SPLITS, mesh
+
+import attnspan as a
+from attnspan import reference
+from attnspan.errors import OptionError
+from attnspan.xla import attention
+
+SHAPE = Shape(batch=4, heads=4, kv_heads=2)
+
+
+def places(name: str) -> dict[str, object]:
+    return {"mesh": mesh(), "partition_spec": SPLITS[name]}
+
+
+@pytest.mark.parametrize(
+    "option", ["T5", "dense, one for all", "alibi, signed, per batch row", "everything, dense"]
+)
+def test_options_split_by_batch_and_heads(option: str) -> None:
+    check(Cell(option, "segments", SHAPE, torch.float32), places("batch and heads"))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_splits(split: str) -> None:
+    check(Cell("everything, indices given", "random", SHAPE, torch.float32), places(split))
+
+
+@pytest.mark.parametrize(
+    "mask", ["R = 1 per head", "R = 5 per batch row and head", "cache, 4 rows", "dense, 4 rows"]
+)
+def test_masks_split_by_batch_and_heads(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import conformance_masks
+
+    def cache(shape: Shape) -> conformance_masks.MaskSample:
+        return conformance_masks._cache(shape)
+
+    def dense(shape: Shape) -> conformance_masks.MaskSample:
+        sizes = shape.batch, shape.heads, shape.q_len, shape.k_len
+        visible = torch.rand(sizes, generator=torch.Generator().manual_seed(2)) > 0.8
+        return conformance_masks.MaskSample(a.from_dense(visible, max_runs=9))
+
+    monkeypatch.setitem(conformance_masks.MASKS, "cache, 4 rows", cache)
+    monkeypatch.setitem(conformance_masks.MASKS, "dense, 4 rows", dense)
+    check(Cell("dropout", mask, SHAPE, torch.float32), places("batch and heads"))
+
+
+def test_without_a_spec_the_whole_is_computed() -> None:
+    check(Cell("everything", "segments", SHAPE, torch.float32))
+
+
+def test_a_global_mesh_and_the_other_layout() -> None:
+    q = torch.randn(4, 6, 4, 8)
+    before = xs.get_global_mesh()
+    try:
+        xs.set_global_mesh(mesh())
+        got = attention(*on_xla((q, q, q)), layout="bshd", partition_spec=("data", None, "model", None))
+    finally:
+        xs.set_global_mesh(before)
+    x = q.transpose(1, 2)
+    exact, _ = reference.forward(x, x, x, a.full().spans(6, 6).bounds, 8**-0.5)
+    assert abs(got.transpose(1, 2).cpu().numpy() - exact).max() < 1e-6
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """The field's problem, with ids of every batch row, and the exact result."""
+    torch.manual_seed(3)
+    q, ids = torch.randn(4, 2, 64, 32), torch.arange(64).div(16, rounding_mode="floor").repeat(4, 1)
+    ids[1::2] = torch.arange(64).div(8, rounding_mode="floor")
+    bounds = a.segments(ids).spans(64, 64, batch=4).bounds
+    return q, ids, reference.forward(q, q, q, bounds, 32**-0.5)[0]
+
+
+def plain(q, k, v, ids=None):
+    """What a kernel of one device computes, with ids as a part of the scores' mask."""
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if ids is not None:
+        scores = scores.masked_fill(ids[:, None, :, None] != ids[:, None, None, :], -1e30)
+    return scores.softmax(-1) @ v
+
+
+def test_unsharded_ids_fail_in_the_field_and_not_here() -> None:
+    q, ids, exact = problem()
+    spec = ("data", None, None, None)
+    field = _shard_map(plain, mesh(), [spec, spec, spec, (None, None)], [spec])
+    with pytest.raises(RuntimeError, match=r"f32\[2,2,64,64\].*pred\[4,1,64,64\]"):
+        field(*on_xla((q, q, q, ids))).cpu()
+    for specs in ({}, {"q_ids": (None, None)}, {"q_ids": ("data", None)}, {"q_ids": (None, "model")}):
+        got = attention(
+            *on_xla((q, q, q)), mask=a.segments(on_xla(ids)), mesh=mesh(), partition_spec=spec, specs=specs
+        )
+        assert abs(got.cpu().numpy() - exact).max() < 1e-5
+
+
+def test_ids_that_lie_elsewhere_are_moved() -> None:
+    q, ids, exact = problem()
+    q, ids = on_xla((q, ids))
+    xs.mark_sharding(q, mesh(), (None, None, "data", None))
+    xs.mark_sharding(ids, mesh(), (None, "model"))
+    got = attention(q, q, q, mask=a.segments(ids), mesh=mesh(), partition_spec=("data", None, None, None))
+    assert abs(got.cpu().numpy() - exact).max() < 1e-5
+
+
+def test_a_split_sequence_is_wrong_in_the_field_and_refused_here() -> None:
+    q, _, _ = problem()
+    exact, _ = reference.forward(q, q, q, a.full().spans(64, 64).bounds, 32**-0.5)
+    spec = (None, None, "data", None)
+    wrong = _shard_map(plain, mesh(), [spec] * 3, [spec])(*on_xla((q, q, q))).cpu().numpy()
+    assert wrong.shape == exact.shape
+    assert abs(wrong - exact).max() > 0.5
+    with pytest.raises(OptionError, match=r"partition_spec: length: .*plan.*ContextParallel"):
+        attention(*on_xla((q, q, q)), mesh=mesh(), partition_spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (("data", None, None), "4 entries"),
+        ("data", "4 entries"),
+        (("date", None, None, None), "axes of the mesh, data, model"),
+        ((2, None, None, None), "axes of the mesh"),
+        ((True, None, None, None), "axes of the mesh"),
+        (("data", "data", None, None), "each mesh axis once"),
+        (("data", 0, None, None), "each mesh axis once"),
+        ((None, None, None, "model"), "head_dim"),
+        ((None, None, ("data", "model"), None), "length"),
+    ],
+)
+def test_wrong_specs(spec: object, words: str) -> None:
+    q = on_xla(torch.zeros(4, 4, 8, 8))
+    with pytest.raises(OptionError, match=words):
+        attention(q, q, q, mesh=mesh(), partition_spec=spec)
+
+
+def test_other_wrong_calls() -> None:
+    q = on_xla(torch.zeros(4, 3, 8, 8))
+    spec = ("data", None, None, None)
+    with pytest.raises(OptionError, match=r"partition_spec: heads: .*multiple of 2, got 3"):
+        attention(q, q, q, mesh=mesh(), partition_spec=(None, "model", None, None))
+    with pytest.raises(OptionError, match="mesh: expected a mesh of torch_xla"):
+        attention(q, q, q, partition_spec=spec)
+    with pytest.raises(OptionError, match="mesh: expected a partition_spec"):
+        attention(q, q, q, mesh=mesh())
+    with pytest.raises(OptionError, match="specs: expected partition_spec"):
+        attention(q, q, q, specs={"sinks": (None,)})
+    with pytest.raises(OptionError, match=r"specs: expected tensors of this call \(sinks\), got 'q_ids'"):
+        attention(
+            q, q, q, sinks=q[0, :, 0, 0], mesh=mesh(), partition_spec=spec, specs={"q_ids": (None, None)}
+        )
+    with pytest.raises(OptionError, match="specs: sinks: expected 1 entries"):
+        attention(
+            q, q, q, sinks=q[0, :, 0, 0], mesh=mesh(), partition_spec=spec, specs={"sinks": (None, None)}
+        )
+
+
+@pytest.mark.parametrize("split", ["batch", "batch and heads"])
+def test_nothing_is_gathered(split: str, tmp_path: Path) -> None:
+    flags = f"{os.environ['XLA_FLAGS']} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    job = Path(__file__).with_name("split_step.py")
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, str(job), split],
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    programs = [x.read_text() for x in tmp_path.glob("*after_optimizations.txt")]
+    programs = [text for text in programs if "while" in text]
+    assert programs
+    found = [
+        x
+        for text in programs
+        for x in re.findall(r"= (\S+) (all-gather|all-to-all|collective-permute)\(", text)
+    ]
+    print(found)
+    assert not found
