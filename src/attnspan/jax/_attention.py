@@ -135,7 +135,7 @@ def _run(
     backend: str | None,
 ) -> Any:
     call = lower_call(q, k, v, mask, given, layout, scale, return_lse)
-    chosen = choose_backend(call, backend)
+    chosen = choose_backend(call.problem, call.static, backend)
     how = How(call.static, chosen, "bhsd" if layout == "bhsd" else "bshd")
     out, lse = attend(call.q, call.k, call.v, call.operands, how)
     if layout == "thd":

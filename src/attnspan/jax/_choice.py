@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import warnings
 
 from ..kernels import Choice, choose
 from ..problem import Problem
@@ -35,11 +34,29 @@ def choice_of(problem: Problem, static: Static, requested: str | None) -> Choice
     return choose(problem, {name: _Backend(name, static) for name in names}, requested)
 
 
-@cache
-def _remembered(problem: Problem, static: Static, requested: str | None) -> str:
-    return choice_of(problem, static, requested).name
+def choose_backend(problem: Problem, static: Static, requested: str | None) -> str:
+    """Its name; a warning where kernels refuse and slower code stands in."""
+    choice = choice_of(problem, static, requested)
+    if choice.name == "xla" and requested is None:
+        for name, reason in choice.refusals.items():
+            _warn_once(f"attention runs as plain XLA code: back end {name!r} refused ({reason})")
+    return choice.name
 
 
-def choose_backend(call: Any, requested: str | None) -> str:
-    """Its name."""
-    return _remembered(call.problem, call.static, requested)
+class SlowPathWarning(UserWarning):
+    """Attention runs on a slower back end than its device has.
+
+    Example:
+        >>> issubclass(SlowPathWarning, UserWarning)
+        True
+    """
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        text = f'{message}. Pass backend="xla" to choose it without this warning.'
+        warnings.warn(text, SlowPathWarning, stacklevel=4)
