@@ -15,7 +15,12 @@ Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 def _is_child(value: object) -> bool:
     several = isinstance(value, tuple) and all(isinstance(x, Mask) for x in value)
-    return several or isinstance(value, Mask | Spans) or is_array(value)
+    return several or isinstance(value, Mask | Spans) or is_array(value) or _is_placeholder(value)
+
+
+def _is_placeholder(value: object) -> bool:
+    """Whether JAX put something of its own where an array was, as in programs compiled ahead of calls."""
+    return type(value) is object or type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
