@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup train test lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup train test test-xla lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text, on two ranks, about five minutes"
 	@echo "make test    run the tests"
+	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure beside torch's own CPU kernels, twenty minutes on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
@@ -39,6 +40,22 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
+XLA_VENV := .venv-xla
+XLA_TESTS := PYTHONPATH=src PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla
+
+$(XLA_VENV)/.ready: constraints-xla.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	  echo "PyTorch/XLA needs Python 3.11 to 3.13 as '$(PYTHON)'. Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-xla.txt
+	@touch $@
+
+# A process is in SPMD mode or not, so there are two.
+test-xla: $(XLA_VENV)/.ready
+	$(XLA_TESTS) tests/xla/one src/attnspan/xla $(ARGS)
+	CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 $(XLA_TESTS) tests/xla/spmd $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -91,4 +108,4 @@ aarch64: setup
 	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 clean:
-	rm -rf build dist $(VENV)
+	rm -rf build dist $(VENV) $(XLA_VENV)

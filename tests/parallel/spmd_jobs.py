@@ -108,12 +108,15 @@ def _program(**static: Any) -> Any:
 _program_traces: list[Any] = []
 
 
-def on_devices(sharded: Sharded, given: Arrays, options: dict[str, Any] | None = None, **static: Any) -> Arrays:
+def on_devices(
+    sharded: Sharded, given: Arrays, options: dict[str, Any] | None = None, **static: Any
+) -> Arrays:
     """The same on all devices, in the order of the whole problem."""
     place = functools.partial(sharded.shard, axis=2)
-    arrays = [
-        sharded.shard_keys(x, axis=2) if name in "kv" else place(x) for name, x in given.items()
-    ]
+    arrays = [sharded.shard_keys(x, axis=2) if name in "kv" else place(x) for name, x in given.items()]
+    # Where shardings are types, a gradient has that of its output.
+    for at, spec in ((3, sharded.spec()), (4, sharded.axes.spec("batch", "heads", "sequence"))):
+        arrays[at] = jax.device_put(arrays[at], jax.sharding.NamedSharding(sharded.mesh, spec))
     out, lse, (dq, dk, dv, dbias, dsinks) = _program(**static)(sharded, *arrays, options or {})
     found = {"out": out, "lse": lse, "dq": dq}
     found = {name: np.asarray(sharded.unshard(x, axis=2), np.float64) for name, x in found.items()}
@@ -128,7 +131,7 @@ def on_devices(sharded: Sharded, given: Arrays, options: dict[str, Any] | None =
 
 def _unshard_keys(sharded: Sharded, x: Any) -> Any:
     deal = sharded.rows if sharded.keys is None else sharded.keys
-    return x if deal is None else x[:, :, np.asarray(deal.place)]
+    return x if deal is None else np.asarray(x)[:, :, np.asarray(deal.place)]
 
 
 def errors(got: Arrays, want: Arrays) -> dict[str, float]:
@@ -184,10 +187,13 @@ def _options(kind: str, heads: int, length: int) -> tuple[dict[str, Any], Option
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape, np.float32)
 
-    sinks, seed = normal(heads), np.int64(0x0123_4567_89AB_CDEF)
+    sinks, seed = normal(heads), np.array(0x0123_4567_89AB_CDEF)
     if kind == "alibi":
         slopes = np.abs(normal(BATCH, heads)) / 16
-        keywords = {"bias": attnspan.alibi(slopes), "dropout_seed": attnspan.jax.dropout_seeds(seed, BATCH, heads)}
+        keywords = {
+            "bias": attnspan.alibi(slopes),
+            "dropout_seed": attnspan.jax.dropout_seeds(seed, BATCH, heads),
+        }
         lowered = Options(1.5, slopes, ALIBI, sinks, 0.3, seed)
         return {**keywords, "sinks": sinks}, lowered
     if kind == "shared alibi":
@@ -222,4 +228,190 @@ def cross(split: Split, q_len: int = 13, k_len: int = 22) -> dict[str, float]:
     """Errors where keys are another sequence."""
     mask = attnspan.key_padding(np.array([k_len, 9])) & attnspan.window(11, 3)
     given = inputs(split.num_heads, q_len, k_len)
-    return errors(on_devices(split.shard(mask, q_len, k_len), given, backend=split.backend), oracle(given, mask))
+    return errors(
+        on_devices(split.shard(mask, q_len, k_len), given, backend=split.backend), oracle(given, mask)
+    )
+
+
+def _packed(seed: int, length: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return np.stack(
+        [np.repeat(np.arange(length), random.integers(2, 12, length))[:length] for _ in range(BATCH)]
+    )
+
+
+def new_masks(split: Split, steps: int, length: int = 48) -> tuple[list[int], float]:
+    """After each step, each with a packing of its own: how often the step was traced. And the worst error."""
+    _program_traces.clear()
+    given, counts, most = inputs(split.num_heads, length, length), [], 0.0
+    sharded = None
+    for step in range(steps):
+        mask = attnspan.causal() & attnspan.segments(_packed(step, length))
+        sharded = split.shard(mask, length) if sharded is None else sharded.with_mask(mask)
+        got = on_devices(sharded, given, backend=split.backend)
+        counts.append(len(_program_traces))
+        most = max(most, worst(got, oracle(given, mask)))
+    return counts, most
+
+
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(split: Split, gradient: bool) -> dict[str, int]:
+    """The collectives of a compiled call, by kind: what crosses between devices."""
+    mask = attnspan.causal() & attnspan.segments(_packed(0, 48))
+    sharded = split.shard(mask, 48)
+    heads = split.num_heads
+
+    def array(count: int) -> Any:
+        spec = sharded.spec(split_heads=count % split.heads == 0)
+        rows = 48 if sharded.rows is None else sharded.rows.rows.shape[0]
+        placed = jax.sharding.NamedSharding(sharded.mesh, spec)
+        return jax.ShapeDtypeStruct((BATCH, count, rows, DIM), jnp.float32, sharding=placed)
+
+    def call(sharded: Sharded, q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, mask=sharded, backend=split.backend)
+
+    def both(sharded: Sharded, q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return jax.vjp(functools.partial(call, sharded), q, k, v)[1](dout)
+
+    arrays = [array(heads[0]), array(heads[1]), array(heads[1])]
+    program, arguments = (both, [*arrays, arrays[0]]) if gradient else (call, arrays)
+    text = jax.jit(program).lower(sharded, *arguments).compile().as_text()
+    assert text is not None
+    found = [match[1] for match in _COLLECTIVE.finditer(text)]
+    return {kind: found.count(kind) for kind in sorted(set(found))}
+
+
+def layers(split: Split, length: int = 21) -> float:
+    """The worst error of a second mask on the rows of a first one, within remat, for two layers at once."""
+    ids = _packed(1, length)
+    first, second = attnspan.causal(), attnspan.window(4) & attnspan.segments(ids)
+    sharded = split.shard(first, length)
+    given = inputs(split.num_heads, length, length)
+    other = sharded.with_mask(second, keep_rows=True)
+    q, k, v, dout = (sharded.shard(given[name], axis=2) for name in ("q", "k", "v", "dout"))
+
+    @jax.jit
+    def run(masks: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
+        @jax.checkpoint
+        def call(mask: Any, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, mask=mask, backend=split.backend)
+
+        outs, pull = jax.vjp(lambda q, k, v: [call(mask, q, k, v) for mask in masks], q, k, v)
+        return outs, pull([dout, dout])
+
+    outs, gradients = run((sharded, other), q, k, v, dout)
+    named = zip(("dq", "dk", "dv"), gradients, strict=True)
+    got = {name: np.asarray(sharded.unshard(x, axis=2)) for name, x in named}
+    got |= {f"out {i}": np.asarray(sharded.unshard(x, axis=2)) for i, x in enumerate(outs)}
+    given = {**given, "dlse": np.zeros_like(given["dlse"])}
+    wanted = [oracle(given, mask) for mask in (first, second)]
+    want = {name: wanted[0][name] + wanted[1][name] for name in ("dq", "dk", "dv")}
+    return worst(got, want | {f"out {i}": x["out"] for i, x in enumerate(wanted)})
+
+
+def narrow(split: Split, length: int = 37) -> dict[str, tuple[float, float]]:
+    """Errors in a narrow dtype: those of the devices, and those of one."""
+    mask = attnspan.causal() & attnspan.segments(_packed(2, length))
+    whole = inputs(split.num_heads, length, length)
+    given = {name: np.asarray(jnp.asarray(x, split.dtype)) for name, x in whole.items()}
+    given["dlse"] = whole["dlse"]
+    want = oracle({name: x.astype(np.float32) for name, x in given.items()}, mask)
+    alone = replace(split, batch=1, heads=1, sequence=0)
+    ours, one = (
+        errors(on_devices(each.shard(mask, length), given, backend=split.backend), want)
+        for each in (split, alone)
+    )
+    return {name: (ours[name], one[name]) for name in ours}
+
+
+def packed_rows(length: int = 40) -> float:
+    """The worst error in layout "thd", whose one row is split as a sequence."""
+    cu = np.array([0, 11, 12, 30, length])
+    mask, given = attnspan.causal() & attnspan.documents(cu), inputs((4, 2), length, length)
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = shard(mesh, mask=mask, sequence="context", q_len=length, num_heads=(4, 2))
+    q, k, v = (
+        sharded.shard(given[name][0].swapaxes(0, 1), axis=0, batch_axis=None) for name in ("q", "k", "v")
+    )
+    out, lse = attention(q, k, v, mask=sharded, layout="thd", return_lse=True, backend="xla")
+    got = {
+        "out": np.asarray(sharded.unshard(out, axis=0, batch_axis=None)).swapaxes(0, 1),
+        "lse": np.asarray(sharded.unshard(lse, axis=1, batch_axis=None)),
+    }
+    want = oracle(given, mask)
+    return max(
+        float(np.abs(got[name] - want[name][0]).max()) / float(np.abs(want[name][0]).max()) for name in got
+    )
+
+
+def second_derivative(backend: str) -> float:
+    """The error of a second derivative, against that of one device."""
+    split = Split(1, 2, 2, backend=backend)
+    mask = attnspan.causal()
+    q, k, v, *_ = map(jnp.asarray, inputs(split.num_heads, 8, 8).values())
+
+    def twice(mask: Any, place: Any) -> np.ndarray:
+        def loss(q: Any) -> Any:
+            return (attention(place(q), place(k), place(v), mask=mask, backend=backend) ** 2).sum()
+
+        return np.asarray(jax.jit(jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum()))(q))
+
+    sharded = split.shard(mask, 8)
+    got = twice(sharded, functools.partial(sharded.shard, axis=2))
+    want = twice(mask, lambda x: x)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def refusals() -> dict[str, str]:
+    """What is said about each mistake."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=auto)
+    planned = {"sequence": "context", "q_len": 8, "num_heads": (4, 2)}
+    whole, sharded = shard(mesh, batch="data", heads="context"), shard(mesh, batch="data", **planned)
+    q, k = jnp.ones((BATCH, 4, 8, DIM)), jnp.ones((BATCH, 2, 8, DIM))
+
+    def placed(*spec: Any) -> Any:
+        return jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    calls = {
+        "no mesh": lambda: shard({"data": 2}),  # type: ignore[arg-type]
+        "no axis": lambda: shard(mesh, batch="dp"),
+        "axis twice": lambda: shard(mesh, batch="data", sequence=("context", "data")),
+        "axis number": lambda: shard(mesh, batch=2),  # type: ignore[arg-type]
+        "no mask": lambda: shard(mesh, mask=jnp.ones((8, 8), bool)),  # type: ignore[arg-type]
+        "no q_len": lambda: shard(mesh, sequence="context"),
+        "heads": lambda: shard(mesh, sequence="context", q_len=8, num_heads=(4, 3)),
+        "heads of axis": lambda: shard(mesh, heads="data", **(planned | {"num_heads": (3, 3)})),
+        "useless q_len": lambda: shard(mesh, batch="data", q_len=8),
+        "strategy": lambda: shard(mesh, strategy="ulysses", **planned),
+        "mask of another length": lambda: shard(mesh, mask=attnspan.causal().prepare(6, 6), **planned),
+        "traced mask": lambda: jax.jit(lambda ids: shard(mesh, mask=attnspan.segments(ids), **planned).valid)(
+            jnp.zeros(8, int)
+        ),
+        "rows": lambda: sharded.attention(q[:, :, :6], k[:, :, :6], k[:, :, :6]),
+        "heads of q": lambda: sharded.attention(k, k, k),
+        "batch": lambda: whole.attention(q[:1], k[:1], k[:1]),
+        "query heads": lambda: whole.attention(q[:, :3], q[:, :3], q[:, :3]),
+        "sequence without a plan": lambda: whole.attention(placed(None, None, "context"), k, k),
+        "head_dim": lambda: whole.attention(placed(None, None, None, "data"), k, k),
+        "other axes": lambda: sharded.attention(placed("context"), k, k),
+        "dense bias": lambda: sharded.attention(q, k, k, bias=jnp.zeros((8, 8))),
+        "q_index": lambda: sharded.attention(q, k, k, q_index=jnp.arange(8)),
+        "thd": lambda: shard(mesh, batch="data").attention(q[0], q[0], q[0], layout="thd"),
+        "explain inside": lambda: jax.jit(lambda x: x.explain())(sharded),
+        "positions of whole": lambda: whole.positions,
+        "shard of another length": lambda: sharded.shard(jnp.ones((2, 9))),
+    }
+    return {name: _said(call) for name, call in calls.items()}
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -153,6 +153,15 @@ def report_of(options: BenchOptions) -> ReportPlan | None:
             )
     if not wanted:
         return None
+    others = set(options.asked) - {_TRAINING, REPORT}
+    for option, words_given in (("--peers", options.peers), ("--head-dims", options.head_dims)):
+        if words_given and not others and not options.full:
+            raise OptionError(
+                option,
+                expected=f"none beside {REPORT}",
+                got=words_given,
+                remedy="Its routes and sizes are fixed",
+            )
     if options.full_size and lengths:
         raise OptionError(
             "--full-size", expected="no --lengths", got=options.lengths, remedy="Leave one of the two out"

@@ -27,6 +27,7 @@ class Static:
         mask: The mask in words, for back ends that have kernels for a few masks; None where only the bounds
             know it.
         want_lse: The caller asks for the lse as well.
+        sinks: There are sinks.
 
     Example:
         >>> Static(scale=0.125).softcap
@@ -39,6 +40,7 @@ class Static:
     dropout_p: float = 0.0
     mask: MaskWords | None = None
     want_lse: bool = True
+    sinks: bool = False
 
 
 class Operands(NamedTuple):

@@ -116,7 +116,7 @@ def _forward(how: How) -> Any:
         return _to_bhsd(out, how.layout), lse
 
     names = ("q", "k", "k", "given")
-    return batched(partitioned(run, names, how.static, how.layout), how.static)
+    return _first_order(how, batched(partitioned(run, names, how.static, how.layout), how.static))
 
 
 @cache
@@ -134,7 +134,12 @@ def _backward(how: How, want_dbias: bool) -> Any:
 
     names = ("q", "lse", "q", "k", "k", "given", "q", "lse")
     mapped = batched(partitioned(run, names, how.static, how.layout), how.static, sums=True)
-    guarded = jax.custom_jvp(mapped)
+    return _first_order(how, mapped)
+
+
+def _first_order(how: How, run: Any) -> Any:
+    """`run`, whose derivative is asked for only where a second one of attention is."""
+    guarded = jax.custom_jvp(run)
     guarded.defjvp(partial(_refuse_second, how.backend))
     return guarded
 

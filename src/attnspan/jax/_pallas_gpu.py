@@ -121,12 +121,12 @@ def backward(
 
     Example:
         >>> x = jnp.ones((1, 1, 2, 8))
-        >>> given, static = Operands(jnp.array([[0, 1], [0, 2]]).reshape(1, 1, 2, 1, 2)), Static(scale=1.0)
-        >>> with interpreted():
-        ...     results = forward(x, x, x, given, static)
-        ...     dv = backward(x, None, x, x, x, given, *results, static, False)[2]
-        >>> dv[0, 0, :, 0].tolist()
-        [1.5, 0.5]
+        >>> given = Operands(jnp.array([[0, 1], [0, 2]]).reshape(1, 1, 2, 1, 2))
+        >>> gradients = jax.eval_shape(
+        ...     lambda x: backward(x, None, x, x, x, given, x, x[..., 0], Static(scale=1.0), False), x
+        ... )
+        >>> [gradient.shape for gradient in gradients if gradient is not None]
+        [(1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 8)]
     """
     tiling = _tiling(q, v, backward=True)
     plan, interpret = _plan(q, k, v, static, tiling), _interpret.get()

@@ -1,6 +1,7 @@
 """How the TPU's kernels are given their operands: one list for all of them, by name."""
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,10 @@ from . import _pallas_blocks as tables
 from ._contract import Operands
 from ._pallas_tpu_tile import Place, Refs, Tile
 from ._words import row_words
+
+
+#: Whether kernels run as plain array code, see `attnspan.jax._pallas_tpu.interpreting`.
+plainly = ContextVar("plainly", default=False)
 
 
 class Operand(NamedTuple):
@@ -86,6 +91,7 @@ def launch(
         ),
         out_shape=[each.array for each in outputs.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=turns),  # type: ignore[arg-type]
+        interpret=plainly.get(),
         name=name,
     )
     found = call(*scalars, *(each.array for each in operands.values()))

@@ -123,7 +123,9 @@ def _attend(
 
 def _seeds(seed: Tensor, q: Tensor) -> Tensor:
     """Low and high words of the seeds of batch rows and heads, as int32 of the same bits, (B, H, 2)."""
-    low, high = seed & _WORD, seed >> 32
+    low = seed & _WORD
+    # torch_xla shifts as if it divided, and rounds negative numbers up: what it shifts must divide.
+    high = (seed - low) >> 32
     low = low - ((low >> 31) << 32)
     words = torch.stack([low, high], -1).to(torch.int32)
     return split_seeds_op(words, q.shape[0], q.shape[1]) if seed.dim() == 0 else words

@@ -201,12 +201,19 @@ def check_array(name: str, x: Any) -> None:
         )
 
 
-def check_mask(mask: Any) -> None:
-    """Raise for what is no mask."""
+def check_mask(mask: Any, planned: bool) -> None:
+    """Raise for what is no mask, or for one that is to be planned and cannot be read."""
     if not isinstance(mask, Mask | Spans) or isinstance(mask, ShardedMask):
         raise DtypeError(
             "shard: mask",
             expected="a mask expression, a Prepared or a Spans",
             got=type(mask).__name__,
             remedy="Wrap a boolean array in from_dense(...), bounds in spans(...)",
+        )
+    if planned and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
+        raise OptionError(
+            "shard: mask",
+            expected="one whose arrays can be read, where the sequence is split: the host plans",
+            got=f"{mask!r} of traced arrays",
+            remedy="Call shard(...) or with_mask(...) outside the compiled function, and hand the result in",
         )

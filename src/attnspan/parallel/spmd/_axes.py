@@ -130,7 +130,8 @@ def _entry(names: tuple[str, ...]) -> Any:
 
 
 def _names(mesh: Mesh, dim: str, given: AxisNames) -> tuple[str, ...]:
-    names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    several = given if isinstance(given, tuple | list) else () if given is None else (given,)
+    names = tuple(several)
     for name in names:
         if not isinstance(name, str):
             raise DtypeError(

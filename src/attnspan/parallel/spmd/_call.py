@@ -75,7 +75,6 @@ def bias_axes(axes: Axes, bias: Array | None, kind: int) -> tuple[str, ...]:
     return (*batch, *heads, *axes.sequence)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     work: Work, q: Array, k: Array, v: Array, bias: Array | None, sinks: Array | None, rest: Inputs
 ) -> tuple[Array, Array]:
@@ -93,6 +92,14 @@ def attend(
     Returns:
         out (B, Hq, Sq, Dv) and lse (B, Hq, Sq).
     """
+    # A back end that JAX can differentiate has all derivatives, and so have collectives.
+    run = _run if getattr(work.backend, "OWN_DERIVATIVE", False) else _attend
+    return run(work, q, k, v, bias, sinks, rest)
+
+
+def _run(
+    work: Work, q: Array, k: Array, v: Array, bias: Array | None, sinks: Array | None, rest: Inputs
+) -> tuple[Array, Array]:
     inputs = _whole(rest, bias, sinks)
     specs = specs_of(work, inputs)
     run = jax.shard_map(
@@ -105,13 +112,16 @@ def attend(
     return run(q, k, v, inputs)
 
 
+_attend = jax.custom_vjp(_run, nondiff_argnums=(0,))
+
+
 def _whole(rest: Inputs, bias: Array | None, sinks: Array | None) -> Inputs:
     return rest._replace(given=rest.given._replace(bias=bias, sinks=sinks))
 
 
 def _attend_forward(work: Work, *primals: Any) -> Any:
     q, k, v, bias, sinks, rest = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    out, lse = attend(work, q, k, v, bias, sinks, rest)
+    out, lse = _run(work, q, k, v, bias, sinks, rest)
     # A dense gradient is as large as its bias: none is made that nobody asked for.
     wanted = () if primals[3] is not None and primals[3].perturbed else None
     return (out, lse), (q, k, v, bias, sinks, rest, out, lse, wanted)
@@ -128,7 +138,9 @@ def _attend_backward(work: Work, kept: Any, gradients: Any) -> Any:
         dout = jnp.zeros_like(out)
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
     work = replace(work, want_dbias=wanted is not None)
-    found = _differentiate(work, q, k, v, _whole(rest, bias, sinks), Done(dout, dlse, out, lse))
+    first = jax.custom_jvp(partial(_differentiate, work))
+    first.defjvp(partial(_refuse_second, work))
+    found = first(q, k, v, _whole(rest, bias, sinks), Done(dout, dlse, out, lse))
     dq, dk, dv, dbias, dsinks = found
     dbias = None if dbias is None else dbias.astype(bias.dtype)
     dsinks = None if dsinks is None else dsinks.astype(sinks.dtype)
@@ -149,7 +161,15 @@ def _differentiate(work: Work, q: Array, k: Array, v: Array, inputs: Inputs, don
     return run(q, k, v, inputs, done)
 
 
-attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+def _refuse_second(work: Work, primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise NotImplementedError(
+        f"second derivatives of sharded attention: expected first ones, which {work.backend.__name__} has; got a "
+        'derivative of its gradient. Call attention(..., backend="math") for higher ones.'
+    )
 
 
 def make_work(work: Work, bias: Array | None) -> Work:

@@ -88,6 +88,9 @@ def backward(
     work: Work, q: Array, k: Array, v: Array, inputs: Inputs, done: Done
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """The gradients of `forward`: those of q, k, v, the bias and the sinks, summed over devices."""
+    if inputs.route is not None:
+        # Else a compiler may find that forward has fetched these keys already, and keep them until now.
+        k, v, done = lax.optimization_barrier((k, v, done))
     held = k, v
     k, v = (take_heads(work, x, q.shape[1]) for x in held)
     if inputs.route is None:
@@ -246,7 +249,9 @@ def merge(out: Array, lse: Array, more: Array, its_lse: Array) -> tuple[Array, A
 
 def _weight(part: Array, total: Array) -> Array:
     """exp(part - total) as (B, H, N, 1); 0 for parts of nothing, whose difference may be NaN."""
-    return jnp.where(part == -jnp.inf, 0.0, jnp.exp(part - total))[..., None]
+    nothing = part == -jnp.inf
+    # The second `where` keeps that NaN from derivatives as well.
+    return jnp.where(nothing, 0.0, jnp.exp(jnp.where(nothing, 0.0, part - total)))[..., None]
 
 
 def _sink_gradients(sinks: Array, done: Done) -> Array:

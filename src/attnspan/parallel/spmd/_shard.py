@@ -86,7 +86,7 @@ def shard(
     """
     axes = Axes.of(mesh, batch, heads, sequence)
     mask = full() if mask is None else mask
-    check_mask(mask)
+    check_mask(mask, bool(axes.sequence))
     sizes = {
         "q_len": q_len,
         "k_len": k_len,

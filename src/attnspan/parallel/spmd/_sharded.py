@@ -229,7 +229,7 @@ class Sharded(ShardedMask):
             mask: What each query may see, of the whole problem.
             keep_rows: Leave the rows where this plan has them, as layers with different masks need it.
         """
-        check_mask(mask)
+        check_mask(mask, bool(self.axes.sequence))
         if self.axes.sequence == ():
             return Sharded(self.frame, mask, None, None, None)
         made = self._on_host("with_mask")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..._installed import require
 from ...errors import DtypeError, OptionError
@@ -114,11 +115,16 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     """The call as Dynamo traces it: the function is a constant of the graph, guarded by its identity."""
     leaves, spec = pytree.tree_flatten((args, static))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    others = tuple([_TENSOR if isinstance(x, Tensor) else x for x in leaves])
+    others = tuple([_TENSOR if isinstance(x, Tensor) else _number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
     handle = _handle_of(fn, id(fn), _described(spec), others, kinds)
     results = call_op(tensors, handle)
     return _rebuild(handle, (), results)
+
+
+def _number(x: Any) -> Any:
+    """A static number as it is now, where the compiler would make a symbol of one that varies."""
+    return guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
 def _described(spec: Any) -> tuple[Any, ...]:
