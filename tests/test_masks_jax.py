@@ -103,3 +103,13 @@ def test_masks_prepared_outside_are_used_under_jit():
     prepared = a.from_predicate(lambda b, h, q, k: q >= k).prepare(3, 3, like=jnp.zeros(1))
     bounds = jax.jit(lambda mask: (mask & a.global_keys(2)).spans(3, 3).bounds)(prepared)
     assert bounds[0, 0, :, 0].tolist() == [[0, 1], [0, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
+def test_arrays_that_a_jitted_function_closes_over(wide):
+    with jax.enable_x64(wide):
+        ids, like = jnp.array([[0, 0, 1, 1], [0, 1, 1, 2]]), jnp.zeros(1)
+        mask = (a.causal() & a.segments(ids)) | a.segments(ids, ids)
+        want = mask.spans(4, 4, batch=2, like=like)
+        got = jax.jit(lambda like: mask.spans(4, 4, batch=2, like=like).bounds)(like)
+    np.testing.assert_array_equal(a.Spans(got, 4).dense(), want.dense())

@@ -5,7 +5,7 @@ Shapes: b batch (1 or B), n table entries, s keys, q queries.
 
 from __future__ import annotations
 
-from .arrays import Array, Arrays
+from .arrays import NUMPY, Array, Arrays
 
 
 def find_runs(
@@ -24,6 +24,8 @@ def find_runs(
     """
     if not (arrays.concrete(q_ids) and arrays.concrete(kv_ids)):
         return _look_up(arrays, _table(arrays, kv_ids), q_ids, max_runs)
+    if arrays.name == "jax":  # Under jit, what JAX makes of arrays that can be read could not be read.
+        return _find_by_numpy(arrays, q_ids, kv_ids, max_runs)
     batch = max(q_ids.shape[0], kv_ids.shape[0])
     rows = [
         _find_in_row(arrays, q_ids[b % len(q_ids)], kv_ids[b % len(kv_ids)], max_runs) for b in range(batch)
@@ -36,6 +38,15 @@ def find_runs(
         for r in range(max_runs)
     ]
     return pairs, _rows(arrays, [row[1] for row in rows])
+
+
+def _find_by_numpy(
+    arrays: Arrays, q_ids: Array, kv_ids: Array, max_runs: int
+) -> tuple[list[tuple[Array, Array]], Array]:
+    keys = arrays.to_numpy(kv_ids)
+    pairs, broken = find_runs(NUMPY, keys if q_ids is kv_ids else arrays.to_numpy(q_ids), keys, max_runs)
+    ends = [(arrays.asarray(lo, "int32"), arrays.asarray(hi, "int32")) for lo, hi in pairs]
+    return ends, arrays.asarray(broken, "bool")
 
 
 def _rows(arrays: Arrays, rows: list[Array]) -> Array:

@@ -117,6 +117,7 @@ def dot_product_attention(
     options: dict[str, Any] = {} if bias is None else {"bias": _bias(bias, shape)}
     if aligned and shape[2] != shape[3]:
         options["q_index"] = jnp.arange(shape[2], dtype=jnp.int32)
+    out: jax.Array
     out, lse = attention(
         *(q, k, v),
         mask=_joined([*_given(mask, shape), *aligned, *padding]),
@@ -130,7 +131,7 @@ def dot_product_attention(
     out = out.reshape(*lead, out.shape[-1])
     if not return_residual:
         return out
-    residual = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(k.dtype)
+    residual: jax.Array = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(k.dtype)
     return out, residual.reshape(lead)
 
 
@@ -171,8 +172,8 @@ def _padding(query_lengths: Any, key_lengths: Any, shape: tuple[int, ...]) -> li
     return masks
 
 
-def _lengths(name: str, x: Any, batch: int) -> jax.Array:
-    x = jnp.asarray(x)
+def _lengths(name: str, given: Any, batch: int) -> jax.Array:
+    x: jax.Array = jnp.asarray(given)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise DtypeError(name, expected="int32", got=str(x.dtype), remedy="Convert it")
     if x.shape != (batch,):
