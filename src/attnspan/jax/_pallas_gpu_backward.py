@@ -198,12 +198,12 @@ def _key_kernel(plan: Plan, arrays: Arrays, dk_ref: Any, dv_ref: Any) -> None:
         dv = dv + product(found.weights.astype(dout.dtype), dout)
         return dk + product(found.ds.astype(q.dtype), q), dv
 
-    def head(member: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def head(member: Any, carry: Any) -> Any:
         h = kv_head * plan.group + member
         return _visit_queries(arrays, (b, h), block, functools.partial(step, h), carry)
 
-    zeros = [jnp.zeros((plan.block_k, width), jnp.float32) for width in (plan.width, plan.v_width)]
-    carry = tuple(zeros)
+    widths = plan.width, plan.v_width
+    carry: Any = tuple(jnp.zeros((plan.block_k, width), jnp.float32) for width in widths)
     carry = head(0, carry) if plan.group == 1 else lax.fori_loop(0, plan.group, head, carry)
     store(dk_ref, (carry[0] * plan.static.scale).astype(dk_ref.dtype), keys.inside, plan.head_dim)
     store(dv_ref, carry[1].astype(dv_ref.dtype), keys.inside, plan.v_dim)

@@ -1,4 +1,4 @@
-"""The gradient of a dense bias on the GPU: a program for each tile of the bias, summed over all who share it."""
+"""The gradient of a dense bias on the GPU: a program for each tile of it, summed over all who share it."""
 
 import functools
 from typing import Any

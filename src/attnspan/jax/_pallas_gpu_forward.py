@@ -1,4 +1,7 @@
-"""The forward kernel of the GPU: a program for each block of queries of a head, FlashAttention-2's algorithm 1."""
+"""The forward kernel of the GPU: a program for each block of queries of a head.
+
+Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 1, with blocks of keys by the mask's spans.
+"""
 
 import functools
 from typing import Any
