@@ -15,7 +15,7 @@ from mask_samples import BATCH, KEYS, SAMPLES
 
 import attnspan
 from attnspan import reference
-from attnspan.jax import attention
+from attnspan.jax import attention, dropout_seeds
 from attnspan.masks import Prepared
 from attnspan.options import ALIBI, DENSE, DISTANCE, Options
 from attnspan.parallel.spmd import Sharded, shard
@@ -36,7 +36,7 @@ class Split:
     strategy: str = "exchange"
     num_heads: tuple[int, int] = (4, 2)
     explicit: bool = False
-    backend: str | None = "xla"
+    backend: str | None = None
     dtype: str = "float32"
 
     def shard(self, mask: Any, q_len: int = KEYS, k_len: int | None = None, **keywords: Any) -> Sharded:
@@ -192,7 +192,7 @@ def _options(kind: str, heads: int, length: int) -> tuple[dict[str, Any], Option
         slopes = np.abs(normal(BATCH, heads)) / 16
         keywords = {
             "bias": attnspan.alibi(slopes),
-            "dropout_seed": attnspan.jax.dropout_seeds(seed, BATCH, heads),
+            "dropout_seed": dropout_seeds(seed, BATCH, heads),
         }
         lowered = Options(1.5, slopes, ALIBI, sinks, 0.3, seed)
         return {**keywords, "sinks": sinks}, lowered
@@ -337,7 +337,7 @@ def packed_rows(length: int = 40) -> float:
     q, k, v = (
         sharded.shard(given[name][0].swapaxes(0, 1), axis=0, batch_axis=None) for name in ("q", "k", "v")
     )
-    out, lse = attention(q, k, v, mask=sharded, layout="thd", return_lse=True, backend="xla")
+    out, lse = attention(q, k, v, mask=sharded, layout="thd", return_lse=True)
     got = {
         "out": np.asarray(sharded.unshard(out, axis=0, batch_axis=None)).swapaxes(0, 1),
         "lse": np.asarray(sharded.unshard(lse, axis=1, batch_axis=None)),

@@ -167,8 +167,8 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 def _refuse_second(work: Work, primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise NotImplementedError(
-        f"second derivatives of sharded attention: expected first ones, which {work.backend.__name__} has; got a "
-        'derivative of its gradient. Call attention(..., backend="math") for higher ones.'
+        f"second derivatives of sharded attention: expected first ones, which {work.backend.__name__} has; "
+        'got a derivative of its gradient. Call attention(..., backend="math") for higher ones.'
     )
 
 

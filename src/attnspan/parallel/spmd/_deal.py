@@ -66,7 +66,7 @@ def shard(deal: Deal | None, axes: Axes, x: Any, axis: int, batch_axis: int | No
     _check_rows("shard: x", x, axis, deal.place.shape[0], "the whole, in its own order")
     # NumPy's rows are taken on the host: no device ever holds the whole.
     xp = np if isinstance(x, np.ndarray) and not isinstance(deal.rows, jax.core.Tracer) else jnp
-    rows = np.asarray(deal.rows) if xp is np else deal.rows
+    rows = np.asarray(deal.rows) if xp is np else _whole(axes, deal.rows)
     taken = xp.take(_whole(axes, x), xp.maximum(rows, 0), axis=axis)
     real = (rows >= 0).reshape([-1 if at == axis else 1 for at in range(x.ndim)])
     return axes.place(xp.where(real, taken, xp.asarray(fill, dtype=taken.dtype)), *dims)
