@@ -11,7 +11,6 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from jax import export  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
 
 from attnspan import alibi, causal, global_keys, segments, window  # noqa: E402
 from attnspan.jax import attention, dropout_seeds  # noqa: E402
@@ -107,6 +106,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 PLACES = ("q", "k", "v", "ids", "seed", "sinks", "slopes")
 
 
+@functools.cache
 def _all_options(backend: str) -> Callable[..., Any]:
     def call(q: Any, k: Any, v: Any, ids: Any, seed: Any, sinks: Any, slopes: Any) -> Any:
         given = {"dropout_p": 0.25, "dropout_seed": seed, "sinks": sinks, "bias": alibi(slopes)}
@@ -122,6 +122,11 @@ def _arguments() -> tuple[Any, ...]:
     return q, k, v, ids, jnp.array([5, -1, 2**30]), _normal(3, 3, HEADS), abs(_normal(4, 3, HEADS))
 
 
+WANTED = tuple(i for i, place in enumerate(PLACES) if place not in ("ids", "seed"))
+_math = jax.jit(_all_options("math"))
+_math_gradients = jax.jit(jax.grad(_loss(_all_options("math")), WANTED))
+
+
 @pytest.mark.parametrize("case", AXES)
 def test_vmap(case: str, name: str) -> None:
     axes = AXES[case]
@@ -129,27 +134,27 @@ def test_vmap(case: str, name: str) -> None:
     given = [x if a is not None else x[0] for x, a in zip(stacked, axes, strict=True)]
     moved = [x if a is None else jnp.moveaxis(x, 0, a) for x, a in zip(given, axes, strict=True)]
     got = jax.jit(jax.vmap(_all_options(name), in_axes=axes, out_axes=1))(*moved)
-    call = jax.jit(_all_options("math"))
-    want = [call(*(x if a is None else x[i] for x, a in zip(given, axes, strict=True))) for i in range(3)]
+    want = [_math(*(x if a is None else x[i] for x, a in zip(given, axes, strict=True))) for i in range(3)]
     _close(got, jnp.stack(want, 1))
 
 
-@pytest.mark.parametrize("case", ["q", "everything", "sinks", "slopes"])
+@pytest.mark.parametrize("case", ["q", "everything", "sinks"])
 def test_vmap_of_grad_and_grad_of_vmap(case: str, name: str) -> None:
     axes, stacked = AXES[case], _arguments()
     given = [x if a is not None else x[0] for x, a in zip(stacked, axes, strict=True)]
-    wanted = tuple(i for i, place in enumerate(PLACES) if place not in ("ids", "seed"))
-    single = jax.grad(_loss(_all_options(name)), wanted)
+    single = jax.grad(_loss(_all_options(name)), WANTED)
     got = jax.jit(jax.vmap(single, in_axes=axes))(*given)
-    oracle = jax.jit(jax.grad(_loss(_all_options("math")), wanted))
-    rows = [oracle(*(x if a is None else x[i] for x, a in zip(given, axes, strict=True))) for i in range(3)]
+    rows = [
+        _math_gradients(*(x if a is None else x[i] for x, a in zip(given, axes, strict=True)))
+        for i in range(3)
+    ]
     want = jax.tree.map(lambda *xs: jnp.stack(xs), *rows)
     _close(got, want, 1e-4)
     # What all share gets the sum over those that share it.
     shared = jax.jit(
-        jax.grad(lambda *x: jax.vmap(_loss(_all_options(name)), in_axes=axes)(*x).sum(), wanted)
+        jax.grad(lambda *x: jax.vmap(_loss(_all_options(name)), in_axes=axes)(*x).sum(), WANTED)
     )(*given)
-    summed = [w if axes[i] is not None else w.sum(0) for i, w in zip(wanted, want, strict=True)]
+    summed = [w if axes[i] is not None else w.sum(0) for i, w in zip(WANTED, want, strict=True)]
     _close(list(shared), summed, 2e-4)
 
 
@@ -179,7 +184,7 @@ def test_vmap_over_rows_without_a_batch_axis(name: str) -> None:
 
 def test_vmap_over_masks_of_some_axis(name: str) -> None:
     """Prepared masks, one for each mapped element, as pytrees."""
-    masks = [(causal() & segments(jnp.asarray(ids))).placed(LENGTH, LENGTH) for ids in IDS]
+    masks = [(causal() & segments(ids)).placed(LENGTH, LENGTH) for ids in IDS]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *masks)
     q, k, v = _inputs()
     got = jax.vmap(lambda mask: attention(q, k, v, mask=mask, backend=name))(stacked)
@@ -204,7 +209,7 @@ def _layers(backend: str, *, remat: Any = None) -> Callable[..., Any]:
 
 def _model_inputs() -> tuple[Any, Any, Any]:
     weights = 0.2 * _normal(1, 3, 4 * DIM, 6 * DIM)
-    mask = (causal() & segments(jnp.asarray(IDS))).prepare(LENGTH, LENGTH, batch=2, like=weights)
+    mask = (causal() & segments(IDS)).prepare(LENGTH, LENGTH, batch=2)
     return _normal(0, 2, LENGTH, 4 * DIM), weights, mask
 
 
@@ -230,16 +235,27 @@ def test_scan_over_layers_with_checkpoints(remat: str, name: str) -> None:
     _close(step(x, weights, mask), _layers_by_math(), 1e-3)
 
 
+def _forward_kernels(program: Any) -> int:
+    """Calls of the forward kernel in a program and all that it calls."""
+    count = 0
+    for equation in program.eqns:
+        count += equation.params.get("target_name") == "attnspan_forward"
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            count += _forward_kernels(inner) if hasattr(inner, "eqns") else 0
+    return count
+
+
 def test_checkpointing_runs_the_kernel_again() -> None:
     """Full checkpointing has the forward kernel twice, none and a policy that keeps its results once."""
     x, weights, mask = _model_inputs()
 
     def kernels(remat: Any) -> int:
-        program = str(jax.make_jaxpr(jax.grad(_layers("ffi", remat=remat)))(x, weights, mask))
-        return program.count("attnspan_forward")
+        step = jax.grad(_layers("ffi", remat=remat))
+        return _forward_kernels(jax.make_jaxpr(step)(x, weights, mask).jaxpr)
 
-    assert kernels(None) == kernels(REMAT["everything"])
-    assert kernels(jax.checkpoint) > kernels(None)
+    counts = {name: kernels(remat) for name, remat in REMAT.items()}
+    assert counts == {"none": 1, "full": 2, "dots": 2, "nothing": 2, "everything": 1}
 
 
 def test_new_ids_compile_nothing(name: str) -> None:
@@ -251,9 +267,9 @@ def test_new_ids_compile_nothing(name: str) -> None:
         return attention(q, k, v, mask=causal() & (segments(ids) | global_keys(1)), backend=name)
 
     q, k, v = _inputs()
-    for ids in (IDS, IDS[::-1], np.zeros_like(IDS)):
+    for ids in (IDS, IDS[::-1].copy(), np.zeros_like(IDS)):
         got = step(q, k, v, jnp.asarray(ids))
-        mask = causal() & (segments(jnp.asarray(ids)) | global_keys(1))
+        mask = causal() & (segments(ids) | global_keys(1))
         _close(got, attention(q, k, v, mask=mask, backend="math"))
     assert len(traces) == 1
     assert step._cache_size() == 1
@@ -268,11 +284,11 @@ def test_masks_are_arguments_of_jit(name: str) -> None:
         return attention(*inputs, mask=mask, backend=name)
 
     inputs = _inputs()
-    for ids in (IDS, IDS[::-1]):
-        mask = causal() & segments(jnp.asarray(ids))
+    for ids in (IDS, IDS[::-1].copy()):
+        mask = causal() & segments(ids)
         want = attention(*inputs, mask=mask, backend="math")
         _close(step(inputs, mask), want)
-        _close(step(inputs, mask.prepare(LENGTH, LENGTH, batch=2, like=inputs[0])), want)
+        _close(step(inputs, mask.prepare(LENGTH, LENGTH, batch=2)), want)
     assert len(traces) == 2  # One for the expression, one for spans.
 
 
@@ -364,10 +380,23 @@ def test_second_derivatives_are_refused_by_kernels(name: str) -> None:
 
 
 def test_all_derivatives_by_math() -> None:
+    """Second derivatives, by each order of modes, against differences of first ones."""
     q, k, v = (x[:1, :, :3, :4] for x in _inputs())
     keywords = {"bias": alibi(jnp.full(HEADS, 0.3)), "softcap": 3.0, "sinks": _normal(3, HEADS)}
-    attend = _attend("math", **keywords)
-    check_grads(attend, (q, k, v), order=2, modes=("fwd", "rev"), rtol=2e-2, atol=2e-2)
+    first = jax.grad(lambda q: _loss(_attend("math", **keywords))(q, k, v))
+    direction = _normal(5, *q.shape)
+
+    @jax.jit
+    def by_all(q: Any) -> Any:
+        forward = jax.jvp(first, (q,), (direction,))[1]
+        reverse = jax.grad(lambda q: (first(q) * direction).sum())(q)
+        step = 0.01 * direction
+        return forward, reverse, (first(q + step) - first(q - step)) / 0.02
+
+    forward, reverse, differences = by_all(q)
+    assert abs(forward).max() > 0.1
+    _close(reverse, forward)
+    _close(forward, differences, 1e-2)
 
 
 @pytest.fixture
