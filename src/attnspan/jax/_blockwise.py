@@ -8,7 +8,7 @@ A NaN or inf reaches the rows that see its key, and others of the same tile; key
 do not matter to it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,8 +132,9 @@ def backward(
     loops = _Loops(q, k, v, given, static)
     rest = tuple(grouped(x, loops.sizes) for x in (dout, lse, common))
     dbias = loops.bias.zeros() if want_dbias and loops.bias is not None else None
-    start = (jnp.zeros_like(loops.q), jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide), dbias)
-    dq, dk, dv, dbias = lax.fori_loop(
+    turned = (jnp.zeros(loops.k_t.shape, wide), jnp.zeros(loops.v_t.shape, wide))
+    start = (jnp.zeros_like(loops.q), *turned, dbias)
+    dq, dk_t, dv_t, dbias = lax.fori_loop(
         jnp.int32(0),
         jnp.int32(loops.sizes.q_blocks),
         lambda i, state: loops.backward_rows(i, state, *rest),
@@ -141,7 +142,8 @@ def backward(
     )
     if dbias is not None and loops.bias is not None:
         dbias = loops.bias.finish(dbias)
-    return ungrouped(dq), (dk * static.scale).astype(k.dtype), dv.astype(v.dtype), dbias, dsinks
+    dk, dv = (dk_t * static.scale).astype(k.dtype), dv_t.astype(v.dtype)
+    return ungrouped(dq), dk.swapaxes(2, 3), dv.swapaxes(2, 3), dbias, dsinks
 
 
 def _wide(q: jax.Array) -> Any:
@@ -155,12 +157,26 @@ def _dsinks(sinks: jax.Array, lse: jax.Array, common: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 0, weight * common).sum((0, 2))
 
 
+class _Given(NamedTuple):
+    """A block of queries and what comes back to it; `_t` has rows along the last axis."""
+
+    rows: Rows
+    q: jax.Array
+    q_t: jax.Array
+    dout: jax.Array
+    dout_t: jax.Array
+    lse: jax.Array
+    common: jax.Array
+
+
 class _Loops:
     """The bodies of both loops over blocks of queries, and of those over blocks of keys within."""
 
     def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static) -> None:
         self.sizes: Sizes = sizes_of(q, k)
         self.q, self.k, self.v = grouped(q, self.sizes), k, v
+        # Turned once and for all: turning blocks, or worse tiles, in the loops costs as much as a product.
+        self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
         self.given, self.static = given, static
         self.wide = _wide(q)
         # Weights and their gradients fit bfloat16's range, but not float16's.
@@ -173,11 +189,9 @@ class _Loops:
         a, b = a.astype(self.narrow), b.astype(self.narrow)
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.wide)
 
-    def scores(
-        self, q: jax.Array, k: jax.Array, rows: Rows, keys: Keys
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def scores(self, q: jax.Array, rows: Rows, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The scores of a tile, which pairs it sees, and the derivative of the softcap."""
-        raw = self.product("bhgmd,bhnd->bhgmn", q, k) * self.static.scale
+        raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
         x, slope = capped(raw, self.static.softcap)
         visible = keys.visible
         if self.bias is not None:
@@ -187,9 +201,10 @@ class _Loops:
                 visible = visible & ~(bias < HIDES)
         return x, visible, slope
 
-    def block(self, x: jax.Array, keys: Keys) -> jax.Array:
+    def block(self, x: jax.Array, keys: Keys, axis: int) -> jax.Array:
         """A block of keys or values, with 0 for those that no row of the tile sees, whatever they hold."""
-        return jnp.where(keys.seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.k_block, 2), 0)
+        seen = keys.seen[..., None] if axis == 2 else keys.seen[:, :, None]
+        return jnp.where(seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.k_block, axis), 0)
 
     def forward_rows(self, i: jax.Array, state: Any) -> Any:
         """Attend from the i-th block of queries."""
@@ -213,7 +228,7 @@ class _Loops:
         """One step of the online softmax; `top` is subtracted from all scores so far."""
         top, total, sums = state
         keys = keys_of(t, rows, self.given, self.sizes)
-        x, visible, _ = self.scores(q, self.block(self.k, keys), rows, keys)
+        x, visible, _ = self.scores(q, rows, keys)
         x = jnp.where(visible, x, -jnp.inf)
         new_top = jnp.maximum(top, x.max(-1, keepdims=True))
         # A row that has seen nothing yet: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
@@ -222,58 +237,51 @@ class _Loops:
         total = total * fade + weights.sum(-1, keepdims=True)
         if self.static.dropout_p:
             weights = jnp.where(kept_of(rows, keys, self.static), weights, 0)
-        sums = sums * fade + self.product("bhgmn,bhne->bhgme", weights, self.block(self.v, keys))
+        sums = sums * fade + self.product("bhgmn,bhne->bhgme", weights, self.block(self.v, keys, 2))
         return new_top, total, sums
 
     def backward_rows(
         self, i: jax.Array, state: Any, dout: jax.Array, lse: jax.Array, common: jax.Array
     ) -> Any:
         """Add what the i-th block of queries contributes to every gradient."""
-        dq, dk, dv, dbias = state
+        dq, *rest = state
         rows = rows_of(i, self.given, self.static, self.sizes)
-        size = self.sizes.q_block
-        # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
-        q, dout = (
-            jnp.where(rows.alive, lax.dynamic_slice_in_dim(x, rows.start, size, 3), 0) for x in (self.q, dout)
+        q, dout, lse, common = (
+            lax.dynamic_slice_in_dim(x, rows.start, self.sizes.q_block, 3)
+            for x in (self.q, dout, lse[..., None], common[..., None])
         )
-        numbers = tuple(lax.dynamic_slice_in_dim(x, rows.start, size, 3)[..., None] for x in (lse, common))
-        start = (jnp.zeros(q.shape, self.wide), dk, dv, dbias)
-        block, dk, dv, dbias = lax.fori_loop(
-            jnp.int32(0), rows.count, lambda t, s: self.backward_tile(t, s, rows, q, dout, *numbers), start
+        # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
+        q, dout = jnp.where(rows.alive, q, 0), jnp.where(rows.alive, dout, 0)
+        given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), lse, common)
+        start = (jnp.zeros(q.shape, self.wide), *rest)
+        block, *rest = lax.fori_loop(
+            jnp.int32(0), rows.count, lambda t, s: self.backward_tile(t, s, given), start
         )
         block = (block * self.static.scale).astype(dq.dtype)
-        return self.write_rows(dq, block, rows), dk, dv, dbias
+        return self.write_rows(dq, block, rows), *rest
 
-    def backward_tile(
-        self,
-        t: jax.Array,
-        state: Any,
-        rows: Rows,
-        q: jax.Array,
-        dout: jax.Array,
-        lse: jax.Array,
-        common: jax.Array,
-    ) -> Any:
+    def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:
         """Add what one tile contributes; see `attnspan.reference.backward` for the formulas."""
-        dq, dk, dv, dbias = state
+        dq, dk_t, dv_t, dbias = state
+        rows = given.rows
         keys = keys_of(t, rows, self.given, self.sizes)
-        k, v = self.block(self.k, keys), self.block(self.v, keys)
-        x, visible, slope = self.scores(q, k, rows, keys)
-        weights = jnp.where(visible, jnp.exp(x - lse), 0)
-        dweights = self.product("bhgme,bhne->bhgmn", dout, v)
+        x, visible, slope = self.scores(given.q, rows, keys)
+        weights = jnp.where(visible, jnp.exp(x - given.lse), 0)
+        dweights = self.product("bhgme,bhen->bhgmn", given.dout, self.block(self.v_t, keys, 3))
         kept_weights = weights
         if self.static.dropout_p:
-            kept = jnp.where(kept_of(rows, keys, self.static), scale_of_kept(self.static.dropout_p), 0.0)
-            kept_weights, dweights = weights * kept.astype(self.wide), dweights * kept.astype(self.wide)
-        dx = jnp.where(visible, weights * (dweights + common), 0)
+            factor = jnp.asarray(scale_of_kept(self.static.dropout_p), self.wide)
+            kept = jnp.where(kept_of(rows, keys, self.static), factor, 0)
+            kept_weights, dweights = weights * kept, dweights * kept
+        dx = jnp.where(visible, weights * (dweights + given.common), 0)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.add(dbias, rows, keys, dx)
         if slope is not None:
             dx = jnp.where(visible, dx * slope, 0)
-        dq = dq + self.product("bhgmn,bhnd->bhgmd", dx, k)
-        dk = add_block(dk, self.product("bhgmn,bhgmd->bhnd", dx, q), keys.start, 2)
-        dv = add_block(dv, self.product("bhgmn,bhgme->bhne", kept_weights, dout), keys.start, 2)
-        return dq, dk, dv, dbias
+        dq = dq + self.product("bhgmn,bhnd->bhgmd", dx, self.block(self.k, keys, 2))
+        dk_t = add_block(dk_t, self.product("bhgdm,bhgmn->bhdn", given.q_t, dx), keys.start, 3)
+        dv_t = add_block(dv_t, self.product("bhgem,bhgmn->bhen", given.dout_t, kept_weights), keys.start, 3)
+        return dq, dk_t, dv_t, dbias
 
     def write_rows(self, x: jax.Array, block: jax.Array, rows: Rows) -> jax.Array:
         """`x` (B, Hkv, G, Sq, ...) with a block of queries in it, but for rows of the block before."""

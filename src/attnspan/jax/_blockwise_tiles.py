@@ -14,9 +14,9 @@ from jax import lax
 from ._contract import Operands, Static
 from ._words import keeps, row_words
 
-#: Queries and keys of a tile where there is room: on processors larger ones are no faster, and a mask that
-#: changes from row to row leaves more of them half empty.
-_Q_BLOCK, _K_BLOCK = 256, 512
+#: Queries and keys of a tile where there is room: larger ones cost as much processor time per visible pair or
+#: more, and masks that change from row to row leave more of them half empty.
+_Q_BLOCK, _K_BLOCK = 256, 256
 
 #: Scores of one tile over all batch rows and heads; beyond it tiles shrink, down to the least sides.
 _TILE, _LEAST = 2**22, 128
@@ -73,8 +73,8 @@ class Keys(NamedTuple):
 
     @property
     def seen(self) -> jax.Array:
-        """The keys that some row of the tile sees, (B|1, Hkv|1, n, 1)."""
-        return self.visible.any((2, 3))[..., None]
+        """The keys that some row of the tile sees, (B|1, Hkv|1, n)."""
+        return self.visible.any((2, 3))
 
 
 def sizes_of(q: jax.Array, k: jax.Array) -> Sizes:
