@@ -17,6 +17,7 @@ from attnspan.report._chart import OURS, Palette, Section
 from attnspan.report._numbers import NONE, bandwidth, bytes_text, rate
 from attnspan.report._ratios import ratio_section, tuning_section
 from attnspan.report._roofline import roofline_section
+from attnspan.report._routes import route_sections
 from attnspan.report._scaling import memory_section, scaling_sections
 from attnspan.report._training import monitor_section, training_section
 
@@ -55,6 +56,7 @@ def write_page(results: Results, path: Path) -> None:
         roofline_section(results, palette),
         *scaling_sections(results, palette),
         memory_section(results, palette),
+        *route_sections(results),
         training_section(results),
         monitor_section(results),
         tuning_section(results),

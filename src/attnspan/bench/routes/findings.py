@@ -27,6 +27,7 @@ class Route:
         pipelined: Seconds per warm call of many in a row, waited for once; None where calls are synchronous.
         dispatch: Seconds until a warm call returns, without waiting for its result; None where synchronous.
         overhead: Seconds of a warm call on a problem so small that the call is all it costs.
+        retrace: Seconds of Python in each warm call that builds the graph anew; None where it is traced once.
         ratio: Its warm time over that of the partner; None for the partner itself.
         noisy: The interval of the ratio did not get narrow within the budget.
         error: Norm of the difference from the first route's result over the norm of that result.
@@ -47,6 +48,7 @@ class Route:
     pipelined: Timing | None = None
     dispatch: Timing | None = None
     overhead: Timing | None = None
+    retrace: Timing | None = None
     ratio: Ratio | None = None
     noisy: bool = False
     error: float | None = None

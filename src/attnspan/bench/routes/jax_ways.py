@@ -190,7 +190,9 @@ def _opened(
         return tuple(from_jax(torch.from_numpy(np.array(x, np.float32))) for x in found)
 
     device = JaxDevice("cpu" if job.device == "cpu" else "gpu")
-    return Opened(lambda: jitted(*arrays), device, to_torch, compiler_seconds(), note or threads_note(job))
+    return Opened(
+        lambda: jitted(*arrays), device, to_torch, compiler_seconds(), note=note or threads_note(job)
+    )
 
 
 def _to_jax(x: Tensor) -> Any:

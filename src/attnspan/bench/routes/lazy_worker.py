@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,13 +111,18 @@ class _Lazy:
         q, k, v = (x.requires_grad_(job.backward) for x in leaves)
         mask = mask_of(job.workload)
 
+        retraces: list[float] = []
+
         def call() -> Any:
-            out = attention(q, k, v, mask=mask)
+            start = time.perf_counter()
+            out: Any = attention(q, k, v, mask=mask)
             found = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout)) if job.backward else (out,)
+            retraces.append(time.perf_counter() - start)
             torch_xla.sync(wait=False)
             return found
 
-        return Opened(call, _LazyDevice(), _from_torch, _lazy_compiler_seconds, "a step after each call")
+        note = "a step after each call"
+        return Opened(call, _LazyDevice(), _from_torch, _lazy_compiler_seconds, retraces, note)
 
 
 def _from_torch(result: Sequence[Any]) -> tuple[np.ndarray, ...]:
@@ -157,7 +163,7 @@ class _JaxBeside:
         jitted, given = (jax.jit(both), arrays) if job.backward else (jax.jit(attend), arrays[:3])
         device = JaxDevice(jax.default_backend())
         note = f"back end xla, jax {jax.__version__}"
-        return Opened(lambda: jitted(*given), device, _from_jax, compiler_seconds(), note)
+        return Opened(lambda: jitted(*given), device, _from_jax, compiler_seconds(), note=note)
 
 
 def _from_jax(result: Any) -> tuple[np.ndarray, ...]:

@@ -17,6 +17,8 @@ __all__ = ["COLD_CALLS", "TINY_LENGTH", "Compare", "Settings", "take_routes"]
 COLD_CALLS = 10
 #: So few queries and keys that a call costs what calling costs.
 TINY_LENGTH = 16
+# As many of the last calls' samples are kept.
+_RETRACES = 100
 
 #: Takes a result's arrays: the error against the first result's, and the bound it must keep.
 Compare = Callable[[Sequence[Any]], tuple[float, float]]
@@ -187,8 +189,14 @@ def _route(entry: _Entry, measured: Measured | None) -> Route:
         pipelined=measured.pipelined,
         dispatch=measured.dispatch,
         overhead=entry.overhead,
+        retrace=_retrace(entry.opened, len(entry.cold)),
         ratio=measured.ratio,
         noisy=measured.noisy,
         error=entry.error,
         note=entry.opened.note,
     )
+
+
+def _retrace(opened: Opened, cold: int) -> Timing | None:
+    """What tracing took in the warm calls."""
+    return None if opened.retraces is None else Timing(tuple(opened.retraces[cold:][-_RETRACES:]))

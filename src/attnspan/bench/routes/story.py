@@ -49,7 +49,8 @@ def _same_kernel(study: RouteStudy) -> str:
     times = [route.seconds or 0.0 for route in routes]
     apart = max(times) / min(times) - 1
     return (
-        f"The same kernel by {len(routes)} routes, warm, many calls waited for once: {figures}. "
+        "The report of 2025 had 2.5 ms from JAX, 2.6 ms by call_jax and 3.0 ms from PyTorch/XLA for "
+        f"one kernel. Here one kernel by {len(routes)} routes, warm, many calls waited for once: {figures}. "
         f"The slowest is {apart:.0%} above the fastest."
     )
 
@@ -133,11 +134,16 @@ def _lazy_parts(study: RouteStudy) -> Iterator[str]:
             continue
         if not route.ran:
             yield f"Lazy PyTorch/XLA was not measured: {route.reason}."
-        elif route.dispatch is not None:
+        elif route.retrace is not None:
+            beside = study.route(route.partner)
             text = (
-                f"Lazy PyTorch/XLA traces in every call, not in the first alone: "
-                f"{seconds_text(route.dispatch.median)} of Python a call"
+                "Lazy PyTorch/XLA traces in every call, not in the first alone: "
+                f"{seconds_text(route.retrace.median)} of Python each, "
+                f"{route.retrace.median / (route.seconds or 1):.0%} of a warm call"
             )
-            if route.ratio is not None:
-                text += f", and takes {route.ratio.median:.2f}x JAX's time beside it in its own process"
+            if route.ratio is not None and beside is not None:
+                text += (
+                    f"; it takes {seconds_text(route.seconds)}, {route.ratio.median:.2f}x the "
+                    f"{seconds_text(beside.seconds)} of JAX beside it in its process, by the same back end"
+                )
             yield f"{text}."

@@ -28,6 +28,7 @@ class Opened:
         device: Where it runs.
         arrays: Brings a result into (B, H, S, D) arrays of one kind for all routes, for the comparison.
         compiler: Seconds that the route's compiler has taken in this process so far; None: it has none.
+        retraces: Seconds of Python that each call so far took to build its graph; None: it is built once.
         note: What runs in truth.
 
     Example:
@@ -40,6 +41,7 @@ class Opened:
     device: Device
     arrays: Callable[[Any], Sequence[Any]] = _as_tuple
     compiler: Callable[[], float] | None = None
+    retraces: Sequence[float] | None = None
     note: str = ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 __all__ = ["compiler_seconds"]
 
@@ -27,9 +26,9 @@ def compiler_seconds() -> Callable[[], float]:
 
     spent = [0.0]
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED:
-            spent[0] += seconds
+            spent[0] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return lambda: spent[0]
