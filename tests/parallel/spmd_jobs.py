@@ -415,3 +415,49 @@ def _said(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def page(blocks: list[str]) -> dict[str, Any]:
+    """Run the examples of a page one after the other; what they gave, beside one device."""
+    names: dict[str, Any] = {"__name__": "page"}
+    before = None
+    for block in blocks:
+        exec(compile(block, "docs/spmd.md", "exec"), names)
+        if "out" in names and before is None:
+            before = [np.asarray(names[x]) for x in ("q", "k", "v")]
+    causal, segments = attnspan.causal(), attnspan.segments
+
+    def off(got: Any, want: Any) -> float:
+        return float(np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want))
+
+    def alone(mask: Any, **options: Any) -> np.ndarray:
+        assert before is not None
+        return np.asarray(attention(*map(jnp.asarray, before), mask=mask, layout="bshd", **options))
+
+    mask = causal & segments(np.asarray(names["ids"]))
+    slopes = attnspan.alibi(attnspan.alibi_slopes(names["Hq"]))
+    layer, sharded = names["layer"], names["sharded"]
+    layer.attention_fn = functools.partial(names["attention_fn"], mask)
+    return {
+        "traces": names["step"]._cache_size(),
+        "losses": names["losses"],
+        "losses of one": _losses_of_one(names),
+        "batch and heads": off(names["out"], alone(mask)),
+        "window": off(sharded.unshard(names["biased"]), alone(causal & attnspan.window(8), bias=slopes)),
+        "flax": off(names["flax_out"], np.asarray(layer(jnp.asarray(names["hidden"]), deterministic=True))),
+    }
+
+
+def _losses_of_one(names: dict[str, Any]) -> list[float]:
+    params = {
+        name: np.random.default_rng(1).standard_normal(x, np.float32) / 8
+        for name, x in names["shapes"].items()
+    }
+    losses = []
+    for seed in range(4):
+        whole = names["whole_rows"](seed)
+        mask = attnspan.causal() & attnspan.segments(whole["ids"])
+        loss, gradients = jax.value_and_grad(names["loss_of"])(jax.tree.map(jnp.asarray, params), whole, mask)
+        params = jax.tree.map(lambda x, g: np.asarray(x - 0.3 * g), params, gradients)
+        losses.append(float(loss))
+    return losses

@@ -96,6 +96,7 @@ def _check_divided(axes: Axes, q: Array, layout: str) -> None:
 def _whole_sequence(sharded: Sharded, views: Any, options: CallOptions, like: Array) -> Any:
     """Bounds, options and the mask in words where devices have whole sequences."""
     mask, (q, k, v) = sharded.mask, views
+    assert mask is not None
     given = options.given
     placed = _lower(mask, q, k, given, like)
     fixed, bare = isinstance(mask, Prepared | Spans), isinstance(mask, Spans)
@@ -159,7 +160,8 @@ def _typed(work: Work, q: Array, k: Array, v: Array, bias: Any, sinks: Any, inpu
     specs = specs_of(work, whole)
 
     def put(x: Array, spec: Any) -> Array:
-        return jax.sharding.reshard(x, jax.sharding.NamedSharding(work.axes.mesh, spec))
+        sharding = jax.sharding.NamedSharding(work.axes.mesh, spec)
+        return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
 
     q, k, v = (put(x, spec) for x, spec in ((q, specs.q), (k, specs.kv), (v, specs.kv)))
     whole = jax.tree.map(put, whole, specs.inputs)

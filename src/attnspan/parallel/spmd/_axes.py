@@ -105,10 +105,10 @@ class Axes:
             self.check_divides(f"{dim} of an array of shape {tuple(x.shape)}", length, dim)
         sharding = self.sharding(*dims)
         if not isinstance(x, jax.core.Tracer):
-            return jax.device_put(x, sharding)
+            return jax.device_put(x, sharding)  # type: ignore[no-any-return]
         if self.explicit:
-            return jax.sharding.reshard(x, sharding)
-        return jax.lax.with_sharding_constraint(x, sharding)
+            return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
+        return jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-any-return]
 
     def check_divides(self, what: str, length: int, dim: str | None) -> None:
         """Raise unless a length can be split evenly."""

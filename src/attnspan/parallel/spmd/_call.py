@@ -149,7 +149,8 @@ def _attend_backward(work: Work, kept: Any, gradients: Any) -> Any:
 
 def _differentiate(work: Work, q: Array, k: Array, v: Array, inputs: Inputs, done: Done) -> Any:
     specs = specs_of(work, inputs)
-    done_specs = Done(specs.q, None if done.dlse is None else specs.lse, specs.q, specs.lse)
+    parts: Any = specs.q, None if done.dlse is None else specs.lse, specs.q, specs.lse
+    done_specs = Done(*parts)
     bias_spec = specs.inputs.given.bias if work.want_dbias else None
     run = jax.shard_map(
         partial(backward, work),

@@ -51,7 +51,7 @@ class Deal(NamedTuple):
     @property
     def valid(self) -> jax.Array:
         """Which rows are no padding."""
-        return self.rows >= 0
+        return jnp.greater_equal(self.rows, 0)
 
 
 def shard(deal: Deal | None, axes: Axes, x: Any, axis: int, batch_axis: int | None, fill: Any) -> Any:

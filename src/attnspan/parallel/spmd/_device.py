@@ -158,11 +158,11 @@ class _Passing(NamedTuple):
 
     k: Array
     v: Array
-    index: Array
+    places: Array
 
     def on(self, work: Work) -> _Passing:
         """The same, of the part before this one."""
-        return _pass(work, self)  # type: ignore[return-value]
+        return _pass(work, self)  # type: ignore[no-any-return]
 
 
 def _pass(work: Work, tree: Any) -> Any:
@@ -178,7 +178,7 @@ def _forward_ring(work: Work, q: Array, k: Array, v: Array, inputs: Inputs) -> t
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def attend(total: tuple[Array, Array], stage: Any, keys: _Passing) -> tuple[Array, Array]:
-        given = _given(work, bare, stage, keys.index)
+        given = _given(work, bare, stage, keys.places)
         return merge(*total, *work.backend.forward(q, keys.k, keys.v, given, work.static))
 
     def step(carry: Any, stage: Array) -> tuple[Any, None]:
@@ -206,7 +206,7 @@ def _backward_ring(
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def differentiate(sums: Any, stage: Any, keys: _Passing, grads: Any) -> tuple[Any, Any]:
-        given = _given(work, bare, stage, keys.index)
+        given = _given(work, bare, stage, keys.places)
         dq, dk, dv, dbias, _ = _differentiate(work, q, keys.k, keys.v, given, done)
         sums = jax.tree.map(jnp.add, sums, (dq.astype(wide), dbias))
         return sums, jax.tree.map(lambda total, x: total + x.astype(wide), grads, (dk, dv))

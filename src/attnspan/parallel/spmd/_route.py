@@ -84,7 +84,7 @@ class Route(NamedTuple):
         def put(x: Any, spec: Any) -> Any:
             return jax.device_put(x, jax.sharding.NamedSharding(axes.mesh, spec))
 
-        return jax.tree.map(put, self, specs)
+        return jax.tree.map(put, self, specs)  # type: ignore[no-any-return]
 
 
 def make_route(plan: Plan, batch_parts: int, before: Route | None = None) -> Route:
@@ -164,7 +164,8 @@ def _lists(local: LocalPlan, length: int, width: int) -> tuple[Ints, Ints, Ints,
 
     def widened(place: Ints) -> Ints:
         # Places are plane * K + key: the planes lie further apart now.
-        return place // max(found, 1) * length + place % max(found, 1)
+        moved: Ints = place // max(found, 1) * length + place % max(found, 1)
+        return moved
 
     held = planes * local.key_slots
     send = _pieces(transfer.send, transfer.send_counts, width)
@@ -194,4 +195,6 @@ def _padded(x: Ints, length: int, axis: int, fill: int) -> Ints:
     if x.shape[axis] == length:
         return x
     widths = [(0, length - size if at == axis else 0) for at, size in enumerate(x.shape)]
-    return np.pad(x, widths, constant_values=fill)
+    padded: Ints = np.pad(x, widths, constant_values=fill)
+    return padded
+    return padded
