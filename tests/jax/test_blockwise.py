@@ -14,7 +14,7 @@ from attnspan.jax._contract import Operands, Static
 B, H, S, K = 2, 4, 21, 37
 CASES = [
     Case(),
-    Case(lead=(B, 1), softcap=1.5, sinks=True),
+    Case(lead=(B, 1), softcap=1.5, dropout_p=0.3),
     Case(lead=(1, H), bias="alibi", dtype="float16"),
     Case(lead=(B, H), bias="signed alibi", bias_shape=(B, H), placed=True),
     Case(bias="table", runs=3),
@@ -22,9 +22,8 @@ CASES = [
     Case(bias="table", reach=0, sinks=True, kv_heads=4),
     Case(lead=(B, 1), bias="table", placed=True, softcap=2.0, sinks=True, dropout_p=0.1),
     Case(bias="dense", bias_shape=(B, H, S, K), softcap=2.0, sinks=True, dropout_p=0.3),
-    Case(bias="dense", bias_shape=(1, H, 1, K), dtype="bfloat16"),
+    Case(bias="dense", bias_shape=(1, H, 1, K), dtype="bfloat16", kv_heads=1, dropout_p=0.5),
     Case(bias="dense", bias_shape=(B, 1, S, K), dtype="float16", wide_bias=True),
-    Case(dropout_p=0.5, dtype="bfloat16", placed=True, kv_heads=1),
 ]
 
 
@@ -93,7 +92,7 @@ def test_keys_that_no_row_of_a_tile_sees_may_hold_anything() -> None:
 
 
 def test_rows_that_see_nothing_neither_get_nor_give() -> None:
-    case = Case(lead=(B, 1), dropout_p=0.3)
+    case = CASES[1]
     bounds = random_bounds(case)
     problem, clean = _plain(case, bounds)
     nothing = np.broadcast_to((bounds[..., 0] == bounds[..., 1]).all(-1), (B, H, S))
@@ -177,12 +176,12 @@ def _shapes(length: int, dtype=jnp.float32) -> list[jax.ShapeDtypeStruct]:
 def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 65,536 the scores alone would take 16 GiB."""
     monkeypatch.undo()
-    first, second, third = (
+    half, whole = (
         jax.jit(_step).lower(*_shapes(length)).compile().memory_analysis().temp_size_in_bytes
-        for length in (16384, 32768, 65536)
+        for length in (32768, 65536)
     )
-    assert third - second <= 2.1 * (second - first)
-    assert third < 32 * 2**20
+    assert half < whole <= 2 * half
+    assert whole < 16 * 2**20
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
