@@ -12,7 +12,7 @@ from .errors import DtypeError, OptionError, ShapeError
 
 
 def count(what: str, value: Any, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise DtypeError(what, expected="an int", got=type(value).__name__, remedy="Pass a Python int")
     if not least <= value <= INT32_MAX:
         raise OptionError(
@@ -36,7 +36,7 @@ def rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
 
 
 def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
-    if isinstance(x, list | tuple):
+    if isinstance(x, (list, tuple)):
         x = np.asarray(x) if len(x) else np.zeros(0, np.int64)
     if not is_array(x) or not is_integer(x):
         got = str(x.dtype) if is_array(x) else type(x).__name__
@@ -46,7 +46,7 @@ def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
 
 
 def lengths_of(what: str, x: Any, ranks: tuple[int, ...]) -> int | Array:
-    return integers(what, x, ranks) if is_array(x) or isinstance(x, list | tuple) else count(what, x)
+    return integers(what, x, ranks) if is_array(x) or isinstance(x, (list, tuple)) else count(what, x)
 
 
 def offsets(what: str, x: Any) -> Array:

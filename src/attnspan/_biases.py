@@ -154,7 +154,7 @@ BIASES: tuple[type, ...] = (Alibi, Relative, DenseBias)
 
 def floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
-    x = readable(np.asarray(x, np.float64) if isinstance(x, list | tuple) else x)
+    x = readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
     if not is_array(x) or not _is_floating(x):
         got = str(x.dtype) if is_array(x) else type(x).__name__
         raise DtypeError(what, expected="a floating array", got=got, remedy="Convert it to float32")

@@ -91,7 +91,7 @@ def _indices(low: Lowering, rows: Array) -> tuple[Array, Array, Array, Array]:
 def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
     """The function's result as bool (B|1, H|1, rows, k_len)."""
     wanted = (low.batch, low.heads, rows.shape[-1], low.top)
-    if isinstance(visible, bool | np.bool_):
+    if isinstance(visible, (bool, np.bool_)):
         return low.arrays.full((1, 1, *wanted[2:]), bool(visible), "bool")
     if not is_array(visible) or not is_bool(visible):
         _refuse_values(low, what, visible)
@@ -122,7 +122,7 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
 def _refuse_values(low: Lowering, what: str, visible: Any) -> NoReturn:
     if visible is None:
         remedy = "End it with return"
-    elif is_array(visible) or isinstance(visible, int | float):
+    elif is_array(visible) or isinstance(visible, (int, float)):
         remedy = "Compare: x != 0; for scores to add, pass bias= instead"
     else:
         remedy = "Return what comparisons of the index arrays give"

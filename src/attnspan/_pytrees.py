@@ -15,7 +15,7 @@ Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 def _is_child(value: object) -> bool:
     several = isinstance(value, tuple) and all(isinstance(x, Mask) for x in value)
-    return several or isinstance(value, Mask | Spans) or is_array(value) or _is_placeholder(value)
+    return several or isinstance(value, (Mask, Spans)) or is_array(value) or _is_placeholder(value)
 
 
 def _is_placeholder(value: object) -> bool:

@@ -358,7 +358,7 @@ def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, asc
         >>> check_index(arrays_for([]), np.array([0, 2]), "take_keys", below=3, ascending=True)
         array([0, 2], dtype=int32)
     """
-    index = np.asarray(index, np.int64) if isinstance(index, list | tuple) else index
+    index = np.asarray(index, np.int64) if isinstance(index, (list, tuple)) else index
     if not is_array(index) or not is_integer(index):
         got = str(index.dtype) if is_array(index) else type(index).__name__
         raise DtypeError(

@@ -200,7 +200,7 @@ def lower_call(
     bounds = placed.lowered.bounds
     bounds = bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
     problem = describe(q, k, v, bounds)
-    options = lower_options(given, q, k, placed, isinstance(mask, Prepared | Spans), isinstance(mask, Spans))
+    options = lower_options(given, q, k, placed, isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans))
     return q, k, v, bounds, problem, options
 
 
@@ -261,7 +261,7 @@ def _lower(
 ) -> Prepared:
     q_len, k_len = q.shape[2], k.shape[2]
     parts = has_dtensors(mask, places)
-    if isinstance(mask, Prepared | Spans):
+    if isinstance(mask, (Prepared, Spans)):
         if places is not None:
             check_lowered(mask, places)
         placed = mask if isinstance(mask, Prepared) else Prepared(mask)
@@ -293,7 +293,7 @@ def _lower(
 
 
 def _check_packed(mask: Mask) -> None:
-    if all(isinstance(leaf, Causal | Full | GlobalKeys | Window) for leaf in mask._leaves()):
+    if all(isinstance(leaf, (Causal, Full, GlobalKeys, Window)) for leaf in mask._leaves()):
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",

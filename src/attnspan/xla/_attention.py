@@ -101,7 +101,7 @@ def attention(
         _check_packed(mask)
     given, placed = lower_all(mask, q, k, given, places, specs or {})
     problem = describe(q, k, v, placed.lowered.bounds)
-    options = lower_options(given, q, k, placed, isinstance(mask, Prepared | Spans), isinstance(mask, Spans))
+    options = lower_options(given, q, k, placed, isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans))
     check_scale(scale)
     if places is not None:
         k, v = (_heads_for(x, places.head_parts) for x in (k, v))

@@ -16,7 +16,7 @@ from ..spans import Spans
 from ..torch._options import Given
 from ._ops import lower_op, place_op
 from ._places import Places, check_spec, default_spec, mesh_of, spec_text
-from ._recipe import Opaque, decode, encode
+from ._recipe import Opaque, encode
 
 Specs = Mapping[str, tuple[Any, ...]]
 
@@ -45,7 +45,7 @@ def lower_all(
         DeviceError: An array of the mask is on another device.
         DtypeError: ``mask`` is no mask.
     """
-    if not isinstance(mask, Mask | Spans):
+    if not isinstance(mask, (Mask, Spans)):
         raise DtypeError(
             "mask",
             expected="a mask expression, a Prepared or a Spans",
@@ -72,13 +72,19 @@ def lower_all(
             _place(x, specs.get(name) or default_spec(x, places, name, q.shape[0], q.shape[1]), name, places)
             for x, name in zip(arrays, names, strict=True)
         ]
-    if isinstance(mask, Prepared | Spans):
-        return given, _fitting(decode(words, arrays), k.shape[2])
+    if isinstance(mask, (Prepared, Spans)):
+        return given, _fitting(mask, dict(zip(names, arrays, strict=True)), k.shape[2])
     return given, _lower(words, arrays, q, k, given)
 
 
 def _worded(mask: Any) -> tuple[str, list[Any], list[str]]:
     """The mask in words, or no words where it holds a function: that one is called on XLA tensors."""
+    if isinstance(mask, (Prepared, Spans)):
+        bounds = mask.bounds if isinstance(mask, Spans) else mask.lowered.bounds
+        indices = (None, None) if isinstance(mask, Spans) else (mask.q_index, mask.k_index)
+        named = {"bounds": bounds, "q_index": indices[0], "k_index": indices[1]}
+        names = [name for name in named if named[name] is not None]
+        return "lowered", [named[name] for name in names], names
     try:
         return encode(mask)
     except Opaque:
@@ -98,16 +104,17 @@ def _lower(words: str, arrays: list[Tensor], q: Tensor, k: Tensor, given: Given)
     return Prepared(Spans(bounds, k_len), others[0] if others else None, k_index)
 
 
-def _fitting(mask: Any, k_len: int) -> Prepared:
-    placed = mask if isinstance(mask, Prepared) else Prepared(mask)
-    if placed.lowered.k_len != k_len:
+def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
+    """A lowered mask with its arrays in their places."""
+    lowered = mask if isinstance(mask, Spans) else mask.lowered
+    if lowered.k_len != k_len:
         raise OptionError(
             "mask",
             expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {placed.lowered.k_len}",
+            got=f"spans over {lowered.k_len}",
             remedy="Lower the mask for these keys",
         )
-    return placed
+    return Prepared(Spans(arrays["bounds"], k_len), arrays.get("q_index"), arrays.get("k_index"))
 
 
 def _moved(x: Any, name: str, q: Tensor) -> Any:
@@ -116,7 +123,7 @@ def _moved(x: Any, name: str, q: Tensor) -> Any:
         raise DeviceError(
             name, expected=f"device {q.device} (as q)", got=str(x.device), remedy='Move it by .to("xla")'
         )
-    if not isinstance(x, Tensor | np.ndarray):
+    if not isinstance(x, (Tensor, np.ndarray)):
         return x
     if is_integer(x):
         return TorchArrays(q.device).to_int32(x)

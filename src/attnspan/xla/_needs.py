@@ -2,12 +2,11 @@
 
 from importlib.util import find_spec
 
-from .._installed import require
-
-require("torch", "attnspan.xla", "torch")
-if find_spec("torch_xla") is None:
-    raise ImportError(
-        "attnspan.xla: expected PyTorch/XLA beside torch, found none. It has an environment of its own: "
-        "pip install torch==2.9.0 torch_xla==2.9.0 jax==0.7.1 jaxlib==0.7.1 flax, or `make test-xla` in a "
-        "checkout."
-    )
+for _name in ("torch", "torch_xla", "jax", "flax"):
+    if find_spec(_name) is None:
+        raise ImportError(
+            f"attnspan.xla: expected PyTorch/XLA with what its call_jax needs, got no {_name}. It takes an "
+            "environment of its own: pip install torch==2.9.0 torch_xla==2.9.0 jax==0.7.1 jaxlib==0.7.1 flax; "
+            "in a checkout, make test-xla makes one.",
+            name=_name,
+        )

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
 from ..options import DISTANCE
 from . import _programs as programs
 from ._places import Places, Spec, mesh_of
@@ -219,10 +220,23 @@ def _given_parts(
 def _placed(x: Tensor, mesh: Any, spec: Spec) -> Tensor:
     import torch_xla.distributed.spmd as xs
 
+    _check_mode()
     # Of a copy: the caller's tensor stays where it is, and may lie elsewhere.
     x = x.clone()
     xs.annotate_custom_sharding(x, mesh, spec)
     return x
+
+
+def _check_mode() -> None:
+    import torch_xla.runtime as xr
+
+    if not xr.is_spmd():
+        raise OptionError(
+            "partition_spec",
+            expected="SPMD mode",
+            got="a process that is not in it",
+            remedy="Call torch_xla.runtime.use_spmd() before the first tensor is on a device",
+        )
 
 
 def _part(x: Tensor, split: Places, spec: Spec) -> Tensor:

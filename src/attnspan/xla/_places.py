@@ -97,7 +97,7 @@ def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places 
 
 def check_spec(what: str, spec: Any, rank: int, mesh: Any) -> tuple[Axes, ...]:
     """The axes of each dim, after checks of their number, of their names, and that none is used twice."""
-    if not isinstance(spec, tuple | list) or len(spec) != rank:
+    if not isinstance(spec, (tuple, list)) or len(spec) != rank:
         raise OptionError(
             what,
             expected=f"{rank} entries, one for each dim",
@@ -117,7 +117,7 @@ def check_spec(what: str, spec: Any, rank: int, mesh: Any) -> tuple[Axes, ...]:
 
 
 def _axes(what: str, entry: Any, mesh: Any) -> Axes:
-    axes: Axes = () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+    axes: Axes = () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
     for axis in axes:
         number_of(axis, mesh, what)
     return axes
@@ -230,5 +230,5 @@ def spec_text(spec: Spec) -> str:
         >>> spec_text(("data", None, (0, "model")))
         "('data',None,(0,'model',),)"
     """
-    entries = [spec_text(tuple(x)) if isinstance(x, tuple | list) else f"{x!r}" for x in spec]
+    entries = [spec_text(tuple(x)) if isinstance(x, (tuple, list)) else f"{x!r}" for x in spec]
     return "(" + "".join([f"{x}," for x in entries]) + ")"

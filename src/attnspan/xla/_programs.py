@@ -64,7 +64,7 @@ def _jax() -> Any:
 
 def _wide(args: Sequence[Any]) -> Any:
     """JAX's mode of 64 bits where a tensor has float64."""
-    flat = (x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,)))
+    flat = (x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,)))
     if not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in flat):
         return nullcontext()
     _jax()

@@ -6,6 +6,7 @@ that is used twice has one number: masks compare their arrays by identity.
 
 from ast import literal_eval
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from .. import library, masks
@@ -13,14 +14,12 @@ from .._expression import Mask
 from ..arrays import Array, is_array
 from ..spans import Spans
 
-Flatten = Callable[[Any], tuple[tuple[Any, ...], tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]]]
-
-#: Name of each class of masks -> how it is taken apart, and put together again.
-_CLASSES: dict[str, tuple[Flatten, Callable[..., Any]]] = {}
+#: Name of each class of masks -> how one is put together from its fields.
+_CLASSES: dict[str, Callable[..., Any]] = {}
 
 
-def _register(cls: type, flatten: Flatten, unflatten: Callable[..., Any]) -> None:
-    _CLASSES[cls.__name__] = flatten, unflatten
+def _register(cls: type, _: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+    _CLASSES[cls.__name__] = unflatten
 
 
 masks.register_pytrees(_register)
@@ -61,7 +60,7 @@ def decode(text: str, arrays: Sequence[Array]) -> Mask:
 
 
 def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
-    if isinstance(x, Mask | Spans):
+    if isinstance(x, (Mask, Spans)):
         return _words_of_mask(x, arrays, names)
     if isinstance(x, tuple):
         return "(" + "".join([_words(part, name, arrays, names) + "," for part in x]) + ")"
@@ -72,7 +71,7 @@ def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
         arrays.append(x)
         names.append(name)
         return f"[{len(arrays) - 1}]"
-    if x is None or isinstance(x, bool | int | float | str):
+    if x is None or isinstance(x, (bool, int, float, str)):
         return f"{x!r}"
     raise Opaque(type(x).__name__)
 
@@ -81,10 +80,9 @@ def _words_of_mask(x: Any, arrays: list[Array], names: list[str]) -> str:
     kind = type(x).__name__
     if kind not in _CLASSES:
         raise Opaque(kind)
-    children, (fields, static) = _CLASSES[kind][0](x)
     parts = [
-        f"{field!r}: {_words(value, field, arrays, names)}, "
-        for field, value in (*zip(fields, children, strict=True), *static)
+        f"{field.name!r}: {_words(getattr(x, field.name), field.name, arrays, names)}, "
+        for field in fields(x)
     ]
     return f"{{'': {kind!r}, " + "".join(parts) + "}"
 
@@ -96,5 +94,5 @@ def _value(x: Any, arrays: Sequence[Array]) -> Any:
         return arrays[x[0]]
     if isinstance(x, dict):
         names = tuple(name for name in x if name)
-        return _CLASSES[x[""]][1]([_value(x[name], arrays) for name in names], (names, ()))
+        return _CLASSES[x[""]]([_value(x[name], arrays) for name in names], (names, ()))
     return x

@@ -1,4 +1,4 @@
-"""Attention split over 4 devices by SPMD: the oracle's results, nothing gathered, the field's two failures."""
+"""Attention over 4 devices by SPMD: the oracle's results, nothing gathered, two failures of the field."""
 
 import os
 import re

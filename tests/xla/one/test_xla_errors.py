@@ -1,0 +1,76 @@
+"""Calls that cannot work, and what they say."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from xla_cells import on_xla
+
+import attnspan as a
+from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError
+from attnspan.xla import attention
+
+Q = torch.zeros(1, 2, 6, 8)
+IDS = torch.zeros(1, 6, dtype=torch.int64)
+
+
+def test_tensors_elsewhere() -> None:
+    q = on_xla(Q)
+    with pytest.raises(DeviceError, match=r'q: expected an XLA tensor, got one on cpu.*\.to\("xla"\)'):
+        attention(Q, Q, Q)
+    with pytest.raises(DeviceError, match="v: expected an XLA tensor"):
+        attention(q, q, Q)
+    with pytest.raises(DeviceError, match=r"q_ids: expected device xla:0 \(as q\), got cpu"):
+        attention(q, q, q, mask=a.segments(IDS))
+    with pytest.raises(DeviceError, match="sinks: expected device xla:0"):
+        attention(q, q, q, sinks=torch.zeros(2))
+    with pytest.raises(DeviceError, match="q_index: expected device xla:0"):
+        attention(q, q, q, q_index=torch.arange(6))
+
+
+def test_arrays_of_numpy_are_moved() -> None:
+    q = on_xla(torch.randn(1, 2, 6, 8))
+    ids = np.array([[0, 0, 1, 1, 1, 2]])
+    got = attention(q, q, q, mask=a.segments(ids))
+    assert torch.equal(got.cpu(), attention(q, q, q, mask=a.segments(on_xla(torch.from_numpy(ids)))).cpu())
+
+
+def test_arguments_that_do_not_fit() -> None:
+    q = on_xla(Q)
+    with pytest.raises(DtypeError, match=r"q: expected a torch\.Tensor, got ndarray"):
+        attention(Q.numpy(), q, q)
+    with pytest.raises(DtypeError, match="mask: expected a mask expression"):
+        attention(q, q, q, mask="causal")
+    with pytest.raises(ShapeError, match="expected arrays that describe 6 keys, got 5"):
+        attention(q, q, q, mask=a.segments(on_xla(IDS[:, :5])))
+    with pytest.raises(OptionError, match=r"spans over k_len=6 keys \(as k\), got spans over 5"):
+        attention(q, q, q, mask=a.causal().prepare(6, 5))
+    with pytest.raises(DtypeError, match="q_index: expected an integer"):
+        attention(q, q, q, q_index=on_xla(torch.zeros(6)))
+    with pytest.raises(OptionError, match="dropout_seed: expected an integer tensor"):
+        attention(q, q, q, dropout_p=0.1)
+    with pytest.raises(OptionError, match="documents"):
+        attention(q[0], q[0], q[0], layout="thd", mask=a.causal())
+
+
+def test_splitting_needs_spmd_mode() -> None:
+    import torch_xla.distributed.spmd as xs
+
+    q, mesh = on_xla(Q), xs.Mesh(np.arange(1), (1,), ("data",))
+    with pytest.raises(OptionError, match=r"expected SPMD mode.*use_spmd"):
+        attention(q, q, q, mesh=mesh, partition_spec=("data", None, None, None))
+
+
+@pytest.mark.parametrize("missing", ["torch_xla", "jax"])
+def test_without_a_package_the_error_says_what_to_install(missing: str) -> None:
+    code = (
+        "import sys, importlib.util as u\n"
+        f"find = u.find_spec\nu.find_spec = lambda name, *x: None if name == {missing!r} else find(name, *x)\n"
+        "import attnspan.xla"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: attnspan.xla: expected" in done.stderr
+    assert "make test-xla" in done.stderr
+    assert "pip install torch==2.9.0 torch_xla==2.9.0 jax==0.7.1" in done.stderr
