@@ -113,6 +113,7 @@ def measure_report(
     plan: ReportPlan,
     *,
     ways: Sequence[Way] | None = None,
+    lazy: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> tuple[RouteStudy, ...]:
     """Take every route.
@@ -120,6 +121,7 @@ def measure_report(
     Args:
         plan: What to measure.
         ways: Routes of this process; None takes `report_ways`.
+        lazy: Take the route of the other environment too.
         tell: Told of each step that begins.
 
     Returns:
@@ -128,11 +130,11 @@ def measure_report(
     Example:
         >>> from attnspan.bench.routes.torch_ways import Sdpa, TorchEager
         >>> plan = ReportPlan(lengths=(32,), budget=Budget(0.05, sample_seconds=1e-4))
-        >>> (study,) = measure_report(plan, ways=[TorchEager(), Sdpa()])
-        >>> [route.name for route in study.routes][:2]
+        >>> (study,) = measure_report(plan, ways=[TorchEager(), Sdpa()], lazy=False)
+        >>> [route.name for route in study.routes]
         ['torch-eager', 'torch-sdpa']
     """
-    python = find_python(plan.xla_python)
+    python = find_python(plan.xla_python) if lazy else None
     meter = Meter(threads=torch.get_num_threads())
     studies = []
     for workload, mode in plan.cells():
@@ -140,8 +142,9 @@ def measure_report(
         budget = replace(plan.budget, calls=_CALLS["long" if is_long else "short"])
         settings = Settings(budget, meter, 3 if is_long else COLD_CALLS, *((tell,) if tell else ()))
         study = measure_routes(workload, mode, ways or report_ways(), settings, device=plan.device)
-        if tell is not None:
-            tell("PyTorch/XLA, in its own environment")
-        lazy = lazy_routes(workload, mode, settings, threads=meter.threads, python=python)
-        studies.append(replace(study, routes=(*study.routes, *lazy)))
+        if lazy:
+            settings.tell("PyTorch/XLA, in its own environment")
+            found = lazy_routes(workload, mode, settings, threads=meter.threads, python=python)
+            study = replace(study, routes=(*study.routes, *found))
+        studies.append(study)
     return tuple(studies)

@@ -1,0 +1,142 @@
+"""attnspan in JAX beside itself in torch and beside JAX's own attention: python benchmarks/jax_attention.py
+
+Each line is a paired ratio of times taken in turn, A B A B, with its bootstrap interval: how much faster
+attnspan.jax is than the peer. Forward and backward, float32. Then memory: 65,536 causal tokens in a fresh
+process, where the scores of jax.nn.dot_product_attention would not fit. `--json FILE` keeps the raw samples.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from attnspan.bench._plain import to_plain
+from attnspan.bench.cells import Workload
+from attnspan.bench.environment import describe_environment
+from attnspan.bench.memory import high_water_refusal, process_peak
+from attnspan.bench.peers import Job, peers_by_name
+from attnspan.bench.peers.jax_peers import start_jax
+from attnspan.bench.runner import BOUNDS, difference
+from attnspan.bench.samples import Ratio, Timing
+from attnspan.bench.timing import Budget, Meter, Subject, first_call, interleave
+from attnspan.bench.workloads import builtin, select
+
+OURS = "attnspan-jax"
+PEERS = ("attnspan", "jax")
+NAMES = ("causal-d64", "documents-32")
+MODE = "forward+backward"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Times of one workload by one peer; the ratio is its time over ours."""
+
+    workload: str
+    peer: str
+    reason: str | None = None
+    execute: Timing | None = None
+    pipelined: Timing | None = None
+    ratio: Ratio | None = None
+
+
+@dataclass
+class Record:
+    """All of a run."""
+
+    environment: dict[str, object]
+    found: list[Found] = field(default_factory=list)
+    peaks: dict[str, int] = field(default_factory=dict)
+    inputs: int = 0
+    scores: int = 0
+
+
+def measure(workload: Workload, budget: Budget) -> list[Found]:
+    """Ours first, each peer in turn with it."""
+    job = Job.make(workload, MODE, "cpu")
+    found, subjects, expected = [], [], None
+    for name in (OURS, *PEERS):
+        peer = peers_by_name()[name]
+        reason = peer.refuses(job)
+        if reason is not None:
+            found.append(Found(workload.name, name, reason))
+            if name == OURS:  # Ratios are against ours.
+                return found
+            continue
+        ready = peer.prepare(job)
+        subject = Subject(name, ready.call, ready.device, ready.around)
+        result, _ = first_call(subject, Meter())
+        arrays = [x.detach() for x in ready.to_torch(result)]
+        expected = arrays if expected is None else expected
+        error = difference(expected, arrays)
+        assert error <= BOUNDS[workload.dtype], f"{name} computes something else: {error}"
+        subjects.append(subject)
+    # Waited for each: a training step waits for its own call too, and torch's calls know nothing else.
+    timed = interleave(subjects, budget, Meter(threads=torch.get_num_threads()))
+    return found + [Found(workload.name, m.name, None, m.execute, m.pipelined, m.ratio) for m in timed]
+
+
+def show(found: Found) -> str:
+    name = f"{found.workload:<14} {found.peer:<13}"
+    if found.execute is None:
+        return f"{name} not: {found.reason}"
+    text = f"{name} {found.execute.median * 1e3:10.2f} ms  spread {found.execute.spread:4.0%}"
+    if found.ratio is not None:
+        r = found.ratio
+        text += f"  ours is {r.median:6.2f}x as fast ({r.low:.2f} to {r.high:.2f}, {r.pairs} pairs)"
+    return text
+
+
+def show_memory(record: Record, length: int) -> None:
+    """Peak of a call above its inputs, in fresh processes; what a dense peer would need beside it."""
+    refusal = high_water_refusal()
+    if refusal is not None:
+        print(f"memory {refusal}")
+        return
+    threads, scale = torch.get_num_threads(), length // 4
+    for rows in (scale, length):
+        work = long_of(rows)
+        record.peaks[work.name] = process_peak(OURS, work, MODE, threads, timeout=1800)
+        print(f"{work.name:<14} peak {record.peaks[work.name] / 2**20:8.1f} MiB above the inputs")
+    record.inputs, record.scores = 4 * 4 * length * 64, 4 * length * length
+    grown = record.peaks[f"causal-{length}"] / max(1, record.peaks[f"causal-{scale}"])
+    print(f"four times the length: {grown:.2f}x the memory; the square would be 16x")
+    # Forward stores scores and probabilities, backward the gradients of both.
+    print(
+        f"jax.nn.dot_product_attention stores {4 * record.scores / 2**30:.0f} GiB of scores: "
+        f"{peers_by_name()['jax'].refuses(Job.make(long_of(length), MODE, 'cpu')) or 'they fit here'}"
+    )
+
+
+def long_of(length: int) -> Workload:
+    return Workload(f"causal-{length}", "long", 1, 1, 1, length, length, 64, 64, "float32", "causal")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seconds", type=float, default=20.0, help="most time for each pair")
+    options.add_argument(
+        "--workloads", default=",".join(NAMES), help="names of attnspan bench --list; '' for none"
+    )
+    options.add_argument(
+        "--length", type=int, default=65536, help="tokens of the memory demonstration; 0: none"
+    )
+    options.add_argument("--json", type=Path, help="file for the raw samples")
+    given = options.parse_args()
+    # Its pool of threads is sized when it starts.
+    start_jax(torch.get_num_threads())
+    record = Record(describe_environment())
+    names = [name for name in given.workloads.split(",") if name]
+    for workload in select(builtin(), names, dtypes=["float32"]) if names else ():
+        for found in measure(workload, Budget(given.seconds)):
+            record.found.append(found)
+            print(show(found), flush=True)
+    if given.length:
+        show_memory(record, given.length)
+    if given.json is not None:
+        given.json.write_text(json.dumps(to_plain(record)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
