@@ -17,8 +17,8 @@ import numpy as np
 #: Most intervals that a block's list has; more runs than these share them.
 MOST_INTERVALS = 4
 
-#: Most entries of a table. Scalars are prefetched as a whole into the scalar memory of a core, of 1 MiB on current
-#: devices, and a kernel has at most six tables: 6 * 4 bytes * 2**14 are 3/8 of it.
+#: Most entries of a table. Scalars are prefetched as a whole into the scalar memory of a core, of 1 MiB on
+#: current devices, and a kernel has at most six tables: 6 * 4 bytes * 2**14 are 3/8 of it.
 MOST_ENTRIES = 2**14
 
 _FAR = np.int32(2**31 - 1)
@@ -75,7 +75,7 @@ class Blocks:
     k_blocks: int
 
     def of_keys(self) -> Lists:
-        """Blocks of queries of each block of keys: the transpose, by (S / block)**2 comparisons in one fusion."""
+        """Blocks of queries of each block of keys: the transpose, by (S / block)**2 fused comparisons."""
         starts, ends = intervals(self.of_queries)
         columns = jnp.arange(self.k_blocks, dtype=jnp.int32)[:, None, None]
         # (b, h, key block, query block, g), never stored: it is reduced as it is made.

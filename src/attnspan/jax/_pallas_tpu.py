@@ -1,4 +1,4 @@
-"""The back end "pallas": our span kernels for TPUs, forward and backward, whatever the mask and its values are.
+"""The back end "pallas": our span kernels for TPUs, forward and backward, whatever the mask.
 
 They run on any machine under `interpreting`, slowly, for tests.
 """
@@ -197,7 +197,7 @@ def _d_bias(
         return dense
     sizes = dense.shape[2:]
     _, pull = jax.vjp(lambda table: _by_distance(table, given, *sizes), given.bias.astype(jnp.float32))
-    found, = pull(dense)
+    (found,) = pull(dense)
     return found  # type: ignore[no-any-return]
 
 
@@ -223,7 +223,7 @@ def _tile(
 
 
 def _expanded(given: Operands, static: Static, q_len: int, k_len: int) -> Operands:
-    """With a dense bias in the place of a distance table: kernels have no way to look up an element for each pair."""
+    """With a dense bias in the place of a distance table, as kernels cannot look up an element per pair."""
     if static.bias_kind != DISTANCE:
         return given
     return given._replace(bias=_by_distance(given.bias, given, q_len, k_len))

@@ -1,8 +1,8 @@
 """The backward kernels for TPUs: one for dq, one for dk and dv, and one for a dense bias.
 
-Each recomputes the weights of its tiles from the lse (Dao 2023, FlashAttention-2, algorithm 2), writes its results
-once, and adds in a fixed order: nothing is atomic. In units of log2, with p the weights, m what dropout multiplies
-them by and delta = sum(dout * out) - dlse: dx = p * (m * (v . dout) - delta).
+Each recomputes the weights of its tiles from the lse (Dao 2023, FlashAttention-2, algorithm 2), writes its
+results once, and adds in a fixed order: nothing is atomic. With p the weights, m what dropout multiplies them
+by and delta = sum(dout * out) - dlse: dx = p * (m * (v . dout) - delta).
 """
 
 from collections.abc import Sequence
@@ -149,7 +149,7 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def d_bias(tile: Tile, x: Inputs) -> jax.Array:
-    """The gradient of a dense bias, float32, in its shape; what shares an element is added in a fixed order."""
+    """The gradient of a dense bias, float32, in its shape; what shares an element adds up in order."""
     assert x.given.bias is not None
     blocks, reads = _prepare(tile, x)
     lists, shape = blocks.of_queries, x.given.bias.shape
@@ -176,7 +176,7 @@ def d_bias(tile: Tile, x: Inputs) -> jax.Array:
 
 
 def _gradients(tile: Tile, refs: Refs, p: Place, masked: bool) -> tuple[Any, Any, Any, Any]:
-    """Weights as they met the values, dx, the scaled products' gradient without the scale, and what is visible."""
+    """Weights as they met the values, dx, the gradient of the products but for the scale, what is visible."""
     q, k, v, dout = (refs[name][0, 0] for name in ("q", "k", "v", "dout"))
     lse, delta = refs["sums"][0, 0, 0:1, :], refs["sums"][0, 0, 1:2, :]
     x, slope, shown = tile.scores(refs, p, dot(k, q, NT))

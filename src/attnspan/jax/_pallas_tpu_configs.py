@@ -1,4 +1,4 @@
-"""How many rows and keys a tile has: what fits, what is worth trying, and what tuning found on this device."""
+"""How many rows and keys a tile has: what fits, what is worth trying, and what tuning found here."""
 
 import sys
 import warnings
@@ -22,8 +22,8 @@ from ._contract import Static
 
 FIELDS = ("block_q", "block_k")
 
-#: What a kernel may use of a core's vector memory, bytes: compilers give a kernel 16 MiB unless told otherwise, and
-#: keep some of it for themselves.
+#: What a kernel may use of a core's vector memory, bytes: compilers give a kernel 16 MiB unless told
+#: otherwise, and keep some of it for themselves.
 BUDGET = 12 * 2**20
 
 #: Rows and keys of a tile are along lanes somewhere, so they come in 128.
@@ -88,9 +88,7 @@ def default(problem: Problem, direction: str) -> dict[str, int]:
         >>> default(Problem(1, 8, 8, 4096, 4096, 128, 128, 1, "float32", "tpu"), "backward")
         {'block_q': 512, 'block_k': 512}
     """
-    found = [
-        each for each in configs(problem, direction) if max(each["block_q"], each["block_k"]) <= 512
-    ]
+    found = [each for each in configs(problem, direction) if max(each["block_q"], each["block_k"]) <= 512]
     # At least one is there: the smallest tile always fits, up to the largest head dim that is taken.
     return max(found, key=lambda each: (each["block_q"] * each["block_k"], each["block_q"]))
 

@@ -15,7 +15,6 @@ from ._contract import Operands
 from ._pallas_tpu_tile import Place, Refs, Tile
 from ._words import row_words
 
-
 #: Whether kernels run as plain array code, see `attnspan.jax._pallas_tpu.interpreting`.
 plainly = ContextVar("plainly", default=False)
 
@@ -145,9 +144,7 @@ def by_row(tile: Tile, x: Any) -> Operand:
     length = tile.q_blocks * tile.block_q
     x = x if x.shape[3] == length else _padded(x, length)
     batch, heads, count, _ = x.shape
-    return Operand(
-        x, (1, 1, count, tile.block_q), lambda p: (_or0(batch, p.b), _or0(heads, p.h), 0, p.i)
-    )
+    return Operand(x, (1, 1, count, tile.block_q), lambda p: (_or0(batch, p.b), _or0(heads, p.h), 0, p.i))
 
 
 def padded_bounds(tile: Tile, bounds: jax.Array) -> jax.Array:
@@ -157,7 +154,7 @@ def padded_bounds(tile: Tile, bounds: jax.Array) -> jax.Array:
 
 
 def over_keys(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
-    """A step for each block of keys of each block of queries: coordinates b, h, i, step."""
+    """A step for each block of keys of each block of queries: b, h, i, step."""
 
     def place(at: Sequence[Any], scalars: Sequence[Any]) -> Place:
         b, h, i, step = at
@@ -168,7 +165,7 @@ def over_keys(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
 
 
 def over_queries(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
-    """A step for each head and each block of queries of each block of keys: coordinates b, kv, j, member, step."""
+    """A step for each head and each block of queries of each block of keys: b, kv, j, member, step."""
 
     def place(at: Sequence[Any], scalars: Sequence[Any]) -> Place:
         b, kv, j, member, step = at
@@ -180,7 +177,7 @@ def over_queries(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
 
 
 def over_bias(tile: Tile, batch: int, shape: tuple[int, ...]) -> Grid:
-    """Each tile of a dense bias, in turn for what shares it: coordinates b, h, i, j, member of those of 1."""
+    """Each tile of a dense bias, in turn for what shares it: b, h, i, j, member."""
     full = (batch, tile.q_heads, tile.q_blocks)
     own = tuple(1 if has == 1 else many for has, many in zip(shape[:3], full, strict=True))
     shared = tuple(many // has for many, has in zip(full, own, strict=True))
@@ -189,7 +186,7 @@ def over_bias(tile: Tile, batch: int, shape: tuple[int, ...]) -> Grid:
         del scalars
         *where, j, member = at
         inner = shared[1] * shared[2]
-        members = (member // inner, member // shared[2] % shared[1], member % shared[2])
+        members = (_over(member, inner), _left(_over(member, shared[2]), shared[1]), _left(member, shared[2]))
         b, h, i = (m if s > 1 else w for w, m, s in zip(where, members, shared, strict=True))
         return Place(b, h, _head(tile, h), i, j)
 
@@ -197,7 +194,16 @@ def over_bias(tile: Tile, batch: int, shape: tuple[int, ...]) -> Grid:
 
 
 def _head(tile: Tile, h: Any) -> Any:
-    return h if tile.group == 1 else h // tile.group
+    return _over(h, tile.group)
+
+
+def _over(x: Any, by: int) -> Any:
+    """x // by of a scalar that is not negative: Python's division asks for signs, which some TPUs lack."""
+    return x if by == 1 else jax.lax.div(x, jnp.int32(by))
+
+
+def _left(x: Any, by: int) -> Any:
+    return 0 if by == 1 else jax.lax.rem(x, jnp.int32(by))
 
 
 def _or0(size: int, at: Any) -> Any:
@@ -211,9 +217,7 @@ def _padded(x: jax.Array, length: int) -> jax.Array:
 def _dense(tile: Tile, bias: Any) -> Operand:
     batch, heads, rows, _ = bias.shape
     block = (1, 1, 1 if rows == 1 else tile.block_q, tile.block_k)
-    return Operand(
-        bias, block, lambda p: (_or0(batch, p.b), _or0(heads, p.h), _or0(rows, p.i), p.j)
-    )
+    return Operand(bias, block, lambda p: (_or0(batch, p.b), _or0(heads, p.h), _or0(rows, p.i), p.j))
 
 
 def _words(tile: Tile, batch: int, given: Operands) -> jax.Array:
@@ -225,5 +229,3 @@ def _words(tile: Tile, batch: int, given: Operands) -> jax.Array:
     words = row_words(given.seeds[..., :1], given.seeds[..., 1:], q_index[:, None, :])
     shape = (batch, tile.q_heads, tile.q_len)
     return jnp.stack([jnp.broadcast_to(word, shape) for word in words], 2)
-
-

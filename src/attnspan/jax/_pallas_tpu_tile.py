@@ -1,6 +1,6 @@
-"""A tile of scores in a TPU's vector memory: what its operands are, which of it is visible, what its scores are.
+"""A tile of scores in a TPU's vector memory: which of it is visible, and what its scores are.
 
-Tiles are transposed, keys by queries: everything that belongs to a row (bounds, maxima, sums, lse) is then a row of
+Tiles are transposed, keys by queries: whatever belongs to a row (bounds, maxima, sums, lse) is then a row of
 lanes, which takes 1/128 of the memory of a column and is broadcast and reduced without moving between lanes.
 Scores are in units of log2, since a TPU has exp2 alone.
 

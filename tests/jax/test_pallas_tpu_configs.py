@@ -1,0 +1,97 @@
+"""What the kernels for TPUs take, and how large their tiles are."""
+
+import dataclasses
+
+import pytest
+
+from attnspan.jax import _pallas_tpu as pallas
+from attnspan.jax import _pallas_tpu_configs as sizes
+from attnspan.jax._contract import Static
+from attnspan.kernels.tuned import TuningCacheWarning, cache_path, installed_version
+from attnspan.options import DISTANCE
+from attnspan.problem import Problem
+from attnspan.tune.cache import merge
+from attnspan.tune.entry import Entry
+
+PROBLEM = Problem(1, 8, 8, 4096, 4096, 128, 128, 1, "bfloat16", "tpu")
+PLAIN = Static(scale=1.0, mask=("causal",))
+DEVICE = "TPU v5 lite"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", f"{tmp_path}/")
+    monkeypatch.setattr(sizes, "device_kind", lambda: DEVICE)
+    sizes.tuned.cache_clear()
+    yield
+    sizes.tuned.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "it runs on TPUs, not on cpu"),
+        ({"dtype": "float64"}, "it takes float32 and bfloat16, which TPUs compute in, not float64"),
+        ({"v_dim": 640}, "it takes head dims up to 512, not 128 and 640"),
+        ({"runs": 300}, "it takes up to 256 spans a row, not 300"),
+        ({"k_len": 0}, "it takes no empty arrays"),
+    ],
+)
+def test_refusals_say_why(change: dict, reason: str | None) -> None:
+    assert pallas.supports(dataclasses.replace(PROBLEM, **change), PLAIN) == reason
+
+
+def test_a_large_distance_table_is_refused_by_name() -> None:
+    static = Static(scale=1.0, bias_kind=DISTANCE)
+    small = dataclasses.replace(PROBLEM, q_len=1024, k_len=2048)
+    assert pallas.supports(small, static) is None
+    reason = pallas.supports(dataclasses.replace(small, batch=2), static)
+    assert reason is not None
+    assert reason.startswith("it makes a distance table a dense bias")
+    assert reason.endswith("not 33554432")
+
+
+def test_there_is_a_configuration_for_whatever_is_taken() -> None:
+    for dtype in ("float32", "bfloat16"):
+        for dim in (8, 128, pallas.MAX_HEAD_DIM):
+            for length in (1, 130, 100_000):
+                problem = Problem(1, 1, 1, length, length, dim, dim, 1, dtype, "tpu")
+                for direction in ("forward", "backward"):
+                    found = sizes.default(problem, direction)
+                    assert found in sizes.configs(problem, direction)
+                    assert all(size % 128 == 0 for size in found.values())
+
+
+def _store(config: dict[str, int], version: str = "") -> None:
+    place = sizes.key(PROBLEM, PLAIN, "forward", DEVICE)
+    merge(cache_path(DEVICE), DEVICE, [Entry(place, config, version or installed_version(), config)])
+
+
+def test_tuned_configurations_are_found_by_device_kind() -> None:
+    config = {"block_q": 256, "block_k": 1024}
+    _store(config)
+    assert sizes.chosen(PROBLEM, PLAIN, "forward") == config
+    others = [
+        (PROBLEM, PLAIN, "backward"),
+        (dataclasses.replace(PROBLEM, head_dim=64), PLAIN, "forward"),
+        (dataclasses.replace(PROBLEM, k_len=8192), PLAIN, "forward"),
+        (PROBLEM, dataclasses.replace(PLAIN, mask=None), "forward"),
+    ]
+    for other in others:
+        assert sizes.chosen(*other) == sizes.default(other[0], other[2])
+
+
+def test_configurations_of_other_versions_and_devices_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    _store({"block_q": 256, "block_k": 1024}, "0.0.0")
+    assert sizes.chosen(PROBLEM, PLAIN, "forward") == sizes.default(PROBLEM, "forward")
+    sizes.tuned.cache_clear()
+    _store({"block_q": 256, "block_k": 1024})
+    monkeypatch.setattr(sizes, "device_kind", lambda: "TPU v6 lite")
+    assert sizes.chosen(PROBLEM, PLAIN, "forward") == sizes.default(PROBLEM, "forward")
+
+
+def test_a_bad_entry_is_a_warning_and_no_error() -> None:
+    _store({"block_q": 100, "block_k": 1024})
+    with pytest.warns(TuningCacheWarning, match="multiples of 128"):
+        assert sizes.chosen(PROBLEM, PLAIN, "forward") == sizes.default(PROBLEM, "forward")
