@@ -33,7 +33,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blockwise_tiles, "_K_BLOCK", 16)
 
 
-@partial(jax.jit, static_argnames="static")
+# Most of the time of these tests is the compiler's, which need not try hard.
+@partial(jax.jit, static_argnames="static", compiler_options={"xla_backend_optimization_level": 0})
 def _run(arrays, given, static):
     q, k, v = (arrays[name] for name in "qkv")
     out, lse = _blockwise.forward(q, k, v, given, static)

@@ -23,7 +23,11 @@ CASES = [
 ]
 
 
-@partial(jax.jit, static_argnames="static")
+# Most of the time of these tests is the compiler's, which need not try hard.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@partial(jax.jit, static_argnames="static", compiler_options=QUICK)
 def _run(arrays, given, static):
     def attend(arrays, parameters):
         options = given._replace(bias=parameters["bias"], sinks=parameters["sinks"])
@@ -46,3 +50,132 @@ def test_against_the_oracle(case: Case) -> None:
     for bounds in (causal_window(case), random_bounds(case)):
         problem = make(case, bounds)
         check(problem, _results(problem))
+
+
+def _seen(bounds: np.ndarray, keys: int) -> np.ndarray:
+    """The dense mask (B|1, H|1, Sq, Sk)."""
+    at = np.arange(keys)
+    return ((bounds[..., :1] <= at) & (at < bounds[..., 1:])).any(-2)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(name: str) -> None:
+    case = Case(lead=(B, 1), softcap=1.5, dropout_p=0.2)
+    problem = make(case, random_bounds(case))
+    clean = _results(problem)
+    problem.arrays[name][1, 1, 9] = np.nan
+    got = _results(problem)
+    rows = np.zeros((B, H, S), bool)
+    rows[1, 2:] = _seen(problem.bounds, K)[1, :, :, 9]  # heads 2 and 3 share key head 1
+    assert rows.any()
+    for result in ("out", "dq") if name == "k" else ("out",):
+        assert np.isnan(got[result][rows]).any(-1).all(), result
+        np.testing.assert_array_equal(got[result][~rows], clean[result][~rows])
+    # The gradients of a key: those of its rows.
+    keys = (rows[:, :, :, None] & _seen(problem.bounds, K)).reshape(B, 2, 2 * S, K).any(2)
+    assert np.isnan(got["dk"][keys]).any(-1).all()
+    np.testing.assert_array_equal(got["dk"][~keys], clean["dk"][~keys])
+
+
+def test_a_bad_gradient_reaches_the_keys_that_its_row_sees_and_no_other() -> None:
+    case = Case(lead=(B, 1))
+    problem = make(case, random_bounds(case))
+    clean = _results(problem)
+    problem.arrays["dout"][0, 3, 7] = np.nan
+    got = _results(problem)
+    keys = np.zeros((B, 2, K), bool)
+    keys[0, 1] = _seen(problem.bounds, K)[0, 0, 7]
+    assert 0 < keys.sum() < K
+    for name in ("dk", "dv"):
+        assert np.isnan(got[name][keys]).all()
+        np.testing.assert_array_equal(got[name][~keys], clean[name][~keys])
+    others = np.arange(S) != 7
+    np.testing.assert_array_equal(got["dq"][:, :, others], clean["dq"][:, :, others])
+
+
+def test_rows_that_see_nothing_and_illegal_ones() -> None:
+    case = Case(sinks=True)
+    bounds = causal_window(case).copy()
+    bounds[0, 0, 3] = 0
+    bounds[0, 0, 4] = [[0, 5], [4, 9]]
+    problem = make(case, bounds)
+    problem.arrays["dlse"][:] = 0
+    problem.arrays["q"][:, :, 3] = np.nan
+    got = _results(problem)
+    assert (got["out"][:, :, 3] == 0).all()
+    assert (got["lse"][:, :, 3] == problem.arrays["sinks"]).all()
+    assert (got["dq"][:, :, 3] == 0).all()
+    assert np.isfinite(got["dk"]).all()
+    assert np.isfinite(got["dsinks"]).all()
+    for name in ("out", "lse"):
+        assert np.isnan(got[name][:, :, 4]).all()
+        assert np.isfinite(got[name][:, 1:, [2, 5]]).all()
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"k_len": 0}], ids=str)
+def test_nothing_to_do(sizes: dict[str, int]) -> None:
+    case = Case(**sizes, softcap=2.0)
+    got = _results(make(case, np.zeros((1, 1, case.q_len, 2, 2), np.int32)))
+    assert got["out"].shape == (B, H, case.q_len, case.v_dim)
+    assert all((x == 0).all() for name, x in got.items() if name != "lse")
+    assert (got["lse"] == -np.inf).all()
+
+
+EVERYTHING = {"softcap": 2.0, "bias": "table", "sinks": True, "dropout_p": 0.2}
+SMALL = Case("float64", 1, 2, 1, q_len=6, k_len=8, head_dim=3, v_dim=2, **EVERYTHING)
+
+
+def test_second_derivatives_in_every_mode() -> None:
+    """Against differences of gradients, which the oracle has checked, in float64."""
+    with jax.enable_x64(True):
+        problem = make(SMALL, random_bounds(SMALL))
+        problem.arrays["sinks"][0] = 0.3
+        names = ("q", "k", "v", "bias", "sinks")
+        point = {name: jnp.asarray(problem.arrays[name], "float64") for name in names}
+        along = {name: jnp.cos(1.0 + jnp.arange(x.size)).reshape(x.shape) for name, x in point.items()}
+
+        def loss(x):
+            given = problem.given._replace(bias=x["bias"], sinks=x["sinks"])
+            out, lse = _math.forward(x["q"], x["k"], x["v"], given, SMALL.static)
+            lse = jnp.where(jnp.isfinite(lse), lse, 0)
+            return (out * problem.arrays["dout"]).sum() + (lse * problem.arrays["dlse"]).sum()
+
+        slope, step = jax.grad(loss), 1e-5
+
+        @partial(jax.jit, compiler_options=QUICK)
+        def every_mode(x):
+            there = slope(jax.tree.map(lambda x, d: x + step * d, x, along))
+            back = slope(jax.tree.map(lambda x, d: x - step * d, x, along))
+            want = jax.tree.map(lambda a, b: (a - b) / (2 * step), there, back)
+            return want, {
+                "forward over reverse": jax.jvp(slope, (x,), (along,))[1],
+                "reverse over forward": jax.grad(lambda x: jax.jvp(loss, (x,), (along,))[1])(x),
+                "reverse over reverse": jax.vjp(slope, x)[1](along)[0],
+            }
+
+        want, found = every_mode(point)
+        for mode, got in found.items():
+            for name in names:
+                where = f"{mode}, {name}"
+                assert jnp.abs(want[name]).max() > 0.01, where
+                np.testing.assert_allclose(got[name], want[name], rtol=1e-6, atol=1e-7, err_msg=where)
+
+
+def test_vmap_over_everything() -> None:
+    case = Case(batch=3, heads=2, kv_heads=1, q_len=5, k_len=7, lead=(3, 1))
+    problem = make(case, random_bounds(case))
+    q, k, v = (problem.arrays[name] for name in "qkv")
+    problem.arrays["v"][2, 0, 3] = np.nan
+
+    def one(q, k, v, bounds):
+        def loss(q, k, v):
+            return _math.forward(q, k, v, Operands(bounds), Static(0.3))[0].sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    rows = [x[:, None] for x in (q, k, v, problem.bounds)]
+    found = jax.jit(jax.vmap(one))(*rows)
+    single = jax.jit(one)
+    for i in range(3):
+        want = single(*(x[i] for x in rows))
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6), found, want)
