@@ -81,5 +81,13 @@ def test_options(option: str) -> None:
     assert _names(_lowered(static, "bfloat16", 64, **given)) == expected
 
 
+@pytest.mark.parametrize("option", ["dense, per key", "dropout"])
+def test_numbers_of_64_bits_change_nothing(option: str) -> None:
+    static, given = OPTIONS[option]
+    with jax.enable_x64(True):
+        text = _lowered(static, "float32", 64, **given)
+    assert _names(text)[:3] == BOTH
+
+
 def test_odd_sizes() -> None:
     assert _names(_lowered(Static(scale=0.1), "float16", 80)) == BOTH

@@ -18,6 +18,7 @@ from ._pallas_gpu_tiles import (
     Tile,
     load_keys,
     load_rows,
+    loop,
     matrix,
     product,
     score,
@@ -204,7 +205,7 @@ def _key_kernel(plan: Plan, arrays: Arrays, dk_ref: Any, dv_ref: Any) -> None:
 
     widths = plan.width, plan.v_width
     carry: Any = tuple(jnp.zeros((plan.block_k, width), jnp.float32) for width in widths)
-    carry = head(0, carry) if plan.group == 1 else lax.fori_loop(0, plan.group, head, carry)
+    carry = head(jnp.int32(0), carry) if plan.group == 1 else loop(plan.group, head, carry)
     store(dk_ref, (carry[0] * plan.static.scale).astype(dk_ref.dtype), keys.inside, plan.head_dim)
     store(dv_ref, carry[1].astype(dv_ref.dtype), keys.inside, plan.v_dim)
 
@@ -220,7 +221,7 @@ def tile_state(arrays: Arrays, at: tuple[Any, Any], block_q: Any, block_k: Any) 
         return state + inside + ((all_first <= block_k) & (block_k < all_end)).astype(jnp.int32)
 
     runs = visits.shape[3]
-    return run(0, jnp.int32(0)) if runs == 1 else lax.fori_loop(0, runs, run, jnp.int32(0))
+    return run(jnp.int32(0), jnp.int32(0)) if runs == 1 else loop(runs, run, jnp.int32(0))
 
 
 def _visit_queries(arrays: Arrays, at: tuple[Any, Any], block: Any, step: Any, carry: Any) -> Any:

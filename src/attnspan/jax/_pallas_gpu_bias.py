@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ._pallas_gpu_backward import load_key_tiles, load_query_tiles, slopes, tile_state
-from ._pallas_gpu_tiles import Arrays, Plan, load_keys, load_rows, specs, store
+from ._pallas_gpu_tiles import Arrays, Plan, load_keys, load_rows, loop, specs, store
 
 
 def differentiate_bias(plan: Plan, arrays: Arrays, warps: int, interpret: bool) -> jax.Array:
@@ -63,7 +63,7 @@ def _kernel(plan: Plan, one_row: bool, arrays: Arrays, ref: Any) -> None:
         )
 
     zeros = jnp.zeros((plan.block_k,) if one_row else (plan.block_q, plan.block_k), jnp.float32)
-    total = lax.fori_loop(0, spread[0] * spread[1] * spread[2], member, zeros)
+    total = loop(spread[0] * spread[1] * spread[2], member, zeros)
     keys = load_keys(plan, arrays, 0, block_k)
     if one_row:
         store(ref, total, keys.inside)

@@ -349,7 +349,12 @@ def visit(ranges: Any, runs: int, step: Any, carry: Any) -> Any:
         carry = lax.fori_loop(all_first, all_end, step(False), carry)
         return lax.fori_loop(all_end, end, step(True), carry)
 
-    return run(0, carry) if runs == 1 else lax.fori_loop(0, runs, run, carry)
+    return run(jnp.int32(0), carry) if runs == 1 else loop(runs, run, carry)
+
+
+def loop(count: int, body: Any, carry: Any) -> Any:
+    """Run `body(i, carry)` for i below `count`, with an index of 32 bits also where JAX has 64."""
+    return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
 
 
 def store(ref: Any, x: Any, inside: Any, dim: int | None = None) -> None:
