@@ -66,8 +66,9 @@ def test_splitting_needs_spmd_mode() -> None:
 @pytest.mark.parametrize("missing", ["torch_xla", "jax"])
 def test_without_a_package_the_error_says_what_to_install(missing: str) -> None:
     code = (
-        "import sys, importlib.util as u\n"
-        f"find = u.find_spec\nu.find_spec = lambda name, *x: None if name == {missing!r} else find(name, *x)\n"
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        f"u.find_spec = lambda name, *x: None if name == {missing!r} else find(name, *x)\n"
         "import attnspan.xla"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

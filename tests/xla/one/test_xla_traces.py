@@ -13,7 +13,7 @@ def step(cut: int, slope: float) -> None:
     q = on_xla(torch.randn(1, 2, 12, 8)).requires_grad_()
     ids = on_xla((torch.arange(12) >= cut).long()[None])
     bias = a.alibi(on_xla(torch.full((2,), slope)))
-    seed = on_xla(torch.tensor(cut))
+    seed = on_xla(torch.tensor(1000 + cut))  # torch_xla makes constants of 0 and 1.
     out = attention(q, q, q, mask=a.causal() & a.segments(ids), bias=bias, dropout_p=0.1, dropout_seed=seed)
     out.sum().backward()
     torch_xla.sync()

@@ -1,4 +1,4 @@
-"""The copy task of the context-parallel tests under SPMD: its loss reaches 0 only if masks lie where rows do."""
+"""The copy task of the context-parallel tests under SPMD: its loss reaches 0 where masks lie as rows do."""
 
 import copying
 import pytest
