@@ -162,7 +162,8 @@ STUDY = _study(
 
 def test_the_story_says_how_large_each_cause_is():
     same, tracing, waiting, blocks, calling, lazy = tell(STUDY)
-    assert "torch-eager 2.60 ms, jax-jit 2.50 ms. The slowest is 4% above the fastest." in same
+    assert "torch-eager 2.60 ms (1.00x), jax-jit 2.50 ms (0.96x)" in same
+    assert "the slowest is 4% above the fastest." in same
     assert "a loop of 10 calls that counts the first reports jax-jit 12.3 ms instead of 2.50 ms" in tracing
     assert "(4.9x; trace 42.5 ms, compile 50.0 ms)" in tracing
     assert "jax-jit 3.00 ms a call instead of 2.50 ms (+20%)" in waiting
@@ -321,7 +322,7 @@ def test_the_page_has_every_route_its_reason_and_the_story(tmp_path):
         "reports jax-jit 12.3 ms",
     ):
         assert words in page, words
-    assert "ten calls, the first one counted" in page
+    assert "a loop from cold, its first call counted" in page
     assert 'data-value="0.0122' in page
 
 

@@ -95,6 +95,7 @@ class Section:
         table: Below the charts, or None.
         wide: One chart per line.
         small: More of them per line.
+        points: What the figures say, one thing in each.
     """
 
     anchor: str
@@ -104,6 +105,7 @@ class Section:
     table: Table | None = None
     wide: bool = False
     small: bool = False
+    points: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _TOLD: tuple[tuple[str, str, str, Callable[[Route], float | None]], ...] = (
         "diamond",
         lambda route: route.execute.median if route.execute else None,
     ),
-    ("ten calls, the first one counted", "@peer4", "triangle-up", lambda route: route.naive),
+    ("a loop from cold, its first call counted", "@peer4", "triangle-up", lambda route: route.naive),
 )
 
 
@@ -51,7 +51,8 @@ def _section(study: RouteStudy, ceilings: Ceilings | None, index: int) -> Sectio
         frozenset({0, 1}),
     )
     title = f"Routes: {work.name}, {work.sizes} {work.dtype}, {study.mode}"
-    return Section(f"routes-{index}", title, " ".join(tell(study)), charts, table, wide=True)
+    lead, *points = tell(study)
+    return Section(f"routes-{index}", title, lead, charts, table, wide=True, points=tuple(points))
 
 
 def _row(study: RouteStudy, route: Route, ceilings: Ceilings | None) -> tuple[TableCell, ...]:

@@ -101,6 +101,7 @@ def report_ways() -> tuple[Way, ...]:
         JaxJit(),
         CallJax(),
         FixedBlocks(0, 0),
+        FixedBlocks(32, 64),
         FixedBlocks(128, 128),
         FixedBlocks(512, 512),
         JaxJit("xla"),

@@ -188,4 +188,4 @@ class FixedBlocks:
             cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=job.threads, config=config)
             return out
 
-        return Opened(call, HostDevice(), note=f"{cpu.isa()}, {job.threads} threads")
+        return Opened(call, HostDevice(), note=f"{cpu.isa()}, threads: {job.threads}")
