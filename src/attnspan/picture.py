@@ -187,6 +187,7 @@ def svg_of_mask(mask: Any) -> str | None:
 
 
 def _plane(spans: Spans, at: tuple[int, int]) -> Spans:
+    spans._require_values("show")
     """One batch row and head, as NumPy, checked."""
     b, h = (min(x, n - 1) for x, n in zip(at, spans.bounds.shape[:2], strict=True))
     bounds = arrays_for([spans.bounds]).to_numpy(spans.bounds[b : b + 1, h : h + 1])

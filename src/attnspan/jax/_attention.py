@@ -19,6 +19,7 @@ from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from ._choice import choose_backend
 from ._contract import Operands, Static
+from ._foreign import check_framework
 from ._ops import How, attend
 from ._options import Given, lower_options
 from ._sharded import ShardedMask
@@ -167,6 +168,7 @@ def lower_call(
 ) -> Call:
     """Validate a call and bring it into the form of back ends."""
     q, k, v = _as_arrays(q=q, k=k, v=v)
+    check_framework(mask, given)
     check_layout(layout, q, k, v)
     check_sharding(layout, q=q, k=k, v=v)
     if layout == "thd":

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -198,7 +199,7 @@ def lower_call(
     check_arrays(q, k, v)
     placed = _lower(mask, q, k, given, layout, places)
     bounds = placed.lowered.bounds
-    bounds = bounds if isinstance(bounds, Tensor) else torch.as_tensor(bounds, device=q.device)
+    bounds = bounds if isinstance(bounds, Tensor) else _moved(bounds, q)
     problem = describe(q, k, v, bounds)
     options = lower_options(given, q, k, placed, isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans))
     return q, k, v, bounds, problem, options
@@ -290,6 +291,18 @@ def _lower(
             remedy="Lower the mask for these keys",
         )
     return placed
+
+
+def _moved(bounds: Any, q: Tensor) -> Tensor:
+    """A mask that was lowered in NumPy."""
+    if not isinstance(bounds, np.ndarray):
+        raise DtypeError(
+            "mask",
+            expected="arrays of torch or NumPy, as q, k and v",
+            got=f"{type(bounds).__module__.partition('.')[0]} arrays",
+            remedy="Convert them by torch.from_dlpack, or call the attention of their framework",
+        )
+    return torch.as_tensor(bounds, device=q.device)
 
 
 def _check_packed(mask: Mask) -> None:
