@@ -53,7 +53,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, _functions().register(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        results = record(call, None, *tensors)  # type: ignore[no-untyped-call]
+        results = record(call, None, tensors)
     else:
         results = call.forward([x.shape for x in tensors])(tensors)
     return import_module("jax").tree_util.tree_unflatten(call.tree, results)

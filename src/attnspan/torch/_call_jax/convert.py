@@ -112,14 +112,14 @@ def check_layout(name: str, x: Tensor) -> None:
     """Raise unless the tensor has strides.
 
     Raises:
-        ValueError: It is sparse, nested or of an opaque layout.
+        ValueError: It is sparse or of an opaque layout.
 
     Example:
         >>> check_layout("x", torch.ones(2))
     """
-    if x.layout is not torch.strided or x.is_nested:
-        got = f"one of layout {x.layout}" + (", nested" if x.is_nested else "")
-        raise BackendError(name, expected="a dense tensor", got=got, remedy="Call .to_dense() or pad it")
+    if x.layout is not torch.strided:
+        got = f"one of layout {x.layout}"
+        raise BackendError(name, expected="a dense tensor", got=got, remedy="Call .to_dense()")
 
 
 def as_arguments(tensors: Sequence[Tensor]) -> list[Any]:
@@ -142,6 +142,7 @@ def _as_argument(x: Tensor) -> Any:
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():
+        check_layout("tensor", x)
         x = x.contiguous()
     if not x.is_cpu:
         return jax.dlpack.from_dlpack(x)

@@ -38,8 +38,10 @@ def backward(
     sizes: Sequence[Any],
     handle: str,
     wanted: Sequence[bool],
+    anchor: Tensor | None = None,
 ) -> list[Tensor]:
     """Of ``attnspan::call_jax_backward``: as the arguments of which it is the gradient."""
+    del anchor
     like = next(x for x in (*grads, *saved) if x is not None)
     bound = find(handle)
     shapes = bound.shapes_of(sizes)

@@ -28,11 +28,14 @@ from .notices import RetraceWarning
 from .programs import Derived, Forward, derive
 
 # Traces of functions that have died, kept for the next function of the same meaning.
-_KEPT = 128
+KEPT = 128
+# They hold the arrays that such functions closed over: no more than this, but for the newest few.
+KEPT_BYTES = 256 << 20
+FEWEST = 4
 # Programs of one function.
-_MOST_PROGRAMS = 256
+MOST_PROGRAMS = 256
 # From here on a function that is traced again and again is worth a word.
-_MANY_TRACES = 64
+MANY_TRACES = 64
 
 
 class Arguments:
@@ -72,7 +75,9 @@ class Traces:
 
     def __init__(self, key: Hashable, held: list[Any], name: str) -> None:
         self.key, self.held, self.name = key, held, name
-        self.lock = threading.RLock()
+        #: Bytes of the arrays that are held.
+        self.weight = sum(x.nbytes for x in held if isinstance(x, jax.Array))
+        self._lock = threading.RLock()
         self._programs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def find(self, key: Hashable) -> Any:
@@ -81,11 +86,11 @@ class Traces:
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A program, made once however many threads ask."""
-        with self.lock:
+        with self._lock:
             found = self._programs.get(key)
             if found is None:
                 found = self._programs[key] = make()
-                if len(self._programs) > _MOST_PROGRAMS:
+                if len(self._programs) > MOST_PROGRAMS:
                     self._programs.popitem(last=False)
             return found
 
@@ -116,6 +121,17 @@ class _Table:
         with self._lock:
             return self._add(fn, parts, place, key, held)
 
+    def count(self) -> int:
+        """How many functions have traces, and dead ones beside them."""
+        return len(self._by_object) + len(self._kept)
+
+    def clear(self) -> None:
+        """Forget all traces, but for those that something else holds."""
+        with self._lock:
+            self._by_object.clear()
+            self._by_key.clear()
+            self._kept.clear()
+
     def _add(
         self, fn: Any, parts: tuple[Any, ...], place: tuple[int, ...], key: Hashable, held: list[Any]
     ) -> Traces:
@@ -127,13 +143,18 @@ class _Table:
             self._by_key[key] = traces
             self._kept[key] = traces
             self._kept.move_to_end(key)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._drop()
         # What cannot be watched is looked up by its key, or traced anew. Of a method, the object is watched:
         # its function is its class's, and outlives it.
         with contextlib.suppress(TypeError):
             self._by_object[place] = weakref.ref(parts[0], self._forget(place)), traces
         return traces
+
+    def _drop(self) -> None:
+        """Let go of the oldest, for their number or for the arrays that their functions hold."""
+        total = sum(x.weight for x in self._kept.values())
+        while len(self._kept) > KEPT or (total > KEPT_BYTES and len(self._kept) > FEWEST):
+            total -= self._kept.popitem(last=False)[1].weight
 
     def _forget(self, place: tuple[int, ...]) -> Callable[[Any], None]:
         def forget(ref: Any) -> None:
@@ -149,9 +170,9 @@ class _Table:
             return
         where = code.co_filename, code.co_firstlineno, code.co_name
         self._made[where] = self._made.get(where, 0) + 1
-        if self._made[where] == _MANY_TRACES:
+        if self._made[where] == MANY_TRACES:
             warnings.warn(
-                f"call_jax: {where[2]} of {where[0]}:{where[1]} was traced as {_MANY_TRACES} functions. What "
+                f"call_jax: {where[2]} of {where[0]}:{where[1]} was traced as {MANY_TRACES} functions. What "
                 "its closure holds changes, or may change unseen: pass tensors as arguments and numbers as "
                 "keywords, or make the function once.",
                 RetraceWarning,

@@ -23,9 +23,10 @@ for _schema in (
     "call_jax(Tensor[] tensors, str handle) -> Tensor[]",
     # The results, then what backward needs besides them and the arguments.
     "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]",
-    # Sizes: of all tensors of the forward call, one after the other.
-    "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted)"
-    " -> Tensor[]",
+    # Sizes: of all tensors of the forward call, one after the other. The anchor belongs to the forward call
+    # in autograd's graph, where what is saved does not show that it depends on the arguments.
+    "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
+    " Tensor? anchor=None) -> Tensor[]",
 ):
     _library.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
 
@@ -55,7 +56,9 @@ def _backward(
     sizes: Sequence[int],
     handle: str,
     wanted: Sequence[bool],
+    anchor: Tensor | None = None,
 ) -> list[Tensor]:
+    del anchor
     call = _room("functions").find(handle)
     return call.derived(call.shapes_of(sizes), wanted).backward(grads, saved)  # type: ignore[no-any-return]
 
@@ -74,7 +77,10 @@ for _op, _real, _fake in (
 
 
 class Node(torch.autograd.Function):
-    """A call with a derivative: through the operators, or past them where nothing watches."""
+    """A call with a derivative: through the operators, or past them where nothing watches.
+
+    Its last result is no result of the function but the anchor: without elements, and with this node.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Any, keyset: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -92,26 +98,35 @@ class Node(torch.autograd.Function):
             *(x for x, of in zip(results, program.results, strict=True) if not of.floating)
         )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*program.saved_of(tensors, made))
+        anchor = tensors[0].new_empty(0, dtype=torch.float32)
+        ctx.save_for_backward(*program.saved_of(tensors, made), anchor)
         ctx.call, ctx.wanted = call, wanted
         ctx.sizes = [n for x in tensors for n in x.shape]
-        return tuple(results)
+        return *results, anchor
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads = list(incoming[:-1])
         if all(x is None for x in grads):
             return (None,) * (2 + len(ctx.wanted))
+        *saved, anchor = ctx.saved_tensors
         if ctx.program is not None and not torch.is_grad_enabled() and not is_watched():
-            found = ctx.program.backward(grads, ctx.saved_tensors)
+            found = ctx.program.backward(grads, saved)
         else:
             handle = _room("functions").register(ctx.call)
-            found = backward_op(list(grads), list(ctx.saved_tensors), ctx.sizes, handle, ctx.wanted)
+            held = anchor if torch.is_grad_enabled() else None
+            found = backward_op(grads, saved, ctx.sizes, handle, ctx.wanted, held)
         made = iter(found)
         return None, None, *(next(made) if want else None for want in ctx.wanted)
 
 
 # That of Function would ask functorch once more.
-record = super(torch.autograd.Function, Node).apply  # type: ignore[misc]
+_record = super(torch.autograd.Function, Node).apply  # type: ignore[misc]
+
+
+def record(call: Any, keyset: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of a call, with its derivative."""
+    return list(_record(call, keyset, *tensors))[:-1]  # type: ignore[no-untyped-call]
 
 
 def _differentiable(x: Tensor) -> bool:
@@ -125,8 +140,8 @@ def _autograd_call(keyset: Any, tensors: list[Tensor], handle: str) -> Any:
     call = _room("functions").find(handle)
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
-            return list(record(call, keyset, *tensors))  # type: ignore[no-untyped-call]
-    return list(record(call, keyset, *tensors))  # type: ignore[no-untyped-call]
+            return record(call, keyset, tensors)
+    return record(call, keyset, tensors)
 
 
 def _refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
@@ -141,13 +156,9 @@ class _NoDerivative(torch.autograd.Function):
     """A node that raises: without one, second derivatives would silently be zero."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, keyset: Any, before: Any, after: Any, *tensors: Tensor) -> Any:
-        del ctx
-        many = list(tensors)
-        count = sum(x is not None for x in before)
-        left = iter(many[:count])
-        grads = [None if x is None else next(left) for x in before]
-        return tuple(_below_autograd(op, keyset, (grads, many[count:], *after)))
+    def forward(ctx: Any, keyset: Any, inputs: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        del ctx, tensors
+        return tuple(_below_autograd(backward_op, keyset, inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -158,15 +169,16 @@ class _NoDerivative(torch.autograd.Function):
         )
 
 
-def _autograd_backward(
-    keyset: Any, grads: Sequence[Tensor | None], saved: Sequence[Tensor], *after: Any
-) -> Any:
-    there = [x for x in grads if x is not None]
-    _refuse_tangents([*there, *saved])
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad([*there, *saved])):
-        return _below_autograd(backward_op, keyset, (grads, saved, *after))
+def _autograd_backward(keyset: Any, *inputs: Any) -> Any:
+    tensors = [x for x in (*inputs[0], *inputs[1], *inputs[5:]) if x is not None]
+    _refuse_tangents(tensors)
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(tensors)):
+        return _below_autograd(backward_op, keyset, inputs)
     refuse = super(torch.autograd.Function, _NoDerivative).apply  # type: ignore[misc]
-    return list(refuse(backward_op, keyset, list(grads), after, *there, *saved))  # type: ignore[no-untyped-call]
+    if torch._C._are_functorch_transforms_active():
+        with enable_single_level_autograd_function():
+            return list(refuse(keyset, inputs, *tensors))  # type: ignore[no-untyped-call]
+    return list(refuse(keyset, inputs, *tensors))  # type: ignore[no-untyped-call]
 
 
 _library.impl(call_op, _autograd_call, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,347 @@
+"""JAX functions on torch tensors: results, gradients, memory, errors."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature, some of which need a part of it)
+
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnspan import causal, segments
+from attnspan.errors import BackendError, DeviceError, DtypeError, OptionError
+from attnspan.torch import call_jax
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+convert = pytest.importorskip("attnspan.torch._call_jax.convert")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def _mix(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w), jnp.exp(x) * w.sum()
+
+
+def _randn(*shape: int, seed: int = 0, **given: Any) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **given)
+
+
+@pytest.fixture
+def wide() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def test_results_are_those_of_jax() -> None:
+    x, w = _randn(5, 3), _randn(3, 4, seed=1)
+    for got, want in zip(call_jax(_mix, x, w), jax.jit(_mix)(x.numpy(), w.numpy()), strict=True):
+        assert got.dtype == torch.float32
+        np.testing.assert_array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_gradients_are_those_of_jax(wanted: tuple[bool, bool]) -> None:
+    x, w = _randn(5, 3), _randn(3, 4, seed=1)
+    grads = _randn(5, 4, seed=2), _randn(5, 3, seed=3)
+    want = jax.jit(lambda x, w, g: jax.vjp(_mix, x, w)[1](g))(
+        x.numpy(), w.numpy(), tuple(map(np.asarray, grads))
+    )
+    given = [t.requires_grad_(need) for t, need in zip((x, w), wanted, strict=True)]
+    torch.autograd.backward(call_jax(_mix, *given), grads)
+    for t, need, g in zip(given, wanted, want, strict=True):
+        assert (t.grad is not None) == need
+        if need:
+            np.testing.assert_allclose(t.grad.numpy(), g, rtol=1e-6, atol=1e-6)
+
+
+def test_an_unused_result_has_no_gradient_to_give() -> None:
+    x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1)
+    call_jax(_mix, x, w)[1].sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().exp() * w.sum())
+
+
+def test_integers_pass_between_gradients() -> None:
+    x, at = _randn(6, 2, requires_grad=True), torch.tensor([4, 0, 4], dtype=torch.int32)
+    taken, where = call_jax(lambda x, i: (x[i], i + 1), x, at)
+    assert where.dtype == torch.int32
+    assert not where.requires_grad
+    taken.sum().backward()
+    assert x.grad[:, 0].tolist() == [1, 0, 0, 0, 2, 0]
+
+
+def test_complex_gradients_follow_torch(wide: None) -> None:
+    z = _randn(4, dtype=torch.complex128, requires_grad=True)
+    want = torch.autograd.grad((z * z * (2 + 1j)).sum().abs(), z)[0]
+    got = torch.autograd.grad(call_jax(lambda z: jnp.abs(jnp.sum(z * z * (2 + 1j))), z), z)[0]
+    torch.testing.assert_close(got, want)
+    assert torch.autograd.gradcheck(lambda z: call_jax(lambda z: jnp.sin(z) * z, z), z)
+
+
+def test_structures_go_in_and_come_out() -> None:
+    x, y = _randn(2), _randn(2, seed=1)
+
+    def fn(given: Any, *, k: int, extra: Any) -> Any:
+        assert k == 3
+        assert given["b"][1] is None
+        return Pair({"a": given["a"] * k}, [None, (given["b"][0], extra[0])])
+
+    out = call_jax(fn, {"a": x, "b": [y, None]}, k=3, extra=(y,))
+    assert isinstance(out, Pair)
+    assert torch.equal(out.first["a"], x * 3)
+    assert out.second[0] is None
+    assert all(torch.equal(t, y) for t in out.second[1])
+
+
+def test_masks_are_arguments() -> None:
+    ids = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    mask = causal() & segments(ids)
+
+    def bounds(like: Any, *, mask: Any) -> Any:
+        return mask.spans(4, 4, batch=1, like=like).bounds
+
+    want = mask.spans(4, 4, batch=1, like=torch.ones(1)).bounds
+    assert torch.equal(call_jax(bounds, torch.ones(1), mask=mask), want)
+
+
+def test_a_static_value_is_told_from_its_equals() -> None:
+    x = torch.ones(2)
+
+    def fn(x: Any, *, k: Any) -> Any:
+        return jnp.full(2, 10.0 if k is True else 1.0) * jnp.copysign(1.0, k) * x
+
+    values = [call_jax(fn, x, k=k)[0].item() for k in (1, True, 1.0, 0.0, -0.0)]
+    assert values == [1, 10, 1, 1, -1]
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4)], ids=str)
+def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (_randn(*shape) * 3).abs().to(dtype)
+    out = call_jax(lambda x: x.reshape(x.shape[::-1]), x)
+    assert out.dtype == dtype
+    assert torch.equal(out.view(torch.uint8), x.reshape(shape[::-1]).view(torch.uint8)) if shape else out == x
+
+
+def test_64_bits(wide: None) -> None:
+    x, at = _randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([1, 2])
+    assert torch.autograd.gradcheck(lambda x: call_jax(lambda x, i: jnp.sin(x[i]) * x[0], x, at), x)
+
+
+STRIDES = {
+    "transposed": lambda x: x.t(),
+    "expanded": lambda x: x[:1].expand(4, 6),
+    "every other": lambda x: x[::2, ::3],
+    "unaligned": lambda x: x.flatten()[1:],
+    "conjugate": lambda x: torch.complex(x, x + 1).conj(),
+    "negative": lambda x: torch.complex(x, x + 1).conj().imag,
+}
+
+
+@pytest.mark.parametrize("view", STRIDES)
+def test_views(view: str) -> None:
+    x = STRIDES[view](_randn(4, 6))
+    torch.testing.assert_close(call_jax(lambda x: x * 2, x), x * 2)
+
+
+# Memory.
+
+
+def _pointers(fn: Any, *tensors: Tensor) -> tuple[list[int], list[Any]]:
+    """Addresses that XLA reads, and its results, of one run of a program."""
+    given = [jax.device_put(x, may_alias=True) for x in convert.as_arguments(tensors)]
+    return [x.unsafe_buffer_pointer() for x in given], list(jax.jit(fn)(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_nothing_is_copied(dtype: torch.dtype) -> None:
+    x, y = torch.ones(1000, 7, dtype=dtype), torch.ones(1000, 7, dtype=dtype)
+    read, made = _pointers(lambda x, y: (x + y, x), x, y)
+    assert read == [x.data_ptr(), y.data_ptr()]
+    tensors = convert.as_tensors(made)
+    assert [t.data_ptr() for t in tensors] == [a.unsafe_buffer_pointer() for a in made]
+    del made
+    assert (tensors[0] == 2).all(), "a tensor keeps JAX's memory alive"
+
+
+def test_a_large_argument_costs_no_time() -> None:
+    # As jit itself shows no address: reading two elements of 256 MiB takes no copy of them.
+    x, small = torch.ones(1 << 26), torch.ones(64)
+
+    def ends(x: Any) -> Any:
+        return x[0] + x[-1]
+
+    def best(x: Tensor) -> float:
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            call_jax(ends, x)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    best(x), best(small)
+    assert best(x) < best(small) + 5e-3, "a copy takes 30 ms and more"
+
+
+def test_results_are_the_callers_own() -> None:
+    x = torch.ones(64)
+    same, again, constant = call_jax(lambda x: (x, x, jnp.arange(64.0)), x)
+    assert len({t.data_ptr() for t in (x, same, again, constant)}) == 4
+    constant.zero_(), same.zero_()
+    assert call_jax(lambda x: (x, x, jnp.arange(64.0)), x)[2][1] == 1
+    assert (again == 1).all()
+    assert (x == 1).all()
+
+
+def test_arguments_may_be_changed_at_once() -> None:
+    # JAX computes while the caller goes on; the bridge must not.
+    x = torch.ones(1 << 20)
+    for _ in range(5):
+        out = call_jax(lambda x: jnp.sin(jnp.cos(jnp.sin(x))), x)
+        x.fill_(1e9)
+        torch.testing.assert_close(out, torch.ones(1 << 20).sin().cos().sin())
+        x.fill_(1)
+
+
+def test_residuals_are_arguments_and_results_where_they_can_be() -> None:
+    x = _randn(64, requires_grad=True)
+    packed: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.data_ptr()) or t, lambda t: t):
+        out = call_jax(lambda x: jnp.exp(x), x)
+        assert packed == [out.data_ptr(), 0], "and the anchor, which has no elements"
+        packed.clear()
+        call_jax(lambda x: x * x, x)
+        assert set(packed) == {x.data_ptr(), 0}
+
+
+def test_changes_of_what_backward_needs_are_found() -> None:
+    x = _randn(8).requires_grad_()
+    y = x * 1
+    out = call_jax(lambda x: x * x, y)
+    y.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant: bool) -> None:
+    x, w = _randn(5, 3, requires_grad=True), _randn(3, 3, seed=1, requires_grad=True)
+    run = partial(call_jax, lambda x, w: jnp.tanh(x @ w))
+    want = torch.autograd.grad(run(x, w).square().sum(), (x, w))
+    got = torch.autograd.grad if not reentrant else None
+    out = checkpoint(run, x, w, use_reentrant=reentrant).square().sum()
+    if got is None:
+        out.backward()
+        found = (x.grad, w.grad)
+    else:
+        found = got(out, (x, w))
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+# Derivatives of other kinds.
+
+
+def test_second_derivatives_raise_in_torch_func() -> None:
+    def cube(x: Tensor) -> Tensor:
+        return call_jax(lambda x: x**3, x)
+
+    with pytest.raises(NotImplementedError, match="second derivatives of call_jax"):
+        torch.func.grad(torch.func.grad(cube))(torch.ones(()))
+
+
+def test_torch_func_grad() -> None:
+    x = _randn(5)
+    got = torch.func.grad(lambda x: call_jax(lambda x: jnp.sum(jnp.sin(x)), x))(x)
+    torch.testing.assert_close(got, x.cos())
+
+
+def test_second_derivatives_raise_or_are_taken_in_jax() -> None:
+    x = _randn(3, requires_grad=True)
+    (first,) = torch.autograd.grad(call_jax(lambda x: jnp.sum(x**3), x), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"second derivatives of call_jax.*jax\.grad"):
+        (first.sum() + x.sum()).backward()
+    inner = call_jax(jax.grad(lambda x: jnp.sum(x**3)), x)
+    (second,) = torch.autograd.grad(inner.sum(), x)
+    torch.testing.assert_close(second, 6 * x.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func's own
+def test_forward_mode_raises() -> None:
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives of call_jax"):
+        torch.func.jvp(lambda x: call_jax(jnp.sin, x), (torch.ones(2),), (torch.ones(2),))
+
+
+# Errors.
+
+ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "no tensor": (lambda: call_jax(jnp.sin), OptionError, "expected at least one tensor"),
+    "array of JAX": (
+        lambda: call_jax(jnp.add, torch.ones(2), jnp.ones(2)),
+        DtypeError,
+        r"expected torch tensors, got an array of JAX\. .*torch\.from_dlpack",
+    ),
+    "tracer": (
+        lambda: jax.jit(lambda y: call_jax(jnp.add, torch.ones(2), y))(jnp.ones(2)),
+        DtypeError,
+        "got a tracer of JAX",
+    ),
+    "array of NumPy": (
+        lambda: call_jax(jnp.add, torch.ones(2), np.ones(2)),
+        DtypeError,
+        r"got a ndarray\. .*torch\.from_numpy",
+    ),
+    "int64": (
+        lambda: call_jax(jnp.sin, torch.ones(2, dtype=torch.int64)),
+        DtypeError,
+        r"torch\.int64\. .*\.int\(\)",
+    ),
+    "float64": (lambda: call_jax(jnp.sin, torch.ones(2).double()), DtypeError, "jax_enable_x64"),
+    "float8 of another bias": (
+        lambda: call_jax(jnp.sin, torch.zeros(2, dtype=torch.float8_e8m0fnu)),
+        DtypeError,
+        r"an element type that JAX has, got torch\.float8_e8m0fnu",
+    ),
+    "meta": (
+        lambda: call_jax(lambda x, y: x, torch.ones(2), torch.ones(2, device="meta")),
+        DeviceError,
+        "all on one device, got cpu and meta",
+    ),
+    "sparse": (lambda: call_jax(jnp.sin, torch.eye(2).to_sparse()), BackendError, r"sparse_coo\. .*to_dense"),
+    "result of str": (lambda: call_jax(lambda x: {"x": "text"}, torch.ones(2)), DtypeError, "got a str"),
+    "result of keys": (
+        lambda: call_jax(lambda x: jax.random.key(0), torch.ones(2)),
+        DtypeError,
+        r"torch has, got key<fry>\. .*key_data",
+    ),
+    "tensor inside": (
+        lambda: call_jax(lambda x: torch.ones(2), torch.ones(2)),
+        DtypeError,
+        "got a Tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    run, kind, message = ERRORS[case]
+    with pytest.raises(kind, match=message):
+        run()
+
+
+def test_an_error_of_the_function_is_its_own() -> None:
+    with pytest.raises(TypeError, match="dot_general"):
+        call_jax(lambda x: x @ x, torch.ones(2, 3))
