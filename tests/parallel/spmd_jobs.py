@@ -417,6 +417,15 @@ def _said(call: Any) -> str:
     return "nothing"
 
 
+def several_axes(length: int = 21) -> dict[str, float]:
+    """Errors where two axes of a mesh split the sequence, and no axis the rest."""
+    mesh = jax.make_mesh((2, 2), ("outer", "inner"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mask, given = attnspan.causal() & attnspan.segments(_packed(4, length)), inputs((4, 2), length, length)
+    keywords = {"q_len": length, "num_heads": (4, 2), "batch_size": BATCH, "strategy": "auto"}
+    sharded = shard(mesh, mask=mask, sequence=("outer", "inner"), **keywords)
+    return errors(on_devices(sharded, given), oracle(given, mask))
+
+
 def page(blocks: list[str]) -> dict[str, Any]:
     """Run the examples of a page one after the other; what they gave, beside one device."""
     names: dict[str, Any] = {"__name__": "page"}

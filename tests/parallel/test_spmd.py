@@ -66,6 +66,10 @@ def test_cross_attention(split: Split) -> None:
     assert max(run("cross", split).values()) < ALIKE
 
 
+def test_two_axes_split_the_sequence() -> None:
+    assert max(run("several_axes").values()) < ALIKE
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_dtypes_round_little_more_than_one_device_does(dtype: str) -> None:
     found = run(

@@ -31,8 +31,8 @@ class Axes:
 
     Example:
         >>> axes = Axes.of(jax.make_mesh((1, 1), ("data", "model")), "data", "model", None)
-        >>> axes.spec("batch", None, "sequence")
-        PartitionSpec('data', None, None)
+        >>> tuple(axes.spec("batch", None, "sequence"))
+        ('data', None, None)
     """
 
     mesh: Mesh

@@ -140,9 +140,10 @@ class Sharded(ShardedMask):
                 holds them all and takes those that it needs.
 
         Example:
+            >>> from attnspan.jax import shard
             >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
-            >>> shard(mesh, batch="data", heads="model").spec("bshd")
-            PartitionSpec('data', None, 'model', None)
+            >>> tuple(shard(mesh, batch="data", heads="model").spec("bshd"))
+            ('data', None, 'model', None)
         """
         if layout not in _DIMS:
             raise OptionError(
