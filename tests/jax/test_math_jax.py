@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle_cases import Case, Problem, causal_window, check, make, random_bounds
 
-from attnspan.jax import _math
+from attnspan.jax import _math, _visible_products
 from attnspan.jax._contract import Operands, Static
 
 B, H, S, K = 2, 4, 21, 37
@@ -73,8 +73,9 @@ def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(name: str) -> None:
         np.testing.assert_array_equal(got[result][~rows], clean[result][~rows])
     # The gradients of a key: those of its rows.
     keys = (rows[:, :, :, None] & _seen(problem.bounds, K)).reshape(B, 2, 2 * S, K).any(2)
-    assert np.isnan(got["dk"][keys]).any(-1).all()
-    np.testing.assert_array_equal(got["dk"][~keys], clean["dk"][~keys])
+    for result in ("dk", "dv") if name == "k" else ("dk",):
+        assert np.isnan(got[result][keys]).any(-1).all(), result
+        np.testing.assert_array_equal(got[result][~keys], clean[result][~keys])
 
 
 def test_a_bad_gradient_reaches_the_keys_that_its_row_sees_and_no_other() -> None:
@@ -91,6 +92,34 @@ def test_a_bad_gradient_reaches_the_keys_that_its_row_sees_and_no_other() -> Non
         np.testing.assert_array_equal(got[name][~keys], clean[name][~keys])
     others = np.arange(S) != 7
     np.testing.assert_array_equal(got["dq"][:, :, others], clean["dq"][:, :, others])
+
+
+@pytest.mark.parametrize("product", [_visible_products.pair_product, _visible_products.row_product])
+def test_products_read_visible_pairs_only_in_every_derivative(product) -> None:
+    """A masked pair is 0 however bad what it would multiply; pair (1, 2) is the masked one."""
+    visible = jnp.ones((3, 4), bool).at[1, 2].set(False)
+    left = jnp.where(visible, 1.0, 0.0) if product is _visible_products.row_product else jnp.ones((3, 4))
+    right = jnp.ones((4, 2)) if product is _visible_products.row_product else jnp.ones((4, 4))
+
+    def run(left, right):
+        return product(left, right, visible)
+
+    bad_right = right.at[2].set(jnp.nan)
+    shape = jax.eval_shape(run, left, right)
+    from_right = jax.vjp(run, left, bad_right)[1](jnp.ones(shape.shape))[0]
+    bad = jnp.ones(shape.shape).at[1].set(jnp.nan)
+    to_right = jax.vjp(run, left, right)[1](bad)[1]
+    tangents = jnp.zeros_like(left), jnp.zeros_like(right).at[2].set(jnp.nan)
+    forward = jax.jvp(run, (left, right), tangents)[1]
+    if product is _visible_products.row_product:
+        assert jnp.argwhere(~jnp.isnan(from_right[:, 2])).tolist() == [[1]]
+        assert jnp.argwhere(~jnp.isnan(forward).any(-1)).tolist() == [[1]]
+        masked = jnp.zeros_like(left).at[1, 2].set(jnp.nan)
+        assert jnp.isfinite(jax.jvp(run, (left, right), (masked, jnp.zeros_like(right)))[1]).all()
+    else:
+        assert jnp.isfinite(from_right[1]).all()
+        assert jnp.argwhere(jnp.isnan(forward)).tolist() == [[0, 2], [2, 2]]
+    assert jnp.argwhere(jnp.isfinite(to_right).all(-1)).tolist() == [[2]]
 
 
 def test_rows_that_see_nothing_and_illegal_ones() -> None:

@@ -105,7 +105,7 @@ def _softmax(scores: Array, visible: Array, sink: Array | None) -> tuple[Array, 
         total = total + jnp.exp(sink - top)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    # Masked once more: otherwise a NaN gradient of a masked weight would reach the row through its total.
+    # Masked once more: with one NaN a row has nothing else, and would give it to keys that it does not see.
     weights = jnp.where(visible, weights / total, 0)
     return weights, jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
