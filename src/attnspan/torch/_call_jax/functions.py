@@ -131,6 +131,7 @@ class _Table:
             self._by_object.clear()
             self._by_key.clear()
             self._kept.clear()
+            self._made.clear()
 
     def _add(
         self, fn: Any, parts: tuple[Any, ...], place: tuple[int, ...], key: Hashable, held: list[Any]
