@@ -192,13 +192,6 @@ def _known(mesh: Any) -> tuple[str, Any]:
     if not compiler.is_compiling():
         # Kept: the number of one that is gone could become another's.
         _MESHES[key] = mesh
-    elif key not in _MESHES:
-        raise OptionError(
-            "mesh under torch.compile",
-            expected="the global mesh, or one that a call outside of the compiler has used",
-            got="another",
-            remedy="Call torch_xla.distributed.spmd.set_global_mesh(mesh) first",
-        )
     return key, mesh
 
 
@@ -206,7 +199,17 @@ def mesh_of(key: str) -> Any:
     """The mesh of a key of `places_of`."""
     import torch_xla.distributed.spmd as xs
 
-    return _MESHES[key] if key else xs.get_global_mesh()
+    if not key:
+        return xs.get_global_mesh()
+    if key not in _MESHES:
+        # Said when the program is built: torch.compile reads no errors, and could not remember the mesh.
+        raise OptionError(
+            "mesh under torch.compile",
+            expected="the global mesh, or one that a call outside of the compiler has used",
+            got="another",
+            remedy="Call torch_xla.distributed.spmd.set_global_mesh(mesh) first",
+        )
+    return _MESHES[key]
 
 
 def default_spec(x: Any, places: Places, name: str, batch: int, heads: int) -> Spec:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch_xla
 import torch_xla.distributed.spmd as xs
 from conformance_cases import Cell, Shape
 from torch_xla.experimental.custom_kernel import _shard_map
@@ -188,3 +189,40 @@ def test_nothing_is_gathered(split: str, tmp_path: Path) -> None:
     ]
     print(found)
     assert not found
+
+
+def test_compiled_code_on_the_global_mesh() -> None:
+    q, ids, exact = problem()
+    before = xs.get_global_mesh()
+    torch._dynamo.reset()
+
+    def f(q, ids):
+        return attention(q, q, q, mask=a.segments(ids), partition_spec=("data", "model", None, None))
+
+    try:
+        xs.set_global_mesh(mesh())
+        q, ids = on_xla(q).requires_grad_(), on_xla(ids)
+        results = []
+        for call in (f, torch.compile(f, backend="openxla", fullgraph=True)):
+            out = call(q, ids)
+            results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+            torch_xla.sync()
+    finally:
+        xs.set_global_mesh(before)
+    for plain_result, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled.cpu(), plain_result.cpu())
+    assert abs(out.detach().cpu().numpy() - exact).max() < 1e-5
+
+
+def test_another_mesh_in_compiled_code_is_refused() -> None:
+    torch._dynamo.reset()
+    q = on_xla(torch.zeros(4, 4, 8, 8))
+    other = xs.Mesh(np.arange(4), (4,), ("data",))
+    spec = ("data", None, None, None)
+    compiled = torch.compile(
+        lambda q: attention(q, q, q, mesh=other, partition_spec=spec), backend="openxla", fullgraph=True
+    )
+    with pytest.raises(OptionError, match="set_global_mesh"):
+        compiled(q)
+    assert attention(q, q, q, mesh=other, partition_spec=spec).shape == q.shape
+    assert compiled(q).shape == q.shape
