@@ -33,6 +33,7 @@ def _anywhere(rows: np.ndarray, runs: int, narrow: int = 1) -> np.ndarray:
 ROWS = np.arange(Q) + K - Q
 MASKS = {
     "causal": _causal(ROWS),
+    "wide window": np.stack([np.maximum(ROWS - 60, 0), ROWS + 1], -1)[None, None, :, None],
     "global and window": _global_and_window(ROWS),
     "one run": _anywhere(ROWS, 1, 2),
     "three runs": _anywhere(ROWS, 3),
@@ -42,7 +43,7 @@ MASKS = {
     ],
 }
 # Whose intervals have nothing between: there the lists are exact.
-EXACT = ("causal", "global and window", "runs in turn")
+EXACT = ("causal", "wide window", "global and window", "runs in turn")
 
 
 def _dense(bounds: np.ndarray) -> np.ndarray:
@@ -97,7 +98,8 @@ def test_lists(mask: str) -> None:
     lo, hi = (np.asarray(x)[..., None, :] for x in (blocks.full_lo, blocks.full_hi))
     said = ((lo <= first) & (first + BK <= hi)).any(-1)
     assert not (said & ~whole).any()
-    if mask == "causal":
+    if mask in ("causal", "wide window"):
+        assert whole.any()
         np.testing.assert_array_equal(said, whole)
 
 
