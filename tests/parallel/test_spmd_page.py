@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def test_the_examples_give_what_one_device_gives() -> None:
     assert len(BLOCKS) == 4
-    found = devices().run("spmd_jobs:page", BLOCKS)
+    found = devices().run("spmd_program_jobs:page", BLOCKS)
     for name in ("batch and heads", "window", "flax"):
         assert found[name] < 1e-6, name
     assert found["losses"] == pytest.approx(found["losses of one"], rel=1e-5)

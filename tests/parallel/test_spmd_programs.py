@@ -20,17 +20,17 @@ RING = Split(heads=2, sequence=2, strategy="ring", num_heads=(4, 1))
 
 
 def run(job: str, *arguments: Any) -> Any:
-    return devices().run(f"spmd_jobs:{job}", *arguments)
+    return devices().run(f"spmd_program_jobs:{job}", *arguments)
 
 
 def test_a_new_mask_each_step_compiles_nothing() -> None:
-    counts, error = run("new_masks", RING, 8)
+    counts, error = devices().run("spmd_jobs:new_masks", RING, 8)
     assert counts == [1] * 8
     assert error < ALIKE
 
 
 def test_the_sizes_of_an_exchange_settle() -> None:
-    counts, error = run("new_masks", EXCHANGE, 12)
+    counts, error = devices().run("spmd_jobs:new_masks", EXCHANGE, 12)
     assert counts[-1] <= 3
     assert counts[-6:] == [counts[-1]] * 6
     assert error < ALIKE
