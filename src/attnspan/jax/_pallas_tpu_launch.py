@@ -1,6 +1,6 @@
 """How the TPU's kernels are given their operands: one list for all of them, by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ def launch(
     scalars: Sequence[jax.Array],
     operands: dict[str, Operand],
     outputs: dict[str, Operand],
-    scratch: dict[str, tuple[int, ...]],
+    scratch: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
     """Run a kernel over a grid.
 

@@ -148,11 +148,6 @@ class Tile:
         first, second = words[0, 0, 0:1, :], words[0, 0, 1:2, :]
         return keeps(self.static.dropout_p, first, second, self.k_index(refs, p))
 
-    def rows_inside(self, p: Place) -> Any:
-        """Which rows of the block exist, bool (block_q, 1)."""
-        rows = p.i * self.block_q + jax.lax.broadcasted_iota(jnp.int32, (self.block_q, 1), 0)
-        return rows < self.q_len
-
 
 def dot(a: Any, b: Any, dims: Any) -> Any:
     """A product summed in float32; of float32, which a TPU multiplies in one pass of bfloat16 unless told."""
