@@ -14,6 +14,8 @@ Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 
 def _is_child(value: object) -> bool:
+    if value is None or isinstance(value, (int, float, str)):  # Dynamo cannot ask these for their module.
+        return False
     several = isinstance(value, tuple) and all(isinstance(x, Mask) for x in value)
     return several or isinstance(value, (Mask, Spans)) or is_array(value) or _is_placeholder(value)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..._installed import require
@@ -51,7 +52,10 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         return _in_graph(fn, args, static)
     call, tensors = _bind(fn, args, static)
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
-        results = call_op(tensors, _functions().register(call))
+        handle = _functions().register(call)
+        if get_proxy_mode() is not None:
+            _functions().pin(call)
+        results = call_op(tensors, handle)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         results = record(call, None, tensors)
     else:

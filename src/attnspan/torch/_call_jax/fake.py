@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .functions import Call, config_key, find, pin
 from .notices import SpecializedShapesWarning
-from .programs import Derived, Forward, Result, derive
+from .programs import Derived, Forward, Recomputed, Result
 from .symbolic import Sizes, avals, is_symbolic
 
 
@@ -20,16 +20,18 @@ def call(tensors: Sequence[Tensor], handle: str) -> list[Tensor]:
     """Of ``attnspan::call_jax``."""
     bound = find(handle)
     pin(bound)
-    program, read = _trace(bound, tensors, None)
+    program, read = _trace(bound, tensors)
     return [_empty(tensors[0], x, read) for x in program.results]
 
 
-def vjp(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool]) -> list[Tensor]:
+def vjp(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool], recompute: bool) -> list[Tensor]:
     """Of ``attnspan::call_jax_vjp``."""
+    if recompute:
+        return call(tensors, handle)
     bound = find(handle)
     pin(bound)
-    program, read = _trace(bound, tensors, tuple(wanted))
-    return [_empty(tensors[0], x, read) for x in (*program.results, *program.new)]
+    program = bound.derived([_numbers(x) for x in tensors], wanted)
+    return [_empty(tensors[0], x, int) for x in (*program.results, *program.new)]
 
 
 def backward(
@@ -38,10 +40,11 @@ def backward(
     sizes: Sequence[Any],
     handle: str,
     wanted: Sequence[bool],
+    recompute: bool,
     anchor: Tensor | None = None,
 ) -> list[Tensor]:
     """Of ``attnspan::call_jax_backward``: as the arguments of which it is the gradient."""
-    del anchor
+    del recompute, anchor
     like = next(x for x in (*grads, *saved) if x is not None)
     bound = find(handle)
     shapes = bound.shapes_of(sizes)
@@ -52,42 +55,39 @@ def backward(
     ]
 
 
-def derived_of(bound: Call, tensors: Sequence[Tensor], wanted: tuple[bool, ...]) -> Derived:
-    """The residuals of a call, also where its sizes are symbols."""
-    derived: Derived = _trace(bound, tensors, wanted)[0]
-    return derived
+def derived_of(
+    bound: Call, tensors: Sequence[Tensor], wanted: tuple[bool, ...]
+) -> tuple[Derived | Recomputed, bool]:
+    """What backward needs of a call, and whether it recomputes: so where sizes are symbols."""
+    program, read = _trace(bound, tensors)
+    if read is not int:
+        return Recomputed(program, wanted), True
+    return bound.derived([_numbers(x) for x in tensors], wanted), False
 
 
-def _trace(
-    bound: Call, tensors: Sequence[Tensor], wanted: tuple[bool, ...] | None
-) -> tuple[Any, Callable[[Any], Any]]:
-    """The traced programs, and how to read the sizes of their results."""
+def _numbers(x: Tensor) -> tuple[int, ...]:
+    return tuple(map(int, x.shape))
+
+
+def _trace(bound: Call, tensors: Sequence[Tensor]) -> tuple[Forward, Callable[[Any], Any]]:
+    """The traced program, and how to read the sizes of its results."""
     shapes = [tuple(x.shape) for x in tensors]
     if is_symbolic(shapes):
         sizes = Sizes(shapes)
         try:
-            return _symbolic(bound, sizes, wanted), sizes.as_torch
+            return _symbolic(bound, sizes), sizes.as_torch
         except (
             Exception
         ) as error:  # The trace with numbers below says what is wrong, if it is not the symbols.
             _warn(bound, error)
-        shapes = [tuple(map(int, shape)) for shape in shapes]
-    if wanted is None:
-        return bound.forward(shapes), int
-    return bound.derived(shapes, wanted), int
+    return bound.forward([_numbers(x) for x in tensors]), int
 
 
-def _symbolic(bound: Call, sizes: Sizes, wanted: tuple[bool, ...] | None) -> Forward | Derived:
-    kinds = tuple(bound.kinds)
-    key = (bound.structure, config_key(), kinds, sizes.key, wanted)
-    given = avals(sizes.shapes, bound.dtypes())
-    if wanted is None:
-        made: Forward = bound.traces.get(key, lambda: Forward(bound.flat(), given))
-        bound.tree = made.tree
-        return made
-    found: Derived = bound.traces.get(key, lambda: derive(bound.flat(), given, wanted))
-    bound.tree, bound.promises[wanted] = found.tree, found.stored
-    return found
+def _symbolic(bound: Call, sizes: Sizes) -> Forward:
+    key = (bound.structure, config_key(), tuple(bound.kinds), sizes.key)
+    made: Forward = bound.traces.get(key, lambda: Forward(bound.flat(), avals(sizes.shapes, bound.dtypes())))
+    bound.tree = made.tree
+    return made
 
 
 def _empty(like: Tensor, x: Result, read: Callable[[Any], Any]) -> Tensor:

@@ -25,7 +25,7 @@ from ...errors import DtypeError
 from .convert import check_devices, jax_dtype
 from .keys import Unshareable, function_key
 from .notices import RetraceWarning
-from .programs import Derived, Forward, derive
+from .programs import Derived, Forward, Recomputed, derive
 
 # Traces of functions that have died, kept for the next function of the same meaning.
 KEPT = 128
@@ -208,8 +208,6 @@ class Call:
         self.handle = ""
         #: Structure of the results, as the program that was found last has it.
         self.tree: Any = None
-        #: The residuals that compiled code of dynamic shapes was made for, by what is wanted.
-        self.promises: dict[tuple[bool, ...], Sequence[Any]] = {}
 
     def shapes_of(self, sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The shape of each tensor, of all sizes one after the other."""
@@ -225,16 +223,21 @@ class Call:
         self.tree = found.tree
         return found  # type: ignore[no-any-return]
 
-    def derived(self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool]) -> Derived:
+    def derived(
+        self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool], recompute: bool = False
+    ) -> Derived | Recomputed:
         """The programs for results and gradients."""
-        promise = self.promises.get(tuple(wanted))
-        key = (*self._key(shapes), tuple(wanted), None if promise is None else self.handle)
+        key = (*self._key(shapes), tuple(wanted), recompute)
         found = self.traces.find(key)
         if found is None:
-            make = lambda: derive(self.flat(), self._avals(shapes), wanted, promise)  # noqa: E731
-            found = self.traces.get(key, make)
+            found = self.traces.get(key, lambda: self._derive(shapes, wanted, recompute))
         self.tree = found.tree
         return found  # type: ignore[no-any-return]
+
+    def _derive(self, shapes: Any, wanted: Sequence[bool], recompute: bool) -> Derived | Recomputed:
+        if recompute:
+            return Recomputed(self.forward(shapes), wanted)
+        return derive(self.flat(), self._avals(shapes), wanted)
 
     def part(self, path: Sequence[int]) -> tuple[str, int, Any]:
         """What is at a path of the results: its kind, its place or number of parts, and itself.

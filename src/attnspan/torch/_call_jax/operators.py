@@ -22,11 +22,11 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 for _schema in (
     "call_jax(Tensor[] tensors, str handle) -> Tensor[]",
     # The results, then what backward needs besides them and the arguments.
-    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]",
+    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted, bool recompute) -> Tensor[]",
     # Sizes: of all tensors of the forward call, one after the other. The anchor belongs to the forward call
     # in autograd's graph, where what is saved does not show that it depends on the arguments.
     "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
-    " Tensor? anchor=None) -> Tensor[]",
+    " bool recompute, Tensor? anchor=None) -> Tensor[]",
 ):
     _library.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
 
@@ -45,9 +45,9 @@ def _call(tensors: Sequence[Tensor], handle: str) -> list[Tensor]:
     return call.forward([x.shape for x in tensors])(tensors)  # type: ignore[no-any-return]
 
 
-def _vjp(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool]) -> list[Tensor]:
+def _vjp(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool], recompute: bool) -> list[Tensor]:
     call = _room("functions").find(handle)
-    return call.derived([x.shape for x in tensors], wanted)(tensors)  # type: ignore[no-any-return]
+    return call.derived([x.shape for x in tensors], wanted, recompute)(tensors)  # type: ignore[no-any-return]
 
 
 def _backward(
@@ -56,11 +56,12 @@ def _backward(
     sizes: Sequence[int],
     handle: str,
     wanted: Sequence[bool],
+    recompute: bool,
     anchor: Tensor | None = None,
 ) -> list[Tensor]:
     del anchor
     call = _room("functions").find(handle)
-    return call.derived(call.shapes_of(sizes), wanted).backward(grads, saved)  # type: ignore[no-any-return]
+    return call.derived(call.shapes_of(sizes), wanted, recompute).backward(grads, saved)  # type: ignore[no-any-return]
 
 
 for _op, _real, _fake in (
@@ -88,10 +89,10 @@ class Node(torch.autograd.Function):
         if keyset is None:
             program = call.derived([x.shape for x in tensors], wanted)
             made = program(tensors)
-            ctx.program = program
+            ctx.program, ctx.recompute = program, False
         else:
-            made = _below_autograd(vjp_op, keyset, (list(tensors), call.handle, wanted))
-            program = _room("fake").derived_of(call, tensors, wanted)
+            program, ctx.recompute = _room("fake").derived_of(call, tensors, wanted)
+            made = _below_autograd(vjp_op, keyset, (list(tensors), call.handle, wanted, ctx.recompute))
             ctx.program = None
         results = made[: len(program.results)]
         ctx.mark_non_differentiable(
@@ -115,7 +116,7 @@ class Node(torch.autograd.Function):
         else:
             handle = _room("functions").register(ctx.call)
             held = anchor if torch.is_grad_enabled() else None
-            found = backward_op(grads, saved, ctx.sizes, handle, ctx.wanted, held)
+            found = backward_op(grads, saved, ctx.sizes, handle, ctx.wanted, ctx.recompute, held)
         made = iter(found)
         return None, None, *(next(made) if want else None for want in ctx.wanted)
 
@@ -170,7 +171,7 @@ class _NoDerivative(torch.autograd.Function):
 
 
 def _autograd_backward(keyset: Any, *inputs: Any) -> Any:
-    tensors = [x for x in (*inputs[0], *inputs[1], *inputs[5:]) if x is not None]
+    tensors = [x for x in (*inputs[0], *inputs[1], *inputs[6:]) if x is not None]
     _refuse_tangents(tensors)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(tensors)):
         return _below_autograd(backward_op, keyset, inputs)

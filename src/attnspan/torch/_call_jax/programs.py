@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DtypeError, OptionError
+from ...errors import DtypeError
 from .convert import as_arguments, as_tensors, torch_dtype
 
 #: A function of arrays, with everything that is no array put in its place: what is traced.
@@ -77,7 +77,9 @@ class Forward:
         closed = jax.make_jaxpr(lambda *arrays: _leaves(fn, arrays, trees))(*avals)
         self.tree = trees[0]
         self.results = [_result(x) for x in closed.out_avals]
-        self._run = jax.jit(jax.extend.core.jaxpr_as_fun(closed))
+        self.avals = closed.out_avals
+        self.traced = jax.extend.core.jaxpr_as_fun(closed)
+        self._run = jax.jit(self.traced)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return as_tensors(self._run(*as_arguments(tensors)))
@@ -129,16 +131,70 @@ class Derived:
 
     def _make_backward(self, there: tuple[bool, ...]) -> Callable[[Any, Any], list[Any]]:
         def backward(saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-            left, given = iter(saved), iter(grads)
+            left = iter(saved)
             leaves = [x.what if x.kind == "constant" else next(left) for x in self.stored]
-            incoming = [
-                _conjugate(next(given)) if is_there else _no_cotangent(aval)
-                for is_there, aval in zip(there, self._avals, strict=True)
-            ]
             pullback = jax.tree_util.tree_unflatten(self._pullback, leaves)
-            return [_conjugate(x) for x in pullback(incoming)]
+            return [_conjugate(x) for x in pullback(_cotangents(there, grads, self._avals))]
 
         return backward
+
+
+class Recomputed:
+    """The same for sizes that are symbols: backward runs forward again, from the arguments.
+
+    Which residuals there are depends on sizes in ways that symbols do not show, and compiled code is made
+    for all sizes at once.
+    """
+
+    def __init__(self, forward: Forward, wanted: Sequence[bool]) -> None:
+        self.tree, self.results = forward.tree, forward.results
+        self.new: list[Result] = []
+        self._forward, self._wanted = forward, tuple(wanted)
+        self._backward: dict[tuple[bool, ...], Any] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Results; nothing is new for backward."""
+        return self._forward(tensors)
+
+    def saved_of(self, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        """What backward needs to be given: the arguments."""
+        del made
+        return list(tensors)
+
+    def backward(self, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients that are wanted, of those of the results; None for one that is zero."""
+        there = tuple(x is not None for x in grads)
+        run = self._backward.get(there)
+        if run is None:
+            run = self._backward[there] = jax.jit(self._make_backward(there))
+        given = as_arguments([x for x in grads if x is not None])
+        return as_tensors(run(as_arguments(saved), given))
+
+    def _make_backward(self, there: tuple[bool, ...]) -> Callable[[Any, Any], list[Any]]:
+        def backward(arrays: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+            pullback = _pullback(self._forward.traced, arrays, self._wanted)[1]
+            return [_conjugate(x) for x in pullback(_cotangents(there, grads, self._forward.avals))]
+
+        return backward
+
+
+def _pullback(run: Flat, arrays: Sequence[Any], wanted: Sequence[bool]) -> Any:
+    """`jax.vjp` with respect to some of the arguments."""
+
+    def of_wanted(*some: Any) -> Any:
+        left = iter(some)
+        return run(*(next(left) if want else x for x, want in zip(arrays, wanted, strict=True)))
+
+    return jax.vjp(of_wanted, *(x for x, want in zip(arrays, wanted, strict=True) if want))
+
+
+def _cotangents(there: Sequence[bool], grads: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Of all results, zeros where none came."""
+    given = iter(grads)
+    return [
+        _conjugate(next(given)) if is_there else _no_cotangent(aval)
+        for is_there, aval in zip(there, avals, strict=True)
+    ]
 
 
 def _conjugate(x: Any) -> Any:
@@ -152,16 +208,13 @@ def _no_cotangent(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def derive(
-    fn: Flat, avals: Sequence[Any], wanted: Sequence[bool], promise: Sequence[Stored] | None = None
-) -> Derived:
+def derive(fn: Flat, avals: Sequence[Any], wanted: Sequence[bool]) -> Derived:
     """Trace a function and its derivative with respect to the arguments that are wanted.
 
     Args:
         fn: Traced here and not kept.
         avals: Shapes and element types of the arguments.
         wanted: Which of them get a gradient.
-        promise: The residuals that compiled code was made for.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((3,), "float32")
@@ -171,12 +224,7 @@ def derive(
     trees: list[Any] = []
 
     def forward(*arrays: Any) -> Any:
-        def of_wanted(*some: Any) -> list[Any]:
-            left = iter(some)
-            given = [next(left) if want else x for x, want in zip(arrays, wanted, strict=True)]
-            return _leaves(fn, given, trees)
-
-        out, pullback = jax.vjp(of_wanted, *(x for x, want in zip(arrays, wanted, strict=True) if want))
+        out, pullback = _pullback(lambda *given: _leaves(fn, given, trees), arrays, wanted)
         residuals, structure = jax.tree_util.tree_flatten(pullback)
         trees.append(structure)
         return out, residuals
@@ -184,7 +232,7 @@ def derive(
     closed = jax.make_jaxpr(forward)(*avals)
     tree, structure = trees[0], trees[-1]
     count = tree.num_leaves
-    stored, places = _places(closed, count, promise)
+    stored, places = _places(closed, count)
     return Derived(
         tree=tree,
         results=[_result(x) for x in closed.out_avals[:count]],
@@ -205,36 +253,20 @@ def _some_of(run: Callable[..., list[Any]], places: Sequence[int]) -> Callable[.
     return some
 
 
-def _places(closed: Any, count: int, promise: Sequence[Stored] | None) -> tuple[list[Stored], list[int]]:
+def _places(closed: Any, count: int) -> tuple[list[Stored], list[int]]:
     """Where each residual is found, and which of the traced results exist for backward alone."""
     known = _known(closed, count)
-    literal = jax.extend.core.Literal
-    residuals = list(enumerate(closed.jaxpr.outvars[count:], count))
-    if promise is not None and len(promise) != len(residuals):
-        raise _broken(len(promise), len(residuals))
     stored: list[Stored] = []
     places: list[int] = []
-    for at, (i, v) in enumerate(residuals):
-        promised = None if promise is None else promise[at]
-        found = Stored("constant", v.val) if isinstance(v, literal) else known.get(v)
-        if promised is not None and promised.kind == "new":
-            # Sizes that happen to be equal may make it an argument; compiled code was told otherwise.
-            found = known.get(v) if found is not None and found.kind == "new" else None
-            if promised.what < len(places):
-                found = promised
-        if found is None:
-            found = Stored("new", len(places))
+    for i, v in enumerate(closed.jaxpr.outvars[count:], count):
+        if isinstance(v, jax.extend.core.Literal):
+            stored.append(Stored("constant", v.val))
+            continue
+        if v not in known:
+            known[v] = Stored("new", len(places))
             places.append(i)
-            if not isinstance(v, literal):
-                known.setdefault(v, found)
-        if promised is not None and (found.kind, _place(found)) != (promised.kind, _place(promised)):
-            raise _broken(promised.kind, found.kind)
-        stored.append(found)
+        stored.append(known[v])
     return stored, places
-
-
-def _place(x: Stored) -> Any:
-    return None if x.kind == "constant" else x.what
 
 
 def _known(closed: Any, count: int) -> dict[Any, Stored]:
@@ -247,12 +279,3 @@ def _known(closed: Any, count: int) -> dict[Any, Stored]:
         if not isinstance(v, jax.extend.core.Literal):
             known.setdefault(v, Stored("result", i))
     return known
-
-
-def _broken(promised: Any, found: Any) -> Exception:
-    return OptionError(
-        "call_jax in compiled code of dynamic shapes",
-        expected=f"the derivative that was traced, with residuals {promised}",
-        got=f"another one for these sizes, with {found}",
-        remedy="Compile with dynamic=False: the function takes another way for some sizes",
-    )

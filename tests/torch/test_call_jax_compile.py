@@ -1,0 +1,277 @@
+"""JAX functions under torch.compile, fake tensors, functionalisation, checkpointing."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from attnspan import causal, segments
+from attnspan.torch import SpecializedShapesWarning, call_jax
+from attnspan.torch._call_jax import operators
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+functions = pytest.importorskip("attnspan.torch._call_jax.functions")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+
+
+def mix(x: Any, w: Any, *, k: float = 1.0) -> Any:
+    return {"y": jnp.tanh(x @ w) * k, "rest": [jnp.exp(x), (jnp.arange(3), None)]}
+
+
+def _randn(*shape: int, seed: int = 0, **given: Any) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **given)
+
+
+def _step(x: Tensor, w: Tensor, k: float = 2.0) -> Tensor:
+    out = call_jax(mix, x * 2, w, k=k)
+    return out["y"].square().sum() + (out["rest"][0] + out["rest"][1][0]).sum()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_is_eager(backend: str) -> None:
+    x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
+    want = torch.autograd.grad(_step(x, w), (x, w))
+    compiled = torch.compile(_step, fullgraph=True, backend=backend)
+    for a, b in zip(torch.autograd.grad(compiled(x, w), (x, w)), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+FIRST = """
+import torch
+from attnspan.torch import call_jax
+def fn(x):
+    import jax.numpy as jnp
+    return jnp.sin(x)
+x = torch.ones(4, requires_grad=True)
+out = torch.compile(lambda x: call_jax(fn, x), fullgraph=True, backend="aot_eager")(x)
+out.sum().backward()
+assert torch.allclose(x.grad, x.cos())
+print("ok")
+"""
+
+
+@pytest.mark.slow
+def test_the_first_call_of_a_process_is_compiled() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+def scale_by(s: Any) -> Callable[[Any], Any]:
+    return lambda x: x * s
+
+
+def test_functions_of_one_code_are_told_apart() -> None:
+    x = _randn(5)
+    step = torch.compile(lambda x, fn: call_jax(fn, x), fullgraph=True, backend="aot_eager")
+    for s in (2.0, 3.0, 2.0, 5.0):
+        torch.testing.assert_close(step(x, scale_by(s)), x * s)
+
+
+class Holder(nn.Module):
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return call_jax(self.fn, x)
+
+
+def test_a_function_that_is_replaced_is_seen() -> None:
+    x, module = _randn(5), Holder(scale_by(2.0))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), x * 2)
+    module.fn = scale_by(3.0)
+    torch.testing.assert_close(compiled(x), x * 3)
+
+
+def test_static_numbers_that_change() -> None:
+    step = torch.compile(_step, fullgraph=True, backend="aot_eager")
+    x, w = _randn(5, 3), _randn(3, 4, seed=1)
+    for k in (2.0, 3.0, 2, 4):
+        torch.testing.assert_close(step(x, w, k), _step(x, w, k))
+
+
+def test_masks_in_a_graph() -> None:
+    def bounds(like: Any, *, mask: Any) -> Any:
+        return mask.spans(5, 5, batch=1, like=like).bounds
+
+    def step(x: Tensor, ids: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+        return call_jax(bounds, x, mask=causal() & segments(ids)), call_jax(bounds, x, mask=mask)
+
+    ids = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
+    given = _randn(5), ids, causal() & segments(ids)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
+    for a, b in zip(found, step(*given), strict=True):
+        assert torch.equal(a, b)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_results_that_a_graph_cannot_hold_are_refused() -> None:
+    step = torch.compile(lambda x: call_jax(lambda x: Pair(x, x), x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="arrays in tuples, lists and dicts, got a Pair"):
+        step(_randn(3))
+
+
+# Dynamic shapes.
+
+
+def _shaped(x: Any) -> Any:
+    halves = jnp.concatenate([x, x])[: x.shape[0] // 2 + 1]
+    return (jnp.sin(x) * x.shape[0]).reshape(-1), halves.sum(1)
+
+
+def test_one_graph_for_all_sizes() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x: call_jax(_shaped, x), fullgraph=True, backend=counter)
+    for n in (5, 3, 7, 12):
+        x = _randn(n, 4, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        flat, halves = step(x)
+        want = call_jax(_shaped, x)
+        torch.testing.assert_close((flat, halves), want)
+        cotangents = torch.ones_like(flat), torch.ones_like(halves)
+        got = torch.autograd.grad((flat, halves), x, cotangents)
+        torch.testing.assert_close(got, torch.autograd.grad(want, x, cotangents))
+    assert counter.frame_count == 1
+
+
+def test_one_function_in_graphs_of_fixed_and_of_free_sizes() -> None:
+    # Of fixed sizes what backward needs is stored, of free ones it is computed again: one name, two ways.
+    def fn(x: Any, y: Any) -> Any:
+        return jnp.exp(jnp.sin(x)) * y.sum()
+
+    step = torch.compile(lambda x, y: call_jax(fn, x, y), fullgraph=True, backend="aot_eager")
+    outs = []
+    for n, m in ((6, 4), (4, 4), (5, 3), (6, 4)):
+        x, y = _randn(n, requires_grad=True), _randn(m, seed=1, requires_grad=True)
+        outs.append((step(x, y), x, y))
+    for out, x, y in outs:
+        want = torch.autograd.grad(call_jax(fn, x, y).sum(), (x, y))
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), (x, y)), want)
+
+
+def test_sizes_that_jax_cannot_take_as_symbols_are_numbers() -> None:
+    def fn(x: Any) -> Any:
+        return x * sum(range(x.shape[0]))
+
+    step = torch.compile(lambda x: call_jax(fn, x), fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 6):
+        x = _randn(n)
+        with pytest.warns(SpecializedShapesWarning, match=r"fn cannot be traced by JAX .*dynamic=False"):
+            out = step(x)
+        torch.testing.assert_close(out, x * sum(range(n)))
+
+
+# The operators.
+
+
+def _bound(fn: Callable[..., Any], *tensors: Tensor) -> Any:
+    from attnspan.torch._call_jax.call import _bind
+
+    return _bind(fn, tensors, {})[0]
+
+
+def test_opcheck() -> None:
+    x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
+    call = _bound(lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int)), x, w)
+    handle = functions.register(call)
+    torch.library.opcheck(operators.call_op, ([x, w], handle))
+    tensors = [x.detach(), w.detach()]
+    derived = call.derived([t.shape for t in tensors], (True, True))
+    torch.library.opcheck(operators.vjp_op, (tensors, handle, [True, True], False))
+    made = operators.vjp_op(tensors, handle, [True, True], False)
+    saved = derived.saved_of(tensors, made)
+    grads = [torch.ones(5, 4), None, None]
+    torch.library.opcheck(operators.backward_op, (grads, saved, [5, 3, 3, 4], handle, [True, True], False))
+
+
+def test_fake_tensors_run_nothing() -> None:
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(_randn(5, 3, requires_grad=True))
+        out = call_jax(lambda x: (x.T, x.sum()), x)
+        assert [tuple(t.shape) for t in out] == [(3, 5), ()]
+        assert torch.autograd.grad(out[1], x)[0].shape == (5, 3)
+
+
+def test_what_a_graph_calls_lives_on() -> None:
+    import gc
+
+    def make() -> Callable[[Tensor], Tensor]:
+        fn = scale_by(7.0)
+        return torch.compile(lambda x: call_jax(fn, x), fullgraph=True, backend="aot_eager")
+
+    step = make()
+    step(_randn(5))
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: call_jax(scale_by(6.0), x))(_randn(5))
+    functions.table.clear()
+    gc.collect()
+    torch.testing.assert_close(step(_randn(5)), _randn(5) * 7)
+    torch.testing.assert_close(graph(_randn(5)), _randn(5) * 6)
+
+
+def test_a_name_of_another_process_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="expected a function of this process, got fn#1"):
+        operators.call_op([torch.ones(1)], "fn#1")
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operators of the bridge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "call_jax" in str(func):
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+SAVED = (operators.call_op, operators.vjp_op)
+
+
+@pytest.mark.parametrize("way", ["none", "full", "selective"])
+def test_checkpointing(way: str) -> None:
+    x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
+    want = torch.autograd.grad(_step(x, w), (x, w))
+    contexts = partial(create_selective_checkpoint_contexts, list(SAVED))
+    options = {"context_fn": contexts} if way == "selective" else {}
+    with Calls() as calls:
+        run = _step if way == "none" else partial(checkpoint, _step, use_reentrant=False, **options)
+        got = torch.autograd.grad(run(x, w), (x, w))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert calls.names.count("call_jax_vjp") == (2 if way == "full" else 1)
+    assert calls.names.count("call_jax_backward") == 1
+
+
+def test_checkpointing_compiled() -> None:
+    x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
+    want = torch.autograd.grad(_step(x, w), (x, w))
+
+    def run(x: Tensor, w: Tensor) -> Any:
+        return checkpoint(_step, x, w, use_reentrant=False)
+
+    got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(x, w), (x, w))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
