@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import causal, segments
-from attnspan.torch import SpecializedShapesWarning, call_jax
+from attnspan.torch import SpecializedShapesWarning, attention, call_jax
 from attnspan.torch._call_jax import operators
 
 jax = pytest.importorskip("jax")
@@ -119,6 +119,26 @@ def test_masks_in_a_graph() -> None:
     found = torch.compile(step, fullgraph=True, backend="aot_eager")(*given)
     for a, b in zip(found, step(*given), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_attention_of_jax_through_the_bridge(compiled: bool) -> None:
+    attend = pytest.importorskip("attnspan.jax").attention
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+    q, k, v = (_randn(1, 2, 6, 8, seed=i, requires_grad=True) for i in range(3))
+
+    def step(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        mask = causal() & segments(ids)
+        return call_jax(attend, q, k, v, mask=mask, softcap=20.0)
+
+    want = attention(q, k, v, mask=causal() & segments(ids), softcap=20.0)
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    out = run(q, k, v, ids)
+    torch.testing.assert_close(out, want)
+    grads = _randn(1, 2, 6, 8, seed=4)
+    got = torch.autograd.grad(out, (q, k, v), grads)
+    for a, b in zip(got, torch.autograd.grad(want, (q, k, v), grads), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,104 @@
+"""What calling JAX from torch costs beside JAX itself, in turn: python benchmarks/bridge.py [FILE]
+
+The sum of n small tensors, so that what is measured is the way there and back. In each round, one call of:
+
+- jax: the jitted function on arrays of JAX, waited for
+- dlpack: the conversions alone, by the public API: each argument, and the result
+- views: the conversions alone, as the bridge makes them
+- by hand: conversions by the public API around the jitted function
+- bridge: `call_jax`
+- bridge and backward, jax and its gradient: with a derivative; the latter on arrays of JAX
+
+The own cost of the bridge is the median over rounds of bridge - jax, beside that of dlpack. Raw samples go
+to FILE (JSON).
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from attnspan.torch import call_jax
+from attnspan.torch._call_jax.convert import as_arguments, as_tensors
+
+TARGET, ROUNDS, REPEATS = 1.2, 31, 20
+
+
+def _sum(*arrays: Any) -> Any:
+    return sum(arrays[1:], start=arrays[0])
+
+
+def calls(count: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """What is measured, by name, for ``count`` arguments of ``size`` elements."""
+    tensors = [torch.ones(size, dtype=dtype) for _ in range(count)]
+    arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
+    learned = [x.clone().requires_grad_() for x in tensors]
+    jitted = jax.jit(_sum)
+    cotangent, result = torch.ones(size, dtype=dtype), jitted(*arrays).block_until_ready()
+    incoming = jax.dlpack.from_dlpack(cotangent)
+    gradient = jax.jit(lambda g, *a: jax.vjp(_sum, *a)[1](g))
+    return {
+        "jax": lambda: jitted(*arrays).block_until_ready(),
+        "dlpack": lambda: ([jax.dlpack.from_dlpack(x) for x in tensors], torch.from_dlpack(result)),
+        "views": lambda: (as_arguments(tensors), as_tensors([result])),
+        "by hand": lambda: torch.from_dlpack(
+            jitted(*[jax.dlpack.from_dlpack(x) for x in tensors]).block_until_ready()
+        ),
+        "bridge": lambda: call_jax(_sum, *tensors),
+        "jax and its gradient": lambda: (
+            jitted(*arrays).block_until_ready(),
+            jax.block_until_ready(gradient(incoming, *arrays)),
+        ),
+        "bridge and backward": lambda: torch.autograd.grad(call_jax(_sum, *learned), learned, cotangent),
+    }
+
+
+def measure(count: int, size: int, dtype: torch.dtype) -> dict[str, list[float]]:
+    """Seconds of one call of each, one mean over REPEATS for each round."""
+    runs = calls(count, size, dtype)
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(REPEATS):
+                run()
+            times[name].append((time.perf_counter() - start) / REPEATS)
+    return times
+
+
+def main() -> None:
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (1, 3, 8):
+            times = measure(count, 64 * 64, dtype)
+            kept.append({"dtype": str(dtype)[6:], "arguments": count, "seconds": times})
+            middle = {name: statistics.median(x) * 1e6 for name, x in times.items()}
+            pairs = list(zip(times["bridge"], times["jax"], strict=True))
+            own = statistics.median(a - b for a, b in pairs) * 1e6
+            ratio = own / middle["dlpack"]
+            print(
+                f"{str(dtype)[6:]}, {count} arguments: "
+                + ", ".join(f"{n} {x:.1f}" for n, x in middle.items())
+            )
+            verdict = "met" if ratio <= TARGET else "MISSED"
+            print(f"  own {own:.1f} us, {ratio:.2f} of the conversions (at most {TARGET}: {verdict})")
+    report = {
+        "jax": jax.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cells": kept,
+    }
+    if len(sys.argv) > 1:
+        with open(sys.argv[1], "w") as file:
+            json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
