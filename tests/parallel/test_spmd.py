@@ -71,9 +71,8 @@ def test_two_axes_split_the_sequence() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes_round_little_more_than_one_device_does(dtype: str) -> None:
+def test_narrow_dtypes_round_no_more_than_one_device_does(dtype: str) -> None:
     found = run(
         "narrow", Split(sequence=4, strategy="ring" if dtype == "float16" else "exchange", dtype=dtype)
     )
-    # Each part of a sum over devices is rounded once before it is added.
-    assert {name: pair for name, pair in found.items() if pair[0] > 2 * pair[1] + ALIKE} == {}
+    assert {name: pair for name, pair in found.items() if pair[0] > 1.05 * pair[1] + ALIKE} == {}

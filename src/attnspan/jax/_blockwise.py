@@ -33,7 +33,7 @@ from ._blockwise_tiles import (
     sizes_of,
     ungrouped,
 )
-from ._contract import Gradients, Operands, Static
+from ._contract import Gradients, Operands, Static, result_dtype
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -74,7 +74,7 @@ def forward(
     """
     batch, q_heads, q_len, _ = q.shape
     wide = _wide(q)
-    out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), q.dtype)
+    out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), result_dtype(q, static))
     lse = jnp.full(out.shape[:3], -jnp.inf, wide)
     if given.sinks is not None:
         lse = jnp.broadcast_to(given.sinks.astype(wide)[:, None], lse.shape)
@@ -128,12 +128,13 @@ def backward(
     want_dbias = want_dbias and static.bias_kind != 0
     if not (lse.size and k.shape[2]):
         dbias = jnp.zeros(given.bias.shape, wide) if want_dbias and given.bias is not None else None
-        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), dbias, dsinks
+        dq, dk, dv = (jnp.zeros(x.shape, result_dtype(x, static)) for x in (q, k, v))
+        return dq, dk, dv, dbias, dsinks
     loops = _Loops(q, k, v, given, static)
     rest = tuple(grouped(x, loops.sizes) for x in (dout, lse, common))
     dbias = loops.bias.zeros() if want_dbias and loops.bias is not None else None
     turned = (jnp.zeros(loops.k_t.shape, wide), jnp.zeros(loops.v_t.shape, wide))
-    start = (jnp.zeros_like(loops.q), *turned, dbias)
+    start = (jnp.zeros(loops.q.shape, result_dtype(q, static)), *turned, dbias)
     dq, dk_t, dv_t, dbias = lax.fori_loop(
         jnp.int32(0),
         jnp.int32(loops.sizes.q_blocks),
@@ -142,7 +143,8 @@ def backward(
     )
     if dbias is not None and loops.bias is not None:
         dbias = loops.bias.finish(dbias)
-    dk, dv = (dk_t * static.scale).astype(k.dtype), dv_t.astype(v.dtype)
+    dk = (dk_t * static.scale).astype(result_dtype(k, static))
+    dv = dv_t.astype(result_dtype(v, static))
     return ungrouped(dq), dk.swapaxes(2, 3), dv.swapaxes(2, 3), dbias, dsinks
 
 

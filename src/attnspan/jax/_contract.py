@@ -28,6 +28,7 @@ class Static:
             know it.
         want_lse: The caller asks for the lse as well.
         sinks: There are sinks.
+        wide: Results and gradients of 16 bits come in float32, as parts of sums over several calls do.
 
     Example:
         >>> Static(scale=0.125).softcap
@@ -41,6 +42,7 @@ class Static:
     mask: MaskWords | None = None
     want_lse: bool = True
     sinks: bool = False
+    wide: bool = False
 
 
 class Operands(NamedTuple):
@@ -66,6 +68,17 @@ class Operands(NamedTuple):
     seeds: jax.Array | None = None
     q_index: jax.Array | None = None
     k_index: jax.Array | None = None
+
+
+def result_dtype(like: Any, static: Static) -> Any:
+    """The dtype of a result or gradient, of the array whose dtype it has in a plain call.
+
+    Example:
+        >>> x = jax.numpy.ones(2, "bfloat16")
+        >>> result_dtype(x, Static(1.0)).name, result_dtype(x, Static(1.0, wide=True)).name
+        ('bfloat16', 'float32')
+    """
+    return jax.numpy.promote_types(like.dtype, "float32") if static.wide else like.dtype
 
 
 #: dq, dk, dv, and the gradients of the bias and of the sinks where there are any.

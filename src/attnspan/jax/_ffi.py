@@ -10,7 +10,7 @@ from jax import Array
 from .. import _dropout as dropout
 from ..kernels import cpu
 from ..problem import Problem
-from ._contract import Gradients, Operands, Static
+from ._contract import Gradients, Operands, Static, result_dtype
 
 #: Takes q, k, v in either order of heads and rows, without a copy.
 LAYOUTS = ("bhsd", "bshd")
@@ -37,7 +37,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """Out in the layout of q, and lse (B, H, Sq)."""
     batch, heads, q_len = _rows(q, layout)
-    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), result_dtype(q, static))
     lse = jax.ShapeDtypeStruct((batch, heads, q_len), np.float32)
     arrays, bits = _arrays(given)
     return _call("attnspan_forward", (out, lse), (q, k, v, given.bounds, *arrays), static, layout, bits)  # type: ignore[return-value]
@@ -58,7 +58,7 @@ def backward(
 ) -> Gradients:
     """Gradients in the layout of q."""
     arrays, bits = _arrays(given)
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    results = [jax.ShapeDtypeStruct(x.shape, result_dtype(x, static)) for x in (q, k, v)]
     if want_dbias and given.bias is not None:
         bits |= _WANT_DBIAS
         results.append(jax.ShapeDtypeStruct(given.bias.shape, np.float32))

@@ -16,7 +16,7 @@ from .._dropout import scale_of_kept
 from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from ..problem import Problem
 from ._blockwise_tiles import capped, illegal_rows
-from ._contract import Operands, Static
+from ._contract import Operands, Static, result_dtype
 from ._visible_products import pair_product, row_product
 from ._words import kept
 
@@ -75,7 +75,7 @@ def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tu
         keep_bhms = fold(_kept(given, static, q_len, k.shape[2]))
         weights_bhms = jnp.where(keep_bhms, weights_bhms * scale_of_kept(static.dropout_p), 0)
     out_bhme = row_product(weights_bhms, v.astype(wide), visible_bhms)
-    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(q.dtype)
+    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, static))
     illegal = illegal_rows(given.bounds, k.shape[2])
     lse = jnp.where(illegal, jnp.nan, lse_bhm1.reshape(batch, q_heads, q_len))
     return jnp.where(illegal[..., None], jnp.nan, out), lse

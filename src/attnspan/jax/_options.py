@@ -205,7 +205,9 @@ def _is_key(seed: Any) -> bool:
 
 def _check_seed(seed: Any, whole: tuple[int, ...] | None = None) -> None:
     key = _is_key(seed)
-    if not key and (not is_array(seed) or not jnp.issubdtype(seed.dtype, jnp.integer)):
+    if not key and (
+        not (is_array(seed) or isinstance(seed, np.generic)) or not jnp.issubdtype(seed.dtype, jnp.integer)
+    ):
         got = str(seed.dtype) if is_array(seed) else type(seed).__name__
         raise DtypeError(
             "dropout_seed",

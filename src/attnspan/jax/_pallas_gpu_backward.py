@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from .._dropout import scale_of_kept
+from ._contract import result_dtype
 from ._pallas_gpu_tiles import (
     Arrays,
     Keys,
@@ -59,7 +60,8 @@ def differentiate_queries(
         shape = (None, None, plan.block_q, *columns)
         return pl.BlockSpec(shape, lambda i, h, b: (b, h, plan.q_blocks - 1 - i, *(0 for _ in columns)))
 
-    out_specs, out_shape = [block(plan.width)], [jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype)]
+    out_specs = [block(plan.width)]
+    out_shape = [jax.ShapeDtypeStruct(arrays.q.shape, result_dtype(arrays.q, plan.static))]
     if plan.has_slopes:
         out_specs.append(block())
         out_shape.append(jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32))
@@ -91,7 +93,7 @@ def differentiate_keys(
         grid=(plan.k_blocks, heads, batch),
         in_specs=[specs(plan, arrays)],
         out_specs=[block(plan.width), block(plan.v_width)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, result_dtype(x, plan.static)) for x in (arrays.k, arrays.v)],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name="attnspan_dkv",

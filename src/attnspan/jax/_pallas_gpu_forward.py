@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from .._dropout import scale_of_kept
+from ._contract import result_dtype
 from ._pallas_gpu_tiles import (
     LN2,
     LOG2E,
@@ -58,7 +59,7 @@ def attend(plan: Plan, arrays: Arrays, warps: int, interpret: bool) -> tuple[jax
         in_specs=[specs(plan, arrays)],
         out_specs=[block((plan.v_width,)), block(())],
         out_shape=[
-            jax.ShapeDtypeStruct((*rows, plan.v_dim), arrays.q.dtype),
+            jax.ShapeDtypeStruct((*rows, plan.v_dim), result_dtype(arrays.q, plan.static)),
             jax.ShapeDtypeStruct(rows, jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),

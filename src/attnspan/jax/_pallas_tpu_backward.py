@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from .._dropout import scale_of_kept
 from ..options import ALIBI, SIGNED_ALIBI
 from . import _pallas_blocks as tables
-from ._contract import Operands
+from ._contract import Operands, result_dtype
 from ._pallas_tpu_launch import (
     Operand,
     by_row,
@@ -70,7 +70,7 @@ def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     batch, heads, q_len, head_dim = x.q.shape
     blocks, reads = given = _prepare(tile, x)
     lists, slopes = blocks.of_queries, tile.static.bias_kind in (ALIBI, SIGNED_ALIBI)
-    writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))}
+    writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.q.shape, result_dtype(x.q, tile.static)))}
     scratch = {"dq_sums": (head_dim, tile.block_q)}
     if slopes:
         rows = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
@@ -109,8 +109,8 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
     blocks, reads = given = _prepare(tile, x)
     lists, of_queries = blocks.of_keys(), blocks.of_queries
     writes = {
-        "dk": _of_keys(tile, jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)),
-        "dv": _of_keys(tile, jax.ShapeDtypeStruct(x.v.shape, x.v.dtype)),
+        "dk": _of_keys(tile, jax.ShapeDtypeStruct(x.k.shape, result_dtype(x.k, tile.static))),
+        "dv": _of_keys(tile, jax.ShapeDtypeStruct(x.v.shape, result_dtype(x.v, tile.static))),
     }
     scratch = {
         "dk_sums": (tile.block_k, x.k.shape[3]),

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from .._dropout import scale_of_kept
 from . import _pallas_blocks as tables
-from ._contract import Operands
+from ._contract import Operands, result_dtype
 from ._pallas_tpu_launch import Operand, by_row, launch, of_rows, operands, over_keys, padded_bounds
 from ._pallas_tpu_tile import NT, TN, Place, Refs, Tile, dot, only, some
 
@@ -30,7 +30,7 @@ def forward(
     reads = operands(tile, q, k, v, bounds, given)
     if given.sinks is not None:
         reads["sinks"] = Operand(given.sinks.astype(jnp.float32))
-    out = jax.ShapeDtypeStruct((batch, heads, q_len, v.shape[3]), q.dtype)
+    out = jax.ShapeDtypeStruct((batch, heads, q_len, v.shape[3]), result_dtype(q, tile.static))
     lse = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
 
     def body(p: Place, at: Sequence[Any], scalars: Sequence[Any], refs: Refs) -> None:

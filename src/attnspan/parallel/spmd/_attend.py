@@ -48,15 +48,18 @@ def attention(sharded: Sharded, q: Any, k: Any, v: Any, options: CallOptions) ->
         bounds, lowered, words = None, _split_sequence(sharded, views, options, q), None
     given = Operands(bounds, None, None, lowered.seeds, lowered.q_index, lowered.k_index)  # type: ignore[arg-type]
     inputs = Inputs(given, sharded.route)
+    split_kv = k.shape[1] % axes.size("heads") == 0
     static = Static(
         scale=q.shape[3] ** -0.5 if options.scale is None else float(options.scale),
         softcap=0.0 if options.softcap is None else float(options.softcap),
         bias_kind=lowered.bias_kind,
         dropout_p=0.0 if lowered.seeds is None else float(options.dropout_p),
         mask=words,
+        sinks=lowered.sinks is not None,
+        # Parts of sums over devices are not rounded before they are added.
+        wide=sharded.route is not None or not split_kv,
     )
     backend = choice_of(_problem(axes, views, inputs), static, options.backend).name
-    split_kv = k.shape[1] % axes.size("heads") == 0
     work = Work(axes, module_of(backend), static, q.shape[1] // k.shape[1], split_kv)
     work = make_work(work, lowered.bias)
     out, lse = _run(work, *_typed(work, q, k, v, lowered.bias, lowered.sinks, inputs))

@@ -75,13 +75,15 @@ class Done(NamedTuple):
 def forward(work: Work, q: Array, k: Array, v: Array, inputs: Inputs) -> tuple[Array, Array]:
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
     k, v = (take_heads(work, x, q.shape[1]) for x in (k, v))
-    if inputs.route is None:
-        return work.backend.forward(q, k, v, inputs.given, work.static)  # type: ignore[no-any-return]
-    if inputs.route.exchange is None:
-        return _forward_ring(work, q, k, v, inputs)
-    given = _given(work, inputs, 0, inputs.route.exchange.keys)
-    k, v = fetch(k, v, inputs.route.exchange, work.axes.sequence)
-    return work.backend.forward(q, k, v, given, work.static)  # type: ignore[no-any-return]
+    given = inputs.given
+    if inputs.route is not None:
+        lists = inputs.route.exchange
+        if lists is None:
+            return _forward_ring(work, q, k, v, inputs)
+        given = _given(work, inputs, 0, lists.keys)
+        k, v = fetch(k, v, lists, work.axes.sequence)
+    out, lse = work.backend.forward(q, k, v, given, work.static)
+    return out.astype(q.dtype), lse
 
 
 def backward(
@@ -105,7 +107,7 @@ def backward(
         dk, dv = give_back(dk, dv, k.shape[2], lists, axis)
     dk, dv = (put_heads(work, grad, like, q.shape[1]) for grad, like in zip((dk, dv), held, strict=True))
     return (
-        dq,
+        dq.astype(q.dtype),
         dk,
         dv,
         None if dbias is None else _sum(dbias, work.bias_axes),
