@@ -177,6 +177,15 @@ def test_nothing_is_copied(dtype: torch.dtype) -> None:
     assert (tensors[0] == 2).all(), "a tensor keeps JAX's memory alive"
 
 
+def test_beside_an_accelerator_tensors_of_the_cpu_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "_computes_elsewhere", lambda: True)
+    x = torch.ones(64, dtype=torch.bfloat16)
+    (array,) = convert.as_arguments([x])
+    assert array.committed
+    assert array.unsafe_buffer_pointer() == x.data_ptr()
+    assert (call_jax(lambda x: x + 1, x) == 2).all()
+
+
 def test_a_large_argument_costs_no_time() -> None:
     # As jit itself shows no address: reading two elements of 256 MiB takes no copy of them.
     x, small = torch.ones(1 << 26), torch.ones(64)

@@ -5,6 +5,7 @@ element lies on a multiple of 64 bytes (torch's own allocations do). The way bac
 DLPack.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,7 +148,19 @@ def _as_argument(x: Tensor) -> Any:
     if not x.is_cpu:
         return jax.dlpack.from_dlpack(x)
     extended = _EXTENDED.get(x.dtype)
-    return x.numpy() if extended is None else x.view(extended[1]).numpy().view(extended[0])
+    array = x.numpy() if extended is None else x.view(extended[1]).numpy().view(extended[0])
+    # A view has no device of its own, and would be taken to an accelerator.
+    return jax.device_put(array, _cpu(), may_alias=True) if _computes_elsewhere() else array
+
+
+@functools.cache
+def _computes_elsewhere() -> bool:
+    return jax.default_backend() != "cpu"
+
+
+@functools.cache
+def _cpu() -> Any:
+    return jax.local_devices(backend="cpu")[0]
 
 
 def as_tensors(arrays: Sequence[jax.Array]) -> list[Tensor]:
