@@ -161,7 +161,7 @@ def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
     assert not want.all()
     for i in range(3):
         rows = _blockwise_tiles.rows_of(jnp.int32(i), Operands(jnp.asarray(bounds)), Static(1.0), sizes)
-        assert rows.order[: int(rows.count)].tolist() == np.flatnonzero(want[i]).tolist()
+        assert rows.order[: int(rows.blocks)].tolist() == np.flatnonzero(want[i]).tolist()
 
 
 def _step(q, k, v, dout, bounds):

@@ -219,7 +219,7 @@ class _Loops:
             top, total = jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
         sums = jnp.zeros((*q.shape[:4], self.v.shape[3]), self.wide)
         top, total, sums = lax.fori_loop(
-            jnp.int32(0), rows.count, lambda t, s: self.forward_tile(t, s, rows, q), (top, total, sums)
+            jnp.int32(0), rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (top, total, sums)
         )
         factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
         sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
@@ -257,7 +257,7 @@ class _Loops:
         given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), lse, common)
         start = (jnp.zeros(q.shape, self.wide), *rest)
         block, *rest = lax.fori_loop(
-            jnp.int32(0), rows.count, lambda t, s: self.backward_tile(t, s, given), start
+            jnp.int32(0), rows.blocks, lambda t, s: self.backward_tile(t, s, given), start
         )
         block = (block * self.static.scale).astype(dq.dtype)
         return self.write_rows(dq, block, rows), *rest

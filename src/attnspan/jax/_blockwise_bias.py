@@ -42,7 +42,7 @@ def bias_of(given: Operands, static: Static, sizes: Sizes, wide: Any) -> Bias | 
 
 def _distance(rows: Rows, keys: Keys) -> jax.Array:
     """(B|1, m, n)."""
-    return keys.index[:, None, :] - rows.index[:, :, None]
+    return keys.indices[:, None, :] - rows.indices[:, :, None]
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

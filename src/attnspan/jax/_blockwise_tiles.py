@@ -53,10 +53,10 @@ class Rows(NamedTuple):
     own: jax.Array | None  # bool (m,), or None where it owns them all
     lo: jax.Array  # (B|1, Hkv|1, G|1, m, R)
     hi: jax.Array
-    index: jax.Array  # (B|1, m)
+    indices: jax.Array  # (B|1, m)
     words: Any  # two of uint32 (B, Hkv, G, m, 1) with dropout
     order: jax.Array  # the blocks of keys that some row touches, ascending
-    count: jax.Array  # how many those are
+    blocks: jax.Array  # how many those are
 
     @property
     def alive(self) -> jax.Array:
@@ -68,7 +68,7 @@ class Keys(NamedTuple):
     """One block of keys, beside a block of queries."""
 
     start: jax.Array
-    index: jax.Array  # (B|1, n)
+    indices: jax.Array  # (B|1, n)
     visible: jax.Array  # (B|1, Hkv|1, G|1, m, n)
 
     @property
@@ -101,7 +101,10 @@ def ungrouped(x: jax.Array) -> jax.Array:
 
 def take(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
     """Elements of one axis from `start` on; all of an axis of one element, which is broadcast."""
-    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
+    if x.shape[axis] == 1:
+        return x
+    taken: jax.Array = lax.dynamic_slice_in_dim(x, start, size, axis)
+    return taken
 
 
 def add_block(x: jax.Array, block: jax.Array, start: Any, axis: int) -> jax.Array:
@@ -132,6 +135,7 @@ def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Sizes) -> Rows
         index = lax.dynamic_slice_in_dim(given.q_index, start, sizes.q_block, 1)
     words = None
     if static.dropout_p:
+        assert given.seeds is not None, "dropout has seeds"
         seeds = grouped(given.seeds, sizes)[:, :, :, None]
         words = row_words(seeds[..., :1], seeds[..., 1:], index[:, None, None, :, None])
     return Rows(start, own, lo, hi, index, words, *_touched(lo, hi, sizes))
@@ -162,7 +166,8 @@ def keys_of(t: jax.Array, rows: Rows, given: Operands, sizes: Sizes) -> Keys:
 
 def kept_of(rows: Rows, keys: Keys, static: Static) -> jax.Array:
     """Which weights of a tile dropout keeps, (B, Hkv, G, m, n)."""
-    kept: jax.Array = keeps(static.dropout_p, *rows.words, keys.index[:, None, None, None, :])
+    first, second = rows.words
+    kept: jax.Array = keeps(static.dropout_p, first, second, keys.indices[:, None, None, None, :])
     return kept
 
 

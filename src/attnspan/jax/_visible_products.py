@@ -98,7 +98,7 @@ def _tangent(primitive: Primitive) -> Callable[..., Any]:
             known.append(primitive.bind(da, b, visible))
         if not isinstance(db, ad.Zero):
             known.append(primitive.bind(a, db, visible))
-        return out, sum(known[1:], known[0]) if known else ad.Zero.from_primal_value(out)
+        return out, sum(known[1:], known[0]) if known else ad.Zero.from_primal_value(out)  # type: ignore[attr-defined]
 
     return rule
 
