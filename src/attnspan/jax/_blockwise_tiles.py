@@ -115,7 +115,7 @@ def add_block(x: jax.Array, block: jax.Array, start: Any, axis: int) -> jax.Arra
 
 def count_from(start: Any, size: int) -> jax.Array:
     """start, start + 1, ..., int32 (1, size)."""
-    return lax.broadcasted_iota(jnp.int32, (1, size), 1) + start
+    return lax.broadcasted_iota(jnp.int32, (1, size), 1) + start  # type: ignore[no-any-return]
 
 
 def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Sizes) -> Rows:
