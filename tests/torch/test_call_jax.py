@@ -354,3 +354,14 @@ def test_errors(case: str) -> None:
 def test_an_error_of_the_function_is_its_own() -> None:
     with pytest.raises(TypeError, match="dot_general"):
         call_jax(lambda x: x @ x, torch.ones(2, 3))
+
+
+def test_sharded_results_are_refused() -> None:
+    class Sharded:
+        def block_until_ready(self) -> None: ...
+
+        def __dlpack__(self) -> None:
+            raise BufferError("an array over 4 devices")
+
+    with pytest.raises(BackendError, match="expected arrays that are on one device, got an array over 4"):
+        convert.as_tensors([Sharded()])

@@ -168,6 +168,9 @@ def as_tensors(arrays: Sequence[jax.Array]) -> list[Tensor]:
 
     Waiting is the price of safety: torch would let others write to the arguments while JAX still reads them.
 
+    Raises:
+        ValueError: An array is sharded over several devices.
+
     Example:
         >>> x = jax.numpy.arange(3)
         >>> as_tensors([x])[0].data_ptr() == x.unsafe_buffer_pointer()
@@ -175,4 +178,12 @@ def as_tensors(arrays: Sequence[jax.Array]) -> list[Tensor]:
     """
     for x in arrays:
         x.block_until_ready()
-    return [from_dlpack(x.__dlpack__()) for x in arrays]
+    try:
+        return [from_dlpack(x.__dlpack__()) for x in arrays]
+    except BufferError as error:
+        raise BackendError(
+            "the result of the JAX function",
+            expected="arrays that are on one device",
+            got=str(error),
+            remedy="Shard over the devices of torch, or call the sharded function from JAX",
+        ) from None
