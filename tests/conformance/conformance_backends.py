@@ -11,9 +11,9 @@ from functools import partial
 import conformance_jax
 import numpy as np
 import torch
-from conformance_cases import Problem
-from jax.experimental.pallas import tpu as pltpu
+from conformance_cases import DTYPES, Problem
 
+from attnspan.jax import _pallas_gpu, _pallas_tpu
 from attnspan.kernels import cpu
 from attnspan.torch import attention
 
@@ -27,10 +27,12 @@ class Backend:
     Attributes:
         run: Gives results and gradients to every differentiable input, under the oracle's names.
         missing: Why it cannot run at all on this machine; "" where it can.
-        unsupported: Reasons by the name of an option that it does not have. A cell that is not declared
-            here has to pass.
-        share: "all" cells; "pairs" has each option with each mask and with each dtype, each mask with each
-            dtype; "each" has every option, mask, shape and dtype somewhere.
+        unsupported: Reasons by the name of an option that it does not have; it has to refuse those by name.
+            A cell that is not declared here has to pass.
+        dtypes: Those that it takes.
+        masks: How many cells of options under masks run: "all"; "pairs" has each option with each mask, in
+            one dtype; "each" has every option, mask and dtype somewhere.
+        shapes: The same of options in shapes.
         within: What the backend needs around a call.
         ran: Cells that ran in this process, by option.
     """
@@ -38,17 +40,18 @@ class Backend:
     run: Callable[[Problem], Results]
     missing: str = ""
     unsupported: dict[str, str] = field(default_factory=dict)
-    share: str = "all"
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    masks: str = "all"
+    shapes: str = "all"
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     ran: Counter[str] = field(default_factory=Counter)
 
-    def refusal(self, option: str) -> str:
-        return self.missing or self.unsupported.get(option, "")
-
-    def takes(self, option: int, row: int, dtype: int, rows: int) -> bool:
-        """Whether it runs a cell, by the numbers of its option, its mask or shape among `rows`, its dtype."""
-        pair = (option + row) % 3 == dtype
-        return self.share == "all" or (pair and (self.share == "pairs" or option % rows == row))
+    def takes(self, share: str, option: int, row: int, rows: int, dtype: str) -> bool:
+        """Whether it runs a cell, by the numbers of its option, of its mask or shape among `rows`."""
+        if share == "all":
+            return dtype in self.dtypes
+        one = self.dtypes[(option + option // rows) % len(self.dtypes)] == dtype
+        return one and (share == "pairs" or option % rows == row)
 
 
 def _torch(name: str, problem: Problem) -> Results:
@@ -69,14 +72,28 @@ def _torch(name: str, problem: Problem) -> Results:
 NOT_COMPILED = "" if cpu.compiled() is not None else "the compiled module is missing"
 NO_HANDLERS = "" if hasattr(cpu.compiled(), "xla_handlers") else "there is no compiled module in this process"
 
-#: None declares anything: each has every option.
+DISTANCES = ("T5", "distance table", "everything", "everything, indices given")
+ATOMICS = "it has no biases by distance: the gradient of a table would need atomics"
+
+#: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
 BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
-    "jax:ffi": Backend(partial(conformance_jax.run, "ffi"), missing=NO_HANDLERS),
-    "jax:xla": Backend(partial(conformance_jax.run, "xla"), share="pairs"),
-    "jax:math": Backend(partial(conformance_jax.run, "math"), share="pairs"),
+    "jax:ffi": Backend(partial(conformance_jax.run, "ffi"), missing=NO_HANDLERS, shapes="pairs"),
+    "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="each"),
+    "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="each"),
     "jax:pallas": Backend(
-        partial(conformance_jax.run, "pallas"), share="each", within=pltpu.force_tpu_interpret_mode
+        partial(conformance_jax.run, "pallas"),
+        dtypes=("fp32", "bf16"),
+        masks="each",
+        shapes="each",
+        within=partial(_pallas_tpu.interpreting, simulated=False),
+    ),
+    "jax:pallas_gpu": Backend(
+        partial(conformance_jax.run, "pallas_gpu"),
+        unsupported=dict.fromkeys(DISTANCES, ATOMICS),
+        masks="each",
+        shapes="each",
+        within=_pallas_gpu.interpreted,
     ),
 }

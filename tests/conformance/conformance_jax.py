@@ -21,6 +21,8 @@ Arrays = dict[str, Any]
 #: Keywords that are arrays without a gradient.
 ARRAYS = {"dropout_seed", "q_index", "k_index"}
 
+RUNS = 5  # the most of a mask of the suite
+
 
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients to every differentiable input, under the oracle's names."""
@@ -63,14 +65,12 @@ def _differentiated(
 
 
 def _mask(problem: Problem) -> a.Mask:
-    """The mask as callers have it where there is no option, else its spans, in few shapes."""
-    if isinstance(problem.mask, a.Spans):
-        return a.Prepared(a.Spans(to_jax(problem.mask.bounds), problem.mask.k_len))
-    if problem.cell.option == "none":
-        return tree_map(to_jax, problem.mask)  # type: ignore[no-any-return]
+    """The mask as callers have it where there is no option, else its spans, in one shape for all."""
+    if problem.cell.option == "none" or problem.cell.mask == "random":
+        mask = problem.mask
+        return tree_map(to_jax, a.Prepared(mask) if isinstance(mask, a.Spans) else mask)  # type: ignore[no-any-return]
     shape, bounds = problem.cell.shape, problem.bounds()
-    runs = 2 if bounds.shape[3] <= 2 else bounds.shape[3]
-    wide = np.zeros((shape.batch, shape.heads, shape.q_len, runs, 2), np.int32)
+    wide = np.zeros((shape.batch, shape.heads, shape.q_len, RUNS, 2), np.int32)
     wide[..., : bounds.shape[3], :] = bounds
     last = np.arange(shape.k_len - shape.q_len, shape.k_len)
     rows = np.broadcast_to(last if problem.q_index is None else problem.q_index, (shape.batch, shape.q_len))

@@ -256,6 +256,6 @@ def test_arrays_on_two_devices_are_named() -> None:
     assert done.returncode == 0, done.stderr
     (message,) = done.stdout.splitlines()
     assert message == (
-        "q, k and v: expected one device, or one set of devices, got ['TFRT_CPU_0'] and ['TFRT_CPU_1']. "
+        "q, k and v: expected one device, or one set of devices, got ['cpu:0'] and ['cpu:1']. "
         "Move them by jax.device_put."
     )
