@@ -16,6 +16,7 @@
 #include "threads.h"
 #include "tuned.h"
 #include "xla.h"
+#include "xla_callback.h"
 
 namespace nb = nanobind;
 using namespace attnspan;
@@ -327,8 +328,10 @@ NB_MODULE(_core, m) {
     nb::dict handlers;
     handlers["attnspan_forward"] = nb::capsule(reinterpret_cast<void*>(xla_forward()));
     handlers["attnspan_backward"] = nb::capsule(reinterpret_cast<void*>(xla_backward()));
+    handlers["attnspan_callback"] = nb::capsule(reinterpret_cast<void*>(xla_callback()));
     return handlers;
   });
+  m.def("set_xla_callback", [](nb::callable function) { set_xla_callback(function.ptr()); }, nb::arg("function"));
   m.def("isa_levels", [] {
     std::vector<std::string> levels;
     for (int i = 0; i < isa_levels; ++i)

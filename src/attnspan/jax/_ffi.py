@@ -94,7 +94,7 @@ def _call(
     layout: str,
     given: int,
 ) -> tuple[Array, ...]:
-    _register()
+    register()
     if 0 in operands[0].shape:  # No query, so nothing has a value or a gradient.
         return tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     call = jax.ffi.ffi_call(target, results)
@@ -111,7 +111,8 @@ def _call(
     return found
 
 
-def _register() -> None:
+def register() -> None:
+    """Make the targets of the compiled module known to XLA."""
     global _registered
     if not _registered:
         for name, handler in cpu.compiled().xla_handlers().items():

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._installed import require
 from ..errors import DtypeError, OptionError
+from . import _torch_call
 
 _Flat = Callable[..., list[Any]]
 
@@ -62,7 +63,7 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
                 filled[i] = x
             given, named = jax.tree_util.tree_unflatten(tree, filled)
             found, structure = jax.tree_util.tree_flatten(fn(*given, **named))
-            trees.append(structure)
+            trees[:] = [structure]
             return found
 
         arrays = [leaves[i] for i in places]
@@ -79,11 +80,6 @@ def _torch() -> Any:
     return import_module("torch")
 
 
-def _convert() -> Any:
-    """Conversions of the bridge the other way round; they need both frameworks."""
-    return import_module("attnspan.torch._call_jax.convert")
-
-
 def _declared(results: Any, trees: list[Any]) -> list[Any] | None:
     if results is None:
         return None
@@ -94,12 +90,13 @@ def _declared(results: Any, trees: list[Any]) -> list[Any] | None:
 
 def _inferred(flat: _Flat, arrays: Sequence[Any]) -> list[Any]:
     """Shapes and element types of the results, without running the function on data."""
-    torch, convert = _torch(), _convert()
+    torch, convert = _torch(), import_module("attnspan.torch._call_jax.convert")
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         dtypes = [convert.torch_dtype("argument", x.dtype) for x in arrays]
         fakes = [torch.empty(x.shape, dtype=d) for x, d in zip(arrays, dtypes, strict=True)]
         found = [_checked(x) for x in flat(*fakes)]
+        _torch_call.check_unwritten(fakes)  # Before it spoils anything.
         return [jax.ShapeDtypeStruct(tuple(x.shape), convert.jax_dtype("result", x.dtype)) for x in found]
 
 
@@ -115,46 +112,19 @@ def _checked(x: Any) -> Any:
 
 
 def _run_at_once(flat: _Flat, arrays: Sequence[Any]) -> list[Any]:
-    tensors = _tensors(arrays)
-    with _torch().no_grad():
-        found = [_checked(x) for x in flat(*tensors)]
-    _check_unwritten(tensors)
-    convert = _convert()
-    for x in found:
-        convert.jax_dtype("result", x.dtype)
-    return [jax.dlpack.from_dlpack(_plain(x)) for x in found]
-
-
-def _plain(x: Any) -> Any:
-    return x.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _tensors(arrays: Sequence[Any]) -> list[Any]:
-    """Tensors in the memory of arrays; NumPy's own may be read-only, which torch cannot express."""
-    torch = _torch()
-    return [
-        torch.from_dlpack(x) if isinstance(x, jax.Array) else torch.from_dlpack(jnp.asarray(x))
-        for x in arrays
-    ]
-
-
-def _check_unwritten(tensors: Sequence[Any]) -> None:
-    for i, x in enumerate(tensors):
-        if x._version:
-            raise OptionError(
-                f"argument {i} of the torch function",
-                expected="a tensor that is read, as JAX's arrays never change",
-                got="one that it wrote to",
-                remedy="Clone it first; the array of JAX is spoilt",
-            )
+    tensors = _torch_call.tensors_of(arrays)
+    found = _forward(flat, *tensors)
+    _torch_call.check_unwritten(tensors)
+    return _torch_call.arrays_of(found)
 
 
 def _traced(flat: _Flat, results: Sequence[Any]) -> Callable[..., list[Any]]:
     """The function where JAX traces, with its derivative."""
+    run = _torch_call.operation(functools.partial(_forward, flat), results)
 
     @jax.custom_vjp
     def call(*arrays: Any) -> list[Any]:
-        return _back(functools.partial(_forward, flat), results, arrays)
+        return run(*arrays)
 
     def forward(*arrays: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return call(*arrays), arrays
@@ -166,38 +136,31 @@ def _traced(flat: _Flat, results: Sequence[Any]) -> Callable[..., list[Any]]:
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x, want in zip(arrays, wanted, strict=True) if want
         ]
-        run = functools.partial(_gradients, flat, wanted, there)
-        found = iter(_back(run, shapes, (*arrays, *given)))
+        gradients = functools.partial(_gradients, flat, wanted, there)
+        found = iter(_torch_call.operation(gradients, shapes)(*arrays, *given))
         return tuple(next(found) if want else None for want in wanted)
 
     call.defvjp(forward, backward)
-    return call
+    return lambda *arrays: call(*_torch_call.vary_alike(arrays))
 
 
-def _back(run: Callable[..., Any], results: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    return list(jax.pure_callback(run, tuple(results), *arrays, vmap_method="sequential"))
-
-
-def _forward(flat: _Flat, *arrays: Any) -> tuple[Any, ...]:
-    tensors = _tensors(arrays)
+def _forward(flat: _Flat, *tensors: Any) -> list[Any]:
     with _torch().no_grad():
-        found = [_checked(x) for x in flat(*tensors)]
-    _check_unwritten(tensors)
-    return tuple(_convert().as_arguments(found))
+        return [_checked(x) for x in flat(*tensors)]
 
 
-def _gradients(flat: _Flat, wanted: Sequence[bool], there: Sequence[bool], *arrays: Any) -> tuple[Any, ...]:
+def _gradients(flat: _Flat, wanted: Sequence[bool], there: Sequence[bool], *given: Any) -> list[Any]:
     """The gradients of the arguments that are wanted, from those of the results behind them."""
     torch = _torch()
-    tensors = [x.detach().requires_grad_(want) for x, want in zip(_tensors(arrays), wanted, strict=False)]
+    tensors = [x.detach().requires_grad_(want) for x, want in zip(given, wanted, strict=False)]
     # Complex gradients of torch are the conjugates of JAX's.
-    grads = [x.conj() for x in _tensors(arrays[len(wanted) :])]
+    grads = [x.conj() for x in given[len(wanted) :]]
     with torch.enable_grad():
         found = [_checked(x) for x, is_there in zip(flat(*tensors), there, strict=True) if is_there]
         pairs = [(x, g) for x, g in zip(found, grads, strict=True) if x.requires_grad]
         sources = [x for x, want in zip(tensors, wanted, strict=True) if want]
         if not pairs:
-            return tuple(_convert().as_arguments([torch.zeros_like(x) for x in sources]))
+            return [torch.zeros_like(x) for x in sources]
         outs, incoming = zip(*pairs, strict=True)
         made = torch.autograd.grad(outs, sources, incoming, materialize_grads=True)
-    return tuple(_convert().as_arguments([x.conj() for x in made]))
+    return [x.conj() for x in made]
