@@ -11,7 +11,7 @@ from functools import partial
 import conformance_jax
 import numpy as np
 import torch
-from conformance_cases import DTYPES, Problem
+from conformance_cases import DTYPES, OPTIONS, Problem
 
 from attnspan.jax import _pallas_gpu, _pallas_tpu
 from attnspan.kernels import cpu
@@ -31,8 +31,8 @@ class Backend:
             A cell that is not declared here has to pass.
         dtypes: Those that it takes.
         masks: How many cells of options under masks run: "all"; "pairs" has each option with each mask, in
-            one dtype; "each" has every option, mask and dtype somewhere.
-        shapes: The same of options in shapes.
+            one dtype; "once" has every mask with an option, and every dtype.
+        shapes: The same of options in shapes; with "once" in both, every option is with a mask or a shape.
         within: What the backend needs around a call.
         ran: Cells that ran in this process, by option.
     """
@@ -46,12 +46,16 @@ class Backend:
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     ran: Counter[str] = field(default_factory=Counter)
 
-    def takes(self, share: str, option: int, row: int, rows: int, dtype: str) -> bool:
-        """Whether it runs a cell, by the numbers of its option, of its mask or shape among `rows`."""
+    def takes(self, share: str, option: int, row: int, dtype: str, first: int) -> bool:
+        """Whether it runs a cell, by the numbers of its option and of its mask or shape, its dtype.
+
+        `first` is the option that comes with the first row where each comes once.
+        """
         if share == "all":
             return dtype in self.dtypes
-        one = self.dtypes[(option + option // rows) % len(self.dtypes)] == dtype
-        return one and (share == "pairs" or option % rows == row)
+        turn = option if share == "pairs" else row
+        here = share == "pairs" or option == (first + row) % len(OPTIONS)
+        return here and self.dtypes[turn % len(self.dtypes)] == dtype
 
 
 def _torch(name: str, problem: Problem) -> Results:
@@ -80,20 +84,20 @@ BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
     "jax:ffi": Backend(partial(conformance_jax.run, "ffi"), missing=NO_HANDLERS, shapes="pairs"),
-    "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="each"),
-    "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="each"),
+    "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="once"),
+    "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="once"),
     "jax:pallas": Backend(
         partial(conformance_jax.run, "pallas"),
         dtypes=("fp32", "bf16"),
-        masks="each",
-        shapes="each",
+        masks="once",
+        shapes="once",
         within=partial(_pallas_tpu.interpreting, simulated=False),
     ),
     "jax:pallas_gpu": Backend(
         partial(conformance_jax.run, "pallas_gpu"),
         unsupported=dict.fromkeys(DISTANCES, ATOMICS),
-        masks="each",
-        shapes="each",
+        masks="once",
+        shapes="once",
         within=_pallas_gpu.interpreted,
     ),
 }
