@@ -8,6 +8,17 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+_TYPES = pytest.importorskip("attnspan.jax._torch_call")._TYPES
+
+
+def _xla_name(name: str) -> str:
+    """As XLA abbreviates "bfloat16", "float8_e5m2", "uint8"."""
+    if name == "bool":
+        return "PRED"
+    name = name.replace("float8_", "f8").replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
+    return name.replace("uint", "u").replace("int", "s").upper()
+
+
 CSRC = Path(__file__).parents[2] / "csrc"
 # Ours, theirs, and the fields of both in the order of ours.
 STRUCTS = [
@@ -60,6 +71,7 @@ CONSTANTS = [
         (f"attnspan::ffi::{name}", f"XLA_FFI_DataType_{name.upper()}")
         for name in ("s32", "s64", "u32", "f16", "f32", "f64", "bf16")
     ),
+    *((str(number), f"XLA_FFI_DataType_{_xla_name(name)}") for number, name in _TYPES.items()),
 ]
 
 
