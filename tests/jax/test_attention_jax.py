@@ -1,0 +1,140 @@
+"""torch and JAX agree: the same inputs give the same numbers, and drop the same elements."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+import attnspan as a  # noqa: E402
+from attnspan.jax import attention  # noqa: E402
+from attnspan.jax import dropout_seeds as jax_seeds  # noqa: E402
+from attnspan.kernels import cpu  # noqa: E402
+from attnspan.torch import attention as torchs  # noqa: E402
+from attnspan.torch import dropout_seeds as torch_seeds  # noqa: E402
+
+B, HEADS, KV_HEADS, Q_LEN, K_LEN, DIM = 2, 4, 2, 37, 53, 16
+IDS = np.sort(np.random.default_rng(0).integers(0, 4, (B, K_LEN)), -1)
+MASK = a.causal() & a.segments(IDS)
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
+
+no_kernel = pytest.mark.skipif(
+    not hasattr(cpu.compiled(), "xla_handlers"), reason="there is no compiled module in this process"
+)
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _inputs() -> dict[str, np.ndarray]:
+    return {
+        "q": _normal(1, B, HEADS, Q_LEN, DIM),
+        "k": _normal(2, B, KV_HEADS, K_LEN, DIM),
+        "v": _normal(3, B, KV_HEADS, K_LEN, DIM),
+        "sinks": _normal(4, HEADS),
+        "table": _normal(5, HEADS, 2 * K_LEN + 1),
+    }
+
+
+def _keywords(x: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mask": MASK,
+        "softcap": 3.0,
+        "bias": a.relative(x["table"]),
+        "sinks": x["sinks"],
+        "dropout_p": 0.2,
+    }
+
+
+COTANGENTS = (_normal(6, B, HEADS, Q_LEN, DIM), _normal(7, B, HEADS, Q_LEN))
+
+
+@functools.cache
+def _by_torch(backend: str) -> list[np.ndarray]:
+    x = {name: torch.from_numpy(value).requires_grad_() for name, value in _inputs().items()}
+    given = {**_keywords(x), "dropout_seed": torch.tensor(-3)}
+    results = torchs(x["q"], x["k"], x["v"], return_lse=True, backend=backend, **given)
+    cotangents = [torch.from_numpy(y) for y in COTANGENTS]
+    gradients = torch.autograd.grad(results, list(x.values()), cotangents)
+    return [y.detach().numpy() for y in (*results, *gradients)]
+
+
+@functools.cache
+def _by_jax(backend: str) -> list[np.ndarray]:
+    @jax.jit
+    def run(x: dict[str, Any], seed: Any, cotangents: Any) -> Any:
+        def call(x: dict[str, Any]) -> Any:
+            given = {**_keywords(x), "dropout_seed": seed}
+            return attention(x["q"], x["k"], x["v"], return_lse=True, backend=backend, **given)
+
+        results, transposed = jax.vjp(call, x)
+        return results, transposed(cotangents)[0]
+
+    results, gradients = run(_inputs(), jnp.array(-3), COTANGENTS)
+    return [np.asarray(y) for y in (*results, *(gradients[name] for name in _inputs()))]
+
+
+@pytest.mark.parametrize("backend", ["xla", "math", pytest.param("ffi", marks=no_kernel)])
+def test_results_and_gradients_agree_to_rounding(backend: str) -> None:
+    for name, ours, theirs in zip(NAMES, _by_jax(backend), _by_torch("math"), strict=True):
+        # A few hundred sums of 53 terms, by norm.
+        distance = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        assert distance < 1e-6, f"{name}: {distance}"
+
+
+@no_kernel
+def test_the_kernel_gives_the_same_bits_from_either() -> None:
+    threads = torch.get_num_threads()
+    for name, ours, theirs in zip(NAMES, _by_jax("ffi"), _by_torch("cpu"), strict=True):
+        assert np.array_equal(ours, theirs), (name, threads)
+
+
+def _dropped(out: Any) -> np.ndarray:
+    """Which weights were dropped: with the unit matrix for values, the output is the weights."""
+    return np.asarray(out) == 0
+
+
+@pytest.mark.parametrize("backend", ["xla", "math", pytest.param("ffi", marks=no_kernel)])
+@pytest.mark.parametrize("seed", [0, 77, -1, 2**31 - 1])
+def test_the_same_weights_are_dropped(backend: str, seed: int) -> None:
+    length = 40
+    q, k = _normal(1, B, HEADS, length, DIM), _normal(2, B, HEADS, length, DIM)
+    v = np.broadcast_to(np.eye(length, dtype=np.float32), (B, HEADS, length, length))
+    theirs = torchs(
+        *(torch.from_numpy(np.array(x)) for x in (q, k, v)),
+        dropout_p=0.3,
+        dropout_seed=torch.tensor(seed),
+        backend="math",
+    )
+    ours = attention(q, k, v, dropout_p=0.3, dropout_seed=jnp.array(seed), backend=backend)
+    np.testing.assert_array_equal(_dropped(ours), _dropped(theirs))
+    assert 0.28 < _dropped(ours).mean() < 0.32
+
+
+@pytest.mark.parametrize("seed", [5, -1, 2**40 + 3, -(2**62)])
+def test_seeds_of_rows_and_heads_have_the_same_bits(seed: int) -> None:
+    theirs = torch_seeds(torch.tensor(seed), 3, 5).numpy()
+    ours = np.asarray(jax_seeds(np.array(seed), 3, 5))
+    np.testing.assert_array_equal(ours.view(np.int64)[..., 0], theirs)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_layouts(layout: str) -> None:
+    q, k, v = _inputs()["q"], _inputs()["k"], _inputs()["v"]
+    if layout == "thd":
+        q, k, v = (x[0].swapaxes(0, 1).copy() for x in (q, k, v))
+        mask: a.Mask = a.causal() & a.segments(IDS[0])
+    else:
+        q, k, v = (x.swapaxes(1, 2).copy() for x in (q, k, v))
+        mask = MASK
+    given: dict[str, Any] = {"mask": mask, "layout": layout, "return_lse": True}
+    ours = attention(q, k, v, **given)
+    theirs = torchs(*map(torch.from_numpy, (q, k, v)), **given)
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.shape == tuple(y.shape)
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6)
