@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "threads.h"
+#include "xla_frame.h"
 #include "xla_pool.h"
 
 namespace attnspan {
@@ -171,23 +172,6 @@ void run_backward(Call& call) {
   const Isa isa = level();
   const auto run = [&](const Parallel& parallel) { return backward(args, isa, parallel); };
   raise_unless_ok(on_threads(call, run), args, Direction::backward, isa);
-}
-
-ffi::Error* error_of(const ffi::CallFrame& frame, int code, const char* message) {
-  ffi::ErrorCreate args{sizeof(args), nullptr, message, code};
-  return frame.api->error_create(&args);
-}
-
-// XLA asks every handler which version of the interface it was written for.
-bool answered_metadata(const ffi::CallFrame& frame) {
-  for (ffi::Extension* x = frame.extension; x != nullptr; x = x->next)
-    if (x->type == 1) {
-      ffi::Metadata& metadata = *reinterpret_cast<ffi::MetadataExtension*>(x)->metadata;
-      metadata.version.major = 0, metadata.version.minor = 1;
-      metadata.traits = 0;
-      return true;
-    }
-  return false;
 }
 
 template <void (*run)(Call&)>

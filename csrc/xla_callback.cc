@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "xla_frame.h"
+
 namespace nb = nanobind;
 
 namespace attnspan {
@@ -46,23 +48,6 @@ std::string run(const ffi::CallFrame& frame) {
   } catch (const std::exception& error) {  // Read and destroyed here, where the GIL is held.
     return error.what();
   }
-}
-
-ffi::Error* error_of(const ffi::CallFrame& frame, int code, const char* message) {
-  ffi::ErrorCreate args{sizeof(args), nullptr, message, code};
-  return frame.api->error_create(&args);
-}
-
-// XLA asks every handler which version of the interface it was written for.
-bool answered_metadata(const ffi::CallFrame& frame) {
-  for (ffi::Extension* x = frame.extension; x != nullptr; x = x->next)
-    if (x->type == 1) {
-      ffi::Metadata& metadata = *reinterpret_cast<ffi::MetadataExtension*>(x)->metadata;
-      metadata.version.major = 0, metadata.version.minor = 1;
-      metadata.traits = 0;
-      return true;
-    }
-  return false;
 }
 
 ffi::Error* handle(ffi::CallFrame* frame) {

@@ -1,4 +1,4 @@
-"""A torch function as a function of JAX: in place where arrays are there, a callback where they are not."""
+"""A torch function as a function of JAX: at once where arrays are there, a part of the program elsewhere."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,14 +20,15 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
     """A torch function on JAX's arrays, differentiable by torch's autograd.
 
     Called with arrays it runs at once, in their memory and with results in torch's. Where JAX traces
-    (``jit``, ``grad``, ``vmap``, ``scan``) it becomes a callback to the host: arguments and results are
-    copied, once on a CPU. ``vmap`` calls it once for each element. Backward calls ``fn`` again under
-    autograd, for nothing of torch can be kept between two callbacks.
+    (``jit``, ``grad``, ``vmap``, ``scan``) it becomes part of the program: on a CPU its arguments are XLA's
+    own buffers and each result is copied once; elsewhere it is a callback to the host, which copies both.
+    ``vmap`` calls it once for each element. Backward calls ``fn`` again under autograd, for nothing of torch
+    can be kept between two calls.
 
     Args:
-        fn: A pure function of tensors, in any structure that is a pytree of JAX; it must not write to them.
-            Whatever is no array is handed on as it is. Parameters that it closes over get no gradient:
-            pass them, with `torch.func.functional_call` for a module.
+        fn: A pure function of tensors, in any structure that is a pytree of JAX; it must neither write to
+            them nor keep them. Whatever is no array is handed on as it is. Parameters that it closes over
+            get no gradient: pass them, with `torch.func.functional_call` for a module.
         results: Shapes and element types of what ``fn`` returns, as `jax.ShapeDtypeStruct`, in its structure;
             found with torch's fake tensors by default.
 
@@ -37,7 +38,9 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
     Raises:
         ImportError: torch is not installed.
         TypeError: At the call: ``fn`` returns what is no tensor, or an element type that JAX would narrow.
-        ValueError: At the call: no arrays; ``fn`` wrote to an argument.
+        ValueError: At the call: no arrays; ``fn`` wrote to an argument. A program that runs later raises
+            `jax.errors.JaxRuntimeError` with the error's text; so it does where ``fn`` kept an argument, or
+            returned other shapes or element types than were found or declared.
 
     Example:
         >>> import torch
