@@ -26,7 +26,7 @@ from transform_samples import (  # noqa: E402
 )
 
 from attnspan import alibi, causal, global_keys, segments, window  # noqa: E402
-from attnspan.jax import attention, dropout_seeds  # noqa: E402
+from attnspan.jax import SAVE_NAMES, attention, dropout_seeds  # noqa: E402
 
 QKV = inputs()
 
@@ -104,6 +104,9 @@ REMAT: dict[str, Any] = {
     "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
     "nothing": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable),
     "everything": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable),
+    "by name": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*SAVE_NAMES)
+    ),
 }
 
 
@@ -134,7 +137,7 @@ def test_checkpointing_runs_the_kernel_again() -> None:
         return _forward_kernels(jax.make_jaxpr(step)(x, weights, mask).jaxpr)
 
     counts = {name: kernels(remat) for name, remat in REMAT.items()}
-    assert counts == {"none": 1, "full": 2, "dots": 2, "nothing": 2, "everything": 1}
+    assert counts == {"none": 1, "full": 2, "dots": 2, "nothing": 2, "everything": 1, "by name": 1}
 
 
 def test_new_ids_compile_nothing(name: str) -> None:

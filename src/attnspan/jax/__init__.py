@@ -10,6 +10,7 @@ from ._dpa import dot_product_attention as dot_product_attention
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._from_torch import from_torch as from_torch
+from ._ops import SAVE_NAMES as SAVE_NAMES
 from ._options import dropout_seeds as dropout_seeds
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from ._batching import batched
 from ._contract import Operands, Static
@@ -27,6 +28,10 @@ MODULES = {
     "pallas_gpu": "_pallas_gpu",
     "math": "_math",
 }
+
+
+#: What `jax.checkpoint` has to keep, by the names of its policies, so that no kernel runs twice.
+SAVE_NAMES = ("attnspan.out", "attnspan.lse")
 
 
 class How(NamedTuple):
@@ -73,7 +78,8 @@ def _attend_forward(how: How, q: Any, k: Any, v: Any, given: Any) -> tuple[Any, 
     wanted = given.bias is not None and given.bias.perturbed
     q, k, v = (x.value for x in (q, k, v))
     given = jax.tree.map(lambda x: x.value, given, is_leaf=lambda x: hasattr(x, "perturbed"))
-    out, lse = _forward(how)(q, k, v, given)
+    found = zip(_forward(how)(q, k, v, given), SAVE_NAMES, strict=True)
+    out, lse = (checkpoint_name(x, name) for x, name in found)
     return (out, lse), (q, k, v, given, out, lse, _Flag(wanted))
 
 
