@@ -246,6 +246,11 @@ def test_export_round_trip() -> None:
     close(read.call(ids, *QKV), jax.jit(step)(ids, *QKV), 1e-6)
 
 
+def test_export_of_the_kernel_is_refused_by_jax() -> None:
+    with pytest.raises(ValueError, match=r"custom call.*no compatibility guarantees"):
+        export.export(jax.jit(attend("ffi")))(*QKV)
+
+
 def test_forward_mode_is_refused_by_kernels(name: str) -> None:
     with pytest.raises((TypeError, NotImplementedError), match=r'custom_vjp|backend="math"'):
         jax.jvp(lambda q: attend(name)(q, *QKV[1:]), QKV[:1], QKV[:1])
