@@ -43,10 +43,10 @@ INPUTS: Bad = {
         ValueError,
         "backend: expected None or one of ffi, .*got 'cpu'",
     ),
-    "float64 by a kernel": (
+    "back end of TPUs": (
         {"backend": "pallas"},
         ValueError,
-        "backend 'pallas'|backend.*pallas",
+        "backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu",
     ),
     "mask": ({"mask": np.ones((7, 9), bool)}, TypeError, r"mask: expected a mask.*got ndarray.*from_dense"),
     "mask of other sizes": (
@@ -216,7 +216,7 @@ class TestTracers:
     )
     def test_spans(self, use: Callable[[Any], Any], message: str) -> None:
         spans = a.causal().spans(4, 4, like=Q)
-        with pytest.raises(ValueError, match=message + ".*being traced|" + message):
+        with pytest.raises(ValueError, match=message):
             jax.jit(lambda bounds: use(a.Spans(bounds, 4)))(spans.bounds)
 
     @pytest.mark.parametrize("use", [lambda m: m.prepare(4, 4), lambda m: m.show(4)], ids=["prepare", "show"])
