@@ -63,7 +63,8 @@ class Bias:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
     def _arrays(self, like: Array) -> Arrays:
-        return arrays_for([like, *(getattr(self, f.name) for f in fields(self))])  # type: ignore[arg-type]
+        own = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+        return arrays_for([like, *own], what="bias")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -185,7 +186,7 @@ def check_buckets(table: Array, buckets: Array) -> None:
             got=str(tuple(buckets.shape)),
             remedy="Take t5_buckets(...), or an odd number of columns with that of distance 0 in the middle",
         )
-    arrays = arrays_for([table, buckets])
+    arrays = arrays_for([table, buckets], what="relative: table and buckets")
     if not arrays.concrete(buckets):
         return
     values, columns = arrays.to_numpy(buckets), table.shape[1]

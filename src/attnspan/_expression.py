@@ -143,6 +143,7 @@ class Mask:
         """
         indices = {"q_index": q_index, "k_index": k_index}
         placed = self.placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
+        placed.lowered._require_values("prepare", of="mask")
         return replace(placed, lowered=placed.lowered.compact().validate())
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .errors import DeviceError
+
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
 
@@ -379,16 +381,17 @@ class TorchArrays(Arrays):
 NUMPY = Arrays()
 
 
-def arrays_for(candidates: Iterable[object], like: object = None) -> Arrays:
+def arrays_for(candidates: Iterable[object], like: object = None, what: str = "mask") -> Arrays:
     """The functions for the framework (and device) of the given arrays.
 
     Args:
         candidates: anything; entries that are not arrays are passed over. NumPy arrays go with those of any
             other framework.
         like: decides when there is no array among the candidates; NumPy without it.
+        what: names the argument that they are of.
 
     Raises:
-        ValueError: for arrays of two frameworks, or tensors on two devices.
+        DeviceError: for arrays of two frameworks, or tensors on two devices.
 
     Example:
         >>> arrays_for([np.zeros(3), None, 4]).name
@@ -401,9 +404,11 @@ def arrays_for(candidates: Iterable[object], like: object = None) -> Arrays:
         elif _is_torch(x) or _is_jax(x):
             other = TorchArrays(x.device) if _is_torch(x) else JaxArrays()  # type: ignore[attr-defined]
             if found is not None and found.name != "numpy" and not found.same(other):
-                raise ValueError(
-                    f"mask: expected arrays of one framework on one device, got {_place(found)} and "
-                    f"{_place(other)}; move them to one place first."
+                raise DeviceError(
+                    what,
+                    expected="arrays of one framework on one device",
+                    got=f"{_place(found)} and {_place(other)}",
+                    remedy="Move them to one place first, from one framework to another by its from_dlpack",
                 )
             found = other
     if found is None:

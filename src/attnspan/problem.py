@@ -251,7 +251,7 @@ def _check_same_kind(q: Any, k: Any, v: Any) -> None:
             "q, k and v",
             expected="one dtype",
             got=", ".join(_dtype_name(x) for x in (q, k, v)),
-            remedy="Convert them to one dtype, or use autocast",
+            remedy="Convert them to one dtype by .astype, or in torch by .to or autocast",
         )
     if not _device(q) == _device(k) == _device(v):
         raise DeviceError(

@@ -321,17 +321,18 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         bounds = mark_illegal(arrays, arrays.cast(bounds, "int32"), illegal)
         return Spans(arrays.contiguous(bounds), self.k_len)
 
-    def _require_values(self, what: str) -> None:
+    def _require_values(self, what: str, of: str = "Spans") -> None:
         arrays = self._arrays
         # A tensor on a device has values too; reading them waits for the device, which these calls are for.
         device = getattr(self.bounds, "device", None)
         on_host = getattr(device, "type", "cpu") == "cpu"
         if on_host and not arrays.concrete(self.bounds):
             raise OptionError(
-                f"Spans.{what}",
+                f"{of}.{what}",
                 expected="an array whose values can be read",
                 got="one that is being traced",
-                remedy="Call it outside the compiled function, for instance through mask.prepare(...)",
+                remedy="Call it outside the compiled function; inside, mask.spans(...) lowers a mask without "
+                "reading values",
             )
 
 

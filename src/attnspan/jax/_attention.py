@@ -12,13 +12,14 @@ import numpy as np
 from jax import Array
 
 from .._leaves import Causal, Full, GlobalKeys, Window
-from ..errors import DeviceError, DtypeError, OptionError
+from ..errors import DtypeError, OptionError
 from ..masks import Mask, Prepared, full
 from ..options import Bias
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from ._choice import choose_backend
 from ._contract import Operands, Static
+from ._devices import check_devices, platform_of
 from ._foreign import check_framework
 from ._ops import How, attend
 from ._options import Given, lower_options
@@ -120,6 +121,7 @@ def attention(
     if sharding is None:
         return run(q, k, v, mask, given)
     check_sharding(layout, q=q, k=k, v=v)
+    check_devices(q, k, v, mask, given)
     return in_auto_mode(run, sharding, layout, return_lse)(q, k, v, mask, given)
 
 
@@ -171,10 +173,11 @@ def lower_call(
     check_framework(mask, given)
     check_layout(layout, q, k, v)
     check_sharding(layout, q=q, k=k, v=v)
+    check_devices(q, k, v, mask, given)
     if layout == "thd":
         _check_packed(mask)
         q, k, v = q[None], k[None], v[None]
-    platform = _platform(q, k, v)
+    platform = platform_of(q, k, v)
     views = tuple(_view(x, layout, platform) for x in (q, k, v))
     check_arrays(*views)
     check_scale(scale)
@@ -225,23 +228,6 @@ def _as_arrays(**inputs: Any) -> tuple[Array, ...]:
                 "attention of its own framework",
             )
     return tuple(map(jnp.asarray, inputs.values()))
-
-
-def _platform(*arrays: Array) -> str:
-    """Where concrete arrays lie, "cpu", "gpu" or "tpu"; of traced ones, where JAX runs by default."""
-    placed = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
-    committed = {frozenset(x.devices()) for x in placed if getattr(x, "committed", False)}
-    if len(committed) > 1:
-        raise DeviceError(
-            "q, k and v",
-            expected="one device, or one set of devices",
-            got=" and ".join(sorted(str(sorted(map(str, x))) for x in committed)),
-            remedy="Move them by jax.device_put",
-        )
-    if placed and len(placed) == len(arrays):
-        return str(next(iter(placed[0].devices())).platform)
-    default = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return str(getattr(default, "platform", default) or jax.default_backend())
 
 
 def _lower(mask: AnyMask, q: _View, k: _View, given: Given, like: Array) -> Prepared:

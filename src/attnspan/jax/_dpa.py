@@ -90,7 +90,15 @@ def dot_product_attention(
     Returns:
         The output, in the shape of ``query`` with the head dim of ``value``; with ``return_residual`` also
         the residual, (B, T, N) or (T, N), in the dtype of ``key``. A row that sees nothing has output 0 and
-        residual -inf, where JAX's own function gives the mean of all values and a large negative number.
+        residual -inf.
+
+    What JAX's own function takes or gives otherwise:
+        A row that sees nothing has there the mean of all values and a large negative residual.
+        ``scale`` may be an array there; here multiply ``query`` by it.
+        ``bias`` may be of integers there; here convert it to a floating dtype.
+        A side of ``local_window_size`` may be negative there, which shifts the window off the diagonal; here
+        pass such a window as a boolean ``mask``.
+        ``implementation`` names its back ends there, and those of `attention` here.
 
     Raises:
         ValueError: Sizes or options do not fit.

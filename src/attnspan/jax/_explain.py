@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from ..errors import OptionError
+from ..errors import DtypeError, OptionError
 from ..kernels import cpu
 from ..options import Bias
 from ..problem import Problem
@@ -18,6 +18,7 @@ from ._attention import _FULL, AnyMask, Layout, lower_call
 from ._choice import choice_of
 from ._ops import MODULES, module_of
 from ._options import Given
+from ._sharded import ShardedMask
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,13 @@ def explain(
         >>> print(explain(x, x, x, mask=causal(), backend="math").backend)
         math
     """
+    if isinstance(mask, ShardedMask):
+        raise DtypeError(
+            "explain: mask",
+            expected="the mask of a call on one device",
+            got=f"{type(mask).__name__}, which spreads a call over a mesh",
+            remedy="Call sharded.explain() of what shard(...) made",
+        )
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     call = lower_call(q, k, v, mask, given, layout, scale, return_lse)
     problem, bounds = call.problem, call.operands.bounds

@@ -224,11 +224,14 @@ def _check_seed(seed: Any, whole: tuple[int, ...] | None = None) -> None:
         )
     own = whole is not None and seed.shape == whole and seed.dtype == jnp.uint32
     if seed.ndim != 0 and not own:
+        remedy = "Pass one seed for all, or dropout_seeds(seed, batch, heads)"
+        if seed.shape == (2,) and seed.dtype == jnp.uint32:
+            remedy = "If it is a raw key of jax.random.PRNGKey, pass jax.random.wrap_key_data(key)"
         raise ShapeError(
             "dropout_seed",
             expected="shape ()" if whole is None else f"shape () or uint32 (B, H, 2) = {whole}",
             got=f"{seed.dtype} {tuple(seed.shape)}",
-            remedy="Pass one seed for all, or dropout_seeds(seed, batch, heads)",
+            remedy=remedy,
         )
 
 

@@ -18,7 +18,7 @@ from ..spans import Spans
 from . import _eager, _sharding
 from ._local_mask import check_lowered, has_dtensors, lower_parts
 from ._ops import forward_op
-from ._options import Given, lower_options
+from ._options import Given, check_indices, lower_options
 from ._placements import Places, is_dtensor, places_of
 from ._sharded import ShardedMask
 from ._sharding import check_options
@@ -197,6 +197,7 @@ def lower_call(
     check_options(given, places)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
+    check_indices(given, q)
     placed = _lower(mask, q, k, given, layout, places)
     bounds = placed.lowered.bounds
     bounds = bounds if isinstance(bounds, Tensor) else _moved(bounds, q)

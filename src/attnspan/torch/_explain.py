@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import DtypeError
 from ..kernels import choose
 from ..options import Bias
 from ..problem import Problem
 from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
 from ._flops import visible_pairs
 from ._options import Given
+from ._sharded import ShardedMask
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,13 @@ def explain(
         >>> print(explain(x, x, x, mask=causal(), backend="math").backend)
         math
     """
+    if isinstance(mask, ShardedMask):
+        raise DtypeError(
+            "explain: mask",
+            expected="the mask of a call on one device",
+            got=f"{type(mask).__name__}, which spreads a call over ranks",
+            remedy="Call its own explain()",
+        )
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     q, k, v, bounds, problem, _ = lower_call(q, k, v, mask, given, layout)
     chosen = choose(problem, BACKENDS, backend).name

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._dropout import split_seeds
 from .._option_checks import check_dropout_p, check_softcap
-from ..arrays import INT32_MAX, arrays_for
+from ..arrays import INT32_MAX, arrays_for, is_array
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError
 from ..masks import Prepared
 from ..options import DENSE, Bias, Options, dense_bias
@@ -202,6 +203,19 @@ def _check_device(name: str, x: Any, q: Tensor) -> None:
         raise DeviceError(
             name, expected=f"device {q.device} (as q)", got=str(x.device), remedy="Move it to one device"
         )
+
+
+def check_indices(given: Given, q: Tensor) -> None:
+    """Raise for indices of another framework or device, which would else be taken for the mask's fault."""
+    for name, index in (("q_index", given.q_index), ("k_index", given.k_index)):
+        if is_array(index) and not isinstance(index, (Tensor, np.ndarray)):
+            raise DtypeError(
+                name,
+                expected="an integer tensor, or an array of NumPy",
+                got=f"one of {arrays_for([index]).name}",
+                remedy="Convert it by torch.from_dlpack, or call the attention of its own framework",
+            )
+        _check_device(name, index, q)
 
 
 def _check_read(positional: bool) -> None:

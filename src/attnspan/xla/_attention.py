@@ -12,7 +12,7 @@ from ..options import Bias, Options
 from ..problem import check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from ..torch._attention import _check_packed, _check_tensors, _from_bhsd, _to_bhsd
-from ..torch._options import Given, lower_options
+from ..torch._options import Given, check_indices, lower_options
 from ._lowering import lower_all
 from ._ops import forward_op, split_seeds_op
 from ._places import Places, places_of
@@ -99,6 +99,7 @@ def attention(
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     if layout == "thd" and isinstance(mask, Mask) and not isinstance(mask, Prepared):
         _check_packed(mask)
+    check_indices(given, q)
     given, placed = lower_all(mask, q, k, given, places, specs or {})
     problem = describe(q, k, v, placed.lowered.bounds)
     options = lower_options(given, q, k, placed, isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays import TorchArrays, is_bool, is_integer
+from ..arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
 from ..errors import DeviceError, DtypeError, OptionError
 from ..masks import Mask, Prepared
 from ..options import Bias
@@ -118,12 +118,19 @@ def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
 
 
 def _moved(x: Any, name: str, q: Tensor) -> Any:
-    """An array as an XLA tensor of a dtype that JAX has without 64 bits; others are left to be refused."""
+    """An array as an XLA tensor of a dtype that JAX has without 64 bits; what is none is left as it is."""
     if isinstance(x, Tensor) and x.device != q.device:
         raise DeviceError(
             name, expected=f"device {q.device} (as q)", got=str(x.device), remedy='Move it by .to("xla")'
         )
     if not isinstance(x, (Tensor, np.ndarray)):
+        if is_array(x):
+            raise DtypeError(
+                f"mask: {name}",
+                expected="an XLA tensor, or an array of NumPy",
+                got=f"one of {arrays_for([x]).name}",
+                remedy='Convert it by torch.from_dlpack, and move it by .to("xla")',
+            )
         return x
     if is_integer(x):
         return TorchArrays(q.device).to_int32(x)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import DtypeError, OptionError
 from ..problem import LAYOUTS
 
 #: Mesh axes, by name or number, that split one dim together; () for none.
@@ -72,6 +72,7 @@ def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places 
 
     Raises:
         OptionError: The spec does not fit q or the mesh, or splits what only a plan can split.
+        DtypeError: ``mesh`` is no mesh.
     """
     if partition_spec is None:
         if mesh is not None:
@@ -188,6 +189,13 @@ def _known(mesh: Any) -> tuple[str, Any]:
                 remedy="Pass mesh=, or call torch_xla.distributed.spmd.set_global_mesh(mesh)",
             )
         return "", common
+    if not isinstance(mesh, xs.Mesh):
+        raise DtypeError(
+            "mesh",
+            expected="a mesh of torch_xla.distributed.spmd",
+            got=type(mesh).__name__,
+            remedy='Make one: Mesh(np.arange(n), (n,), ("data",)), or leave it out for the global one',
+        )
     key = f"{id(mesh)}"
     if not compiler.is_compiling():
         # Kept: the number of one that is gone could become another's.

@@ -55,6 +55,29 @@ def test_arguments_that_do_not_fit() -> None:
         attention(q[0], q[0], q[0], layout="thd", mask=a.causal())
 
 
+def test_arrays_of_jax() -> None:
+    import jax.numpy as jnp
+
+    q, ids = on_xla(Q), jnp.zeros((1, 6), jnp.int32)
+    expected = "expected an XLA tensor, or an array of NumPy, got one of jax. Convert it by torch.from_dlpack"
+    with pytest.raises(DtypeError, match=f"mask: q_ids: {expected}"):
+        attention(q, q, q, mask=a.segments(ids))
+    with pytest.raises(DtypeError, match=f"mask: bounds: {expected}"):
+        attention(q, q, q, mask=a.full().spans(6, 6, like=ids))
+    with pytest.raises(
+        DtypeError, match="q_index: expected an integer tensor, or an array of NumPy, got one"
+    ):
+        attention(q, q, q, q_index=ids[0])
+    with pytest.raises(DeviceError, match="bias: expected arrays of one framework on one device, got torch"):
+        attention(q, q, q, bias=a.alibi(jnp.ones(2)))
+
+
+def test_a_mesh_that_is_none() -> None:
+    q = on_xla(Q)
+    with pytest.raises(DtypeError, match=r"mesh: expected a mesh of torch_xla\.distributed\.spmd, got str"):
+        attention(q, q, q, mesh="m", partition_spec=("data", None, None, None))
+
+
 def test_splitting_needs_spmd_mode() -> None:
     import torch_xla.distributed.spmd as xs
 
