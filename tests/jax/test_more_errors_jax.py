@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 import attnspan as a  # noqa: E402
-from attnspan.jax import attention, dropout_seeds, explain, shard  # noqa: E402
+from attnspan.jax import attention, dot_product_attention, dropout_seeds, explain, shard  # noqa: E402
 
 Q = jnp.zeros((2, 4, 6, 8))
 
@@ -50,6 +50,22 @@ class TestRemedies:
         message = r"explain: mask: expected .* got Sharded, which .*Call sharded\.explain\(\)"
         with pytest.raises(TypeError, match=message):
             explain(Q, Q, Q, mask=sharded)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scale": jnp.array(0.3)}, "scale: expected a Python number, got .*Multiply q by it"),
+        ({"bias": jnp.zeros((1, 1, 4, 4), int)}, "dense_bias: expected a floating array, got int32"),
+        ({"local_window_size": (-1, 3)}, "window: left: expected 0 to 2147483647, got -1"),
+        ({"local_window_size": (3, -1)}, "window: right: expected 0 to 2147483647, got -1"),
+    ],
+    ids=["scale", "bias", "left", "right"],
+)
+def test_what_only_the_function_of_jax_takes(given: dict[str, Any], message: str) -> None:
+    jax.eval_shape(lambda x: jax.nn.dot_product_attention(x, x, x, **given), Q)
+    with pytest.raises((TypeError, ValueError), match=message):
+        dot_product_attention(Q, Q, Q, **given)
 
 
 class TestJaxInTorch:
@@ -154,6 +170,16 @@ for kind in (AxisType.Auto, AxisType.Explicit):
         say("one of two", q, mask=a.segments(there(ids)))
 closing = jax.jit(lambda q: attention(q, q, q, mask=a.segments(there(ids))))
 print("closed over", closing(one).shape == one.shape)
+
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+x = jax.random.normal(seed, (1, 2, 6, 8))
+rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "d")))
+for backend in ("math", "xla"):
+    call = jax.jit(lambda q: attention(q, q, q, mask=a.causal(), backend=backend))
+    try:
+        print("split rows,", backend, bool(jnp.allclose(call(rows), call(x), atol=1e-6)))
+    except Exception as error:
+        print("split rows,", backend, "refused", "no other axis, got axis 2 over 'd'" in str(error))
 """
 ONE = "expected arrays on ['cpu:0'] (as q, k and v), got one on ['cpu:1']. Move its arrays by jax.device_put."
 TWO = (
@@ -178,6 +204,8 @@ split True
 whole True
 one of two DeviceError mask: {TWO}
 closed over True
+split rows, math True
+split rows, xla refused True
 """
 
 
