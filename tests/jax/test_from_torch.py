@@ -67,6 +67,54 @@ def test_nothing_is_copied_where_arrays_are_there() -> None:
     assert seen == [x.unsafe_buffer_pointer(), out.unsafe_buffer_pointer()]
 
 
+BUFFER = torch.zeros(64)
+OWN = torch.nn.Parameter(torch.zeros(64))
+NUMBERS = np.zeros(64, np.float32)
+KEPT: list[Any] = []
+
+
+def _kept(x: Any) -> Any:
+    KEPT[:] = [x * 2]
+    return KEPT[0]
+
+
+def _into_numbers(x: Any) -> Any:
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        shared = torch.from_numpy(NUMBERS)
+    return shared.copy_(x)
+
+
+HELD: dict[str, Any] = {
+    "a buffer": lambda x: BUFFER.copy_(x),
+    "a view of it": lambda x: BUFFER.copy_(x).view(8, 8),
+    "a parameter": lambda x: OWN.data.copy_(x),
+    "a view that is kept": lambda x: (KEPT.append(y := x * 2), y.view(8, 8))[1],
+    "a result that is kept": _kept,
+    "memory of NumPy": _into_numbers,
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_that_torch_keeps_are_copied(case: str, grad: bool) -> None:
+    KEPT.clear()
+    fn, x = from_torch(HELD[case]), _normal(64)
+    out = jax.vjp(fn, x)[0] if grad else fn(x)
+    want = np.array(out)
+    for tensor in (BUFFER, OWN.data, *KEPT):
+        tensor.fill_(7)
+    NUMBERS.fill(7)
+    assert np.any(want != 7)
+    np.testing.assert_array_equal(out, want)
+
+
+def test_an_argument_that_is_returned_is_copied() -> None:
+    x = _normal(64)
+    first, second = from_torch(lambda x: (x, x.view(8, 8)))(x)
+    addresses = {a.unsafe_buffer_pointer() for a in (x, first, second)}
+    assert len(addresses) == 3
+
+
 def test_integers_have_no_gradient() -> None:
     x, at = _normal(6), jnp.array([4, 0, 4])
     got = jax.grad(lambda x, at: from_torch(lambda x, at: x[at] * 2)(x, at).sum())(x, at)
@@ -142,6 +190,10 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: jax.jit(from_torch(_fail))(jnp.ones(2)).block_until_ready(),
         "the words of torch",
     ),
+    "a key": (lambda: from_torch(torch.sin)(jax.random.key(0)), r"got key<fry>\. .*key_data"),
+    "a key, traced": (lambda: jax.jit(from_torch(torch.sin))(jax.random.key(0)), r"key<fry>\. .*key_data"),
+    "a tensor": (lambda: from_torch(torch.add)(jnp.ones(2), torch.ones(2)), "got a tensor of torch"),
+    "int64 of NumPy": (lambda: from_torch(torch.neg)(np.array([2**40])), r"got int64\. .*astype"),
     "shapes": (
         lambda: jax.jit(from_torch(torch.mm))(jnp.ones((2, 3)), jnp.ones((2, 3))),
         "same reduction dim",

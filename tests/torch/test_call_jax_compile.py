@@ -100,6 +100,28 @@ def test_a_function_that_is_replaced_is_seen() -> None:
     torch.testing.assert_close(compiled(x), x * 3)
 
 
+class Scaled(nn.Module):
+    def __init__(self, s: float) -> None:
+        super().__init__()
+        self.s = s
+
+    def fn(self, x: Any) -> Any:
+        return x * self.s
+
+    def forward(self, x: Tensor) -> Tensor:
+        return call_jax(self.fn, x)
+
+
+def test_methods_in_a_graph() -> None:
+    x, chain = _randn(5, requires_grad=True), nn.Sequential(Scaled(2.0), Scaled(3.0))
+    out = torch.compile(chain, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(out, x * 6)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.full((5,), 6.0))
+    step = torch.compile(lambda x, of: call_jax(of.fn, x), fullgraph=True, backend="aot_eager")
+    for s in (2.0, 3.0):
+        torch.testing.assert_close(step(x, Scaled(s)), x * s)
+
+
 def test_static_numbers_that_change() -> None:
     step = torch.compile(_step, fullgraph=True, backend="aot_eager")
     x, w = _randn(5, 3), _randn(3, 4, seed=1)

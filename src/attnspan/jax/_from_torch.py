@@ -19,9 +19,10 @@ _Flat = Callable[..., list[Any]]
 def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., Any]:
     """A torch function on JAX's arrays, differentiable by torch's autograd.
 
-    Called with arrays it runs at once, in their memory and with results in torch's. Where JAX traces
-    (``jit``, ``grad``, ``vmap``, ``scan``) it becomes part of the program: on a CPU its arguments are XLA's
-    own buffers and each result is copied once; elsewhere it is a callback to the host, which copies both.
+    Called with arrays it runs at once, in their memory, and its results become arrays in place where nothing
+    else has their memory. Where JAX traces (``jit``, ``grad``, ``vmap``, ``scan``) it becomes part of the
+    program: on a CPU its arguments are XLA's own buffers and each result is copied once; elsewhere it is a
+    callback to the host, which copies both.
     ``vmap`` calls it once for each element. Backward calls ``fn`` again under autograd, for nothing of torch
     can be kept between two calls.
 
@@ -37,7 +38,8 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
 
     Raises:
         ImportError: torch is not installed.
-        TypeError: At the call: ``fn`` returns what is no tensor, or an element type that JAX would narrow.
+        TypeError: At the call: an argument is a tensor or a key of JAX, or ``fn`` returns what is no tensor;
+            of either, an element type that JAX would narrow.
         ValueError: At the call: no arrays; ``fn`` wrote to an argument. A program that runs later raises
             `jax.errors.JaxRuntimeError` with the error's text; so it does where ``fn`` kept an argument, or
             returned other shapes or element types than were found or declared.
@@ -55,6 +57,8 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+        for i, x in enumerate(leaves):
+            _check_leaf(i, x)
         if not places:
             remedy = "Call the torch function itself where no array is involved"
             raise OptionError("from_torch", expected="at least one array", got="none", remedy=remedy)
@@ -81,6 +85,24 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
 
 def _torch() -> Any:
     return import_module("torch")
+
+
+def _check_leaf(i: int, x: Any) -> None:
+    """Raise unless it is an array that torch can read, or no array at all."""
+    name = f"argument leaf {i} of the torch function"
+    if isinstance(x, _torch().Tensor):
+        got, remedy = "a tensor of torch", "Convert it with jax.dlpack.from_dlpack(x), or close over it"
+        raise DtypeError(name, expected="arrays of JAX or NumPy", got=got, remedy=remedy)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        remedy = "Pass its words, jax.random.key_data(key)"
+        raise DtypeError(name, expected="an element type that torch has", got=f"{x.dtype}", remedy=remedy)
+    if isinstance(x, np.ndarray) and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise DtypeError(
+            name,
+            expected="an element type of 32 bits or fewer, as JAX's 64-bit mode is off",
+            got=f"{x.dtype}",
+            remedy='Convert it (.astype("int32")), or set jax.config.update("jax_enable_x64", True)',
+        )
 
 
 def _declared(results: Any, trees: list[Any]) -> list[Any] | None:

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import itertools
 import secrets
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -108,11 +109,26 @@ def tensors_of(arrays: Sequence[Any]) -> list[Any]:
 
 
 def arrays_of(tensors: Sequence[Any]) -> list[Any]:
-    """Arrays in the memory of tensors, wherever that is."""
+    """Arrays in the memory of tensors, if nobody else has it, for arrays never change; else in a copy."""
     convert = _convert()
-    for x in tensors:
+    # No name may hold one of the tensors, nor a second one its memory: references are counted.
+    fresh = [_is_fresh(tensors, i) for i in range(len(tensors))]
+    made = []
+    for x, is_fresh in zip(tensors, fresh, strict=True):
         convert.jax_dtype("result", x.dtype)
-    return [jax.dlpack.from_dlpack(x.detach().resolve_conj().resolve_neg().contiguous()) for x in tensors]
+        own = x.detach() if is_fresh else x.detach().clone()
+        made.append(jax.dlpack.from_dlpack(own.resolve_conj().resolve_neg().contiguous()))
+    return made
+
+
+def _is_fresh(tensors: Sequence[Any], i: int) -> bool:
+    """Whether this list alone has the tensor, and the tensor alone its memory, which torch allocated."""
+    # References: of the list and of the question; uses: of Python's object.
+    if sys.getrefcount(tensors[i]) > 2 or tensors[i]._use_count() > 1:
+        return False
+    storage = tensors[i].untyped_storage()
+    # Of the tensor and of `storage`.
+    return bool(storage.resizable() and _torch()._C._storage_Use_Count(storage._cdata) <= 2)
 
 
 def check_unwritten(tensors: Sequence[Any]) -> None:

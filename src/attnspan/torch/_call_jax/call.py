@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Hashable
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -121,7 +122,9 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     others = tuple([_TENSOR if isinstance(x, Tensor) else _number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
-    handle = _handle_of(fn, id(fn), _described(spec), others, kinds)
+    # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
+    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
+    handle = _handle_of(parts[0], parts[1], id(parts[0]), _described(spec), others, kinds)
     results = call_op(tensors, handle)
     return _rebuild(handle, (), results)
 
@@ -150,9 +153,16 @@ _PLACE = torch.empty(0)
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _handle_of(
-    fn: Any, number: int, described: tuple[Any, ...], others: tuple[Any, ...], kinds: tuple[Any, ...]
+    fn: Any,
+    method: Any,
+    number: int,
+    described: tuple[Any, ...],
+    others: tuple[Any, ...],
+    kinds: tuple[Any, ...],
 ) -> str:
     del number
+    if method is not None:
+        fn = MethodType(method, fn)
     functions = _functions()
     leaves = [_PLACE if x == _TENSOR else x for x in others]
     structure, arguments = structured(functions, _structure(described), leaves)

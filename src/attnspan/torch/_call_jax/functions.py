@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -62,6 +62,12 @@ class Arguments:
 
         return flat
 
+    def count_functions(self) -> None:
+        """Note the functions among the leaves, for which a program is about to be made."""
+        for x in self._leaves:
+            if isinstance(x, FunctionType):
+                table.count_static(x)
+
 
 @functools.cache
 def positional(count: int) -> Arguments:
@@ -70,28 +76,44 @@ def positional(count: int) -> Arguments:
     return Arguments(pytree.tree_structure((tuple(leaves), {})), leaves, range(count))
 
 
+_uses = itertools.count()
+
+
+class _Entry:
+    """A program, and when it was used last."""
+
+    def __init__(self, program: Any) -> None:
+        self.program, self.used = program, next(_uses)
+
+
 class Traces:
-    """All programs of one function."""
+    """All programs of one function; beyond `MOST_PROGRAMS`, those that were used last."""
 
     def __init__(self, key: Hashable, held: list[Any], name: str) -> None:
         self.key, self.held, self.name = key, held, name
         #: Bytes of the arrays that are held.
         self.weight = sum(x.nbytes for x in held if isinstance(x, jax.Array))
         self._lock = threading.RLock()
-        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._programs: dict[Hashable, _Entry] = {}
 
     def find(self, key: Hashable) -> Any:
         """A program, or None where it must be made."""
-        return self._programs.get(key)
+        # Without the lock, which whoever traces another program holds for long.
+        found = self._programs.get(key)
+        if found is None:
+            return None
+        found.used = next(_uses)
+        return found.program
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A program, made once however many threads ask."""
         with self._lock:
-            found = self._programs.get(key)
+            found = self.find(key)
             if found is None:
-                found = self._programs[key] = make()
+                found = make()
+                self._programs[key] = _Entry(found)
                 if len(self._programs) > MOST_PROGRAMS:
-                    self._programs.popitem(last=False)
+                    del self._programs[min(self._programs, key=lambda k: self._programs[k].used)]
             return found
 
 
@@ -100,10 +122,11 @@ class _Table:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_object: dict[tuple[int, ...], tuple[weakref.ref[Any], Traces]] = {}
+        self._by_object: dict[tuple[int, ...], tuple[tuple[weakref.ref[Any], ...], Traces]] = {}
         self._by_key: weakref.WeakValueDictionary[Hashable, Traces] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[Hashable, Traces] = OrderedDict()
         self._made: dict[Any, int] = {}
+        self._statics: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def traces_of(self, fn: Callable[..., Any]) -> Traces:
         """The traces of a function; new ones where none of the same meaning is known."""
@@ -112,7 +135,7 @@ class _Table:
         place = tuple(map(id, parts))
         known = self._by_object.get(place)
         # An id is taken again once its object is gone: only the very object counts.
-        if known is not None and known[0]() is parts[0]:
+        if known is not None and all(ref() is x for ref, x in zip(known[0], parts, strict=True)):
             return known[1]
         try:
             key, held = function_key(fn)
@@ -145,10 +168,10 @@ class _Table:
             self._kept[key] = traces
             self._kept.move_to_end(key)
             self._drop()
-        # What cannot be watched is looked up by its key, or traced anew. Of a method, the object is watched:
-        # its function is its class's, and outlives it.
+        # What cannot be watched is looked up by its key, or traced anew. Of a method, either part may die.
         with contextlib.suppress(TypeError):
-            self._by_object[place] = weakref.ref(parts[0], self._forget(place)), traces
+            forget = self._forget(place)
+            self._by_object[place] = tuple(weakref.ref(x, forget) for x in parts), traces
         return traces
 
     def _drop(self) -> None:
@@ -160,25 +183,43 @@ class _Table:
     def _forget(self, place: tuple[int, ...]) -> Callable[[Any], None]:
         def forget(ref: Any) -> None:
             known = self._by_object.get(place)
-            if known is not None and known[0] is ref:
+            if known is not None and any(x is ref for x in known[0]):
                 del self._by_object[place]
 
         return forget
 
-    def _count(self, fn: Any) -> None:
-        code = getattr(fn, "__code__", None)
-        if code is None:
-            return
-        where = code.co_filename, code.co_firstlineno, code.co_name
+    def count_static(self, x: Any) -> None:
+        """Count a function that is a static argument: another one of the same code is another trace."""
+        with self._lock:
+            if x not in self._statics:
+                self._statics.add(x)
+                self._count(x, "a static argument", stacklevel=8)
+
+    def _count(self, fn: Any, what: str = "", stacklevel: int = 6) -> None:
+        where = what, *_made_at(fn)
         self._made[where] = self._made.get(where, 0) + 1
         if self._made[where] == MANY_TRACES:
+            each = what and f", each {what}"
             warnings.warn(
-                f"call_jax: {where[2]} of {where[0]}:{where[1]} was traced as {MANY_TRACES} functions. What "
-                "its closure holds changes, or may change unseen: pass tensors as arguments and numbers as "
-                "keywords, or make the function once.",
+                f"call_jax: {where[1]} of {where[2]} was traced as {MANY_TRACES} functions{each}. What it "
+                "reaches changes, or may change unseen: pass tensors as arguments and numbers as keywords, or "
+                "make the function once.",
                 RetraceWarning,
-                stacklevel=6,
+                stacklevel=stacklevel,
             )
+
+
+def _made_at(fn: Any) -> tuple[str, str]:
+    """The name of a function, and where it is written; of a callable without code, where its class is."""
+    for _ in range(16):  # What transforms, jit and partial are made of.
+        inner = getattr(fn, "__wrapped__", None) or getattr(fn, "func", None)
+        if not callable(inner):
+            break
+        fn = inner
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return type(fn).__qualname__, type(fn).__module__
+    return code.co_name, f"{code.co_filename}:{code.co_firstlineno}"
 
 
 table = _Table()
@@ -219,6 +260,7 @@ class Call:
         key = self._key(shapes)
         found = self.traces.find(key)
         if found is None:
+            self.arguments.count_functions()
             found = self.traces.get(key, lambda: Forward(self.flat(), self._avals(shapes)))
         self.tree = found.tree
         return found  # type: ignore[no-any-return]
@@ -230,6 +272,7 @@ class Call:
         key = (*self._key(shapes), tuple(wanted), recompute)
         found = self.traces.find(key)
         if found is None:
+            self.arguments.count_functions()
             found = self.traces.get(key, lambda: self._derive(shapes, wanted, recompute))
         self.tree = found.tree
         return found  # type: ignore[no-any-return]
