@@ -28,6 +28,29 @@ def test_eager_and_jit_give_numpys_spans(sample):
     np.testing.assert_array_equal(spans.compact().bounds, a.Spans(want, KEYS).compact().bounds)
 
 
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+@pytest.mark.parametrize("kind", ["NumPy's", "JAX's"])
+def test_a_traced_function_may_hold_the_arrays_of_its_mask(sample, kind):
+    q_len = 7
+    want = sample.mask().spans(q_len, KEYS, batch=BATCH)
+    mask = sample.mask(jnp.asarray if kind == "JAX's" else np.asarray)
+
+    @jax.jit
+    def lower(q_index):
+        return mask.spans(q_len, KEYS, batch=BATCH, q_index=q_index, like=q_index).bounds
+
+    try:
+        eager = mask.spans(q_len, KEYS, batch=BATCH, q_index=jnp.arange(KEYS - q_len, KEYS))
+    except ValueError:
+        return  # Rows of its own, which no index may move.
+    spans = a.Spans(np.asarray(lower(jnp.arange(KEYS - q_len, KEYS))), KEYS)
+    np.testing.assert_array_equal(
+        spans.compact().bounds, a.Spans(np.asarray(eager.bounds), KEYS).compact().bounds
+    )
+    if sample.mask()._anchor() is None:
+        np.testing.assert_array_equal(spans.dense(), want.dense())
+
+
 def test_spans_arithmetic():
     spans, want = (
         (a.causal() & (a.window(2) | a.global_keys(1))).spans(9, 9, like=like)

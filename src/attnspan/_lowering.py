@@ -86,7 +86,8 @@ class Lowering:
 
     def broken(self, what: str, bad: Array, *sources: Any, expected: str, remedy: str) -> Array | None:
         """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal."""
-        if not all(self.arrays.concrete(source) for source in sources):
+        # In a trace JAX makes tracers even of arrays whose values it knows.
+        if not all(self.arrays.concrete(x) for x in (*sources, bad)):
             return bad
         if bool(bad.any()):
             raise OptionError(what, expected=expected, got="values outside that", remedy=remedy)

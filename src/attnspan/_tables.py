@@ -35,7 +35,8 @@ class Explicit(Mask):
         low.check_axis("spans: bounds", "heads", self.bounds.shape[1], low.heads)
         given = Spans(low.arrays.asarray(self.bounds, "int64"), low.top)
         if low.arrays.concrete(self.bounds):
-            given.validate()
+            # As NumPy's: in a trace JAX makes a tracer even of an array whose values it knows.
+            Spans(low.arrays.to_numpy(self.bounds), low.top).validate()
             illegal = None
         else:
             illegal = given._illegal_rows()

@@ -99,6 +99,81 @@ def refusal(axis_type, jit, axis):
     return "not refused"
 
 
+def inside_shard_map(backend):
+    """A step of data parallelism: gradients of arrays, and of parameters that all devices share."""
+    arrays, ids = inputs()
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    names = ("q", "k", "v", "slopes", "sinks")
+    own = {n: arrays[n] for n in names}
+
+    def run(x, ids):
+        mask, bias = causal() & segments(ids), alibi(x["slopes"])
+        q, k, v = (x[n] for n in "qkv")
+        out = attention(q, k, v, mask=mask, bias=bias, sinks=x["sinks"], backend=backend)
+        return (out**2).sum()
+
+    specs = {n: P("x") if n in "qkv" else P() for n in names}
+    parts = jax.shard_map(
+        lambda x, ids: jax.lax.psum(run(x, ids), "x"), mesh=mesh, in_specs=(specs, P("x")), out_specs=P()
+    )
+    want, got = (jax.jit(jax.value_and_grad(f))(own, ids) for f in (run, parts))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(difference(a, b) for a, b in pairs)
+
+
+def one_key_head(spec):
+    """The same as `compare`, where all query heads share a key head."""
+    arrays, ids = inputs()
+    arrays = {n: x[:, :1] if n in "kv" else x for n, x in arrays.items()}
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    run = jax.value_and_grad(lambda x, ids: loss(x, ids, "sinks", "bhsd", None))
+    want = jax.jit(run)(arrays, ids)
+    put = {**arrays, "q": jax.device_put(arrays["q"], NamedSharding(mesh, spec))}
+    rest = NamedSharding(mesh, P(spec[0]))
+    put |= {n: jax.device_put(arrays[n], rest) for n in "kv"}
+    got = jax.jit(run)(put, ids)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(difference(a, b) for a, b in pairs)
+
+
+def unfit(k_spec, devices=(2, 2)):
+    """What is said of key heads that the mesh does not divide, or of one axis for two uses."""
+    arrays, _ = inputs()
+    mesh = jax.make_mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    q = jax.device_put(arrays["q"], NamedSharding(mesh, P("x") if k_spec else P(None, ("x", "y"))))
+    k = arrays["k"] if k_spec else arrays["k"][:, :2]
+    k = jax.device_put(k, NamedSharding(mesh, k_spec or P()))
+    try:
+        jax.jit(attention)(q, k, k).block_until_ready()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def split_ids():
+    """Ids that lie elsewhere than the rows of q: they are brought, q is not."""
+    arrays, ids = inputs()
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    q, k, v = (jax.device_put(arrays[n], NamedSharding(mesh, P("x"))) for n in "qkv")
+    there = jax.device_put(ids, NamedSharding(mesh, P("x", "y")))
+
+    def run(ids, *qkv):
+        return attention(*qkv, mask=causal() & segments(ids))
+
+    return difference(jax.jit(run)(there, q, k, v), run(ids, arrays["q"], arrays["k"], arrays["v"]))
+
+
+def mapped():
+    """The gathers of a vmap whose inner batch is spread."""
+    arrays, _ = inputs()
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P(None, "x", "y"))
+    q, k, v = (jax.device_put(np.stack([arrays[n]] * 3), sharding) for n in "qkv")
+    compiled = jax.jit(jax.vmap(lambda q, k, v: attention(q, k, v, mask=causal()))).lower(q, k, v).compile()
+    alone = attention(arrays["q"], arrays["k"], arrays["v"], mask=causal())
+    return compiled.as_text().count(" all-gather("), difference(compiled(q, k, v)[2], alone)
+
+
 def mixed_devices():
     a, b = (jax.device_put(jnp.ones((1, 1, 4, 8)), device) for device in jax.devices()[:2])
     try:
@@ -125,7 +200,18 @@ def main():
         for jit in (True, False)
         for axis in (2, 3)
     }
-    json.dump({"compared": compared, "refused": refused, "mixed": mixed_devices()}, sys.stdout)
+    found = {
+        "compared": compared,
+        "refused": refused,
+        "mixed": mixed_devices(),
+        "shard_map": {backend: inside_shard_map(backend) for backend in ("ffi", "xla", "math")},
+        "one key head": {name: one_key_head(spec) for name, spec in SPECS.items()},
+        "key heads": unfit(None),
+        "one axis twice": unfit(P(None, "x")),
+        "split ids": split_ids(),
+        "mapped": mapped(),
+    }
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -147,3 +147,15 @@ def test_without_the_compiled_module_xla_code_runs():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "(1, 2, 8, 16) xla the compiled module attnspan._core is missing" in done.stdout
+
+
+def test_masks_in_other_words_share_a_program():
+    from attnspan.jax._ops import attend
+
+    q, k, v = _qkv(length=21)
+    attention(q, k, v, mask=window(3))
+    before = attend._cache_size()
+    for mask in (window(4), window(5, 2), causal()):
+        attention(q, k, v, mask=mask)
+        attention(q, k, v, mask=mask, return_lse=True)
+    assert attend._cache_size() == before

@@ -52,3 +52,33 @@ def test_what_needs_keys_of_other_devices_is_refused(found):
 
 def test_arrays_on_two_devices_are_refused(found):
     assert found["mixed"].startswith("DeviceError: q, k and v: expected one device"), found["mixed"]
+
+
+@pytest.mark.parametrize("backend", ["ffi", "xla", "math"])
+def test_inside_shard_map_gradients_of_shared_parameters_are_summed(found, backend):
+    assert found["shard_map"][backend] < 2e-6
+
+
+def test_one_key_head_is_of_every_device(found):
+    assert max(found["one key head"].values()) < 2e-6, found["one key head"]
+
+
+def test_key_heads_that_the_mesh_does_not_divide_are_refused(found):
+    assert "expected parts that divide the 2 key heads, got 4 parts" in found["key heads"]
+    assert "attnspan.jax.shard(mesh, heads=...)" in found["key heads"]
+
+
+def test_one_axis_for_rows_and_heads_is_refused(found):
+    assert (
+        "expected batch rows and heads over axes of their own, got both over 'x'" in found["one axis twice"]
+    )
+
+
+def test_ids_that_lie_elsewhere_are_brought(found):
+    assert found["split ids"] < 2e-6
+
+
+def test_a_mapped_axis_leaves_the_batch_where_it_is(found):
+    gathers, different = found["mapped"]
+    assert gathers == 0
+    assert different < 2e-6

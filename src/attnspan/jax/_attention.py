@@ -17,7 +17,7 @@ from ..masks import Mask, Prepared, full
 from ..options import Bias
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
-from ._choice import choose_backend
+from ._choice import choose_backend, static_for
 from ._contract import Operands, Static
 from ._devices import check_devices, platform_of
 from ._foreign import check_framework
@@ -139,7 +139,7 @@ def _run(
 ) -> Any:
     call = lower_call(q, k, v, mask, given, layout, scale, return_lse)
     chosen = choose_backend(call.problem, call.static, backend)
-    how = How(call.static, chosen, "bhsd" if layout == "bhsd" else "bshd")
+    how = How(static_for(chosen, call.static), chosen, "bhsd" if layout == "bhsd" else "bshd")
     out, lse = attend(call.q, call.k, call.v, call.operands, how)
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]

@@ -13,14 +13,15 @@ from ..options import DISTANCE
 from ._contract import Operands, Static
 
 
-def batched(run: Callable[..., Any], static: Static, *, sums: bool = False) -> Any:
+def batched(run: Callable[..., Any], static: Static, *, sums: bool = False, want_dbias: bool = False) -> Any:
     """`run`, a function of arrays whose first axis is the batch, of None and one `Operands`, with a rule.
 
     Args:
         run: The function. Its results have the batch as their first axis.
         static: What it was made for.
-        sums: It also sums gradients of the bias and the sinks over the batch, which mapped calls must not
-            share.
+        sums: It also sums gradients of the sinks, and of the bias, over the batch, which mapped calls must
+            not share.
+        want_dbias: That of the bias is wanted.
     """
     mapped = jax.custom_batching.custom_vmap(run)
 
@@ -29,7 +30,7 @@ def batched(run: Callable[..., Any], static: Static, *, sums: bool = False) -> A
         at = next(i for i, x in enumerate(args) if isinstance(x, Operands))
         given, given_flags = args[at], flags[at]
         table = static.bias_kind == DISTANCE and given_flags.bias
-        summed = sums and (given.sinks is not None or given.bias is not None)
+        summed = sums and (given.sinks is not None or (want_dbias and given.bias is not None))
         # Sinks and tables have no batch axis that a mapped one could join.
         if given_flags.sinks or table or summed:
             return _in_turn(mapped, size, flags, args)
@@ -40,7 +41,7 @@ def batched(run: Callable[..., Any], static: Static, *, sums: bool = False) -> A
             _fold_operands(x, f, size, batch, static) if i == at else _fold(x, f, size, batch)
             for i, (x, f) in enumerate(zip(args, flags, strict=True))
         ]
-        out = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), mapped(*folded))
+        out = jax.tree.map(lambda x: x.reshape(batch, size, *x.shape[1:]).swapaxes(0, 1), mapped(*folded))
         return out, jax.tree.map(lambda _: True, out)
 
     return mapped
@@ -51,11 +52,12 @@ def _is_array(x: Any) -> bool:
 
 
 def _fold(x: Array | None, mapped: bool | None, size: int, batch: int) -> Array | None:
-    """(size, batch|1, ...) or (batch|1, ...) as (size * batch, ...)."""
+    """(size, batch|1, ...) or (batch|1, ...) as (batch * size, ...)."""
     if x is None:
         return None
-    x = x if mapped else x[None]
-    return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
+    # The batch first: where it is spread over devices, it stays where it is.
+    x = x.swapaxes(0, 1) if mapped else x[:, None]
+    return jnp.broadcast_to(x, (batch, size, *x.shape[2:])).reshape(batch * size, *x.shape[2:])
 
 
 def _fold_operands(given: Operands, flags: Any, size: int, batch: int, static: Static) -> Operands:

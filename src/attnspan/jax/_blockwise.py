@@ -34,6 +34,7 @@ from ._blockwise_tiles import (
     ungrouped,
 )
 from ._contract import Gradients, Operands, Static, result_dtype
+from ._varying import axes_of, spread
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -82,7 +83,7 @@ def forward(
         loops = _Loops(q, k, v, given, static)
         body = loops.forward_rows
         start = (grouped(out, loops.sizes), grouped(lse, loops.sizes))
-        out, lse = map(ungrouped, lax.fori_loop(jnp.int32(0), jnp.int32(loops.sizes.q_blocks), body, start))
+        out, lse = map(ungrouped, loops.run(loops.sizes.q_blocks, body, start))
     illegal = illegal_rows(given.bounds, k.shape[2])
     return jnp.where(illegal[..., None], jnp.nan, out), jnp.where(illegal, jnp.nan, lse)
 
@@ -135,11 +136,8 @@ def backward(
     dbias = loops.bias.zeros() if want_dbias and loops.bias is not None else None
     turned = (jnp.zeros(loops.k_t.shape, wide), jnp.zeros(loops.v_t.shape, wide))
     start = (jnp.zeros(loops.q.shape, result_dtype(q, static)), *turned, dbias)
-    dq, dk_t, dv_t, dbias = lax.fori_loop(
-        jnp.int32(0),
-        jnp.int32(loops.sizes.q_blocks),
-        lambda i, state: loops.backward_rows(i, state, *rest),
-        start,
+    dq, dk_t, dv_t, dbias = loops.run(
+        loops.sizes.q_blocks, lambda i, state: loops.backward_rows(i, state, *rest), start
     )
     if dbias is not None and loops.bias is not None:
         dbias = loops.bias.finish(dbias)
@@ -180,10 +178,15 @@ class _Loops:
         # Turned once and for all: turning blocks, or worse tiles, in the loops costs as much as a product.
         self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
         self.given, self.static = given, static
+        self.axes = axes_of(q, k, v, given)
         self.wide = _wide(q)
         # Weights and their gradients fit bfloat16's range, but not float16's.
         self.narrow = q.dtype if q.dtype == jnp.bfloat16 else self.wide
         self.bias: Bias | None = bias_of(given, static, self.sizes, self.wide)
+
+    def run(self, blocks: Any, body: Any, start: Any) -> Any:
+        """A loop over blocks; all that it carries varies, inside `shard_map`, as the arguments do."""
+        return lax.fori_loop(jnp.int32(0), jnp.int32(blocks), body, spread(start, self.axes))
 
     def product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """A product of two tiles, summed in float32 or wider."""
@@ -218,8 +221,8 @@ class _Loops:
             sinks = self.given.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
             top, total = jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
         sums = jnp.zeros((*q.shape[:4], self.v.shape[3]), self.wide)
-        top, total, sums = lax.fori_loop(
-            jnp.int32(0), rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (top, total, sums)
+        top, total, sums = self.run(
+            rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (top, total, sums)
         )
         factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
         sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
@@ -256,9 +259,7 @@ class _Loops:
         q, dout = jnp.where(rows.alive, q, 0), jnp.where(rows.alive, dout, 0)
         given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), lse, common)
         start = (jnp.zeros(q.shape, self.wide), *rest)
-        block, *rest = lax.fori_loop(
-            jnp.int32(0), rows.blocks, lambda t, s: self.backward_tile(t, s, given), start
-        )
+        block, *rest = self.run(rows.blocks, lambda t, s: self.backward_tile(t, s, given), start)
         block = (block * self.static.scale).astype(dq.dtype)
         return self.write_rows(dq, block, rows), *rest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from ..kernels import Choice, choose
 from ..problem import Problem
@@ -41,6 +42,18 @@ def choose_backend(problem: Problem, static: Static, requested: str | None) -> s
         for name, reason in choice.refusals.items():
             _warn_once(f"attention runs as plain XLA code: back end {name!r} refused ({reason})")
     return choice.name
+
+
+def static_for(backend: str, static: Static) -> Static:
+    """What of a call's numbers a back end reads: others must not make it a program of its own.
+
+    Example:
+        >>> static_for("ffi", Static(1.0, mask=("causal",))).mask is None
+        True
+    """
+    if getattr(module_of(backend), "READS_MASK", False):
+        return static
+    return replace(static, mask=None, want_lse=True)
 
 
 class SlowPathWarning(UserWarning):

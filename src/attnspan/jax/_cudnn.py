@@ -15,6 +15,9 @@ from ._contract import Operands, Static
 #: JAX differentiates `forward` itself; there is no `backward` here.
 OWN_DERIVATIVE = True
 
+#: It has kernels for the masks that words say.
+READS_MASK = True
+
 MAX_HEAD_DIM = 128
 _WIDE_HEAD_DIM = 256  # from Hopper on
 

@@ -126,15 +126,16 @@ def dot_product_attention(
     if aligned and shape[2] != shape[3]:
         options["q_index"] = jnp.arange(shape[2], dtype=jnp.int32)
     out: jax.Array
-    out, lse = attention(
+    found = attention(
         *(q, k, v),
         mask=_joined([*_given(mask, shape), *aligned, *padding]),
         scale=scale,
         layout="bshd",
-        return_lse=True,
+        return_lse=return_residual,
         backend=implementation,
         **options,
     )
+    out, lse = found if return_residual else (found, found)
     lead = np.shape(query)[:-1]
     out = out.reshape(*lead, out.shape[-1])
     if not return_residual:

@@ -11,6 +11,7 @@ from .. import _dropout as dropout
 from ..kernels import cpu
 from ..problem import Problem
 from ._contract import Gradients, Operands, Static, result_dtype
+from ._varying import axes_of, spread
 
 #: Takes q, k, v in either order of heads and rows, without a copy.
 LAYOUTS = ("bhsd", "bshd")
@@ -97,9 +98,10 @@ def _call(
     register()
     if 0 in operands[0].shape:  # No query, so nothing has a value or a gradient.
         return tuple(jnp.zeros(x.shape, x.dtype) for x in results)
+    axes = axes_of(*operands)
     call = jax.ffi.ffi_call(target, results)
     found: tuple[Array, ...] = call(  # type: ignore[assignment]
-        *operands,
+        *spread(operands, axes),
         scale=np.float32(static.scale),
         softcap=np.float64(static.softcap),
         bias_kind=np.int64(static.bias_kind),
@@ -108,7 +110,8 @@ def _call(
         bshd=np.int64(layout == "bshd"),
         own_threads=np.int64(OWN_THREADS),
     )
-    return found
+    varying: tuple[Array, ...] = spread(tuple(found), axes)
+    return varying
 
 
 def register() -> None:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ._batching import batched
 from ._contract import Operands, Static
 from ._partitioning import partitioned
+from ._varying import axes_of, spread
 
 #: Every back end by name: its module here.
 MODULES = {
@@ -60,6 +61,7 @@ def attend(q: Array, k: Array, v: Array, given: Operands, how: How) -> tuple[Arr
 
     A back end may have a derivative of its own (``OWN_DERIVATIVE``): JAX then differentiates what it calls.
     """
+    q, k, v, given = spread((q, k, v, given), axes_of(q, k, v, given))
     module = module_of(how.backend)
     if getattr(module, "OWN_DERIVATIVE", False):
         q, k, v = (_to_bhsd(x, how.layout) for x in (q, k, v))
@@ -122,7 +124,7 @@ def _forward(how: How) -> Any:
         return _to_bhsd(out, how.layout), lse
 
     names = ("q", "k", "k", "given")
-    return _first_order(how, batched(partitioned(run, names, how.static, how.layout), how.static))
+    return first_order(how.backend, batched(partitioned(run, names, how.static, how.layout), how.static))
 
 
 @cache
@@ -139,14 +141,15 @@ def _backward(how: How, want_dbias: bool) -> Any:
         return (*(_to_bhsd(x, how.layout) for x in found[:3]), *found[3:])
 
     names = ("q", "lse", "q", "k", "k", "given", "q", "lse")
-    mapped = batched(partitioned(run, names, how.static, how.layout), how.static, sums=True)
-    return _first_order(how, mapped)
+    parted = partitioned(run, names, how.static, how.layout)
+    mapped = batched(parted, how.static, sums=True, want_dbias=want_dbias)
+    return first_order(how.backend, mapped)
 
 
-def _first_order(how: How, run: Any) -> Any:
+def first_order(backend: str, run: Any) -> Any:
     """`run`, whose derivative is asked for only where a second one of attention is."""
     guarded = jax.custom_jvp(run)
-    guarded.defjvp(partial(_refuse_second, how.backend))
+    guarded.defjvp(partial(_refuse_second, backend))
     return guarded
 
 

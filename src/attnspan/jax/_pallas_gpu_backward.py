@@ -30,6 +30,7 @@ from ._pallas_gpu_tiles import (
     visit,
     zero_unseen,
 )
+from ._varying import axes_of, declared, spread
 
 
 class Slopes(NamedTuple):
@@ -60,11 +61,12 @@ def differentiate_queries(
         shape = (None, None, plan.block_q, *columns)
         return pl.BlockSpec(shape, lambda i, h, b: (b, h, plan.q_blocks - 1 - i, *(0 for _ in columns)))
 
+    axes = axes_of(arrays)
     out_specs = [block(plan.width)]
-    out_shape = [jax.ShapeDtypeStruct(arrays.q.shape, result_dtype(arrays.q, plan.static))]
+    out_shape = [declared(arrays.q.shape, result_dtype(arrays.q, plan.static), axes)]
     if plan.has_slopes:
         out_specs.append(block())
-        out_shape.append(jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32))
+        out_shape.append(declared((batch, heads, q_len), jnp.float32, axes))
     call = pl.pallas_call(
         functools.partial(_query_kernel, plan),
         grid=(plan.q_blocks, heads, batch),
@@ -75,7 +77,7 @@ def differentiate_queries(
         interpret=interpret,
         name="attnspan_dq",
     )
-    dq, *rest = call(arrays)
+    dq, *rest = call(spread(arrays, axes))
     return dq, rest[0] if rest else None
 
 
@@ -88,17 +90,18 @@ def differentiate_keys(
     def block(columns: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, plan.block_k, columns), lambda j, h, b: (b, h, j, 0))
 
+    axes = axes_of(arrays)
     call = pl.pallas_call(
         functools.partial(_key_kernel, plan),
         grid=(plan.k_blocks, heads, batch),
         in_specs=[specs(plan, arrays)],
         out_specs=[block(plan.width), block(plan.v_width)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, result_dtype(x, plan.static)) for x in (arrays.k, arrays.v)],
+        out_shape=[declared(x.shape, result_dtype(x, plan.static), axes) for x in (arrays.k, arrays.v)],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name="attnspan_dkv",
     )
-    dk, dv = call(arrays)
+    dk, dv = call(spread(arrays, axes))
     return dk, dv
 
 

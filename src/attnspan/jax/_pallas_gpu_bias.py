@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton
 
 from ._pallas_gpu_backward import load_key_tiles, load_query_tiles, slopes, tile_state
 from ._pallas_gpu_tiles import Arrays, Plan, load_keys, load_rows, loop, specs, store
+from ._varying import axes_of, declared, spread
 
 
 def differentiate_bias(plan: Plan, arrays: Arrays, warps: int, interpret: bool) -> jax.Array:
@@ -28,17 +29,18 @@ def differentiate_bias(plan: Plan, arrays: Arrays, warps: int, interpret: bool) 
     batch, heads, q_len, k_len = arrays.bias.shape
     one_row = q_len == 1
     rows = () if one_row else (plan.block_q,)
+    axes = axes_of(arrays)
     call = pl.pallas_call(
         functools.partial(_kernel, plan, one_row),
         grid=(plan.k_blocks, 1 if one_row else plan.q_blocks, batch * heads),
         in_specs=[specs(plan, arrays)],
         out_specs=pl.BlockSpec((None, *(rows or (None,)), plan.block_k), lambda j, i, owner: (owner, i, j)),
-        out_shape=jax.ShapeDtypeStruct((batch * heads, q_len, k_len), jnp.float32),
+        out_shape=declared((batch * heads, q_len, k_len), jnp.float32, axes),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name="attnspan_dbias",
     )
-    dbias: jax.Array = call(arrays).reshape(arrays.bias.shape)
+    dbias: jax.Array = call(spread(arrays, axes)).reshape(arrays.bias.shape)
     return dbias
 
 

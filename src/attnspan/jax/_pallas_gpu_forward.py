@@ -30,6 +30,7 @@ from ._pallas_gpu_tiles import (
     visit,
     zero_unseen,
 )
+from ._varying import axes_of, declared, spread
 
 Carry = tuple[Any, Any, Any]
 
@@ -53,20 +54,21 @@ def attend(plan: Plan, arrays: Arrays, warps: int, interpret: bool) -> tuple[jax
         shape = (None, None, plan.block_q, *columns)
         return pl.BlockSpec(shape, lambda i, h, b: (b, h, plan.q_blocks - 1 - i, *(0 for _ in columns)))
 
+    axes = axes_of(arrays)
     call = pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(plan.q_blocks, heads, batch),
         in_specs=[specs(plan, arrays)],
         out_specs=[block((plan.v_width,)), block(())],
         out_shape=[
-            jax.ShapeDtypeStruct((*rows, plan.v_dim), result_dtype(arrays.q, plan.static)),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
+            declared((*rows, plan.v_dim), result_dtype(arrays.q, plan.static), axes),
+            declared(rows, jnp.float32, axes),
         ],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name="attnspan_forward",
     )
-    out, lse = call(arrays)
+    out, lse = call(spread(arrays, axes))
     return out, lse
 
 

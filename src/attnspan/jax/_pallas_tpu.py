@@ -37,6 +37,10 @@ MOST_TABLE_PAIRS = 2**24
 _interpreting = ContextVar("_interpreting", default=False)
 
 
+#: Tuned blocks are looked up by the mask, where words say it.
+READS_MASK = True
+
+
 @contextmanager
 def interpreting(simulated: bool = True) -> Iterator[None]:
     """Inside, the kernels run on CPU. Memory behind the end of an array is NaN in both ways of it.

@@ -13,6 +13,7 @@ from ..options import ALIBI, DENSE, SIGNED_ALIBI
 from . import _pallas_blocks as tables
 from ._contract import Operands
 from ._pallas_tpu_tile import Place, Refs, Tile
+from ._varying import axes_of, declared, spread
 from ._words import row_words
 
 #: Whether kernels run as plain array code, see `attnspan.jax._pallas_tpu.interpreting`.
@@ -66,6 +67,8 @@ def launch(
         The outputs.
     """
     names, axes = [*operands, *outputs, *scratch], len(grid.sizes)
+    arrays = (*scalars, *(each.array for each in operands.values()))
+    varied = axes_of(arrays)
 
     def kernel(*refs: Any) -> None:
         given, rest = refs[: len(scalars)], refs[len(scalars) :]
@@ -88,12 +91,12 @@ def launch(
             out_specs=[spec(each) for each in outputs.values()],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
         ),
-        out_shape=[each.array for each in outputs.values()],
+        out_shape=[declared(each.array.shape, each.array.dtype, varied) for each in outputs.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=turns),  # type: ignore[arg-type]
         interpret=plainly.get(),
         name=name,
     )
-    found = call(*scalars, *(each.array for each in operands.values()))
+    found = call(*spread(arrays, varied))
     return dict(zip(outputs, found, strict=True))
 
 

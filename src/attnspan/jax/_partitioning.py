@@ -7,11 +7,13 @@ of other devices is refused by name, as `attnspan.jax.shard` plans that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,7 +22,8 @@ from ..errors import OptionError
 from ..options import DISTANCE
 from ._contract import Operands, Static
 
-# The axes of an array in letters: b batch row, h query head, g key head, a dot for one that no device splits.
+# The axes of an array in letters: b batch row, h query head, g key head, a dot for one that no device splits,
+# a dash for that of a single key head, which all query heads share.
 _AXES = {"bhsd": {"q": "bh..", "k": "bg.."}, "bshd": {"q": "b.h.", "k": "b.g."}}
 
 
@@ -41,17 +44,21 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
         tree: Any
         leaves, tree = jax.tree.flatten(args)
         axes = [a for name, x in zip(names, args, strict=True) for a in _axes_of(name, x, static, layout)]
+        whole = [name == "given" for name, x in zip(names, args, strict=True) for _ in jax.tree.leaves(x)]
         out_tree: Any
         out, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
         given = next(x for x in args if isinstance(x, Operands))
         result_axes = _axes_of_results(len(out), "lse" in names, given, static, layout)
+        group, kv_heads = _heads(leaves, axes)
+        if kv_heads == 1:  # The one key head is of every device, its gradient the sum over all.
+            axes, result_axes = ([word.replace("g", "-") for word in words] for words in (axes, result_axes))
+            group = 1
 
         def flat(*leaves: Any) -> tuple[Any, ...]:
             return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
-        rule = _Rule(flat, axes, result_axes)
+        rule = _Rule(flat, axes, result_axes, whole, kv_heads)
         wrapped = custom_partitioning(flat)
-        group = _group(leaves, axes)
         wrapped.def_partition(
             partition=rule.partition,
             infer_sharding_from_operands=rule.infer,
@@ -66,15 +73,24 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
 class _Rule:
     """How the partitioner is answered, for arrays whose axes are named."""
 
-    def __init__(self, run: Callable[..., tuple[Any, ...]], axes: list[str], result_axes: list[str]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., tuple[Any, ...]],
+        axes: list[str],
+        result_axes: list[str],
+        whole: list[bool],
+        kv_heads: int,
+    ) -> None:
         self.run = run
+        self.whole = whole  # of which arrays a device may be sent what it lacks: masks and options
+        self.kv_heads = kv_heads
         self.axes = axes
         self.result_axes = result_axes
 
     def partition(self, mesh: Any, args: Any, results: Any) -> Any:
         """Mesh, the function of one device's parts, shardings of results and arguments."""
         del results
-        sides = self._sides(args)
+        sides = self._sides(mesh, args)
 
         def run(*parts: Any) -> tuple[Any, ...]:
             found = self.run(*parts)
@@ -90,29 +106,51 @@ class _Rule:
     def infer(self, mesh: Any, args: Any, results: Any) -> Any:
         """Shardings of the results."""
         del results
-        sides = self._sides(args)
+        sides = self._sides(mesh, args)
         return tuple(NamedSharding(mesh, _spec(word, sides)) for word in self.result_axes)
 
-    def _sides(self, args: Any) -> dict[str, Any]:
+    def _sides(self, mesh: Any, args: Any) -> dict[str, Any]:
         """The mesh axes over which batch rows and heads are spread, as the first array says that has them."""
         sides: dict[str, Any] = {"b": None, "h": None}
-        for x, word in zip(args, self.axes, strict=True):
+        for x, word, whole in zip(args, self.axes, self.whole, strict=True):
             for axis, (letter, mesh_axes) in enumerate(zip(word, _spec_of(x), strict=False)):
-                if mesh_axes is None or mesh_axes == ():
+                if mesh_axes is None or mesh_axes == () or letter == "-" or (letter == "." and whole):
                     continue
                 if letter == ".":
                     refuse(x.shape, axis, mesh_axes)
                 key = "b" if letter == "b" else "h"
                 sides[key] = mesh_axes if sides[key] is None else sides[key]
+        self._check(mesh, sides)
         return sides
+
+    def _check(self, mesh: Any, sides: dict[str, Any]) -> None:
+        names = {key: (x if isinstance(x, tuple) else (x,)) for key, x in sides.items() if x is not None}
+        both = set(names.get("b", ())) & set(names.get("h", ()))
+        if both:
+            raise OptionError(
+                "sharding of q, k and v",
+                expected="batch rows and heads over axes of their own",
+                got=f"both over {', '.join(map(repr, sorted(both)))}",
+                remedy="Give q, k and v one PartitionSpec",
+            )
+        parts = math.prod(mesh.shape[name] for name in names.get("h", ()))
+        if self.kv_heads > 1 and self.kv_heads % parts:
+            raise OptionError(
+                "sharding of the heads",
+                expected=f"parts that divide the {self.kv_heads} key heads",
+                got=f"{parts} parts, over {sides['h']!r}",
+                remedy="Use attnspan.jax.shard(mesh, heads=...), which shares key heads between devices",
+            )
 
     def _summed(self, x: Any, word: str, sides: dict[str, Any]) -> Any:
         """A gradient of what batch rows or heads share is the sum over those."""
-        if "b" not in word and sides["b"] is not None:
-            x = lax.psum(x, sides["b"])
-        if not {"h", "g"} & set(word) and sides["h"] is not None:
-            x = lax.psum(x, sides["h"])
-        return x
+        over = [sides["b"] if "b" not in word else None, None if {"h", "g"} & set(word) else sides["h"]]
+        if over == [None, None]:
+            return x
+        total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        for mesh_axes in over:
+            total = total if mesh_axes is None else lax.psum(total, mesh_axes)
+        return total.astype(x.dtype)
 
 
 def refuse(shape: tuple[int, ...], axis: int, mesh_axes: Any, name: str = "an array") -> None:
@@ -144,7 +182,7 @@ def _spec_of(x: Any) -> tuple[Any, ...]:
 
 
 def _spec(word: str, sides: dict[str, Any]) -> PartitionSpec:
-    return PartitionSpec(*(None if a == "." else sides["b" if a == "b" else "h"] for a in word))
+    return PartitionSpec(*(None if a in ".-" else sides["b" if a == "b" else "h"] for a in word))
 
 
 def _axes_of(name: str, x: Any, static: Static, layout: str) -> list[str]:
@@ -175,12 +213,10 @@ def _axes_of_results(n: int, backward: bool, given: Operands, static: Static, la
     return [q, k, k, *bias, *sinks]
 
 
-def _group(arrays: list[Any], axes: list[str]) -> int:
-    """Query heads that share a key head."""
-    heads = {
-        a: x.shape[i] for x, word in zip(arrays, axes, strict=True) for i, a in enumerate(word) if a in "hg"
-    }
-    return int(heads["h"] // heads["g"])
+def _heads(arrays: list[Any], axes: list[str]) -> tuple[int, int]:
+    """How many query heads share a key head, and how many key heads there are."""
+    heads = {a: x.shape[i] for x, word in zip(arrays, axes, strict=True) for i, a in enumerate(word)}
+    return int(heads["h"] // heads["g"]), int(heads["g"])
 
 
 def _einsum(axes: list[str], result_axes: list[str], group: int) -> str:

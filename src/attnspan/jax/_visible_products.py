@@ -15,6 +15,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ._varying import axes_of_types
+
 
 def pair_product(a: Array, b: Array, visible: Array) -> Array:
     """a @ b^T for visible pairs, 0 for others, whatever their rows hold.
@@ -122,7 +124,9 @@ def _make(name: str, value: Callable[..., Array], columns: int, transposed: Call
 
     def shape(a: Any, b: Any, visible: Any) -> ShapedArray:
         del visible
-        return ShapedArray((*a.shape[:-1], b.shape[columns]), a.dtype)
+        sizes = (*a.shape[:-1], b.shape[columns])
+        # Inside `shard_map` types say over which axes arrays vary, the same for both by now.
+        return a.update(shape=sizes) if axes_of_types(a, b) else ShapedArray(sizes, a.dtype)
 
     primitive.def_abstract_eval(shape)
     mlir.register_lowering(primitive, mlir.lower_fun(value, multiple_results=False))

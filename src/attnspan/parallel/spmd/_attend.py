@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from ...errors import ShapeError
 from ...jax._attention import _as_arrays, _lower
-from ...jax._choice import choice_of
+from ...jax._choice import choose_backend, static_for
 from ...jax._contract import Operands, Static
 from ...jax._ops import module_of
 from ...jax._options import Lowered, lower_options
@@ -59,7 +59,8 @@ def attention(sharded: Sharded, q: Any, k: Any, v: Any, options: CallOptions) ->
         # Parts of sums over devices are not rounded before they are added.
         wide=sharded.route is not None or not split_kv,
     )
-    backend = choice_of(_problem(axes, views, inputs), static, options.backend).name
+    backend = choose_backend(_problem(axes, views, inputs), static, options.backend)
+    static = static_for(backend, static)
     work = Work(axes, module_of(backend), static, q.shape[1] // k.shape[1], split_kv)
     work = make_work(work, lowered.bias)
     out, lse = _run(work, *_typed(work, q, k, v, lowered.bias, lowered.sinks, inputs))

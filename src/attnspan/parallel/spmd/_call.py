@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 from jax import numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from ...jax._contract import Operands
+from ...jax._ops import SAVE_NAMES
 from ...options import DENSE, DISTANCE
 from ._axes import Axes
 from ._device import Done, Inputs, Work, backward, forward
@@ -121,7 +123,8 @@ def _whole(rest: Inputs, bias: Array | None, sinks: Array | None) -> Inputs:
 
 def _attend_forward(work: Work, *primals: Any) -> Any:
     q, k, v, bias, sinks, rest = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    out, lse = _run(work, q, k, v, bias, sinks, rest)
+    found = zip(_run(work, q, k, v, bias, sinks, rest), SAVE_NAMES, strict=True)
+    out, lse = (checkpoint_name(x, name) for x, name in found)
     # A dense gradient is as large as its bias: none is made that nobody asked for.
     wanted = () if primals[3] is not None and primals[3].perturbed else None
     return (out, lse), (q, k, v, bias, sinks, rest, out, lse, wanted)

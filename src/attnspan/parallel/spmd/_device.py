@@ -15,7 +15,9 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from ...jax._batching import batched
 from ...jax._contract import Operands, Static
+from ...jax._ops import first_order
 from ._axes import Axes
 from ._exchange import fetch, give_back, shift
 from ._route import Route
@@ -82,7 +84,7 @@ def forward(work: Work, q: Array, k: Array, v: Array, inputs: Inputs) -> tuple[A
             return _forward_ring(work, q, k, v, inputs)
         given = _given(work, inputs, 0, lists.keys)
         k, v = fetch(k, v, lists, work.axes.sequence)
-    out, lse = work.backend.forward(q, k, v, given, work.static)
+    out, lse = _attended(work, q, k, v, given)
     return out.astype(q.dtype), lse
 
 
@@ -139,10 +141,24 @@ def _kv_map(work: Work, q_heads: int) -> Array:
     return (first + each * jnp.arange(q_heads // each)) // work.groups
 
 
+def _attended(work: Work, q: Array, k: Array, v: Array, given: Operands) -> Any:
+    def run(q: Array, k: Array, v: Array, given: Operands) -> Any:
+        return work.backend.forward(q, k, v, given, work.static)
+
+    if getattr(work.backend, "OWN_DERIVATIVE", False):
+        return run(q, k, v, given)
+    name = work.backend.__name__.rpartition("._")[2]
+    return first_order(name, batched(run, work.static))(q, k, v, given)
+
+
 def _differentiate(work: Work, q: Array, k: Array, v: Array, given: Operands, done: Done) -> Any:
-    return work.backend.backward(
-        done.dout, done.dlse, q, k, v, given, done.out, done.lse, work.static, work.want_dbias
-    )
+    def run(
+        dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, given: Operands, *done: Array
+    ) -> Any:
+        return work.backend.backward(dout, dlse, q, k, v, given, *done, work.static, work.want_dbias)
+
+    mapped = batched(run, work.static, sums=True, want_dbias=work.want_dbias)
+    return mapped(done.dout, done.dlse, q, k, v, given, done.out, done.lse)
 
 
 def _given(work: Work, inputs: Inputs, stage: int | Array, keys: Array) -> Operands:
@@ -181,7 +197,7 @@ def _forward_ring(work: Work, q: Array, k: Array, v: Array, inputs: Inputs) -> t
 
     def attend(total: tuple[Array, Array], stage: Any, keys: _Passing) -> tuple[Array, Array]:
         given = _given(work, bare, stage, keys.places)
-        return merge(*total, *work.backend.forward(q, keys.k, keys.v, given, work.static))
+        return merge(*total, *_attended(work, q, keys.k, keys.v, given))
 
     def step(carry: Any, stage: Array) -> tuple[Any, None]:
         total, keys = carry
