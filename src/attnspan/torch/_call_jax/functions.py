@@ -202,7 +202,7 @@ class _Table:
             each = what and f", each {what}"
             warnings.warn(
                 f"call_jax: {where[1]} of {where[2]} was traced as {MANY_TRACES} functions{each}. What it "
-                "reaches changes, or may change unseen: pass tensors as arguments and numbers as keywords, or "
+                "reaches changes, or may change unseen: pass tensors as arguments and numbers by keyword, or "
                 "make the function once.",
                 RetraceWarning,
                 stacklevel=stacklevel,
