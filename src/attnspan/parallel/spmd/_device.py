@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 from ...jax._batching import batched
 from ...jax._contract import Operands, Static
-from ...jax._ops import first_order
+from ...jax._ops import MODULES, first_order
 from ._axes import Axes
 from ._exchange import fetch, give_back, shift
 from ._route import Route
@@ -147,7 +147,7 @@ def _attended(work: Work, q: Array, k: Array, v: Array, given: Operands) -> Any:
 
     if getattr(work.backend, "OWN_DERIVATIVE", False):
         return run(q, k, v, given)
-    name = work.backend.__name__.rpartition("._")[2]
+    name = next(n for n, module in MODULES.items() if work.backend.__name__.endswith(f".{module}"))
     return first_order(name, batched(run, work.static))(q, k, v, given)
 
 
