@@ -20,7 +20,7 @@ def begin(
     arrays = arrays_for([*values, *(leaf._example() for leaf in leaves), q_index, k_index], like)
     if not arrays.tracing():
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
-            if size < 0 or size > INT32_MAX:
+            if isinstance(size, int) and not 0 <= size <= INT32_MAX:
                 raise OptionError(name, expected=f"0 to {INT32_MAX}", got=str(size), remedy="Use fewer")
     if k_index is not None:
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)

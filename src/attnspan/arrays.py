@@ -167,16 +167,20 @@ class Arrays:
         """Gather along the last axis; the leading axes broadcast."""
         if x.ndim == 1 and index.ndim == 1:
             return x[index]
-        lead = np.broadcast_shapes(x.shape[:-1], index.shape[:-1])
+        lead = self._lead(x, index)
         x = self.broadcast_to(x, (*lead, x.shape[-1]))
         return self.xp.take_along_axis(x, self.broadcast_to(index, (*lead, index.shape[-1])), axis=-1)
+
+    def _lead(self, x: Array, y: Array) -> tuple[Any, ...]:
+        """The shape to which all axes but the last broadcast."""
+        return tuple(np.broadcast_shapes(x.shape[:-1], y.shape[:-1]))
 
     def searchsorted(self, table: Array, values: Array, *, right: bool = False) -> Array:
         """Ranks of `values` (..., m) in the ascending rows of `table` (..., n); leading axes broadcast."""
         side: Literal["left", "right"] = "right" if right else "left"
         if table.ndim == 1:
             return np.searchsorted(table, values, side=side)
-        lead = np.broadcast_shapes(table.shape[:-1], values.shape[:-1])
+        lead = self._lead(table, values)
         tables = np.broadcast_to(table, (*lead, table.shape[-1])).reshape(-1, table.shape[-1])
         rows = np.broadcast_to(values, (*lead, values.shape[-1])).reshape(-1, values.shape[-1])
         ranks = [np.searchsorted(t, r, side=side) for t, r in zip(tables, rows, strict=True)]
@@ -231,6 +235,10 @@ class JaxArrays(Arrays):
     def cast(self, x: Array, dtype: str) -> Array:
         return x.astype(self._dtype(dtype))
 
+    def _lead(self, x: Array, y: Array) -> tuple[Any, ...]:
+        # JAX's own knows symbols of sizes.
+        return tuple(self.xp.broadcast_shapes(x.shape[:-1], y.shape[:-1]))
+
     def cummax(self, x: Array) -> Array:
         return self.jax.lax.cummax(x, axis=x.ndim - 1)
 
@@ -241,6 +249,10 @@ class JaxArrays(Arrays):
         return self.xp.argsort(x, axis=-1, stable=True)
 
     def searchsorted(self, table: Array, values: Array, *, right: bool = False) -> Array:
+        if not isinstance(table.shape[-1], int):
+            # Halving takes as many steps as the size has digits, which a symbol has not: count instead.
+            below = self.xp.less_equal if right else self.xp.less
+            return self.xp.sum(below(table[..., None, :], values[..., :, None]), axis=-1, dtype="int32")
         side = "right" if right else "left"
         if table.ndim == 1:
             return self.xp.searchsorted(table, values, side=side)

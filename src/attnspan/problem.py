@@ -291,7 +291,8 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 def _check_limits(q: Any, k: Any) -> None:
     for name, length in (("q_len", q.shape[2]), ("k_len", k.shape[2])):
-        if length > MAX_LENGTH:
+        # A symbol of a traced size has no limit that could be checked now.
+        if isinstance(length, int) and length > MAX_LENGTH:
             raise ShapeError(
                 name,
                 expected=f"at most {MAX_LENGTH} (bounds are int32)",

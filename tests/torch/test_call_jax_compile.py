@@ -197,6 +197,26 @@ def test_one_graph_for_all_sizes() -> None:
     assert counter.frame_count == 1
 
 
+def test_attention_of_jax_is_one_graph_for_all_lengths() -> None:
+    from attnspan.jax import attention as attend
+
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(q: Any, ids: Any) -> Any:
+        return call_jax(attend, q, q, q, mask=causal() & segments(ids))
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for length in range(5, 17):
+        q = _randn(1, 2, length, 8, requires_grad=True)
+        ids = (torch.arange(length) // 3).int()[None]
+        torch._dynamo.mark_dynamic(q, 2)
+        torch._dynamo.mark_dynamic(ids, 1)
+        (got,) = torch.autograd.grad(compiled(q, ids).sum(), q)
+        (want,) = torch.autograd.grad(attention(q, q, q, mask=causal() & segments(ids)).sum(), q)
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
 def test_one_function_in_graphs_of_fixed_and_of_free_sizes() -> None:
     # Of fixed sizes what backward needs is stored, of free ones it is computed again: one name, two ways.
     def fn(x: Any, y: Any) -> Any:

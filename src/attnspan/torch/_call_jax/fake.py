@@ -13,7 +13,7 @@ from torch import Tensor
 from .functions import Call, config_key, find, pin
 from .notices import SpecializedShapesWarning
 from .programs import Derived, Forward, Recomputed, Result
-from .symbolic import Sizes, avals, is_symbolic
+from .symbolic import Sizes, avals, is_symbolic, join
 
 
 def call(tensors: Sequence[Tensor], handle: str) -> list[Tensor]:
@@ -73,13 +73,16 @@ def _trace(bound: Call, tensors: Sequence[Tensor]) -> tuple[Forward, Callable[[A
     """The traced program, and how to read the sizes of its results."""
     shapes = [tuple(x.shape) for x in tensors]
     if is_symbolic(shapes):
-        sizes = Sizes(shapes)
-        try:
-            return _symbolic(bound, sizes), sizes.as_torch
-        except (
-            Exception
-        ) as error:  # The trace with numbers below says what is wrong, if it is not the symbols.
-            _warn(bound, error)
+        # A function may need sizes to be equal, as rows of keys and values are: then what is so is promised.
+        for promise in (False, True):
+            if promise:
+                join(shapes)
+            sizes = Sizes(shapes)
+            try:
+                return _symbolic(bound, sizes), sizes.as_torch
+            except Exception as error:  # The trace with numbers below says what is wrong beside symbols.
+                reason = error
+        _warn(bound, reason)
     return bound.forward([_numbers(x) for x in tensors]), int
 
 

@@ -39,6 +39,18 @@ def is_symbolic(shapes: Sequence[tuple[Any, ...]]) -> bool:
     return any(isinstance(n, torch.SymInt) for shape in shapes for n in shape)
 
 
+def join(shapes: Sequence[tuple[Any, ...]]) -> None:
+    """Make symbols of equal values one symbol; other values are another graph's.
+
+    Example:
+        >>> join([(2, 3), (2,)])
+    """
+    first: dict[int, Any] = {}
+    for n in (n for shape in shapes for n in shape if isinstance(n, torch.SymInt)):
+        known = first.setdefault(n.node.hint, n)
+        bool(n == known)  # Asked, it becomes a guard of the graph.
+
+
 class Sizes:
     """The sizes of a call's tensors as JAX traces with them.
 
