@@ -20,8 +20,8 @@ LAYOUTS = ("bhsd", "bshd")
 _BITS = {"bias": 1, "sinks": 2, "seeds": 4, "q_index": 8, "k_index": 16}
 _DLSE, _WANT_DBIAS = 32, 64
 
-#: 0 runs on XLA's threads; else on as many of the process's own, as torch's calls do.
-#: benchmarks/jax_attention.py compares them.
+#: 0 runs on XLA's threads; else on as many of the process's own, as torch's calls do. There is no difference
+#: that could be measured (docs/performance.md).
 OWN_THREADS = 0
 
 _registered = False

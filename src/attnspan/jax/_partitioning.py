@@ -58,7 +58,8 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
             return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
         rule = _Rule(flat, axes, result_axes, whole, kv_heads)
-        wrapped = custom_partitioning(flat)
+        # Jitted, as it must not close over constants, which a back end may make of numbers.
+        wrapped = custom_partitioning(jax.jit(flat))
         wrapped.def_partition(
             partition=rule.partition,
             infer_sharding_from_operands=rule.infer,
