@@ -1,7 +1,7 @@
 """Attention as JAX sees it: one differentiable function over any back end, with rules for vmap and meshes.
 
-The layers, from outside: a custom derivative (`_attend`), a batching rule (`_batched`), a partitioning rule
-(`_partitioned`), the back end itself. Each direction has the last three.
+The layers, from outside: a custom derivative (`_attend`), a batching rule (`batched`), a partitioning rule
+(`partitioned`), the back end itself. Each direction has the last three.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ MODULES = {
     "pallas_gpu": "_pallas_gpu",
     "math": "_math",
 }
-
 
 #: What `jax.checkpoint` has to keep, by the names of its policies, so that no kernel runs twice.
 SAVE_NAMES = ("attnspan.out", "attnspan.lse")

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from ..errors import DtypeError, OptionError, ShapeError
 from ..kernels import cpu
 from . import _ffi
+from ._varying import axes_of, axes_of_types, spread
 
 #: Of tensors; it returns tensors, and leaves the choice of a grad mode to nobody else.
 Run = Callable[..., Sequence[Any]]
@@ -78,16 +79,7 @@ def operation(run: Run, results: Sequence[Any]) -> Callable[..., list[Any]]:
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     """Within `shard_map`: what varies over one axis of the mesh makes all results vary over it."""
-    varying = [_varying(jax.typeof(x)) for x in arrays]
-    union = frozenset[Any]().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(union - there), to="varying") if union - there else x
-        for x, there in zip(arrays, varying, strict=True)
-    ]
-
-
-def _varying(aval: Any) -> frozenset[Any]:
-    return frozenset(aval.manual_axis_type.varying)
+    return list(spread(tuple(arrays), axes_of(*arrays)))
 
 
 def _torch() -> Any:
@@ -237,7 +229,7 @@ def _at_once(*arrays: Any, function: _Function, results: Sequence[Any]) -> list[
 def _avals(*arrays: Any, function: _Function, results: Sequence[Any]) -> list[ShapedArray]:
     del function
     like = arrays[0]  # What they vary over is alike in all of them.
-    if not _varying(like):
+    if not axes_of_types(like):
         return [ShapedArray(x.shape, x.dtype) for x in results]
     return [
         like.update(
