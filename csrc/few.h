@@ -1,8 +1,9 @@
 // Forward for few query rows over many keys (decoding): a read of K and V, which should take as long as that read.
 //
-// Rows of all query heads that share a key head are worked on together, so that each key is fetched once. The keys are
-// cut into shares where heads alone do not keep the threads busy; each share leaves sums relative to its own maximum,
-// and a last loop merges them in a fixed order.
+// Rows of all query heads that share a key head are worked on together, so that each key is fetched once. Many keys are
+// cut into chunks, by the problem's shape alone. Each chunk leaves sums relative to its own maximum, and a last loop
+// merges them in a fixed order. Threads take shares of consecutive chunks where heads alone do not keep them busy: how
+// many threads there are does not change a bit.
 #pragma once
 
 #include "attention.h"
@@ -32,6 +33,8 @@ class FewQueries {
         k_plane(block * depth),
         v_plane(v_cols * block),
         p_plane(E::strip * ldp),
+        chunk(choose_chunk()),
+        chunks(most(1, (a.k_len + chunk - 1) / chunk)),
         shares(choose_shares(threads)),
         record(v_cols + panel),
         changes(args.options.change_weights()),
@@ -41,20 +44,22 @@ class FewQueries {
 
   Scratch scratch() const {
     Carver shared, own;
-    shared.take<float>(heads() * shares * rows * record);
+    lay_out_shared(shared);
     lay_out(own);
     return {shared.used(), own.used()};
   }
 
   void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) const {
-    float* records = Carver(shared).template take<float>(heads() * shares * rows * record);
+    Carver carver(shared);
+    const Shared all = lay_out_shared(carver);
     parallel(heads() * shares, [&](int64_t item, int thread) {
       const FlushSubnormals flush;
       Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
-      share_of_keys(item / shares, item % shares, lay_out(carver), records + item * rows * record);
+      const int64_t head = item / shares;
+      share_of_keys(head, item % shares, lay_out(carver), all);
     });
     parallel(heads(), [&](int64_t head, int) {
-      for (int64_t m = 0; m < rows; ++m) merge(head, m, records + head * shares * rows * record);
+      for (int64_t m = 0; m < rows; ++m) merge(head, m, all.seen[head], records_of(all, head));
     });
   }
 
@@ -66,6 +71,21 @@ class FewQueries {
     RowOptions* options;  // of each row
     uint32_t* kept;       // of dropout: a bit for each key of a block, row after row of a strip
   };
+
+  // Of all heads: the chunks that hold what its rows see, and what each chunk leaves for each row.
+  struct ChunkRange {
+    int64_t begin, end;
+    int64_t size() const { return end - begin; }
+  };
+  struct Shared {
+    ChunkRange* seen;
+    float* records;
+  };
+  Shared lay_out_shared(Carver& carver) const {
+    ChunkRange* seen = carver.take<ChunkRange>(heads());
+    return {seen, carver.take<float>(heads() * chunks * rows * record)};
+  }
+  float* records_of(const Shared& all, int64_t head) const { return all.records + head * chunks * rows * record; }
 
   // Row m of a key head is query m % q_len of its query head m / q_len.
   struct Row {
@@ -95,9 +115,18 @@ class FewQueries {
     return o;
   }
 
+  // Keys of a chunk, whole blocks of them: a function of the shape, because what is summed with what decides the last
+  // bits. Small enough to keep many threads busy, with few heads as with many, and large enough that merging is cheap.
+  int64_t choose_chunk() const {
+    constexpr int64_t least_cut = 8 * row_keys, least_chunk = 2 * row_keys, most_chunks = 1024;
+    if (a.k_len < least_cut) return round_up(most(1, a.k_len), row_keys);
+    const int64_t of_a_head = most(1, most_chunks / most(1, heads()));
+    return round_up(most(least_chunk, (a.k_len + of_a_head - 1) / of_a_head), row_keys);
+  }
+
   // Enough shares of each head to keep the threads nine tenths busy, of a few blocks each.
   int64_t choose_shares(int threads) const {
-    const int64_t limit = most(1, least(a.k_len / (4 * row_keys), 4 * threads));
+    const int64_t limit = most(1, least(least(a.k_len / (4 * row_keys), chunks), 4 * threads));
     for (int64_t n = 1; n <= limit; ++n) {
       const int64_t units = heads() * n, rounds = (units + threads - 1) / threads;
       if (units * 10 >= rounds * threads * 9) return n;
@@ -105,26 +134,54 @@ class FewQueries {
     return limit;
   }
 
-  void share_of_keys(int64_t head, int64_t share, const Own& o, float* records) const {
+  Hull hull_of_head(int64_t head) const {
     Hull hull;
     for (int64_t m = 0; m < rows; ++m) hull.include(hull_of(row_of(head, m).spans, 1, a.runs));
-    const int64_t length = most(0, hull.hi - hull.lo), step = round_up((length + shares - 1) / shares, key_step);
-    const int64_t first = length == 0 ? 0 : round_down(hull.lo, key_step) + share * step,
-                  last = length == 0 ? 0 : least(share + 1 == shares ? hull.hi : first + step, hull.hi);
-    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads, n = most(0, last - first);
+    return hull;
+  }
+
+  ChunkRange chunks_of(const Hull& hull) const {
+    return hull.lo >= hull.hi ? ChunkRange{0, 0} : ChunkRange{hull.lo / chunk, (hull.hi + chunk - 1) / chunk};
+  }
+
+  void share_of_keys(int64_t head, int64_t share, const Own& o, const Shared& all) const {
+    const Hull hull = hull_of_head(head);
+    const ChunkRange seen = chunks_of(hull);
+    const int64_t begin = seen.begin + seen.size() * share / shares,
+                  end = seen.begin + seen.size() * (share + 1) / shares;
+    if (share == 0) all.seen[head] = seen;
+    if (begin == end) return;
+    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
     const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    if (changes)
+      for (int64_t m = 0; m < rows; ++m)
+        o.options[m] = RowOptions::make<T>(a, b, row_of(head, m).h, row_of(head, m).i, magnitude_of(a.scale));
+    const bool try_tiles = rows >= tile_rows && finite_queries(head);
+    if (try_tiles) pack_queries(head, o);
+    const int64_t fetched = least(hull.hi, end * chunk);
+    bool widened = false;
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t first = most(round_down(hull.lo, key_step), n * chunk), last = least(hull.hi, (n + 1) * chunk);
+      const bool tiles = try_tiles && by_blocks(head, x, first, last, fetched, o);
+      if (!tiles) {
+        if (!widened) widen_queries(head, o);
+        widened = true;
+        by_rows(head, x, first, last, fetched, o);
+      }
+      write_records(o, tiles, records_of(all, head) + n * rows * record);
+    }
+  }
+
+  void clear(const Own& o) const {
     std::memset(o.out, 0, static_cast<size_t>(padded_rows * v_cols) * sizeof(float));
     for (int64_t m = 0; m < padded_rows; ++m) {
       o.maximum[m] = -infinity;
       store(o.sums + m * Vec::width, zero());
     }
-    if (changes)
-      for (int64_t m = 0; m < rows; ++m)
-        o.options[m] = RowOptions::make<T>(a, b, row_of(head, m).h, row_of(head, m).i, magnitude_of(a.scale));
-    const bool tiles = rows >= tile_rows && finite_queries(head) && by_blocks(head, x, first, first + n, o);
-    if (!tiles) by_rows(head, x, first, first + n, o);
-    for (int64_t m = 0; m < rows; ++m) {
-      float* to = records + m * record;
+  }
+
+  void write_records(const Own& o, bool tiles, float* to) const {
+    for (int64_t m = 0; m < rows; ++m, to += record) {
       std::memcpy(to, o.out + m * v_cols, static_cast<size_t>(v_cols) * sizeof(float));
       to[v_cols] = o.maximum[m] - (tiles ? E::exponent_offset : 0.0f);
       to[v_cols + 1] = reduce_add(load(o.sums + m * Vec::width));
@@ -139,19 +196,20 @@ class FewQueries {
     return true;
   }
 
-  // Straight from the arrays, a block of keys for one group of rows after the other; the first group fetches the next
-  // block meanwhile.
-  void by_rows(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
-    float c = 1.0f;
+  void widen_queries(int64_t head, const Own& o) const {
     for (int64_t m = 0; m < rows; ++m) {
       const Row row = row_of(head, m);
-      c = prepare_query(at<T>(a.q, head / a.kv_heads, row.h, row.i), a.head_dim, a.scale, o.query + m * max_dim);
-      std::memset(o.out + m * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
-      o.maximum[m] = -infinity;
-      store(o.sums + m * Vec::width, zero());
+      prepare_query(at<T>(a.q, head / a.kv_heads, row.h, row.i), a.head_dim, a.scale, o.query + m * max_dim);
     }
+  }
+
+  // Straight from the arrays, a block of keys for one group of rows after the other; the first group fetches the next
+  // block meanwhile, up to key `fetched`.
+  void by_rows(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, int64_t fetched, const Own& o) const {
+    const float c = magnitude_of(a.scale);
+    clear(o);
     for (int64_t at = first; at < last; at += row_keys) {
-      const int64_t to = least(at + row_keys, last), ahead = most(0, least(row_keys, last - to));
+      const int64_t to = least(at + row_keys, last), ahead = most(0, least(row_keys, fetched - to));
       for (int64_t m = 0; m < rows;)
         if (m + 4 <= rows && see_all(head, m, 4, at, to))
           group<4>(m, x, at, to, m == 0 ? ahead : 0, c, o), m += 4;
@@ -195,16 +253,21 @@ class FewQueries {
     }
   }
 
-  // As the tiles of many queries, but each block is packed right before it is used. False where a number is not finite.
-  bool by_blocks(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
+  void pack_queries(int64_t head, const Own& o) const {
     const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
-    const float c = magnitude_of(a.scale);
     for (int64_t g = 0; g < a.group(); ++g)
       Pack::rows(at<T>(a.q, b, hk * a.group() + g, 0), a.q.row, a.q_len, a.scale == 0.0f ? 0 : a.head_dim,
                  {o.q + g * a.q_len * depth, q_plane}, depth, a.q_len, a.scale < 0.0f);
     for (int piece = 0; piece < E::pieces; ++piece)
       std::memset(o.q + piece * q_plane + rows * depth, 0,
                   static_cast<size_t>((padded_rows - rows) * depth) * sizeof(C));
+  }
+
+  // As the tiles of many queries, but each block is packed right before it is used. False where a number is not finite.
+  bool by_blocks(int64_t head, const KeyValues<T>& x, int64_t first, int64_t last, int64_t fetched,
+                 const Own& o) const {
+    const float c = magnitude_of(a.scale);
+    clear(o);
     E::begin();
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = least(block, last - key), n = round_up(valid, key_step);
@@ -214,15 +277,15 @@ class FewQueries {
       }
       Pack::keys(x.key(key), x.k_stride, valid, x.dim, {o.k, k_plane}, depth * panel, 0, n, depth);
       Pack::dims(x.value(key), x.v_stride, valid, x.v_dim, {o.v, v_plane}, block * panel, 0, n, v_cols);
-      for (int64_t at = 0; at < rows; at += E::strip) strip(head, at, x, key, n, last, c, o);
+      for (int64_t at = 0; at < rows; at += E::strip) strip(head, at, x, key, n, last, fetched, c, o);
     }
     E::end();
     return true;
   }
 
-  void strip(int64_t head, int64_t from, const KeyValues<T>& x, int64_t key, int64_t n, int64_t last, float c,
-             const Own& o) const {
-    const int64_t count = least(E::strip, rows - from), next_end = from == 0 ? least(key + 2 * block, last) : 0;
+  void strip(int64_t head, int64_t from, const KeyValues<T>& x, int64_t key, int64_t n, int64_t last, int64_t fetched,
+             float c, const Own& o) const {
+    const int64_t count = least(E::strip, rows - from), next_end = from == 0 ? least(key + 2 * block, fetched) : 0;
     for (int64_t j = key + block; j < next_end; ++j) prefetch_row(x.key(j), x.dim);
     E::product({o.q + from * depth, depth, q_plane}, {o.k, depth * panel, k_plane}, o.scores, lds,
                round_up(count, E::rows), n, depth, false);
@@ -255,16 +318,16 @@ class FewQueries {
       for (int64_t j = 0; j < n; j += 32) o.kept[m * kept_words + j / 32] = row.kept_of(key + j);
   }
 
-  void merge(int64_t head, int64_t m, const float* records) const {
+  void merge(int64_t head, int64_t m, ChunkRange seen, const float* records) const {
     const Row row = row_of(head, m);
     const int64_t b = head / a.kv_heads;
-    const auto record_of = [&](int64_t share) { return records + (share * rows + m) * record; };
+    const auto record_of = [&](int64_t n) { return records + (n * rows + m) * record; };
     float top = -infinity;
-    for (int64_t s = 0; s < shares; ++s) top = larger_or_nan(top, record_of(s)[v_cols]);
+    for (int64_t n = seen.begin; n < seen.end; ++n) top = larger_or_nan(top, record_of(n)[v_cols]);
     alignas(64) float out[max_dim] = {};
     float total = 0.0f;
-    for (int64_t s = 0; s < shares; ++s) {
-      const float* from = record_of(s);
+    for (int64_t n = seen.begin; n < seen.end; ++n) {
+      const float* from = record_of(n);
       if (from[v_cols] == -infinity && from[v_cols + 1] == 0.0f) continue;  // saw no key
       const float factor = from[v_cols] == top ? 1.0f : std::exp2(from[v_cols] - top);
       total += factor * from[v_cols + 1];
@@ -280,7 +343,7 @@ class FewQueries {
   }
 
   const ForwardArgs& a;
-  const int64_t rows, padded_rows, depth, v_cols, q_plane, k_plane, v_plane, p_plane, shares, record;
+  const int64_t rows, padded_rows, depth, v_cols, q_plane, k_plane, v_plane, p_plane, chunk, chunks, shares, record;
   const bool changes, drops;
 };
 

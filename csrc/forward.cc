@@ -21,6 +21,7 @@ class Forward {
   using C = typename E::Element;
   using Pack = PackerFor<T, E>;
   static constexpr int64_t pack_keys = 512, most_strips = 16, element = sizeof(C);
+  static constexpr int64_t pack_steps = pack_keys / key_step;
   static constexpr bool in_place = E::pieces == 1;  // probabilities overwrite the scores of their row: both stay in L1
 
  public:
@@ -118,9 +119,7 @@ class Forward {
   void lay_out_shared(Carver& carver) {
     packed_k = carver.take<C>(slots * k_head);
     packed_v = carver.take<C>(slots * v_head);
-    is_finite = carver.take<uint8_t>(slots * packs);
-    k_norms = carver.take<float>(slots * packs);
-    v_norms = carver.take<float>(slots * packs);
+    all_norms = carver.take<Norms>(slots * packs * pack_steps);
   }
   Strip lay_out_thread(Carver& carver) const {
     Strip s;
@@ -138,37 +137,42 @@ class Forward {
 
   const T* q_row(int64_t b, int64_t h, int64_t i) const { return at<T>(a.q, b, h, i); }
 
-  float largest_of(const float* norms, int64_t slot) const {
-    float largest = 0.0f;
-    for (int64_t i = 0; i < packs; ++i) largest = larger_or_nan(largest, norms[slot * packs + i]);
-    return largest;
-  }
+  // The largest squared norms of keys and of values. Not finite if an element is not; a norm beyond all floats is taken
+  // for infinite: such values are left to the exact rows.
+  struct Norms {
+    float k = 0.0f, v = 0.0f;
+    void include(Norms other) { k = larger_or_nan(k, other.k), v = larger_or_nan(v, other.v); }
+    // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers.
+    bool finite() const { return std::isfinite(v) && (E::pieces == 1 || std::isfinite(k)); }
+  };
 
-  bool packed_finite(int64_t slot) const {
-    for (int64_t i = 0; i < packs; ++i)
-      if (!is_finite[slot * packs + i]) return false;
-    return true;
+  // Of the steps of keys that a block of rows sees, wherever they are packed: how rows are shared out over threads must
+  // not change how they are computed.
+  Norms norms_of(const Packed& packed, const KeyRange& seen) const {
+    Norms all;
+    const Norms* of_slot = all_norms + packed.slot * packs * pack_steps;
+    for (int64_t i = (seen.lo - packed.base) / key_step; i < (seen.hi - packed.base) / key_step; ++i)
+      all.include(of_slot[i]);
+    return all;
   }
 
   // The i-th pack of keys, of the first `size` of the range.
   void pack(const Packed& to, int64_t part, int64_t size) {
     const int64_t slot = to.slot, end = least((part + 1) * pack_keys, size), valid_keys = a.k_len - to.base;
     const T *k = at<T>(a.k, to.b, to.hk, to.base), *v = at<T>(a.v, to.b, to.hk, to.base);
-    float k_norm = 0.0f, v_norm = 0.0f;
     // A few rows at a time, so that what looks at them and what copies them find them in L1.
     for (int64_t i = part * pack_keys, count; i < end; i += count) {
       count = least(64, end - i);
       const int64_t valid = most(0, least(count, valid_keys - i));
-      k_norm = larger_or_nan(k_norm, largest_norm(k + i * a.k.row, a.k.row, valid, a.head_dim));
-      v_norm = larger_or_nan(v_norm, largest_norm(v + i * a.v.row, a.v.row, valid, a.v_dim));
+      for (int64_t j = 0; j < count; j += key_step) {
+        const int64_t own = most(0, least(key_step, valid - j));
+        all_norms[slot * packs * pack_steps + (i + j) / key_step] = {
+            largest_norm(k + (i + j) * a.k.row, a.k.row, own, a.head_dim),
+            largest_norm(v + (i + j) * a.v.row, a.v.row, own, a.v_dim)};
+      }
       Pack::keys(k, a.k.row, valid_keys, a.head_dim, {packed_k + slot * k_head, k_plane}, k_panel, i, count, depth);
       Pack::dims(v, a.v.row, valid_keys, a.v_dim, {packed_v + slot * v_head, v_plane}, v_panel, i, count, v_cols);
     }
-    // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers. A norm beyond
-    // all floats is taken for infinite: such values are left to the exact rows.
-    is_finite[slot * packs + part] = std::isfinite(v_norm) && (E::pieces == 1 || std::isfinite(k_norm));
-    k_norms[slot * packs + part] = k_norm;
-    v_norms[slot * packs + part] = v_norm;
   }
 
   void row(int64_t b, int64_t h, int64_t i) const {
@@ -193,25 +197,38 @@ class Forward {
     if (a.lse != nullptr) a.lse[(b * a.q_heads + h) * a.q_len + i] = value;
   }
 
+  // A block of query rows and what they see.
+  struct Rows {
+    int64_t first, count, strips;
+    const int32_t* spans;
+    Hull hull[most_strips], all;  // of each strip
+  };
+  Rows rows_from(int64_t b, int64_t h, int64_t first) const {
+    const int64_t count = least(block_rows, a.q_len - first);
+    Rows rows{first, count, (count + E::strip - 1) / E::strip, a.bounds.slice(b, h) + first * a.runs * 2, {}, {}};
+    for (int64_t t = 0; t < rows.strips; ++t) {
+      rows.hull[t] = hull_of(rows.spans + t * E::strip * a.runs * 2, least(E::strip, count - t * E::strip), a.runs);
+      rows.all.include(rows.hull[t]);
+    }
+    return rows;
+  }
+
   void query_block(int64_t b, int64_t h, int64_t first, const Packed& packed, const Strip& s) const {
-    const float q_norm = largest_norm(q_row(b, h, first), a.q.row, least(block_rows, a.q_len - first), a.head_dim);
-    if (packed_finite(packed.slot) && (E::pieces == 1 || std::isfinite(q_norm))) {
+    const Rows rows = rows_from(b, h, first);
+    const float q_norm = largest_norm(q_row(b, h, first), a.q.row, rows.count, a.head_dim);
+    const Norms norms = norms_of(packed, key_range(rows.all));
+    if (norms.finite() && (E::pieces == 1 || std::isfinite(q_norm))) {
       E::begin();
-      block(b, h, first, packed, q_norm, s);
+      block(b, h, rows, packed, q_norm, norms, s);
       E::end();
     } else {
-      for (int64_t i = first; i < least(first + block_rows, a.q_len); ++i) row(b, h, i);
+      for (int64_t i = first; i < first + rows.count; ++i) row(b, h, i);
     }
   }
 
-  void block(int64_t b, int64_t h, int64_t first, const Packed& packed, float q_norm, const Strip& s) const {
-    const int64_t rows = least(block_rows, a.q_len - first), strips = (rows + E::strip - 1) / E::strip;
-    const int32_t* spans = a.bounds.slice(b, h) + first * a.runs * 2;
-    Hull hull[most_strips], all;
-    for (int64_t t = 0; t < strips; ++t) {
-      hull[t] = hull_of(spans + t * E::strip * a.runs * 2, least(E::strip, rows - t * E::strip), a.runs);
-      all.include(hull[t]);
-    }
+  void block(int64_t b, int64_t h, const Rows& given, const Packed& packed, float q_norm, Norms norm,
+             const Strip& s) const {
+    const auto& [first, rows, strips, spans, hull, all] = given;
     // A negative scale is carried by -q, so that the larger score is the likelier key; scale 0 by q = 0.
     const float c = magnitude_of(a.scale);
     Pack::rows(q_row(b, h, first), a.q.row, rows, a.scale == 0.0f ? 0 : a.head_dim, {s.q, q_plane}, depth,
@@ -222,21 +239,20 @@ class Forward {
     }
     for (int64_t i = 0; i < strips * E::strip * v_cols; i += Vec::width) store(s.out + i, zero());
 
-    const float v_norm = largest_of(v_norms, packed.slot);
-    const float product = largest_product(q_norm, largest_of(k_norms, packed.slot), c);
+    const float product = largest_product(q_norm, norm.k, c);
     const Scores scoring = changes ? Scores::make<T>(a, b, h, c, product / log2_e) : Scores{};
     const float exponent = a.options.softcap > 0.0f ? least_of(product, a.options.softcap * log2_e) : product;
     for (int64_t i = 0; changes && i < block_rows; ++i)
       s.base[i] = i < rows ? scoring.base_of(first + i, spans + i * a.runs * 2) : 0.0f;
     const BiasRange bias = range_of_bias(scoring);
-    const bool bounded = E::wide_exponents && within_range(exponent + bias.spread, v_norm) &&
+    const bool bounded = E::wide_exponents && within_range(exponent + bias.spread, norm.v) &&
                          start_at_ceilings(scoring, bias.top, first, rows, spans, s);
     if (drops) {
       const uint64_t seed = seed_of_head(a, b, h);
       for (int64_t i = 0; i < rows; ++i) s.random[i] = random_of_row(a, seed, b, first + i);
     }
     const Head head{b,       first,  packed.slot, packed.base, rows,
-                    spans,   hull,   all,         c,           E::wide_exponents && moderate(v_norm) ? 8.0f : 0.0f,
+                    spans,   hull,   all,         c,           E::wide_exponents && moderate(norm.v) ? 8.0f : 0.0f,
                     bounded, scoring};
     Job job = next_job(head, {round_down(all.lo, key_step), -1, {}});
     if (E::overlaps && job.valid(all)) scores(head, s, job, s.scores[0], 0, block_keys);
@@ -429,8 +445,7 @@ class Forward {
   const bool changes, drops, plain_ends;
   const int64_t kept_words;
   C *packed_k = nullptr, *packed_v = nullptr;
-  uint8_t* is_finite = nullptr;
-  float *k_norms = nullptr, *v_norms = nullptr;
+  Norms* all_norms = nullptr;
 };
 
 template <class T, class E>
