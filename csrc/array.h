@@ -28,6 +28,11 @@ struct Array {
       if (i >= ndim || shape[static_cast<size_t>(i++)] != n) return false;
     return i == ndim;
   }
+  bool empty() const {  // its strides mean nothing
+    for (int i = 0; i < ndim; ++i)
+      if (shape[static_cast<size_t>(i)] == 0) return true;
+    return false;
+  }
   std::string shape_text() const { return text(shape.data(), ndim); }
   static std::string text(const int64_t* shape, int ndim) {
     std::string text = "(";
@@ -49,7 +54,7 @@ inline Array checked(const char* name, const Array& a, int dtype, std::initializ
 // A (batch, heads, length, dim) array with a unit last stride.
 inline Tensor tensor_of(const char* name, const Array& x, int dtype, std::initializer_list<int64_t> shape) {
   const Array a = checked(name, x, dtype, shape);
-  if (a.strides[3] != 1 && a.shape[3] > 1)
+  if (a.strides[3] != 1 && a.shape[3] > 1 && !a.empty())
     fail(std::string(name) + ": expected a unit last stride, got " + std::to_string(a.strides[3]));
   return {a.data, a.strides[0], a.strides[1], a.strides[2]};
 }
@@ -64,8 +69,7 @@ inline Tensor result_of(const char* name, const Array& x, int dtype, std::initia
 
 inline void check_packed(const char* name, const Array& a) {
   int64_t stride = 1;
-  for (int i = 0; i < a.ndim; ++i)
-    if (a.shape[static_cast<size_t>(i)] == 0) return;
+  if (a.empty()) return;
   for (int i = a.ndim; i-- > 0; stride *= a.shape[static_cast<size_t>(i)])
     if (a.shape[static_cast<size_t>(i)] > 1 && a.strides[static_cast<size_t>(i)] != stride)
       fail(std::string(name) + ": expected a contiguous array");

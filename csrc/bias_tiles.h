@@ -64,7 +64,7 @@ class BiasTiles {
     for (int64_t p = 0; p < queries / panel; ++p) {
       room.consecutive[p] = 1;
       for (int64_t i = p * panel + 1; i < (p + 1) * panel; ++i)
-        if (room.q_index[i] != room.q_index[i - 1] + 1) room.consecutive[p] = 0;
+        if (room.q_index[i] - int64_t{room.q_index[i - 1]} != 1) room.consecutive[p] = 0;
     }
     if (kind_ != BiasKind::distance) return;
     const DistanceTable table = scores_.table_of_head();
@@ -177,13 +177,18 @@ class BiasTiles {
       const int64_t keys = most(0, least(16, a_.k_len - t.key - j));
       for (int64_t i = 0; i < t.queries; i += 16) {
         std::memset(x.unit, 0, sizeof x.unit);
-        for (int64_t r = 0; r < most(0, least(16, a_.q_len - t.query - i)); ++r)
-          scores_.dense_row(t.query + i + r, t.key + j, keys, reinterpret_cast<float*>(x.unit[r]));
+        for (int64_t r = 0; r < most(0, least(16, a_.q_len - t.query - i)); ++r) {
+          alignas(64) float line[16] = {};
+          scores_.dense_row(t.query + i + r, t.key + j, keys, line);
+          x.set(r, line);
+        }
         transpose(x);
-        for (int64_t r = 0; r < least(16, t.keys - j); ++r)
+        for (int64_t r = 0; r < least(16, t.keys - j); ++r) {
+          alignas(64) float line[16];
+          x.get(r, line);
           for (int64_t lane = 0; lane < 16; lane += Vec::width)
-            store(t.row(j + r) + i + lane,
-                  (load(reinterpret_cast<float*>(x.unit[r]) + lane) - load(t.base + t.query + i + lane)) * set(log2_e));
+            store(t.row(j + r) + i + lane, (load(line + lane) - load(t.base + t.query + i + lane)) * set(log2_e));
+        }
       }
     }
   }
@@ -202,13 +207,16 @@ class BiasTiles {
       for (int64_t i = 0; i < t.queries; i += 16) {
         for (int64_t r = 0; r < 16; ++r) {
           if (r < t.keys - j)
-            std::memcpy(x.unit[r], t.row(j + r) + i, 64);
+            x.set(r, t.row(j + r) + i);
           else
             std::memset(x.unit[r], 0, 64);
         }
         transpose(x);
-        for (int64_t r = 0; r < least(16, a_.q_len - t.query - i); ++r)
-          add_row(reinterpret_cast<const float*>(x.unit[r]), keys, shared, dense_gradient(t.query + i + r) + t.key + j);
+        for (int64_t r = 0; r < least(16, a_.q_len - t.query - i); ++r) {
+          alignas(64) float line[16];
+          x.get(r, line);
+          add_row(line, keys, shared, dense_gradient(t.query + i + r) + t.key + j);
+        }
       }
     }
   }

@@ -1,11 +1,16 @@
-// Chooses the instruction-set level, checks the bounds, provides scratch memory.
+// Chooses the instruction-set level, checks and copies the bounds, provides scratch memory.
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <new>
+#include <optional>
 
 #include "attention.h"
+#include "snapshot.h"
 #include "tuned.h"
 
 #if defined(__x86_64__)
@@ -129,6 +134,9 @@ const Selection& selection() {
 // Blocks of scratch memory that are kept between calls: fresh pages cost more than small problems take.
 class ScratchPool {
  public:
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   class Block {
    public:
     Block(ScratchPool& pool, size_t bytes) : pool_(pool), slot_(pool.acquire(bytes)) {}
@@ -193,37 +201,9 @@ ScratchPool& pool() {
   return *instance;
 }
 
-// Keys that a row sees, or -1 for illegal spans.
-int64_t visible_keys(const int32_t* spans, int64_t runs, int64_t k_len) {
-  int64_t end = 0, visible = 0;
-  for (int64_t r = 0; r < runs; ++r) {
-    const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
-    if (lo < 0 || hi < lo || hi > k_len) return -1;
-    if (lo == hi) continue;
-    if (lo < end) return -1;
-    end = hi;
-    visible += hi - lo;
-  }
-  return visible;
-}
-
-// Visible pairs of all heads, or -1 and the first bad row.
-int64_t visible_pairs(const Problem& p, BadRow* bad) {
-  int64_t pairs = 0;
-  for (int64_t b = 0; b < p.bounds.batches; ++b)
-    for (int64_t h = 0; h < p.bounds.heads; ++h) {
-      const int32_t* spans = p.bounds.slice(b, h);
-      for (int64_t i = 0; i < p.q_len; ++i) {
-        const int64_t visible = visible_keys(spans + i * p.runs * 2, p.runs, p.k_len);
-        if (visible < 0) {
-          *bad = {b, h, i};
-          return -1;
-        }
-        pairs += visible;
-      }
-    }
-  return pairs * (p.batch / p.bounds.batches) * (p.q_heads / p.bounds.heads);
-}
+// A forked child finds the mutex free, and everything made that is made once, whatever other threads did meanwhile.
+[[maybe_unused]] const int fork_handlers = pthread_atfork([] { static_cast<void>(selection()), pool().lock(); },
+                                                          [] { pool().unlock(); }, [] { pool().unlock(); });
 
 bool within(int64_t size, BlockRange range) {
   return size == 0 || (size > 0 && size % range.step == 0 && size <= range.most);
@@ -278,11 +258,27 @@ Result run(const Args& args, const Pair& pair, const Parallel& parallel) {
   return {};
 }
 
+// Memory for a snapshot: few bytes, those of most small calls, are on the stack.
+class SnapshotMemory {
+ public:
+  explicit SnapshotMemory(size_t bytes) {
+    if (bytes > sizeof near_) far_.emplace(pool(), bytes);
+  }
+  char* data() { return far_ ? far_->data() : near_; }
+
+ private:
+  alignas(64) char near_[2048];
+  std::optional<ScratchPool::Block> far_;
+};
+
 template <class Args, class Pair>
 Result launch(Args args, Direction direction, Isa level, const Pair& pair, Parallel parallel) {
   const auto start = std::chrono::steady_clock::now();
   Result result;
-  const int64_t pairs = visible_pairs(args, &result.bad);
+  const Snapshot snapshot(args);
+  SnapshotMemory memory(snapshot.bytes());
+  if (memory.data() == nullptr) return {Status::out_of_memory};
+  const int64_t pairs = snapshot.take(args, memory.data(), &result.bad);
   if (pairs < 0) {
     result.status = Status::bad_bounds;
     return result;
@@ -299,6 +295,30 @@ Result launch(Args args, Direction direction, Isa level, const Pair& pair, Paral
   return result;
 }
 
+// A call without rows has nothing to compute, and extents that cannot divide.
+bool without_rows(const Problem& p) { return p.batch == 0 || p.q_heads == 0 || p.q_len == 0; }
+
+void clear(const Tensor& x, const Problem& p, int64_t dim) {
+  const size_t size = p.dtype == Dtype::f32 || x.wide ? 4 : 2;
+  for (int64_t b = 0; b < p.batch; ++b)
+    for (int64_t h = 0; h < p.kv_heads; ++h)
+      for (int64_t i = 0; i < p.k_len; ++i)
+        std::memset(static_cast<char*>(x.data) + static_cast<size_t>(b * x.batch + h * x.head + i * x.row) * size, 0,
+                    static_cast<size_t>(dim) * size);
+}
+
+// What the gradients of a call without rows are.
+void clear_gradients(const BackwardArgs& a) {
+  clear(a.dk, a, a.head_dim);
+  clear(a.dv, a, a.v_dim);
+  const Bias& bias = a.options.bias;
+  const int64_t width = bias.kind == BiasKind::dense      ? bias.rows * a.k_len
+                        : bias.kind == BiasKind::distance ? 2 * bias.reach + 1
+                                                          : 1;
+  if (a.dbias.data != nullptr) std::fill_n(a.dbias.data, bias.batches * bias.heads * width, 0.0f);
+  if (a.dsinks != nullptr) std::fill_n(a.dsinks, a.q_heads, 0.0f);
+}
+
 }  // namespace
 
 const char* isa_name(Isa level) { return names[static_cast<int>(level)]; }
@@ -306,12 +326,18 @@ bool isa_supported(Isa level) { return selection().supported[static_cast<int>(le
 Isa isa_active() { return selection().active; }
 const char* isa_request_error() { return selection().error; }
 
-Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel) {
+Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel) try {
+  if (without_rows(args)) return {};
   return launch(args, Direction::forward, level, best(level, args.dtype, &Kernels::forward), parallel);
+} catch (const std::bad_alloc&) {
+  return {Status::out_of_memory};
 }
 
-Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel) {
+Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel) try {
+  if (without_rows(args)) return clear_gradients(args), Result{};
   return launch(args, Direction::backward, level, best(level, args.dtype, &Kernels::backward), parallel);
+} catch (const std::bad_alloc&) {
+  return {Status::out_of_memory};
 }
 
 Totals totals(Direction direction) { return counters[static_cast<int>(direction)].totals(); }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "attention.h"
 
@@ -19,10 +20,10 @@ struct RowArray {
   int64_t at(int64_t i) const { return i / length * plane + i % length * row; }
 };
 
-// Which rows; null: all, in order.
+// Which rows, in numbers of its own: the caller's may change after they were checked. None: all, in order.
 struct RowIndex {
-  const int32_t* data = nullptr;
-  int64_t of(int64_t i) const { return data == nullptr ? i : data[i]; }
+  std::vector<int32_t> rows;
+  int64_t of(int64_t i) const { return rows.empty() ? i : rows[static_cast<size_t>(i)]; }
 };
 
 // Row from.of(i) of `source` is copied to row to.of(i) of `target`, or added to it (floats): `count` rows, each target

@@ -15,6 +15,9 @@ namespace attnspan::ATTNSPAN_ISA {
 // Sixteen 32-bit units: 16 floats or 16 pairs of bfloat16.
 struct alignas(64) Block {
   uint32_t unit[16][16];
+  // Rows of floats.
+  void set(int64_t row, const float* from) { std::memcpy(unit[row], from, 64); }
+  void get(int64_t row, float* to) const { std::memcpy(to, unit[row], 64); }
 };
 
 inline void transpose(Block& x) {

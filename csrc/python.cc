@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "move.h"
 #include "peak.h"
+#include "snapshot.h"
 #include "threads.h"
 #include "tuned.h"
 #include "xla.h"
@@ -114,7 +115,9 @@ RowIndex row_index_of(const char* name, nb::handle x, int64_t& count) {
   if (a.dtype != code_i32 || a.ndim != 1) fail(std::string(name) + ": expected int32 (n,), got " + a.shape_text());
   check_packed(name, a);
   count = a.shape[0];
-  return {static_cast<const int32_t*>(a.data)};
+  RowIndex index{std::vector<int32_t>(static_cast<size_t>(count))};
+  copy_once(static_cast<const int32_t*>(a.data), count, index.rows.data());
+  return index;
 }
 
 void move_rows(nb::handle target, nb::handle to, nb::handle source, nb::handle from, bool add, int threads) {
