@@ -1,5 +1,7 @@
 #include "tuned.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -19,6 +21,10 @@ uint64_t code(const TunedKey& k) {
 std::mutex table_mutex;
 std::shared_ptr<const Table> table;
 std::atomic<bool> filled{false};  // most processes have no table, and should not pay for one
+
+// A forked child finds the mutex free.
+[[maybe_unused]] const int fork_handlers =
+    pthread_atfork([] { table_mutex.lock(); }, [] { table_mutex.unlock(); }, [] { table_mutex.unlock(); });
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 #include "xla_pool.h"
 
 #include <atomic>
+#include <exception>
 
 #include "threads.h"
 
@@ -12,13 +13,22 @@ struct Loop {
   int64_t items;
   void (*body)(void*, int64_t, int);
   void* context;
+  std::atomic<int> holders;
   std::atomic<int64_t> next{0}, done{0};
-  std::atomic<int> thread{0}, holders;
+  std::atomic<int> thread{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};  // of the first body that threw
 
-  void work() {
+  void work() noexcept {
     const int id = thread.fetch_add(1, std::memory_order_relaxed);
     int64_t mine = 0;
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items; ++mine) body(context, i, id);
+    try {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items; ++mine) body(context, i, id);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+      const int64_t left = items - next.exchange(items);  // nobody's any more
+      mine += 1 + (left > 0 ? left : 0);
+    }
     if (mine > 0 && done.fetch_add(mine, std::memory_order_acq_rel) + mine == items) done.notify_all();
   }
   void release() {
@@ -43,7 +53,7 @@ void destroy(const ffi::Api& api, ffi::Error* error) {
 void run(void* data, int threads, int64_t items, void (*body)(void*, int64_t, int), void* context) {
   const auto& pool = *static_cast<XlaPool*>(data);
   const int team = static_cast<int>(items < threads ? items : threads);
-  auto* loop = new Loop{items, body, context, {0}, {0}, {0}, team};
+  auto* loop = new Loop{items, body, context, team};
   for (int i = 1; i < team; ++i) {
     ffi::Schedule args{sizeof(args), nullptr, pool.context, &enter, loop};
     if (ffi::Error* error = pool.api->thread_pool_schedule(&args)) {
@@ -53,7 +63,9 @@ void run(void* data, int threads, int64_t items, void (*body)(void*, int64_t, in
   }
   loop->work();
   loop->wait();
+  const std::exception_ptr error = loop->error;
   loop->release();
+  if (error) std::rethrow_exception(error);
 }
 
 int threads_of(const XlaPool& pool) {
