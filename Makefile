@@ -89,11 +89,13 @@ bench: setup
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-# The kernel over random problems under the address and undefined-behaviour sanitizers.
-sanitize: setup
-	cmake --preset sanitize -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
-	cmake --build --preset sanitize --target attnspan_memory_check
-	build/sanitize/attnspan_memory_check
+# The kernel over random problems, while a second thread writes into the mask: once under the address and
+# undefined-behaviour sanitizers, once under the thread sanitizer.
+sanitize:
+	@for preset in sanitize sanitize-thread; do \
+	  cmake --preset $$preset && cmake --build --preset $$preset --target attnspan_memory_check && \
+	  build/$$preset/attnspan_memory_check $(ARGS) || exit 1; \
+	done
 
 # The kernel compiled for aarch64, and its tests against that program under user-mode emulation.
 KERNEL_TESTS := tests/kernels/test_cpu.py tests/kernels/test_kernel_options.py tests/kernels/test_tuned.py::test_a_configuration_changes_nothing_but_rounding

@@ -9,7 +9,14 @@
 #include <limits>
 
 #if defined(__SSE2__)
+#pragma GCC diagnostic push
+#if !defined(__clang__)
+// GCC 12 takes the "undefined" operands of its own AVX-512 intrinsics for our mistakes (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif

@@ -14,10 +14,6 @@
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__)
-#include <immintrin.h>
-#endif
-
 namespace attnspan::ATTNSPAN_ISA {
 
 inline constexpr int64_t panel = 16;  // columns in a packed panel: one 64-byte line for each step of k

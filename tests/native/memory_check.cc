@@ -1,14 +1,18 @@
 // Runs the kernel over random problems at every instruction-set level, for the sanitizers to watch: each array is a
-// heap block of exactly the size that the strides reach. Values are compared with the oracle elsewhere (tests/kernels).
+// heap block of exactly the size that the strides reach. Then the same while another thread writes into the mask and
+// the indices. Values are compared with the oracle elsewhere (tests/kernels).
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "../../csrc/attention.h"
 #include "../../csrc/threads.h"
+#include "edge_check.h"
 
 using namespace attnspan;
 
@@ -98,6 +102,44 @@ struct RandomOptions {
   }
 };
 
+// Overwrites integers of the caller's with anything, one at a time, and puts them back: most calls then find them
+// legal, and meet others if they look again.
+class Vandal {
+ public:
+  Vandal(std::vector<std::vector<int32_t>*> ints, std::vector<int64_t>& seeds)
+      : thread_([this, ints = std::move(ints), &seeds] { spoil(ints, seeds); }) {
+    while (!started_) std::this_thread::yield();
+  }
+  ~Vandal() {
+    stop_ = true;
+    thread_.join();
+  }
+  Vandal(const Vandal&) = delete;
+  Vandal& operator=(const Vandal&) = delete;
+
+ private:
+  template <class T>
+  static void spoil_one(std::vector<T>& values, std::minstd_rand& random) {
+    if (values.empty()) return;
+    T& x = values[random() % values.size()];
+    const T legal = __atomic_load_n(&x, __ATOMIC_RELAXED);
+    const uint64_t any = random() % 2 == 0 ? random() * uint64_t{random()} : random() % 1024;
+    __atomic_store_n(&x, static_cast<T>(any), __ATOMIC_RELAXED);
+    std::this_thread::yield();
+    __atomic_store_n(&x, legal, __ATOMIC_RELAXED);
+  }
+  void spoil(const std::vector<std::vector<int32_t>*>& ints, std::vector<int64_t>& seeds) {
+    std::minstd_rand random(1);
+    for (started_ = true; !stop_; std::this_thread::yield()) {
+      for (auto* values : ints) spoil_one(*values, random);
+      spoil_one(seeds, random);
+    }
+  }
+
+  std::atomic<bool> started_{false}, stop_{false};
+  std::thread thread_;
+};
+
 bool run_one(Isa level) {
   Problem p{};
   p.dtype = static_cast<Dtype>(random_bits() % 3);
@@ -107,7 +149,7 @@ bool run_one(Isa level) {
   p.runs = pick({1, 1, 2, 4}),
   p.scale = static_cast<float>(pick({-1, 0, 1, 1})) / std::sqrt(static_cast<float>(p.head_dim));
   const int64_t batches = pick({1, p.batch}), heads = pick({1, p.q_heads}), slice = p.q_len * p.runs * 2;
-  const std::vector<int32_t> bounds = spans_of(batches * heads, p);
+  std::vector<int32_t> bounds = spans_of(batches * heads, p);
   p.bounds = {bounds.data(), batches == 1 ? 0 : heads * slice, heads == 1 ? 0 : slice, batches, heads};
   const auto queries = [&](int64_t dim) { return Array(p.dtype, p.batch, p.q_heads, p.q_len, dim); };
   const auto keys = [&](int64_t dim) { return Array(p.dtype, p.batch, p.kv_heads, p.k_len, dim); };
@@ -131,7 +173,11 @@ bool run_one(Isa level) {
                  nullptr,
                  options.gradient,
                  p.options.sinks == nullptr ? nullptr : options.dsinks.data()};
-  return forward(f, level, parallel).status == Status::ok && backward(b, level, parallel).status == Status::ok;
+  if (forward(f, level, parallel).status != Status::ok || backward(b, level, parallel).status != Status::ok)
+    return false;
+  const Vandal vandal({&bounds, &options.q_index, &options.k_index}, options.seeds);
+  for (int i = 0; i < 2; ++i) forward(f, level, parallel), backward(b, level, parallel);
+  return true;
 }
 
 }  // namespace
@@ -145,4 +191,5 @@ int main(int argc, char** argv) {
       if (!run_one(level)) return std::fprintf(stderr, "%s: a legal problem was refused\n", isa_name(level)), 1;
     std::printf("%s: %d problems\n", isa_name(level), problems);
   }
+  check_edges();
 }
