@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-# Puts anything into integer arrays while `call` runs without the GIL. Half of the time they are legal, so that checks
-# pass.
+# Puts anything into integer arrays while `call` runs without the GIL, half of the time; else they are legal.
 COMMON = """
 import threading
 import time

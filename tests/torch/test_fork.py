@@ -12,7 +12,7 @@ import torch
 from attnspan import causal
 from attnspan.torch import attention
 
-x = torch.randn(1, 4, 128, 32, generator=torch.Generator().manual_seed(0))  # too few for torch's own loops
+x = torch.randn(1, 4, 64, 32, generator=torch.Generator().manual_seed(0))  # too few for torch's own loops
 
 def step():
     q, k, v = (x.clone().requires_grad_() for _ in range(3))

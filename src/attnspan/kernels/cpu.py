@@ -335,7 +335,9 @@ def isa_levels() -> list[str]:
 
 
 def threading() -> str:
-    """Return whose threads run the loops: the process's OpenMP (torch's) or the kernel's own.
+    """Return whose threads run the loops: the process's OpenMP (torch's), the kernel's own, or the caller's alone.
+
+    The last is so in a forked child, where the threads of its parent are missing.
 
     Example:
         >>> threading() in ("OpenMP of the process", "own threads")
