@@ -335,7 +335,7 @@ def isa_levels() -> list[str]:
 
 
 def threading() -> str:
-    """Return whose threads run the loops: the process's OpenMP (torch's), the kernel's own, or the caller's alone.
+    """Return whose threads run the loops: the process's OpenMP (torch's), the kernel's, or the caller's alone.
 
     The last is so in a forked child, where the threads of its parent are missing.
 
