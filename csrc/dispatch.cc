@@ -1,6 +1,7 @@
 // Chooses the instruction-set level, checks and copies the bounds, provides scratch memory.
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>

@@ -118,7 +118,8 @@ class FewQueries {
   // Keys of a chunk, whole blocks of them: a function of the shape, because what is summed with what decides the last
   // bits. Small enough to keep many threads busy, with few heads as with many, and large enough that merging is cheap.
   int64_t choose_chunk() const {
-    constexpr int64_t least_cut = 8 * row_keys, least_chunk = 2 * row_keys, most_chunks = 1024;
+    constexpr int64_t least_cut = 8 * row_keys, most_chunks = 1024;
+    const int64_t least_chunk = (rows >= tile_rows ? 4 : 2) * row_keys;  // tiles are soon done with a chunk
     if (a.k_len < least_cut) return round_up(most(1, a.k_len), row_keys);
     const int64_t of_a_head = most(1, most_chunks / most(1, heads()));
     return round_up(most(least_chunk, (a.k_len + of_a_head - 1) / of_a_head), row_keys);

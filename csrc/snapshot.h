@@ -2,7 +2,6 @@
 // runs, which holds no lock of theirs: what was checked is what is read, so none of them moves an access.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention.h"

@@ -335,9 +335,9 @@ def isa_levels() -> list[str]:
 
 
 def threading() -> str:
-    """Return whose threads run the loops: the process's OpenMP (torch's), the kernel's, or the caller's alone.
+    """Return whose threads run the loops: the process's OpenMP (torch's) or the kernel's own.
 
-    The last is so in a forked child, where the threads of its parent are missing.
+    In a forked child, where the threads of its parent are missing, it is "one thread".
 
     Example:
         >>> threading() in ("OpenMP of the process", "own threads")
