@@ -136,10 +136,17 @@ float* rows_of(const char* name, const Array& a, const Problem& p) {
   return static_cast<float*>(packed(name, a, code_f32, {p.batch, p.q_heads, p.q_len}).data);
 }
 
+static double* wide_rows_of(const char* name, const Array& a, const Problem& p) {
+  return static_cast<double*>(packed(name, a, code_f64, {p.batch, p.q_heads, p.q_len}).data);
+}
+
 void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse) {
   const int dtype = static_cast<int>(args.dtype);
   args.out = result_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  args.lse = lse ? rows_of("lse", *lse, args) : nullptr;
+  if (lse && lse->dtype == code_f64)
+    args.wide_lse = wide_rows_of("lse", *lse, args);
+  else
+    args.lse = lse ? rows_of("lse", *lse, args) : nullptr;
 }
 
 void fill(BackwardArgs& args, const GradientArrays& given) {
@@ -152,7 +159,10 @@ void fill(BackwardArgs& args, const GradientArrays& given) {
   args.dq = result_of("dq", given.dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
   args.dk = result_of("dk", given.dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
   args.dv = result_of("dv", given.dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
-  args.lse = rows_of("lse", given.lse, args);
+  if (given.lse.dtype == code_f64)
+    args.wide_lse = wide_rows_of("lse", given.lse, args);
+  else
+    args.lse = rows_of("lse", given.lse, args);
   args.dlse = given.dlse ? rows_of("dlse", *given.dlse, args) : nullptr;
 }
 

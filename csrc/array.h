@@ -12,7 +12,7 @@
 
 namespace attnspan {
 
-constexpr int code_f32 = 0, code_i32 = 3, code_i64 = 4;  // indices of dtype_names
+constexpr int code_f32 = 0, code_i32 = 3, code_i64 = 4, code_f64 = 5;  // indices of dtype_names
 
 [[noreturn]] inline void fail(const std::string& text) { throw std::invalid_argument(text); }
 
@@ -44,7 +44,7 @@ struct Array {
 inline Array checked(const char* name, const Array& a, int dtype, std::initializer_list<int64_t> shape) {
   if (a.dtype != dtype)
     fail(std::string(name) + ": expected " + dtype_names[dtype] + ", got " +
-         (a.dtype >= 0 && a.dtype <= 4 ? dtype_names[a.dtype] : "an unknown dtype"));
+         (a.dtype >= 0 && a.dtype <= code_f64 ? dtype_names[a.dtype] : "an unknown dtype"));
   if (!a.has_shape(shape))
     fail(std::string(name) + ": expected shape " + Array::text(shape.begin(), static_cast<int>(shape.size())) +
          ", got " + a.shape_text());

@@ -58,7 +58,7 @@ inline const Exchange* exchange_of(nb::handle x) {
 inline int dtype_code(const dlpack::Tensor& t) {
   constexpr int integer = 0, floating = 2, brain = 4;
   if (t.lanes != 1) return -1;
-  if (t.code == floating) return t.bits == 32 ? 0 : t.bits == 16 ? 2 : -1;
+  if (t.code == floating) return t.bits == 32 ? code_f32 : t.bits == 16 ? 2 : t.bits == 64 ? code_f64 : -1;
   if (t.code == brain && t.bits == 16) return 1;
   if (t.code != integer) return -1;
   return t.bits == 32 ? 3 : t.bits == 64 ? 4 : -1;

@@ -84,7 +84,8 @@ struct Problem {
 
 struct ForwardArgs : Problem {
   Tensor out;
-  float* lse;  // (batch, q_heads, q_len), contiguous; may be null
+  float* lse;                  // (batch, q_heads, q_len), contiguous; may be null
+  double* wide_lse = nullptr;  // the same in double, for softmaxes that are merged from several calls
 };
 
 // Gradient of a bias, contiguous in its shape; strides are 0 where shared.
@@ -95,8 +96,9 @@ struct BiasGradient {
 
 struct BackwardArgs : Problem {
   Tensor out, dout, dq, dk, dv;
-  const float* lse;
-  const float* dlse;  // may be null
+  const float* lse;                  // of these keys: where a float of it is too coarse, it is computed anew
+  const double* wide_lse = nullptr;  // instead: of a whole of which these keys may be a part
+  const float* dlse;                 // may be null
   BiasGradient dbias = {};
   float* dsinks = nullptr;  // (q_heads); null without sinks
 };
@@ -130,7 +132,7 @@ struct Result {
 
 enum class Direction : int { forward = 0, backward = 1 };
 inline constexpr const char* direction_names[] = {"forward", "backward"};
-inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32", "int64"};
+inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32", "int64", "float64"};
 
 enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4, amxfp16 = 5 };
 inline constexpr int isa_levels = 6;

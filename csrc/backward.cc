@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "bias_tiles.h"
 #include "columns.h"
+#include "exact.h"
 #include "kernels.h"
 #include "pack.h"
 #include "parts.h"
@@ -98,7 +99,9 @@ class Backward {
     C *q_dims, *dout_dims;
     float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
     float* delta;
-    float* base;  // of each query's biases
+    double* whole_lse;
+    float* base;  // of each query's biases, see `Scores::base_of`
+    bool* exact;  // off the tiles: is the query's weight taken in double?
     Columns mask;
     Hull* block_hulls;     // of each query block: most of them see nothing of a key block
     float* dq;             // transposed: [query block][dim][query]
@@ -131,7 +134,10 @@ class Backward {
     BiasTiles bias;
     Softcap cap;
     float kept_weight;
+    bool deep = false;  // does a row's bias have a base?
   };
+  // What a head has large: nothing; biases alone, in some rows; scores too, which floats in tiles do not serve.
+  enum class Depth { none, biases, scores };
 
   Own lay_out(Carver& carver) const {
     Own o;
@@ -142,7 +148,9 @@ class Backward {
     o.lse = carver.take<float>(queries);
     o.lse_rest = carver.take<float>(queries);
     o.delta = carver.take<float>(queries);
+    o.whole_lse = carver.take<double>(queries);
     o.base = carver.take<float>(queries);
+    o.exact = carver.take<bool>(queries);
     o.mask = Columns::lay_out(carver, queries, a.runs);
     o.block_hulls = carver.take<Hull>(q_blocks);
     o.dq = carver.take<float>(shares == 1 ? head_dq : 0);
@@ -217,13 +225,15 @@ class Backward {
                            finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
     for (int64_t g = 0; g < a.group(); ++g) {
       const int64_t h = hk * a.group() + g;
-      const bool tiles = a.q_len >= few_rows && finite_kv &&
+      const Depth large = prepare(b, h, o);
+      const bool tiles = large != Depth::scores && a.q_len >= few_rows && finite_kv &&
                          finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
                          finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
+      if (!tiles && a.wide_lse == nullptr) find_exact_lse(b, h, o);
       float* dq = shares == 1 ? o.dq : partial.dq + ((b * a.q_heads + h) * shares + share) * head_dq;
-      prepare(b, h, o);
-      const Changes change = changes_of(b, h, share, o, partial);
-      if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(b, h, o);
+      Changes change = changes_of(b, h, share, o, partial);
+      change.deep = large == Depth::biases;
+      if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
       BlockSpan seen;
       int64_t chunk = -1;
       std::memset(dq, 0, static_cast<size_t>(head_dq) * sizeof(float));
@@ -248,25 +258,20 @@ class Backward {
   }
 
   // Of one head's sink: its weight in each row has a value of 0.
-  float sink_gradient(int64_t b, int64_t h, const Own& o) const {
-    const float* lse = a.lse + (b * a.q_heads + h) * a.q_len;
+  float sink_gradient(int64_t h, const Own& o) const {
+    const auto sink = static_cast<double>(a.options.sinks[h]);
     double sum = 0.0;
     for (int64_t i = 0; i < a.q_len; ++i)
-      if (lse[i] != -infinity) sum -= static_cast<double>(std::exp(a.options.sinks[h] - lse[i]) * o.delta[i]);
+      if (o.whole_lse[i] != -HUGE_VAL) sum -= std::exp(sink - o.whole_lse[i]) * static_cast<double>(o.delta[i]);
     return static_cast<float>(sum);
   }
 
-  void prepare(int64_t b, int64_t h, const Own& o) const {
+  Depth prepare(int64_t b, int64_t h, const Own& o) const {
     const T* dout = at<T>(a.dout, b, h, 0);
     const int64_t row = (b * a.q_heads + h) * a.q_len;
+    Depth large = Depth::none;
     for (int64_t i = 0; i < a.q_len; ++i) {
-      const float given = a.lse[row + i];
-      o.base[i] = 0.0f;
-      double lse = static_cast<double>(given) * 1.44269504088896340736;
-      if (std::fabs(given) > 1024.0f && a.options.bias.kind == BiasKind::dense) lse = lse_of_row(b, h, i, &o.base[i]);
-      // A row that sees nothing: its weights are 2^-infinity.
-      o.lse[i] = given == -infinity ? infinity : static_cast<float>(std::nearbyint(lse));
-      o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(lse - static_cast<double>(o.lse[i])) : 0.0f;
+      large = std::max(large, prepare_lse(b, h, i, o));
       o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
     for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = o.base[i] = 0.0f;
@@ -278,25 +283,58 @@ class Backward {
     for (int64_t qb = 0; qb < q_blocks; ++qb)
       o.block_hulls[qb] =
           hull_of(a.bounds.slice(b, h) + qb * block * a.runs * 2, least(block, a.q_len - qb * block), a.runs);
+    return large;
   }
 
-  // The lse of a row whose biases are large, less their base and in units of log2: a float of the whole would have lost
-  // what matters.
-  double lse_of_row(int64_t b, int64_t h, int64_t i, float* base) const {
+  // The lse of a row, less the base of its biases. A float of a large one has lost what the row's weights differ by:
+  // it is computed anew, but for that of a whole, whose other keys are elsewhere.
+  Depth prepare_lse(int64_t b, int64_t h, int64_t i, const Own& o) const {
+    const int64_t row = (b * a.q_heads + h) * a.q_len + i;
+    const double given = a.wide_lse != nullptr ? a.wide_lse[row] : static_cast<double>(a.lse[row]);
+    const bool large = given != -HUGE_VAL && std::fabs(given) > most_plain_lse,
+               biased = large && a.options.bias.kind != BiasKind::none, part = a.wide_lse != nullptr;
+    double lse = given, base = 0.0;
+    o.base[i] = 0.0f;
+    if (biased) {
+      const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
+      o.base[i] = options.base_key(), base = options.base();
+      lse = part ? given - base : lse_of_row(b, h, i, options);
+    }
+    bool scores = large && std::fabs(lse) > most_lse_of_tiles;
+    if (scores && part) {
+      const double own = lse_of_row(b, h, i, RowOptions::make<T>(a, b, h, i, 1.0f));
+      scores = !(lse - own > 200.0);  // else all weight is elsewhere
+      lse = !scores ? HUGE_VAL : std::fabs(lse) > most_lse_of_parts ? NAN : lse;
+    }
+    o.whole_lse[i] = lse + base;
+    o.exact[i] = scores || biased;
+    // A row that sees nothing: its weights are 2^-infinity.
+    const double exponent = lse * 1.44269504088896340736;
+    o.lse[i] = lse == -HUGE_VAL ? infinity : static_cast<float>(std::nearbyint(exponent));
+    o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(exponent - static_cast<double>(o.lse[i])) : 0.0f;
+    return scores ? Depth::scores : o.base[i] != 0.0f ? Depth::biases : Depth::none;
+  }
+  // Scores of this size differ by 2^-14 from one order of summation to the next; where they are larger, a row is worked
+  // on by itself, in double. Forward's own scores are out of reach of a call that has a part of the row's keys: beyond
+  // the second size its weights would be wrong by more than a hundredth, and are NaN.
+  static constexpr double most_lse_of_tiles = 1024.0, most_lse_of_parts = 65536.0;
+
+  double lse_of_row(int64_t b, int64_t h, int64_t i, const RowOptions& options) const {
     const int64_t hk = h / a.group();
     const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
-    const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
     alignas(64) float query[max_dim];
     widen(at<T>(a.q, b, h, i), query, a.head_dim);
-    double sum = a.options.sinks == nullptr
-                     ? 0.0
-                     : std::exp(static_cast<double>(a.options.sinks[h]) - static_cast<double>(options.base()));
+    LogSum sum;
+    if (a.options.sinks != nullptr) sum.add(static_cast<double>(a.options.sinks[h]) - options.base());
     for (int64_t r = 0; r < a.runs; ++r)
       for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; ++j)
-        sum +=
-            std::exp(static_cast<double>(options.exponent(j, dot(query, at<T>(a.k, b, hk, j), a.head_dim) * a.scale)));
-    *base = options.base();
-    return std::log2(sum);
+        sum.add(static_cast<double>(options.exponent(j, dot(query, at<T>(a.k, b, hk, j), a.head_dim) * a.scale)));
+    return sum.value();
+  }
+
+  void find_exact_lse(int64_t b, int64_t h, const Own& o) const {
+    for (int64_t i = 0; i < a.q_len; ++i)
+      if (o.exact[i]) o.whole_lse[i] = ExactRow<T>(a, b, h, i).lse();
   }
 
   // The queries that see a chunk of keys.
@@ -388,7 +426,8 @@ class Backward {
     E::product({o.v + s * strip * v_depth, v_depth, v_plane},
                {o.dout_keys + at * v_depth * panel, v_depth * panel, v_key_plane}, o.dp, ld_scores, strip, n, v_depth,
                false);
-    const Tile bias{o.bias, ld_scores, first + s * strip, strip, p0 * panel, n, o.base};
+    const bool less = change.deep || a.options.bias.kind == BiasKind::dense;
+    const Tile bias{o.bias, ld_scores, first + s * strip, strip, p0 * panel, n, less ? o.base : nullptr};
     if (a.options.softcap > 0.0f)
       for (int64_t j = 0; j < strip; ++j) change.cap.apply(o.scores + j * ld_scores, n);
     if (change.bias.present()) change.bias.fill(bias);
@@ -508,7 +547,7 @@ class Backward {
     const bool recorded = change.bias.present() && change.bias.wants_gradient();
     for (int64_t i = 0; i < a.q_len; ++i) {
       alignas(64) float row[max_dim] = {};
-      const float lse = a.lse[(b * a.q_heads + h) * a.q_len + i];
+      const double lse = o.whole_lse[i];
       const auto by = [&](const auto& weigh) {
         const auto record = [&](int64_t j, float ds) {
           if (recorded) change.bias.record(i, j, ds);
@@ -516,17 +555,17 @@ class Backward {
         backward_row(at<T>(a.q, b, h, i), x, at<T>(a.dout, b, h, i), a.bounds.slice(b, h) + i * a.runs * 2, a.runs,
                      first, last, a.scale, o.delta[i], weigh, record, row, dk, cols, dv, v_cols);
       };
-      if (changes) {
+      if (o.exact[i]) {
+        const ExactRow<T> exact(a, b, h, i);
+        by([&](int64_t j, float) { return exact.weigh(j, lse); });
+      } else if (changes) {
         const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
-        // That of the whole, or precisely what is left of it without the base.
-        const double rest =
-            (static_cast<double>(o.lse[i]) + static_cast<double>(o.lse_rest[i])) / 1.44269504088896340736;
-        const float own = lse == -infinity    ? -infinity
-                          : o.base[i] == 0.0f ? lse - options.base()
-                                              : static_cast<float>(rest);
+        const auto own = static_cast<float>(lse - options.base());
         by([&](int64_t j, float score) { return options.weigh(j, score, own); });
       } else {
-        by([&](int64_t, float score) { return PairWeight{std::exp(score - lse), 1.0f, 1.0f}; });
+        by([&, own = static_cast<float>(lse)](int64_t, float score) {
+          return PairWeight{std::exp(score - own), 1.0f, 1.0f};
+        });
       }
       float* column = dq + i / block * dim_rows * block + i % block;
       for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];

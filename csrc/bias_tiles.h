@@ -14,7 +14,7 @@ namespace attnspan::ATTNSPAN_ISA {
 struct Tile {
   float* data;
   int64_t ld, key, keys, query, queries;
-  const float* base;  // of each query of the head: what is taken from its dense biases
+  const float* base;  // of each query of the head, see `Scores::base_of`; null where all are 0, but for dense biases
   float* row(int64_t j) const { return data + j * ld; }
 };
 
@@ -77,15 +77,9 @@ class BiasTiles {
   // The biases of a tile, in units of log2.
   void fill(const Tile& t) const {
     if (kind_ == BiasKind::dense) return fill_dense(t);
-    const float slope = kind_ == BiasKind::distance ? 0.0f : scores_.slope_of_head() * log2_e;
-    const Vec factor = set(kind_ == BiasKind::distance ? log2_e : -slope);
-    for_each_row(t, [&](int64_t j, int64_t key) {
-      for (int64_t i = 0; i < t.queries; i += Vec::width) {
-        const int64_t query = t.query + i;
-        const Vec x = kind_ == BiasKind::distance ? from_table(query, key) : distance(query, key);
-        store(t.row(j) + i, factor * (kind_ == BiasKind::alibi ? magnitude(x) : x));
-      }
-    });
+    if (t.base == nullptr) return fill_by_distance(t, [](Vec x, int64_t) { return x; });
+    const Vec side = set(kind_ == BiasKind::signed_alibi ? 1.0f : -1.0f);  // distances have the other sign here
+    fill_by_distance(t, [&](Vec x, int64_t query) { return fma(side, load(t.base + query), x); });
   }
 
   // Adds the gradients of the exponents of a tile to that of the bias.
@@ -120,6 +114,19 @@ class BiasTiles {
   }
 
  private:
+  template <class Less>
+  void fill_by_distance(const Tile& t, const Less& less) const {
+    const float slope = kind_ == BiasKind::distance ? 0.0f : scores_.slope_of_head() * log2_e;
+    const Vec factor = set(kind_ == BiasKind::distance ? log2_e : -slope);
+    for_each_row(t, [&](int64_t j, int64_t key) {
+      for (int64_t i = 0; i < t.queries; i += Vec::width) {
+        const int64_t query = t.query + i;
+        const Vec x = kind_ == BiasKind::distance ? from_table(query, key) : distance(query, key);
+        store(t.row(j) + i, factor * less(kind_ == BiasKind::alibi ? magnitude(x) : x, query));
+      }
+    });
+  }
+
   template <class Row>
   void for_each_row(const Tile& t, const Row& row) const {
     for (int64_t j = 0; j < t.keys; ++j) row(j, t.key + j < a_.k_len ? scores_.key_index(t.key + j) : 0);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention.h"
+#include "exact.h"
 #include "pack.h"
 #include "rows.h"
 #include "scores.h"
@@ -337,10 +338,11 @@ class FewQueries {
     }
     const bool sees = sees_any(row.spans, a.runs);
     if (!sees) std::memset(out, 0, sizeof out);  // whatever the bias of hidden keys was
-    const float base = changes ? RowOptions::make<T>(a, b, row.h, row.i, 1.0f).base() : 0.0f;
-    const RowEnd end = end_of_row(top, sees ? total : 0.0f, sink_of(a, row.h), kept_weight_of(a), base);
+    const double base = changes ? RowOptions::make<T>(a, b, row.h, row.i, 1.0f).base() : 0.0;
+    RowEnd end = end_of_row(top, sees ? total : 0.0f, sink_of(a, row.h), kept_weight_of(a), base);
+    if (sees && is_lost(a, end.lse, base)) end = {1.0f, ExactRow<T>(a, b, row.h, row.i).forward(out)};
     write_row<T>(out, end.factor, a.out, b, row.h, row.i, a.v_dim);
-    if (a.lse != nullptr) a.lse[(b * a.q_heads + row.h) * a.q_len + row.i] = end.lse;
+    write_lse(a, b, row.h, row.i, end.lse);
   }
 
   const ForwardArgs& a;

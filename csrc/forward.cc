@@ -6,6 +6,7 @@
 #include <cassert>
 
 #include "attention.h"
+#include "exact.h"
 #include "few.h"
 #include "kernels.h"
 #include "pack.h"
@@ -53,7 +54,7 @@ class Forward {
         few(args, threads),
         changes(a.options.change_weights()),
         drops(a.options.dropout.on()),
-        plain_ends(!drops && a.options.sinks == nullptr && a.options.bias.kind != BiasKind::dense),
+        plain_ends(!drops && a.options.sinks == nullptr && a.options.bias.kind == BiasKind::none),
         kept_words(block_keys / 32) {}
 
   Scratch scratch() {
@@ -178,23 +179,27 @@ class Forward {
   void row(int64_t b, int64_t h, int64_t i) const {
     const int64_t hk = h / a.group();
     const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
-    const auto by = [&](const auto& rows, float base) {
+    const auto by = [&](const auto& rows, double base) {
       alignas(64) float sum_v[max_dim] = {};
       const RowEnd end = forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, rows,
                                      sink_of(a, h), kept_weight_of(a), base, sum_v);
+      if (is_lost(a, end.lse, base)) return exact_row(b, h, i);
       write_row<T>(sum_v, end.factor, a.out, b, h, i, a.v_dim);
-      write_lse(b, h, i, end.lse);
+      write_lse(a, b, h, i, end.lse);
     };
     if (changes) {
       const RowOptions options = RowOptions::make<T>(a, b, h, i, magnitude_of(a.scale));
       by(RowsWithOptions{&options}, options.base());
     } else {
-      by(PlainRows{}, 0.0f);
+      by(PlainRows{}, 0.0);
     }
   }
 
-  void write_lse(int64_t b, int64_t h, int64_t i, float value) const {
-    if (a.lse != nullptr) a.lse[(b * a.q_heads + h) * a.q_len + i] = value;
+  void exact_row(int64_t b, int64_t h, int64_t i) const {
+    alignas(64) float out[max_dim] = {};
+    const double lse = ExactRow<T>(a, b, h, i).forward(out);
+    write_row<T>(out, 1.0f, a.out, b, h, i, a.v_dim);
+    write_lse(a, b, h, i, lse);
   }
 
   // A block of query rows and what they see.
@@ -293,13 +298,13 @@ class Forward {
     return true;
   }
   float ceiling_of_row(const Scores& scoring, float top, int64_t i, const int32_t* spans, float base) const {
+    if (base != 0.0f) return 0.0f;  // it is taken away already
     switch (a.options.bias.kind) {
       case BiasKind::alibi:
       case BiasKind::signed_alibi:
         return scoring.largest_of_slope(i, spans);
       case BiasKind::dense:
-        // Taken away already, as the base, unless it is 0 or no number that can be.
-        return base != 0.0f || !sees_any(spans, a.runs) ? 0.0f : scoring.largest_of_dense(i, spans);
+        return !sees_any(spans, a.runs) ? 0.0f : scoring.largest_of_dense(i, spans);
       default:
         return top;
     }
@@ -429,12 +434,13 @@ class Forward {
     const bool sees = sees_any(spans, a.runs);
     const float sum = sees ? reduce_add(load(s.sums + r * Vec::width)) : 0.0f;
     const float maximum = s.maximum[r] - E::exponent_offset;
-    const RowEnd end = plain_ends
-                           ? end_of_row(maximum, sum)
-                           : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), changes ? s.base[r] : 0.0f);
+    const double base = changes ? Scores::value_of_base(a, b, h, s.base[r]) : 0.0;
+    const RowEnd end =
+        plain_ends ? end_of_row(maximum, sum) : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), base);
+    if (sees && is_lost(a, end.lse, base)) return exact_row(b, h, i);
     if (!sees) std::memset(s.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
     write_row<T>(s.out + r * v_cols, end.factor, a.out, b, h, i, a.v_dim);
-    write_lse(b, h, i, end.lse);
+    write_lse(a, b, h, i, end.lse);
   }
 
   const ForwardArgs& a;

@@ -54,6 +54,12 @@ inline void write_row(const float* x, float factor, const Tensor& to, int64_t b,
     write_row(x, factor, at<T>(to, b, h, i), n);
 }
 
+inline void write_lse(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, double lse) {
+  const int64_t at = (b * a.q_heads + h) * a.q_len + i;
+  if (a.lse != nullptr) a.lse[at] = static_cast<float>(lse);
+  if (a.wide_lse != nullptr) a.wide_lse[at] = lse;
+}
+
 inline constexpr int64_t row_keys = 256, max_dim = 256;
 inline constexpr int64_t few_rows = 8;  // with fewer rows, packing costs more than it saves
 
@@ -140,7 +146,12 @@ inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* s
     sums->total *= factor;
     sums->top = now;
   }
-  const Scaled<float> from{set(c), set(sums->top == -infinity ? 0.0f : sums->top)};
+  float shift = sums->top == -infinity ? 0.0f : sums->top;
+  if (!(std::fabs(shift) <= most_fused_maximum)) {
+    shift_large(s, padded, c, shift);
+    c = 1.0f, shift = 0.0f;
+  }
+  const Scaled<float> from{set(c), set(shift)};
   sums->total +=
       reduce_add(exponentials<float>(s, padded, from, [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
 }
@@ -182,7 +193,7 @@ inline float prepare_query(const T* q, int64_t dim, float scale, float* query) {
 // What row i has of the values goes into sum_v: round_up(v_dim, Vec::width) floats, zero at first.
 template <class T, class Rows>
 RowEnd forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, const Rows& rows,
-                   const float* sink, float kept_weight, float base, float* sum_v) {
+                   const float* sink, float kept_weight, double base, float* sum_v) {
   alignas(64) float query[max_dim];
   const float c = prepare_query(q, x.dim, scale, query);
   RowSums sums{-infinity, 0.0f, sum_v};

@@ -57,17 +57,10 @@ class Scores {
       case BiasKind::none:
         return add(s, n, c, [](int64_t, Vec x) { return x; });
       case BiasKind::alibi:
-        return add(s, n, c, [&, slope = set(-slope_of_head() * log2_e)](int64_t j, Vec x) {
-          return fma(slope, magnitude(distances(first + j, q)), x);
-        });
       case BiasKind::signed_alibi:
-        return add(s, n, c, [&, slope = set(slope_of_head() * log2_e)](int64_t j, Vec x) {
-          return fma(slope, distances(first + j, q), x);
-        });
       case BiasKind::distance:
-        return add(s, n, c, [&, table = table_of_head()](int64_t j, Vec x) {
-          return fma(from_table(table, first + j, q), set(log2_e), x);
-        });
+        return base == 0.0f ? add_by_distance(s, n, c, first, q, [](Vec x) { return x; })
+                            : add_by_distance(s, n, c, first, q, [base](Vec x) { return x - set(base); });
       case BiasKind::dense:
         return add_dense(s, n, c, i, first, base);
     }
@@ -108,28 +101,57 @@ class Scores {
       const DistanceTable table = table_of_head();
       const bool below = distance + n - 1 <= -table.reach, above = distance - (rows - 1) >= table.reach;
       if (!below && !above) return false;
-      const float bias = table.at(distance) * log2_e;
-      return use([&](int64_t, float to) { return Scaled<typename E::Exponential>{set(c_), set(to - bias)}; }), true;
+      const float bias = table.at(distance);
+      return use([&](int64_t i, float to) {
+               return Scaled<typename E::Exponential>{set(c_), set(to - (bias - bases[i]) * log2_e)};
+             }),
+             true;
     }
-    float slope = slope_of_head();
+    float slope = slope_of_head(), side_of_base = -1.0f;
     if (!(std::fabs(slope) <= 1e20f)) return false;  // hidden keys might be at infinity
     if (kind == BiasKind::alibi) {                   // on one side of the query, |distance| is a straight line
       const Side side = side_of_keys(row, rows, first, n);
       if (side == Side::both) return false;
-      slope = side == Side::before ? slope : -slope;
+      if (side == Side::before)
+        side_of_base = 1.0f;
+      else
+        slope = -slope;
     }
     const Sloped line(c_, slope);
-    return use([&](int64_t i, float to) { return line(distance - i, to); }), true;
+    return use([&](int64_t i, float to) {
+             return line(distance - i + static_cast<int64_t>(side_of_base * bases[i]), to);
+           }),
+           true;
   }
   static constexpr int64_t most_fused = 1024;
   // What is taken from each bias of row i, because it changes nothing but the lse and may be large beside the scores:
-  // the largest dense bias of a key that the row sees, where that is a number.
+  // the largest bias of a key that the row sees, where that is a number. Of slopes it is given as the distance of that
+  // key. Of slopes and tables there is none where the biases are no larger than scores may be.
   float base_of(int64_t i, const int32_t* spans) const {
-    if (a_->options.bias.kind != BiasKind::dense) return 0.0f;
+    switch (a_->options.bias.kind) {
+      case BiasKind::none:
+        return 0.0f;
+      case BiasKind::alibi:
+      case BiasKind::signed_alibi:
+        return base_of_slope(i, spans);
+      case BiasKind::distance:
+        return base_of_table(i, spans);
+      case BiasKind::dense:
+        break;
+    }
     const float largest = largest_of_dense(i, spans);
-    constexpr float hides = -2.36e38f;  // in units of log2, what is below is -infinity
     return std::isfinite(largest) && largest >= hides ? largest : 0.0f;
   }
+  static constexpr float hides = -2.36e38f;  // in units of log2, what is below is -infinity
+
+  // The bias that a base stands for, in natural units.
+  static double value_of_base(const Problem& a, int64_t b, int64_t h, float base) {
+    const auto x = static_cast<double>(base);
+    const BiasKind kind = a.options.bias.kind;
+    if (base == 0.0f || (kind != BiasKind::alibi && kind != BiasKind::signed_alibi)) return x;
+    return static_cast<double>(*a.options.bias.floats(b, h)) * (kind == BiasKind::alibi ? -x : x);
+  }
+  double value_of_base(float base) const { return value_of_base(*a_, b_, h_, base); }
   float largest_of_dense(int64_t i, const int32_t* spans) const {
     Vec top = set(-infinity);
     with_dense(i, [&](const auto* row) {
@@ -157,22 +179,24 @@ class Scores {
   int64_t key_index(int64_t j) const { return k_index_ == nullptr ? j : k_index_[j]; }
 
   // Bias of one pair, in natural units.
-  float bias_of(int64_t i, int64_t j) const {
+  double bias_of(int64_t i, int64_t j) const {
     const Bias& bias = a_->options.bias;
     const int64_t distance = key_index(j) - query_index(*a_, b_, i);
     switch (bias.kind) {
       case BiasKind::none:
-        return 0.0f;
+        return 0.0;
       case BiasKind::alibi:
-        return -slope_of_head() * static_cast<float>(distance < 0 ? -distance : distance);
+        return static_cast<double>(-slope_of_head()) * static_cast<double>(distance < 0 ? -distance : distance);
       case BiasKind::signed_alibi:
-        return slope_of_head() * static_cast<float>(distance);
+        return static_cast<double>(slope_of_head()) * static_cast<double>(distance);
       case BiasKind::distance:
-        return table_of_head().at(distance);
-      case BiasKind::dense:
-        return dense_at(i, j);
+        return static_cast<double>(table_of_head().at(distance));
+      case BiasKind::dense: {
+        const float value = dense_at(i, j);
+        return value < hides ? -HUGE_VAL : static_cast<double>(value);
+      }
     }
-    return 0.0f;
+    return 0.0;
   }
 
   // `n` dense values of row i from key j on, as floats; `to` has room for whole vectors.
@@ -232,6 +256,80 @@ class Scores {
     store_part(s + j, bias(j, load_part(s + j, n - j) * factor), n - j);
     for (; j < n; ++j) top = vmax(set(s[j]), top);
     return top;
+  }
+
+  // Biases less a base, which `less` takes from a distance or an entry of the table.
+  template <class Less>
+  Vec add_by_distance(float* s, int64_t n, float c, int64_t first, int64_t q, const Less& less) const {
+    switch (a_->options.bias.kind) {
+      case BiasKind::alibi:
+        return add(s, n, c, [&, slope = set(-slope_of_head() * log2_e)](int64_t j, Vec x) {
+          return fma(slope, less(magnitude(distances(first + j, q))), x);
+        });
+      case BiasKind::signed_alibi:
+        return add(s, n, c, [&, slope = set(slope_of_head() * log2_e)](int64_t j, Vec x) {
+          return fma(slope, less(distances(first + j, q)), x);
+        });
+      default:
+        return add(s, n, c, [&, table = table_of_head()](int64_t j, Vec x) {
+          return fma(less(from_table(table, first + j, q)), set(log2_e), x);
+        });
+    }
+  }
+
+  // Biases up to this are added as they are: floats of such scores are fine enough.
+  static constexpr float most_plain_bias = 64.0f;
+
+  // The distance of the key with the largest bias.
+  float base_of_slope(int64_t i, const int32_t* spans) const {
+    const float slope = slope_of_head();
+    const bool alibi = a_->options.bias.kind == BiasKind::alibi;
+    const int64_t q = query_index(*a_, b_, i);
+    float largest = -infinity, base = 0.0f;
+    const auto meet = [&](int64_t distance) {
+      const auto d = static_cast<float>(alibi && distance < 0 ? -distance : distance);
+      if (const float bias = alibi ? -slope * d : slope * d; bias > largest) largest = bias, base = d;
+    };
+    for (int64_t r = a_->runs; r-- > 0;) {
+      const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
+      if (lo >= hi) continue;
+      meet(key_index(lo) - q), meet(key_index(hi - 1) - q);
+      if (alibi && slope > 0.0f && largest >= -most_plain_bias) return 0.0f;  // none is above 0
+      if (k_index_ == nullptr)
+        meet(most(lo, least(q, hi - 1)) - q);
+      else
+        meet_extremes(lo, hi, static_cast<int32_t>(q), meet);
+    }
+    return std::isfinite(largest) && std::fabs(largest) > most_plain_bias ? base : 0.0f;
+  }
+  template <class Meet>
+  void meet_extremes(int64_t lo, int64_t hi, int32_t q, const Meet& meet) const {
+    int32_t low = INT32_MAX, high = INT32_MIN, nearest = INT32_MAX;
+    for (int64_t j = lo; j < hi; ++j) {
+      const int32_t d = k_index_[j] - q, size = d < 0 ? -d : d;
+      low = d < low ? d : low, high = d > high ? d : high, nearest = size < nearest ? size : nearest;
+    }
+    meet(low), meet(high);
+    if (a_->options.bias.kind == BiasKind::alibi) meet(nearest);
+  }
+
+  // The largest entry that the row sees, if the first one is large: a table is filled as a whole. Where others are,
+  // rows are found by their lse and computed anew.
+  float base_of_table(int64_t i, const int32_t* spans) const {
+    const DistanceTable table = table_of_head();
+    const int64_t q = query_index(*a_, b_, i);
+    float largest = -infinity;
+    for (int64_t r = 0; r < a_->runs; ++r) {
+      const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
+      if (lo >= hi) continue;
+      if (largest == -infinity && std::fabs(table.at(key_index(lo) - q)) <= most_plain_bias) return 0.0f;
+      if (k_index_ == nullptr)
+        largest = std::max(
+            largest, *std::max_element(table.values + table.clamp(lo - q), table.values + table.clamp(hi - 1 - q) + 1));
+      else
+        for (int64_t j = lo; j < hi; ++j) largest = std::max(largest, table.at(k_index_[j] - q));
+    }
+    return std::isfinite(largest) && std::fabs(largest) > most_plain_bias ? largest : 0.0f;
   }
 
   Vec add_dense(float* s, int64_t n, float c, int64_t i, int64_t first, float base) const {
@@ -336,21 +434,25 @@ class RowOptions {
       x = cap * t;
       if (slope != nullptr) *slope = 1.0f - t * t;
     }
-    return x + (scores_.bias_of(i_, j) - base_);
+    return x + static_cast<float>(scores_.bias_of(i_, j) - base());
   }
   // Of the same, for a row with this lse, less the base.
   PairWeight weigh(int64_t j, float x, float lse) const {
-    PairWeight w{0.0f, 1.0f, 1.0f};
+    PairWeight w{0.0f, kept_weight(j), 1.0f};
     x = exponent(j, x, &w.slope);
     w.p = x == -infinity || lse == -infinity ? 0.0f : std::exp(x - lse);
-    if (a_->options.dropout.on()) {
-      const int64_t group = round_down(j, 32);
-      const uint32_t bits = kept_of(group);
-      w.kept = bit_of(&bits, j - group) ? a_->options.dropout.kept_weight() : 0.0f;
-    }
     return w;
   }
-  float base() const { return base_; }
+  // What dropout makes of the weight of key j.
+  float kept_weight(int64_t j) const {
+    if (!a_->options.dropout.on()) return 1.0f;
+    const int64_t group = round_down(j, 32);
+    const uint32_t bits = kept_of(group);
+    return bit_of(&bits, j - group) ? a_->options.dropout.kept_weight() : 0.0f;
+  }
+  double base() const { return scores_.value_of_base(base_); }
+  float base_key() const { return base_; }
+  const Scores& scores() const { return scores_; }
   // A bit for each of the 32 keys from the `first` on, a multiple of 32.
   uint32_t kept_of(int64_t first) const { return kept_of_32(*a_, random_, b_, first); }
 

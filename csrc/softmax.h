@@ -56,8 +56,8 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
 }
 
 // Natural logarithm of sum * 2^maximum.
-inline float log_sum(float maximum, float sum) {
-  return static_cast<float>(static_cast<double>(maximum) * 0.69314718055994530942 + static_cast<double>(std::log(sum)));
+inline double log_sum(double maximum, float sum) {
+  return maximum * 0.69314718055994530942 + static_cast<double>(std::log(sum));
 }
 
 // State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial
@@ -80,24 +80,28 @@ inline bool within_range(float exponent, float v_norm) {
   return exponent <= 40.0f && moderate(v_norm) && v_norm >= 0x1p-60f;
 }
 
-// The factor of a row's weighted values, and its lse.
+// The factor of a row's weighted values, and its lse. Taken from large biases, a base comes back to lse: no float could
+// hold what is left when they cancel.
 struct RowEnd {
-  float factor, lse;
+  float factor;
+  double lse;
 };
 
 // From the row's maximum (in units of log2) and the sum of its weights relative to that; 0: it saw nothing.
 inline RowEnd end_of_row(float maximum, float sum) {
-  if (sum == 0.0f) return {0.0f, -infinity};
-  return {1.0f / sum, log_sum(maximum, sum)};
+  if (sum == 0.0f) return {0.0f, -HUGE_VAL};
+  return {1.0f / sum, log_sum(static_cast<double>(maximum), sum)};
 }
 
 // The same with a sink, which is one more logit without a value (null: none), where exponents are less `base`.
-inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight, float base) {
+inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight, double base) {
   RowEnd end = end_of_row(maximum, sum);
-  if (sink != nullptr && sum == 0.0f) return {0.0f, *sink};
+  if (sink != nullptr && sum == 0.0f) return {0.0f, static_cast<double>(*sink)};
   if (sink != nullptr) {
-    const float s = (*sink - base) * log2_e, top = s > maximum ? s : maximum;
-    const float seen = std::exp2(maximum - top), total = sum * seen + std::exp2(s - top);
+    const double given = static_cast<double>(maximum), s = (static_cast<double>(*sink) - base) * 1.44269504088896340736;
+    const double top = s > given ? s : given;
+    const float seen = static_cast<float>(std::exp2(given - top)),
+                total = sum * seen + static_cast<float>(std::exp2(s - top));
     end = {seen / total, log_sum(top, total)};
   }
   end.factor *= kept_weight;
@@ -122,6 +126,15 @@ inline Vec exponent(Vec s, Vec factor, Vec shift) {
     return rounded_product(s, factor) - shift;
   else
     return fma(s, factor, zero() - shift);
+}
+
+// A multiply-add gives the likeliest key what the maximum's rounding took away, and of products beyond this that may be
+// more than floats can raise 2 to.
+inline constexpr float most_fused_maximum = 0x1p20f;
+
+// s * c - shift in place, where the product is rounded as the maximum was: the likeliest key's exponent is 0.
+inline void shift_large(float* s, int64_t cols, float c, float shift) {
+  for (int64_t j = 0; j < cols; j += Vec::width) store(s + j, rounded_product(load(s + j), set(c)) - set(shift));
 }
 
 // Exponents of a plain row.
@@ -224,9 +237,13 @@ inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t
         maximum[r] = now[r];
       }
     for (int r = 0; r < 4; ++r) {
-      float* sum = run.sums + (i + r) * Vec::width;
-      store(sum,
-            load(sum) + strip.template weights<E>(i + r, row + r * lds, p + (i + r) * ldp, plane, cols, c, shift[r]));
+      float *sum = run.sums + (i + r) * Vec::width, factor = c;
+      if (!(std::fabs(shift[r]) <= most_fused_maximum)) {
+        shift_large(row + r * lds, cols, c, shift[r]);
+        factor = 1.0f, shift[r] = 0.0f;
+      }
+      store(sum, load(sum) +
+                     strip.template weights<E>(i + r, row + r * lds, p + (i + r) * ldp, plane, cols, factor, shift[r]));
     }
     between();
   }

@@ -57,7 +57,7 @@ def forward(
     terms = _Terms(options or Options(), q, k)
     for b, h, i, g, keys in _rows(q, k, v, bounds):
         x, _ = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
-        p, lse[b, h, i] = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
+        p, _, lse[b, h, i] = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
         out[b, h, i] = (terms.keep(b, h, i, keys) * p) @ v[b, g, keys]
     return out, lse
 
@@ -97,13 +97,13 @@ def backward(
     dbias, dsinks = np.zeros_like(terms.parameter), np.zeros(q.shape[1])
     for b, h, i, g, keys in _rows(q, k, v, bounds):
         x, slope = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
-        p, lse = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
+        p, sink_p, _ = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
         m = terms.keep(b, h, i, keys)
         dp = m * (v[b, g, keys] @ dout[b, h, i])
         common = dlse[b, h, i] - p @ dp
         dx = p * (dp + common)
         if terms.sinks[h] != -np.inf:
-            dsinks[h] += np.exp(terms.sinks[h] - lse) * common
+            dsinks[h] += sink_p * common
         terms.add_dbias(dbias, dx, b, h, i, keys)
         ds = scale * slope * dx
         dq[b, h, i] = ds @ k[b, g, keys]
@@ -187,15 +187,17 @@ def _float64(*arrays: Any) -> list[Float]:
     return [np.asarray(x).astype(np.float64) for x in arrays]
 
 
-def _softmax(scores: Float, sink: float) -> tuple[Float, float]:
+def _softmax(scores: Float, sink: float) -> tuple[Float, float, float]:
+    """The weights of the keys, that of the sink, and the lse."""
     logits = np.append(scores, sink)
     top = logits.max()
     if top == -np.inf:
-        return np.zeros_like(scores), -np.inf
+        return np.zeros_like(scores), 0.0, -np.inf
     # Infinite scores give NaN, as they do in every implementation; that is no accident to warn of here.
     with np.errstate(invalid="ignore"):
-        lse = top + np.log(np.exp(logits - top).sum())
-        return np.exp(scores - lse), float(lse)
+        weights = np.exp(logits - top)
+        total = weights.sum()
+        return weights[:-1] / total, float(weights[-1] / total), float(top + np.log(total))
 
 
 def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int, int, int, Index]]:

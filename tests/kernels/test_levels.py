@@ -9,7 +9,10 @@ import pytest
 
 from attnspan.kernels import cpu
 
-TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu.py", "test_kernel_options.py")]
+TESTS = [
+    str(Path(__file__).with_name(name))
+    for name in ("test_cpu.py", "test_kernel_options.py", "test_large_scores.py")
+]
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 
 

@@ -141,6 +141,10 @@ OPTIONS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "relative": lambda case: {
         "bias": attnspan.relative(_normal(case, 7, case.heads[0], 41).requires_grad_())
     },
+    "deep relative": lambda case: {
+        "bias": attnspan.relative((_normal(case, 7, case.heads[0], 41) * 300 - 1e9).requires_grad_()),
+        "sinks": (_normal(case, 6, case.heads[0]) - 1e9).requires_grad_(),
+    },
     "t5": lambda case: {
         "bias": attnspan.relative(
             _normal(case, 7, case.heads[0], 8).requires_grad_(), attnspan.t5_buckets(8, 16)

@@ -107,6 +107,20 @@ def test_all_pairs_of_masks_heads_options_and_lengths(ranks: int, strategy: str)
     check(ranks, grid(strategy))
 
 
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "exchange"), (3, "ring"), (4, "hybrid(2, 2, ring)")])
+def test_parts_of_rows_with_large_biases_merge(ranks: int, strategy: str) -> None:
+    cases = [
+        Case(mask=mask, option="deep relative", heads=(4, 2), strategy=strategy)
+        for mask in ("full", "causal")
+    ]
+    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
+    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+        true = exact(case)
+        for name, got in assemble(case, parts).items():
+            size = float(true[name].norm()) if name in ("out", "lse", "dv") else float(true["dv"].norm())
+            assert distance(got, true[name]) <= FLOAT32 * size, (name, distance(got, true[name]) / size)
+
+
 @pytest.mark.parametrize(("ranks", "strategy"), [*ALONE, *EIGHT])
 def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
     check(ranks, grid(strategy)[:: 1 if os.environ.get("ATTNSPAN_THOROUGH") else 8])

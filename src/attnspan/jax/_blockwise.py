@@ -38,6 +38,9 @@ from ._varying import axes_of, spread
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+#: Up to this size a float of an lse is as precise as weights are.
+_MOST_LSE = 128.0
+
 
 def supports(problem: Problem, static: Static) -> str | None:
     """None, or why this back end cannot run a call: it runs all of them.
@@ -158,14 +161,18 @@ def _dsinks(sinks: jax.Array, lse: jax.Array, common: jax.Array) -> jax.Array:
 
 
 class _Given(NamedTuple):
-    """A block of queries and what comes back to it; `_t` has rows along the last axis."""
+    """A block of queries and what comes back to it; `_t` has rows along the last axis.
+
+    A weight is exp(x - top) * factor.
+    """
 
     rows: Rows
     q: jax.Array
     q_t: jax.Array
     dout: jax.Array
     dout_t: jax.Array
-    lse: jax.Array
+    top: jax.Array
+    factor: jax.Array
     common: jax.Array
 
 
@@ -216,30 +223,39 @@ class _Loops:
         out, lse = state
         rows = rows_of(i, self.given, self.static, self.sizes)
         q = lax.dynamic_slice_in_dim(self.q, rows.start, self.sizes.q_block, 3)
-        top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
-        if self.given.sinks is not None:
-            sinks = self.given.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
-            top, total = jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
         sums = jnp.zeros((*q.shape[:4], self.v.shape[3]), self.wide)
         top, total, sums = self.run(
-            rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (top, total, sums)
+            rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (*self.no_keys(q), sums)
         )
         factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
         sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
         logs = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
         return self.write_rows(out, sums, rows), self.write_rows(lse, logs[..., 0], rows)
 
-    def forward_tile(self, t: jax.Array, state: Any, rows: Rows, q: jax.Array) -> Any:
-        """One step of the online softmax; `top` is subtracted from all scores so far."""
-        top, total, sums = state
-        keys = keys_of(t, rows, self.given, self.sizes)
+    def no_keys(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The maximum and the sum of a block's rows before the first key: those of the sink."""
+        top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
+        if self.given.sinks is None:
+            return top, total
+        sinks = self.given.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
+        return jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
+
+    def sums_of_tile(self, state: Any, rows: Rows, keys: Keys, q: jax.Array) -> Any:
+        """The maximum and the sum with one tile more; its weights, and what becomes of those so far."""
+        top, total = state
         x, visible, _ = self.scores(q, rows, keys)
         x = jnp.where(visible, x, -jnp.inf)
         new_top = jnp.maximum(top, x.max(-1, keepdims=True))
         # A row that has seen nothing yet: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
         finite_top = jnp.where(new_top == -jnp.inf, 0, new_top)
         weights, fade = jnp.exp(x - finite_top), jnp.exp(top - finite_top)
-        total = total * fade + weights.sum(-1, keepdims=True)
+        return (new_top, total * fade + weights.sum(-1, keepdims=True)), weights, fade
+
+    def forward_tile(self, t: jax.Array, state: Any, rows: Rows, q: jax.Array) -> Any:
+        """One step of the online softmax; `top` is subtracted from all scores so far."""
+        *state, sums = state
+        keys = keys_of(t, rows, self.given, self.sizes)
+        (new_top, total), weights, fade = self.sums_of_tile(state, rows, keys, q)
         if self.static.dropout_p:
             weights = jnp.where(kept_of(rows, keys, self.static), weights, 0)
         sums = sums * fade + self.product("bhgmn,bhne->bhgme", weights, self.block(self.v, keys, 2))
@@ -257,11 +273,23 @@ class _Loops:
         )
         # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
         q, dout = jnp.where(rows.alive, q, 0), jnp.where(rows.alive, dout, 0)
-        given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), lse, common)
+        top, factor = self.normalizers(rows, q, lse)
+        given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), top, factor, common)
         start = (jnp.zeros(q.shape, self.wide), *rest)
         block, *rest = self.run(rows.blocks, lambda t, s: self.backward_tile(t, s, given), start)
         block = (block * self.static.scale).astype(dq.dtype)
         return self.write_rows(dq, block, rows), *rest
+
+    def normalizers(self, rows: Rows, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What makes weights of scores: the lse, or sums anew where it is too large to tell weights apart."""
+        large = rows.alive & (jnp.abs(lse) > _MOST_LSE) & jnp.isfinite(lse)
+
+        def tile(t: jax.Array, state: Any) -> Any:
+            keys = keys_of(t, rows, self.given, self.sizes)
+            return self.sums_of_tile(state, rows, keys, q)[0]
+
+        top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(q))
+        return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1)
 
     def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:
         """Add what one tile contributes; see `attnspan.reference.backward` for the formulas."""
@@ -269,7 +297,7 @@ class _Loops:
         rows = given.rows
         keys = keys_of(t, rows, self.given, self.sizes)
         x, visible, slope = self.scores(given.q, rows, keys)
-        weights = jnp.where(visible, jnp.exp(x - given.lse), 0)
+        weights = jnp.where(visible, jnp.exp(x - given.top) * given.factor, 0)
         dweights = self.product("bhgme,bhen->bhgmn", given.dout, self.block(self.v_t, keys, 3))
         kept_weights = weights
         if self.static.dropout_p:

@@ -63,13 +63,13 @@ def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tu
     visible_bhms = fold(_visible(given.bounds, k.shape[2]))
     scores_bhms = pair_product(fold(q.astype(wide) * static.scale), k.astype(wide), visible_bhms)
     scores_bhms, _ = capped(scores_bhms, static.softcap)
-    bias = _bias(given, static, q_len, k.shape[2])
-    if bias is not None:
-        bias_bhms = fold(bias.astype(wide))
-        if static.bias_kind == DENSE:
-            visible_bhms = visible_bhms & ~(bias_bhms < HIDES)
+    base_bhm1: Any = 0
+    if static.bias_kind and k.shape[2]:
+        bias_bhms, base_bhm1, visible_bhms = _bias(given, static, fold, visible_bhms, wide)
         scores_bhms = scores_bhms + bias_bhms
-    sink_bhm1 = None if given.sinks is None else fold(given.sinks.astype(wide)[None, :, None, None])
+    sink_bhm1 = None
+    if given.sinks is not None:
+        sink_bhm1 = fold(given.sinks.astype(wide)[None, :, None, None]) - base_bhm1
     weights_bhms, lse_bhm1 = _softmax(jnp.where(visible_bhms, scores_bhms, -jnp.inf), visible_bhms, sink_bhm1)
     if static.dropout_p:
         keep_bhms = fold(_kept(given, static, q_len, k.shape[2]))
@@ -77,7 +77,7 @@ def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tu
     out_bhme = row_product(weights_bhms, v.astype(wide), visible_bhms)
     out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, static))
     illegal = illegal_rows(given.bounds, k.shape[2])
-    lse = jnp.where(illegal, jnp.nan, lse_bhm1.reshape(batch, q_heads, q_len))
+    lse = jnp.where(illegal, jnp.nan, (lse_bhm1 + base_bhm1).reshape(batch, q_heads, q_len))
     return jnp.where(illegal[..., None], jnp.nan, out), lse
 
 
@@ -125,22 +125,38 @@ def _positions(given: Operands, q_len: int, k_len: int) -> tuple[Array, Array]:
     return queries, keys if given.k_index is None else given.k_index
 
 
-def _bias(given: Operands, static: Static, q_len: int, k_len: int) -> Any:
-    """What is added to the scores, (B|1, Hq|1, Sq|1, Sk), or None."""
-    kind, bias = static.bias_kind, given.bias
-    if kind == 0:
-        return None
+def _bias(
+    given: Operands, static: Static, fold: _Fold, visible: Array, wide: Any
+) -> tuple[Array, Array, Array]:
+    """What is added to the scores, (B|1, Hkv, m, Sk), less each row's largest one; that; and what is visible.
+
+    A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
+    the lse.
+    """
+    kind, bias, k_len = static.bias_kind, given.bias, visible.shape[3]
     assert bias is not None, "a kind of bias needs its parameter"
+
+    def largest(x: Array) -> Array:
+        top = jnp.where(visible, lax.stop_gradient(x), -jnp.inf).max(-1, keepdims=True)
+        return jnp.where(top == -jnp.inf, 0, top)
+
     if kind == DENSE:
-        return bias
-    queries, keys = _positions(given, q_len, k_len)
+        bias_bhms = fold(bias.astype(wide))
+        visible = visible & ~(bias_bhms < HIDES)
+        return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
+    queries, keys = _positions(given, fold.rows, k_len)
     distance = keys[:, None, :] - queries[:, :, None]
     if kind == DISTANCE:
         reach = bias.shape[1] // 2
-        return bias[:, jnp.clip(distance, -reach, reach) + reach].swapaxes(0, 1)
+        values = bias[:, jnp.clip(distance, -reach, reach) + reach].swapaxes(0, 1)
+        bias_bhms = fold(values.astype(wide))
+        return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
     assert kind in (ALIBI, SIGNED_ALIBI), kind
-    factor = distance if kind == SIGNED_ALIBI else -jnp.abs(distance)
-    return bias[:, :, None, None] * factor[:, None].astype(bias.dtype)
+    factor = fold((distance if kind == SIGNED_ALIBI else -jnp.abs(distance))[:, None].astype(wide))
+    slope = fold(bias[:, :, None, None].astype(wide))
+    origin = jnp.where(slope < 0, -largest(-factor), largest(factor))
+    base = jnp.where(visible.any(-1, keepdims=True), slope * origin, 0)  # whatever the slope of no key is
+    return slope * (factor - origin), base, visible
 
 
 def _kept(given: Operands, static: Static, q_len: int, k_len: int) -> Array:

@@ -16,7 +16,7 @@ from . import tuned
 
 MAX_HEAD_DIM = 256
 
-_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4}
+_DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 
 _core: ModuleType | None
 _core_error = ""
@@ -71,7 +71,8 @@ def forward(
         v: Shape (B, Hkv, Sk, Dv).
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32.
         out: Shape (B, Hq, Sq, Dv), written: in the dtype of q, or in float32.
-        lse: Shape (B, Hq, Sq), float32, contiguous, written: natural logarithm, -inf for a row without keys.
+        lse: Shape (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32,
+            or float64 for a softmax that is merged from several calls.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
         config: One of `configs`; None takes the tuned one, or else the kernel's own choice.
@@ -134,7 +135,8 @@ def backward(
         k: As in `forward`.
         v: As in `forward`.
         out: As `forward` wrote it.
-        lse: As `forward` wrote it.
+        lse: As `forward` wrote it, float32: a large one is computed anew from the keys of this call. In
+            float64 it is taken as it is, and may be of a softmax of which these keys are a part, as ``out``.
         bounds: As in `forward`.
         dq: Shape of q, written: in the dtype of q, or in float32, as all three.
         dk: Shape of k, written.

@@ -85,14 +85,17 @@ def _forward(
     scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    bias = _bias(options, q, k)
-    if bias is not None:
-        scores = scores + _fold(bias.to(wide), kv_heads, q_heads, q_len)
+    base_bhm1 = None
+    if options.bias_kind and k_len:
+        bias, base_bhm1 = _bias(options, q, k, visible_bhms)
+        scores = scores + bias
     scores = torch.where(visible_bhms, scores, -torch.inf)
     sink = None
     if options.sinks is not None:
         sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
+        sink = sink if base_bhm1 is None else sink - base_bhm1
     weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
+    lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
     if options.dropout_p:
         keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)
         weights = weights * _fold(keep, kv_heads, q_heads, q_len)
@@ -141,22 +144,37 @@ def _positions(options: Options, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def _bias(options: Options, q: Tensor, k: Tensor) -> Tensor | None:
-    """What is added to the scores, (B|1, Hq|1, Sq|1, Sk)."""
-    kind = options.bias_kind
-    if kind == 0:
-        return None
+def _bias(options: Options, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """What is added to the scores, (B|1, Hkv, m, Sk), less each row's largest, and that, (B|1, Hkv, m, 1).
+
+    A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
+    the lse.
+    """
+    kind, wide = options.bias_kind, torch.float64 if q.dtype == torch.float64 else torch.float32
+
+    def fold(x: Tensor) -> Tensor:
+        return _fold(x.to(wide), k.shape[1], q.shape[1], q.shape[2])
+
+    def largest(x: Tensor) -> Tensor:
+        top = torch.where(visible, x.detach(), -torch.inf).amax(-1, keepdim=True)
+        return torch.where(top == -torch.inf, 0.0, top)
+
     if kind == DENSE:
-        return torch.where(options.bias < HIDES, -torch.inf, options.bias)
+        bias = fold(torch.where(options.bias < HIDES, -torch.inf, options.bias))
+        return bias - largest(bias), largest(bias)
     queries, keys = _positions(options, q, k)
     distance = keys[:, None, :] - queries[:, :, None]
     if kind == DISTANCE:
         reach = options.bias.shape[1] // 2
         column = distance.clamp(-reach, reach) + reach
-        return options.bias[:, column].transpose(0, 1)  # type: ignore[no-any-return]
+        bias = fold(options.bias[:, column].transpose(0, 1))
+        return bias - largest(bias), largest(bias)
     assert kind in (ALIBI, SIGNED_ALIBI), kind
-    factor = distance if kind == SIGNED_ALIBI else -distance.abs()
-    return options.bias[:, :, None, None] * factor[:, None]  # type: ignore[no-any-return]
+    factor = fold((distance if kind == SIGNED_ALIBI else -distance.abs())[:, None])
+    slope = fold(options.bias[:, :, None, None])
+    origin = torch.where(slope < 0, -largest(-factor), largest(factor))
+    base = torch.where(visible.any(-1, keepdim=True), slope * origin, 0.0)  # whatever the slope of no key is
+    return slope * (factor - origin), base
 
 
 def _kept(options: Options, q: Tensor, k: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Done(NamedTuple):
         dout: Shape (B, H, N, Dv).
         dlse: Shape (B, H, N), or None.
         out: Shape (B, H, N, Dv).
-        lse: Shape (B, H, N).
+        lse: Shape (B, H, N), float64.
     """
 
     dout: Tensor
@@ -78,7 +78,7 @@ class Gradients(NamedTuple):
 
 
 def forward(given: Given) -> tuple[Tensor, Tensor]:
-    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
+    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
     plan = given.plan
     if plan.transfer is not None:
         return _forward_exchange(given)
@@ -121,7 +121,7 @@ def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
 def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
     plan, q, options = given.plan, given.q, given.options
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
-    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64)
     parts = list(_parts(given))
     for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
         k, v = from_rows(fetched.wait(), q.shape[3])
@@ -229,18 +229,20 @@ class _Merged:
     """Parts of a softmax over disjoint keys, added up; Milakov and Gimelshein 2018, section 3.1."""
 
     def __init__(self, out: Tensor) -> None:
-        self.out, self.lse = out, out.new_full(out.shape[:3], -torch.inf)
+        self.out = out
+        self.lse = out.new_full(out.shape[:3], -torch.inf, dtype=torch.float64)
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Add the keys of one more call."""
         total = torch.logaddexp(self.lse, lse)
-        self.out.mul_(_weight(self.lse, total)).add_(out * _weight(lse, total))
+        old, new = (_weight(x, total).to(out.dtype) for x in (self.lse, lse))
+        self.out.mul_(old).add_(out * new)
         self.lse = total
 
     def join(self, sinks: Tensor) -> None:
         """Let each head's sink, (H,), into the sums; it has no value."""
         total = torch.logaddexp(self.lse, sinks[None, :, None].to(self.lse.dtype).expand_as(self.lse))
-        self.out.mul_(_weight(self.lse, total))
+        self.out.mul_(_weight(self.lse, total).to(self.out.dtype))
         self.lse = total
 
 
@@ -251,12 +253,12 @@ def _weight(part: Tensor, total: Tensor) -> Tensor:
 
 def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
     """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
-    wide = done.lse.dtype
+    wide = _wide(done.out)
     slack = -(done.dout.to(wide) * done.out.to(wide)).sum(-1)
     slack = slack if done.dlse is None else slack + done.dlse
     # A row that sees nothing, not even a sink, has lse -inf.
-    share = _weight(sinks[None, :, None].to(wide).expand_as(done.lse), done.lse)[..., 0]
-    return (share * slack).sum((0, 2))
+    share = _weight(sinks[None, :, None].to(done.lse.dtype).expand_as(done.lse), done.lse)[..., 0]
+    return (share * slack).sum((0, 2)).to(wide)
 
 
 class _OptionSums:
@@ -332,7 +334,7 @@ def _changes_anything(options: Options) -> bool:
 def _attend_some(call: Call, out: Tensor) -> Tensor:
     """The kernel, where there is anything for it: a member may have no heads."""
     if call.q.shape[1] == 0:
-        return out.new_empty(call.q.shape[:3], dtype=_wide(call.q))
+        return out.new_empty(call.q.shape[:3], dtype=torch.float64)
     return attend(call, out)
 
 
@@ -345,7 +347,9 @@ def _differentiate_some(
         return None, None
     dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
     dlse = None if done.dlse is None else done.dlse.contiguous()
+    # All of the row's keys are here, or some: the kernel takes float32 for its own, and may compute it anew.
     out, lse = done.out, done.lse.contiguous()
+    lse = lse if len(given.plan.stages) > 1 else lse.to(_wide(given.q))
     if call.k.shape[1] == dkv[0].shape[1]:
         return differentiate(call, dout, dlse, out, lse, (dq, *dkv))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]

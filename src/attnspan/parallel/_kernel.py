@@ -49,10 +49,11 @@ def attend(call: Call, out: Tensor) -> Tensor:
         out: Shape (B, H, n, Dv), written; unit last stride.
 
     Returns:
-        lse, shape (B, H, n), float32, or float64 for float64 inputs.
+        lse, shape (B, H, n), float64: parts of a softmax are merged by differences of lse, which float32
+        loses where lse is large.
     """
     if call.backend == "cpu":
-        lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+        lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float64)
         threads = torch.get_num_threads()
         cpu.forward(*call[:4], out, lse, scale=call.scale, num_threads=threads, options=call.options)
         return lse
@@ -60,7 +61,7 @@ def attend(call: Call, out: Tensor) -> Tensor:
     q, k, v = (x.to(out.dtype) for x in call[:3])
     found, lse = math_kernel.forward(q, k, v, call.bounds, scale=call.scale, options=call.options)
     out.copy_(found)
-    return lse
+    return lse.double()
 
 
 def differentiate(
@@ -73,7 +74,7 @@ def differentiate(
         dout: Gradient of the whole output, shape (B, H, n, Dv).
         dlse: Gradient of the whole lse, or None.
         out: The whole output, in q's dtype.
-        lse: The whole lse.
+        lse: The whole lse, float64; or that of the call, in its own dtype, where the part is the whole.
         grads: dq, dk and dv, written, in q's dtype or float32.
 
     Returns:
@@ -114,9 +115,10 @@ def _differentiate_plainly(
         # A row that sees nothing has lse -inf, whose derivative is none.
         known_lse = part_lse.masked_fill(part_lse == -torch.inf, 0.0)
     weight = (part_lse - lse).exp().masked_fill(part_lse == -torch.inf, 0.0).detach()
-    slack = (dout.to(lse.dtype) * (part.detach().to(lse.dtype) - out.to(lse.dtype))).sum(-1)
+    weight = weight.to(dtype)
+    slack = (dout.to(dtype) * (part.detach().to(dtype) - out.to(dtype))).sum(-1)
     slack = slack if dlse is None else slack + dlse
-    cotangents = ((dout.to(lse.dtype) * weight[..., None]).to(part.dtype), slack * weight)
+    cotangents = ((dout.to(dtype) * weight[..., None]).to(part.dtype), (slack * weight).to(part_lse.dtype))
     found = torch.autograd.grad((part, known_lse), list(known.values()), cotangents, allow_unused=True)
     by_name: dict[str, Any] = dict(zip(known, found, strict=True))
     for grad, name in zip(grads, ("q", "k", "v"), strict=True):

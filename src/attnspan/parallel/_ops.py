@@ -35,7 +35,8 @@ _SHARED = (
     " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None"
 )
-# Behind out and lse, where heads are shared out: q, k, v, out and lse of all rows of the group, for backward.
+# Behind out and lse, for backward: q, k, v and out of all rows of the group where heads are shared out, and
+# always the lse in float64, because float32 keeps too little of a large one.
 _library.define(  # type: ignore[no-untyped-call]
     f"sharded_forward(Tensor q, Tensor k, Tensor v, {_SHARED})"
     " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
@@ -92,12 +93,15 @@ def _forward_with(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, *given:
     _check(plan, team, q, v, scale, options, batch=q.shape[0])
     mine = options_of(_read(tuple(options)), query_heads(team.mine))
     if members == 1:
-        out, lse = forward(Given(plan, team, q, k, v, scale, mine))
-        return out, lse, *(q.new_empty(0) for _ in range(4)), q.new_empty(0, dtype=_lse_dtype(q))
+        out, wide_lse = forward(Given(plan, team, q, k, v, scale, mine))
+        # An operator's results are apart from each other.
+        lse = wide_lse.to(_lse_dtype(q), copy=True)
+        return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
     under_way = [scatter(team, x, at) for x, at in ((q, query_heads), (k, key_heads), (v, key_heads))]
     group_q, group_k, group_v = (each.wait() for each in under_way)
     group_out, group_lse = forward(Given(plan, team, group_q, group_k, group_v, scale, mine))
-    gathered = [gather(team, x, query_heads, q.shape[1]) for x in (group_out, group_lse[..., None])]
+    own_lse = group_lse[..., None].to(_lse_dtype(q))
+    gathered = [gather(team, x, query_heads, q.shape[1]) for x in (group_out, own_lse)]
     out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
     return out, lse, group_q, group_k, group_v, group_out, group_lse
 
@@ -175,13 +179,14 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
     out = _stored_bshd(q, q_heads, rows, v.shape[3])
     lse = q.new_empty((batch, q_heads, rows), dtype=_lse_dtype(q))
     if members == 1:
-        return out, lse, *(q.new_empty(0) for _ in range(4)), lse.new_empty(0)
+        return out, lse, *(q.new_empty(0) for _ in range(4)), torch.empty_like(lse, dtype=torch.float64)
     group_q, group_k, group_v = (
         x.new_empty((x.shape[2] * members, batch, count, x.shape[3])).permute(1, 2, 0, 3)
         for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
     )
     group_out = _stored_bshd(q, heads, rows * members, v.shape[3])
-    return out, lse, group_q, group_k, group_v, group_out, lse.new_empty((batch, heads, rows * members))
+    group_lse = lse.new_empty((batch, heads, rows * members), dtype=torch.float64)
+    return out, lse, group_q, group_k, group_v, group_out, group_lse
 
 
 def _backward_fake(
@@ -227,8 +232,8 @@ class _Forward(torch.autograd.Function):
         found: tuple[Tensor, ...] = _below_autograd(sharded_forward, keyset, inputs)
         ctx.set_materialize_grads(False)
         q, k, v, plan, meta, *rest = _all(inputs, _FIRST_OPTION)
-        out, lse, *group = found
-        kept = group if rest[1] > 1 else (q, k, v, out, lse)
+        out, _, *group = found
+        kept = group if rest[1] > 1 else (q, k, v, out, group[-1])
         *fixed, bias, kind, sinks, dropout_p, seed = rest
         ctx.save_for_backward(*kept, plan, meta, bias, sinks, seed)
         ctx.numbers = k.shape[1], fixed, kind, dropout_p

@@ -1,0 +1,215 @@
+"""Scores and biases so large that floats lose what tells keys apart (test_levels.py runs every level).
+
+Every result, forward and backward, is compared with the float64 oracle.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Arrays, Case, budget, error, make
+from torch import Tensor
+
+from attnspan.kernels import cpu
+from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+
+FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
+SMALL = Case(kv_heads=1, group=2, q_len=70, k_len=150, head_dim=24, v_dim=40, runs=2)
+HEADS = 2
+Q_LENS = {"tiles": 70, "few rows": 12, "rows": 3}
+
+
+def _table(case: Case, depth: float) -> Options:
+    generator = torch.Generator().manual_seed(5)
+    return Options(bias=torch.randn(HEADS, 81, generator=generator) + depth, bias_kind=DISTANCE)
+
+
+def _slopes(case: Case, depth: float) -> Options:
+    """Keys far from all queries: the nearest one has about the bias ``depth``."""
+    q_index = (torch.arange(case.q_len) + 10_000)[None].int()
+    return Options(bias=torch.full((1, HEADS), -depth / 10_000), bias_kind=ALIBI, q_index=q_index)
+
+
+def _signed(case: Case, depth: float) -> Options:
+    k_index = (torch.arange(case.k_len) + 10_000)[None].int()
+    return Options(bias=torch.full((1, HEADS), depth / 10_000), bias_kind=SIGNED_ALIBI, k_index=k_index)
+
+
+def _dense(case: Case, depth: float) -> Options:
+    generator = torch.Generator().manual_seed(5)
+    bias = torch.randn(1, HEADS, case.q_len, case.k_len, generator=generator) + depth
+    return Options(bias=bias, bias_kind=DENSE)
+
+
+BIASES = {"table": _table, "slopes": _slopes, "signed slopes": _signed, "dense": _dense}
+
+
+def _arrays(case: Case, options: Options) -> Arrays:
+    arrays = make(case)
+    arrays.options = options
+    return arrays
+
+
+def _check(arrays: Arrays, slack: float = 1.0) -> dict[str, Tensor]:
+    """Results are as good as those of ordinary scores."""
+    case = arrays.case
+    got, exact, allowed = arrays.run(), arrays.oracle(), budget(case)
+    walk = 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
+    exponential = 3.3e-6 if case.dtype == BF16 else 2e-6 if case.dtype == HALF else 6.5e-8
+    for name in got:
+        luck = 3 if exact[name].numel() > 10 else 10
+        bound = slack * luck * (allowed.get(name, allowed["dq"]) + walk + exponential)
+        assert error(got[name], exact[name]) <= bound, (name, error(got[name], exact[name]), bound)
+    return got
+
+
+@pytest.mark.parametrize("rows", Q_LENS)
+@pytest.mark.parametrize("depth", [-1e3, -1e6, -1e9, 1e6])
+@pytest.mark.parametrize("bias", BIASES)
+def test_large_biases_change_nothing_but_the_lse(bias: str, depth: float, rows: str) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows])
+    _check(_arrays(case, BIASES[bias](case, depth)), slack=2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
+@pytest.mark.parametrize("bias", BIASES)
+def test_large_biases_in_low_precision(bias: str, dtype: torch.dtype) -> None:
+    case = replace(SMALL, dtype=dtype)
+    _check(_arrays(case, BIASES[bias](case, -1e6)), slack=2)
+
+
+@pytest.mark.parametrize("rows", Q_LENS)
+@pytest.mark.parametrize("bias", ["table", "slopes", "dense"])
+def test_sinks_and_options_next_to_large_biases(bias: str, rows: str) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows])
+    options = BIASES[bias](case, -1e6)
+    # A sink of the size of the largest biases, and one far above them all.
+    largest = -1e6 * (10_000 + case.q_len - case.k_len) / 10_000 if bias == "slopes" else -1e6
+    options = replace(
+        options,
+        sinks=torch.tensor([largest + 1, 0.5]),
+        softcap=3.0,
+        dropout_p=0.3,
+        dropout_seed=torch.tensor(3),
+    )
+    _check(_arrays(case, options), slack=4)
+
+
+@pytest.mark.parametrize("rows", Q_LENS)
+def test_weights_sum_to_1_however_deep_a_table_is(rows: str) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows], mask="full", runs=1, v_dim=16)
+    arrays = _arrays(case, Options(bias=torch.full((HEADS, 81), -1e9), bias_kind=DISTANCE))
+    arrays.dout[:], arrays.dlse[:] = 1.0, 0.0
+    sums = arrays.run()["dv"].sum(2)
+    torch.testing.assert_close(sums, torch.full_like(sums, case.q_len * case.group), rtol=1e-5, atol=0)
+
+
+def test_a_few_large_entries_of_a_table_decide_their_rows() -> None:
+    options = _table(SMALL, 0.0)
+    options.bias[:, 30:34] += 1e6
+    options.bias[:, 60:70] -= 1e6
+    _check(_arrays(SMALL, options), slack=2)
+
+
+@pytest.mark.parametrize("rows", Q_LENS)
+@pytest.mark.parametrize("scale", [300.0, 1e4, 1e6])
+def test_weights_sum_to_1_however_large_scores_are(rows: str, scale: float) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows], mask="full", runs=1, v_dim=16, scale=scale)
+    arrays = make(case)
+    # Several keys alike share a row's weight.
+    arrays.k[:, :, 75:] = arrays.k[:, :, :75]
+    arrays.dout[:], arrays.dlse[:] = 1.0, 0.0
+    got = arrays.run()
+    sums = got["dv"].sum(2)
+    torch.testing.assert_close(sums, torch.full_like(sums, case.q_len * case.group), rtol=2e-4, atol=0)
+
+
+def _huge(case: Case, largest: float) -> Arrays:
+    """The largest score in magnitude is about ``largest``."""
+    arrays = make(case)
+    k = arrays.k.double().repeat_interleave(case.group, 1)
+    scores = arrays.q.double() @ k.transpose(2, 3)
+    return replace(arrays, case=replace(case, scale=largest / float(scores.abs().max())))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("rows", Q_LENS)
+@pytest.mark.parametrize("largest", [3e9, 1e20, 2e38, 3.3e38, -3.3e38])
+def test_scores_up_to_the_end_of_floats(largest: float, rows: str, dtype: torch.dtype) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows], dtype=dtype)
+    arrays = _huge(case, largest)
+    got, exact = arrays.run(), arrays.oracle()
+    eps = torch.finfo(dtype).eps
+    for name in ("out", "lse", "dv"):
+        assert error(got[name], exact[name]) <= 4 * eps, (name, error(got[name], exact[name]))
+    if dtype == FLOAT and abs(largest) <= 1e20:
+        for name in ("dq", "dk"):
+            assert error(got[name], exact[name]) <= 16 * eps, (name, error(got[name], exact[name]))
+
+
+@pytest.mark.parametrize("options", [("softcap", "sinks"), ("alibi", "dropout"), ("dense", "sinks")], ids=str)
+@pytest.mark.parametrize("rows", Q_LENS)
+def test_options_next_to_huge_scores(options: tuple[str, ...], rows: str) -> None:
+    arrays = _huge(replace(SMALL, q_len=Q_LENS[rows], options=options), 1e30)
+    got, exact = arrays.run(), arrays.oracle()
+    for name in ("out", "lse", "dv"):
+        assert error(got[name], exact[name]) <= 1e-6, (name, error(got[name], exact[name]))
+
+
+@pytest.mark.parametrize("rows", Q_LENS)
+def test_a_row_with_a_score_above_floats_is_nan_as_in_framework_code(rows: str) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows], mask="full", runs=1)
+    arrays = _huge(case, 2e39)
+    got = arrays.run()
+    scores = (arrays.q @ arrays.k.repeat_interleave(2, 1).transpose(2, 3)) * arrays.case.scale
+    assert scores.isinf().any()
+    assert torch.equal(got["out"].isnan().all(-1), (scores == torch.inf).any(-1))
+    assert torch.equal(got["out"].isnan().any(-1), (scores == torch.inf).any(-1))
+
+
+def _half(arrays: Arrays, first: int, last: int) -> Arrays:
+    keys = slice(first, last)
+    bounds = (arrays.bounds - first).clamp(0, last - first)
+    options = arrays.options
+    if options.bias_kind == DENSE:
+        options = replace(options, bias=options.bias[..., keys].contiguous())
+    else:
+        index = torch.arange(arrays.case.k_len) if options.k_index is None else options.k_index[0]
+        rows = torch.arange(arrays.case.q_len) + arrays.case.k_len - arrays.case.q_len
+        q_index = rows[None].int() if options.q_index is None else options.q_index
+        options = replace(options, k_index=index[None, keys].int().contiguous(), q_index=q_index)
+    case = replace(arrays.case, k_len=last - first)
+    return replace(
+        arrays, case=case, k=arrays.k[:, :, keys], v=arrays.v[:, :, keys], bounds=bounds, options=options
+    )
+
+
+@pytest.mark.compiled_module("the runner has one softmax for each call")
+@pytest.mark.parametrize("rows", Q_LENS)
+@pytest.mark.parametrize("depth", [0.0, -1e3, -1e6, -1e9])
+@pytest.mark.parametrize("bias", BIASES)
+def test_parts_of_a_softmax_merge_by_a_wide_lse(bias: str, depth: float, rows: str) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows])
+    whole = _arrays(case, BIASES[bias](case, depth))
+    parts, exact = [_half(whole, 0, 60), _half(whole, 60, 150)], whole.oracle()
+    found = []
+    for part in parts:
+        out, lse = torch.full_like(whole.dout, torch.nan), torch.full(whole.dlse.shape, torch.nan).double()
+        cpu.forward(
+            part.q, part.k, part.v, part.bounds, out, lse, scale=0.125, num_threads=2, options=part.options
+        )
+        found.append((out, lse))
+    lse = torch.logaddexp(found[0][1], found[1][1])
+    weights = [torch.where(each == -torch.inf, 0.0, (each - lse).exp()) for _, each in found]
+    out = sum(out * weight[..., None] for (out, _), weight in zip(found, weights, strict=True)).float()
+    assert error(out, exact["out"]) <= 1e-6
+    assert error(lse, exact["lse"]) <= 1e-7
+    grads = []
+    for part in parts:
+        grad = [torch.full_like(x, torch.nan) for x in (part.q, part.k, part.v)]
+        given = (part.dout, part.dlse, part.q, part.k, part.v, out, lse, part.bounds)
+        cpu.backward(*given, *grad, scale=0.125, num_threads=2, options=part.options)
+        grads.append(grad)
+    assert error(grads[0][0] + grads[1][0], exact["dq"]) <= 3e-6
+    for name, at in (("dk", 1), ("dv", 2)):
+        assert error(torch.cat([grad[at] for grad in grads], 2), exact[name]) <= 3e-6, name
