@@ -181,6 +181,10 @@ class Mask:
         """Length of the global key sequence, where an array of the mask says it, else None."""
         return None
 
+    def _knows_k_len_as_data(self) -> bool:
+        """Whether the length is an array too, which `_lower` compares in traced programs."""
+        return False
+
     def _row_len(self) -> Any:
         """Number of query rows, where an array of the mask has one entry for each, else None."""
         return None
@@ -331,7 +335,7 @@ class Prepared(Mask):
     ) -> Prepared:
         """The mask itself; with `k_index`, restricted to those keys. `q_index` changes nothing."""
         if k_index is None:
-            _check_fit(self.lowered, q_len, k_len, batch, heads)
+            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, batch, heads)
             return self
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
         if q_index is None:  # Counted back from all keys, not from those that are left.
@@ -344,6 +348,9 @@ class Prepared(Mask):
     def _key_len(self) -> Any:
         return self.lowered.k_len
 
+    def _knows_k_len_as_data(self) -> bool:
+        return self.lowered._k_len is not None
+
     def _row_len(self) -> Any:
         return self.lowered.q_len
 
@@ -351,9 +358,14 @@ class Prepared(Mask):
         return self.lowered.bounds
 
     def _lower(self, low: Lowering) -> Rows:
-        _check_fit(self.lowered, low.q_len, low.top, low.batch, low.heads)
+        traced = low.arrays.tracing() and self._knows_k_len_as_data()
+        k_len = low.top if traced else self.lowered.k_len
+        _check_fit(self.lowered, low.q_len, k_len, low.top, low.batch, low.heads)
         bounds = low.arrays.to_int32(self.lowered.bounds)
-        return Rows(_split(bounds[..., 0], bounds[..., 1]), Spans(bounds, low.top)._illegal_rows())
+        illegal = Spans(bounds, low.top)._illegal_rows()
+        if traced:
+            illegal = illegal | (low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
+        return Rows(_split(bounds[..., 0], bounds[..., 1]), illegal)
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")
@@ -372,9 +384,9 @@ def _one_order(*masks: Mask) -> tuple[Mask, ...]:
     return masks
 
 
-def _check_fit(spans: Spans, q_len: int, k_len: int, batch: int, heads: int) -> None:
+def _check_fit(spans: Spans, q_len: int, own_k_len: int, k_len: int, batch: int, heads: int) -> None:
     shape = spans.bounds.shape
-    fits = shape[2] == q_len and spans.k_len == k_len and shape[0] in (1, batch) and shape[1] in (1, heads)
+    fits = shape[2] == q_len and own_k_len == k_len and shape[0] in (1, batch) and shape[1] in (1, heads)
     if not fits:
         raise ShapeError(
             "prepared mask",
