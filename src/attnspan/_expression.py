@@ -305,7 +305,8 @@ class Or(Mask):
 class Prepared(Mask):
     """A mask lowered once, by `Mask.prepare`: rows are as they come, keys are the global ones.
 
-    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for.
+    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for. In an
+    expression, its rows' indices are the default ones of the other operands too.
 
     Attributes:
         lowered: the spans.
@@ -333,7 +334,18 @@ class Prepared(Mask):
         k_index: Array | None = None,
         like: Any = None,
     ) -> Prepared:
-        """The mask itself; with `k_index`, restricted to those keys. `q_index` changes nothing."""
+        """The mask itself; with `k_index`, restricted to those keys.
+
+        Raises:
+            OptionError: for a `q_index`: the rows were fixed when the mask was prepared.
+        """
+        if q_index is not None:
+            raise OptionError(
+                "q_index",
+                expected="None with a prepared mask, whose rows are known",
+                got="indices of rows",
+                remedy="Give them to prepare(), or take rows by mask.lowered.take_queries(...)",
+            )
         if k_index is None:
             _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, batch, heads)
             return self
@@ -347,6 +359,12 @@ class Prepared(Mask):
 
     def _key_len(self) -> Any:
         return self.lowered.k_len
+
+    def _anchor(self) -> tuple[Any, ...] | None:
+        return None if self.q_index is None else ("prepared", self.q_index)
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        return low.per_batch("prepared mask: q_index", self.q_index, "int32")[:, None]
 
     def _knows_k_len_as_data(self) -> bool:
         return self.lowered._k_len is not None
@@ -365,7 +383,20 @@ class Prepared(Mask):
         illegal = Spans(bounds, low.top)._illegal_rows()
         if traced:
             illegal = illegal | (low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
+        if self.q_index is not None:
+            illegal = either_illegal(illegal, self._other_rows(low))
         return Rows(_split(bounds[..., 0], bounds[..., 1]), illegal)
+
+    def _other_rows(self, low: Lowering) -> Array | None:
+        """Rows that the other operands take for those of other indices."""
+        return low.broken(
+            "q_index of a prepared mask",
+            self._anchor_index(low) != low.q_index,
+            self.q_index,
+            low.q_index,
+            expected="the rows that it was prepared for",
+            remedy="Combine masks before they are prepared, or prepare them for the same rows",
+        )
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")

@@ -62,6 +62,9 @@ def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) ->
         low.q_index = _checked_q_index(low, q_index)
         return
     anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
+    # A prepared mask compares its rows with those that are chosen, so that it need not be the same array.
+    others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
+    anchored = others or anchored[:1]
     for leaf in anchored[1:]:
         if not _same_anchor(leaf, anchored[0]):
             raise OptionError(

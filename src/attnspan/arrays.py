@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .errors import DeviceError
+from .errors import DeviceError, DtypeError
 
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
@@ -220,7 +220,7 @@ class JaxArrays(Arrays):
         return self.jax.dtypes.canonicalize_dtype(name)
 
     def asarray(self, x: Any, dtype: str) -> Array:
-        return self.xp.asarray(x, dtype=self._dtype(dtype))
+        return self.xp.asarray(own(x), dtype=self._dtype(dtype))
 
     def to_int32(self, x: Any) -> Array:
         # NumPy's before they become JAX's, which may have no int64.
@@ -297,7 +297,7 @@ class TorchArrays(Arrays):
         return bool(plain and x.device.type == "cpu")
 
     def asarray(self, x: Any, dtype: str) -> Array:
-        return self.torch.as_tensor(x, device=self.device).to(self._dtype(dtype))
+        return self.torch.as_tensor(own(x), device=self.device).to(self._dtype(dtype))
 
     def to_int32(self, x: Any) -> Array:
         if not _is_torch(x):
@@ -393,6 +393,25 @@ class TorchArrays(Arrays):
 NUMPY = Arrays()
 
 
+def own(x: Any) -> Any:
+    """A NumPy array as a contiguous copy in native byte order; anything else as it is.
+
+    Frameworks share memory with NumPy arrays where they can. A caller who writes into one after the forward
+    pass would change what the backward pass has saved, and no version counter sees it.
+
+    Example:
+        >>> x = np.arange(3)
+        >>> own(x) is x, own(x[::-1]).tolist()
+        (False, [2, 1, 0])
+    """
+    if not isinstance(x, np.ndarray):
+        return x
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        return torch.as_tensor(x).clone()
+    return x.astype(x.dtype.newbyteorder("="), order="C")
+
+
 def arrays_for(candidates: Iterable[object], like: object = None, what: str = "mask") -> Arrays:
     """The functions for the framework (and device) of the given arrays.
 
@@ -424,7 +443,14 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
                 )
             found = other
     if found is None:
-        return arrays_for([like]) if is_array(like) else NUMPY
+        if like is not None and not is_array(like):
+            raise DtypeError(
+                "like",
+                expected="an array",
+                got=type(like).__name__,
+                remedy="Pass one of the framework, and on the device, that the mask is for",
+            )
+        return NUMPY if like is None else arrays_for([like])
     return found
 
 

@@ -58,7 +58,22 @@ class Spans:
                 got=str(tuple(self.bounds.shape)),
                 remedy="Add the missing axes, each of length 1",
             )
+        self._check_k_len()
         object.__setattr__(self, "_k_len", self._k_len_as_data())
+
+    def _check_k_len(self) -> None:
+        # Symbols of sizes, which compilers have, are of other types.
+        if isinstance(self.k_len, (bool, float, str)) or self.k_len is None or is_array(self.k_len):
+            raise DtypeError(
+                "Spans: k_len",
+                expected="an int",
+                got=type(self.k_len).__name__,
+                remedy="Pass the number of keys",
+            )
+        if not self._arrays.tracing() and isinstance(self.k_len, int) and self.k_len < 0:
+            raise OptionError(
+                "Spans: k_len", expected="at least 0", got=str(self.k_len), remedy="Pass the number of keys"
+            )
 
     if not TYPE_CHECKING:
 

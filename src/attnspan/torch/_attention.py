@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._leaves import Causal, Full, GlobalKeys, Window
+from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..kernels import Choice, choose, cpu
 from ..kernels import math as math_kernel
@@ -316,7 +317,7 @@ def _moved(bounds: Any, q: Tensor) -> Tensor:
             got=f"{type(bounds).__module__.partition('.')[0]} arrays",
             remedy="Convert them by torch.from_dlpack, or call the attention of their framework",
         )
-    return torch.as_tensor(bounds, device=q.device)
+    return torch.as_tensor(own(bounds), device=q.device)
 
 
 def _check_packed(mask: Mask) -> None:
