@@ -19,7 +19,7 @@ from ._intervals import (
 )
 from ._lowering import Lowering
 from ._start import begin
-from .arrays import Array, Arrays, arrays_for, is_array
+from .arrays import Array, Arrays, arrays_for, is_array, outside_inference_mode
 from .errors import OptionError, ShapeError
 from .spans import Spans
 
@@ -103,15 +103,16 @@ class Mask:
             >>> (causal() & cache([2, 3])).placed(1, 3, batch=2).q_index.tolist()
             [[1], [2]]
         """
-        low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
-        rows = low.lower(self)
-        los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
-        spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
-        rows_at = None if low.counted_back else low.q_index[:, 0]
-        if k_index is None:
-            return Prepared(spans, rows_at)
-        k_index = low.arrays.asarray(k_index, "int32")
-        return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
+        with outside_inference_mode():
+            low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
+            rows = low.lower(self)
+            los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
+            spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
+            rows_at = None if low.counted_back else low.q_index[:, 0]
+            if k_index is None:
+                return Prepared(spans, rows_at)
+            k_index = low.arrays.asarray(k_index, "int32")
+            return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(
         self,
@@ -144,7 +145,8 @@ class Mask:
         indices = {"q_index": q_index, "k_index": k_index}
         placed = self.placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
         placed.lowered._require_values("prepare", of="mask")
-        return replace(placed, lowered=placed.lowered.compact().validate())
+        with outside_inference_mode():
+            return replace(placed, lowered=placed.lowered.compact().validate())
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask; see `attnspan.picture.show` for the options.
@@ -305,8 +307,8 @@ class Or(Mask):
 class Prepared(Mask):
     """A mask lowered once, by `Mask.prepare`: rows are as they come, keys are the global ones.
 
-    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for. In an
-    expression, its rows' indices are the default ones of the other operands too.
+    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for. In
+    an expression, its rows' indices are the default ones of the other operands too.
 
     Attributes:
         lowered: the spans.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -292,8 +293,10 @@ class TorchArrays(Arrays):
             return False
         if not _is_torch(x):
             return True
-        # Fake, functional and other subclasses have no values to read.
+        # Fake, functional and other subclasses have no values to read, nor have wrappers of torch.func.
         plain = type(x) is self.torch.Tensor or type(x) is self.torch.nn.Parameter
+        if plain and self.torch._C._are_functorch_transforms_active():
+            plain = not self.torch._C._functorch.is_functorch_wrapped_tensor(x)
         return bool(plain and x.device.type == "cpu")
 
     def asarray(self, x: Any, dtype: str) -> Array:
@@ -310,7 +313,12 @@ class TorchArrays(Arrays):
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         # NumPy indices may come with torch bounds.
-        return np.asarray(x.detach().cpu().numpy() if _is_torch(x) else x)
+        if not _is_torch(x):
+            return np.asarray(x)
+        if not self.torch._C._are_functorch_transforms_active():
+            return np.asarray(x.detach().cpu().numpy())
+        with self.torch._C._DisableFuncTorch():  # It would wrap what is read, though this is a plain tensor.
+            return np.asarray(x.detach().cpu().numpy())
 
     def arange(self, n: int) -> Array:
         return self.torch.arange(n, dtype=self.torch.int32, device=self.device)
@@ -391,6 +399,21 @@ class TorchArrays(Arrays):
 
 
 NUMPY = Arrays()
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Masks are made of ordinary tensors, also in inference mode: autograd cannot save those of that mode.
+
+    Example:
+        >>> import torch
+        >>> with torch.inference_mode(), outside_inference_mode():
+        ...     torch.zeros(1).is_inference()
+        False
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)  # type: ignore[no-any-return]
 
 
 def own(x: Any) -> Any:
