@@ -307,8 +307,8 @@ class Or(Mask):
 class Prepared(Mask):
     """A mask lowered once, by `Mask.prepare`: rows are as they come, keys are the global ones.
 
-    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for. In
-    an expression, its rows' indices are the default ones of the other operands too.
+    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked
+    for. In an expression, the indices of its rows are the default ones of the other operands too.
 
     Attributes:
         lowered: the spans.
