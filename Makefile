@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup train test test-xla lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup train test test-torch test-xla lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text, on two ranks, about five minutes"
 	@echo "make test    run the tests"
+	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure beside torch's own CPU kernels, twenty minutes on an idle machine"
@@ -41,15 +42,41 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
+# The wheel is tied to no version of torch: .venv compiles it, and other environments install it. Where only Python
+# files have changed, nothing is compiled again.
+WHEEL = $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(1) .
+INSTALL := -m pip install --quiet --disable-pip-version-check
+SOURCES := $(NATIVE) $(shell find src -name '*.py')
+
+# Another version of torch. Its ordinary build brings CUDA, and runs on machines without it.
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+
+$(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo 'torch==$(TORCH)' >> $(TORCH_VENV)/constraints.txt
+	rm -rf $(TORCH_VENV)/wheel
+	$(call WHEEL,$(TORCH_VENV)/wheel)
+	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt "$$(echo $(TORCH_VENV)/wheel/attnspan-*.whl)[dev]"
+	$(TORCH_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(TORCH_VENV)/wheel/attnspan-*.whl
+	@touch $@
+
+test-torch: $(TORCH_VENV)/.ready
+	$(TORCH_VENV)/bin/python -m pytest tests/torch $(ARGS)
+
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
 XLA_VENV := .venv-xla
-XLA_TESTS := PYTHONPATH=src PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla
+XLA_TESTS := PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla
 
-$(XLA_VENV)/.ready: constraints-xla.txt
+$(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | setup
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 	  echo "PyTorch/XLA needs Python 3.11 to 3.13 as '$(PYTHON)'. Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
-	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-xla.txt
+	$(XLA_VENV)/bin/python $(INSTALL) --requirement constraints-xla.txt
+	rm -rf $(XLA_VENV)/wheel
+	$(call WHEEL,$(XLA_VENV)/wheel)
+	$(XLA_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(XLA_VENV)/wheel/attnspan-*.whl
 	@touch $@
 
 # A process is in SPMD mode or not, so there are two.
@@ -110,4 +137,4 @@ aarch64: setup
 	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 clean:
-	rm -rf build dist $(VENV) $(XLA_VENV)
+	rm -rf build dist $(VENV) $(XLA_VENV) .venv-torch-*

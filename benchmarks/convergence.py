@@ -28,9 +28,11 @@ CURVES: dict[str, tuple[int, Run, str, str]] = {
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 360, 56, 20, 16, 40
 HIGH, LOW = 4.0, 2e-4
 
+INK = "#1f2328"
+
 
 def draw(curves: dict[str, list[float]]) -> str:
-    """The losses over the steps, logarithmic, as an SVG whose text takes the page's colour."""
+    """The losses over the steps, logarithmic, as an SVG on a card of its own, legible on dark pages too."""
     steps = max(map(len, curves.values()))
 
     def x(step: float) -> float:
@@ -41,7 +43,7 @@ def draw(curves: dict[str, list[float]]) -> str:
         return TOP + (HEIGHT - TOP - BOTTOM) * share
 
     parts = [
-        f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="currentColor" stroke-opacity="0.15"/>'
+        f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="{INK}" stroke-opacity="0.15"/>'
         f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>'
         for loss in (1.0, 0.1, 0.01, 0.001)
     ]
@@ -61,7 +63,8 @@ def draw(curves: dict[str, list[float]]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}"><title>loss of copying within packed segments</title>'
-        f'<g fill="currentColor" font-family="system-ui, sans-serif" font-size="12">{"".join(parts)}</g>'
+        '<rect width="100%" height="100%" rx="6" fill="#ffffff"/>'
+        f'<g fill="{INK}" font-family="system-ui, sans-serif" font-size="12">{"".join(parts)}</g>'
         "</svg>\n"
     )
 

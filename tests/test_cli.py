@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from attnspan import masks
@@ -144,6 +148,86 @@ def test_show_writes_svg(attnspan: Command, tmp_path: Path) -> None:
     assert (code, out) == (0, "mask.svg\n")
     assert (tmp_path / "mask.svg").read_text().startswith("<svg")
     assert "4 queries x 8 keys" in (tmp_path / "mask.svg").read_text()
+
+
+ROOT = Path(__file__).parents[1]
+SHOWN = re.findall(
+    r"^\$? ?(attnspan show .*)$",
+    "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/masks.md")),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_the_commands_that_the_pages_show_run_as_they_stand(
+    attnspan: Command, tmp_path: Path, line: str
+) -> None:
+    code, out, err = attnspan(*shlex.split(line)[1:], cwd=tmp_path)
+    assert code == 0, err
+    for drawn in tmp_path.iterdir():
+        assert drawn.read_text(encoding="utf-8") == (ROOT / "docs" / "images" / drawn.name).read_text(
+            encoding="utf-8"
+        ), f"write it again: {line}"
+    if "--svg" not in line:
+        assert out.strip() in (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
+
+
+def test_readme_shows_the_command_of_each_of_its_pictures() -> None:
+    pictures = re.findall(r"docs/images/(\w+)\.svg", (ROOT / "README.md").read_text(encoding="utf-8"))
+    drawn = [shlex.split(line)[-1].removesuffix(".svg") for line in SHOWN if "--svg" in line]
+    assert pictures == drawn
+    assert len(SHOWN) > len(drawn) > 2
+
+
+def _gallery() -> dict[str, tuple[str, int, int]]:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: (*module.GALLERY[name], module.mask_of(name)) for name in module.GALLERY}
+
+
+@pytest.mark.parametrize(("text", "rows", "keys", "mask"), _gallery().values(), ids=_gallery())
+def test_the_librarys_masks_are_read_by_name(text: str, rows: int, keys: int, mask: masks.Mask) -> None:
+    sizes = {
+        "batch": 2 if text.startswith("per_row") else 1,
+        "heads": 2 if text.startswith("per_head") else 1,
+    }
+    read, meant = (x.spans(rows, keys, **sizes).dense() for x in (masks.parse(text), mask))
+    np.testing.assert_array_equal(read, meant)
+
+
+def test_show_reads_arrays_as_lists(attnspan: Command, tmp_path: Path) -> None:
+    text = "(causal() | prefix([2, 1], [0, 4, 6])) & documents([0, 4, 6])"
+    code, out, err = attnspan("show", text, "--q-len", "6", cwd=tmp_path)
+    assert code == 0, err
+    assert "R = 1" in out, "equal lists are one array, as documents and prefix want it"
+    dense = masks.parse("from_dense([[True, False], [True, True]])").spans(2, 2).dense()[0, 0]
+    assert dense.tolist() == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("causal & documents(cu)", "got cu. Write the value of cu in its place, such as [0, 10, 22, 32]."),
+        ("causel()", "got causel. Write causal."),
+        ("documents([0, [1]])", "got rows of several lengths in '[0, [1]]'"),
+        ("documents([0, 1.5])", "expected an integer array, got float64"),
+        ("strided_order(4, 2)", "got 'strided_order(4, 2)'"),
+        ("causal and window(2)", "got 'causal and window(2)'"),
+        ("__import__('os').getcwd()", "expected mask calls"),
+        ("causal().prepare(4, 4)", "expected mask calls"),
+        ("window(*[1])", "expected mask calls"),
+        ("np.load('x')", "expected mask calls"),
+        ("window(", "'(' was never closed"),
+        ("", "expected mask calls"),
+        ("\0", "expected mask calls"),
+    ],
+)
+def test_text_that_names_no_mask_is_explained_and_not_run(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        masks.parse(text)
 
 
 @pytest.mark.parametrize(

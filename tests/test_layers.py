@@ -14,6 +14,7 @@ PACKAGE = Path(attnspan.__file__).parent
 ROOMS = [
     {"errors", "_errors", "_installed"},
     {"arrays"},
+    {"_mistakes"},
     {"_intervals"},
     {"spans"},
     {"picture"},
@@ -43,7 +44,7 @@ ROOMS = [
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 # Public names that a front end shows and a higher room implements; looked up when they are asked for.
-FACADES = {("jax/__init__.py", "attnspan.parallel.spmd")}
+FACADES = {("jax/__init__.py", "attnspan.parallel.spmd"), ("masks.py", "attnspan.library")}
 
 
 def _modules():

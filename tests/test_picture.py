@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,3 +112,33 @@ def test_pictures_refuse_what_they_cannot_show():
     for draw in (text, svg):
         with pytest.raises(ValueError, match="row 0: expected ascending, disjoint spans"):
             draw(broken)
+
+
+def test_a_picture_has_a_card_of_its_own_under_all_that_it_shows():
+    """In an <img>, text does not take its colour from the page: on a dark one it was black on black."""
+    root = ElementTree.fromstring(svg((a.causal() & a.window(2)).spans(12, 12), title="causal() & window(2)"))
+    card, *rest = list(root)
+    assert card.tag.endswith("rect")
+    assert (card.get("width"), card.get("height")) == (root.get("width"), root.get("height"))
+    assert rest
+    light = _luminance(card.get("fill"))
+    text = [x for x in rest if x.tag.endswith("}g") and x.get("font-size")]
+    assert text
+    for group in text:
+        dark = _luminance(group.get("fill"))
+        assert (light + 0.05) / (dark + 0.05) > 7, "the contrast that WCAG asks for, level AAA"
+
+
+def _luminance(colour):
+    """Relative luminance of "#rrggbb" (WCAG 2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+IMAGES = sorted((Path(__file__).parents[1] / "docs" / "images").rglob("*.svg"))
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
+def test_no_picture_of_the_pages_takes_its_colour_from_the_page(path):
+    assert "currentColor" not in path.read_text(encoding="utf-8")

@@ -25,3 +25,31 @@ from .options import alibi_slopes as alibi_slopes
 from .options import dense_bias as dense_bias
 from .options import relative as relative
 from .options import t5_buckets as t5_buckets
+
+__all__ = [
+    "Bias",
+    "Mask",
+    "Prepared",
+    "Spans",
+    "SpansLargerThanMask",
+    "alibi",
+    "alibi_slopes",
+    "cache",
+    "causal",
+    "dense_bias",
+    "documents",
+    "from_block_mask",
+    "from_dense",
+    "from_predicate",
+    "full",
+    "global_keys",
+    "groups",
+    "key_padding",
+    "parse",
+    "prefix",
+    "relative",
+    "segments",
+    "spans",
+    "t5_buckets",
+    "window",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ._intervals import (
     FULL,
@@ -18,6 +18,7 @@ from ._intervals import (
     union_of_two,
 )
 from ._lowering import Lowering
+from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._start import begin
 from .arrays import Array, Arrays, arrays_for, is_array, outside_inference_mode
 from .errors import OptionError, ShapeError
@@ -35,11 +36,29 @@ class Mask:
         causal() & window(128)
     """
 
+    # NumPy then leaves its operators to those below, instead of calling them for each element.
+    __array_ufunc__ = None
+
     def __and__(self, other: Mask) -> Mask:
-        return And(_one_order(self, other)) if isinstance(other, Mask) else NotImplemented
+        return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(_one_order(self, other)) if isinstance(other, Mask) else NotImplemented
+        return Or(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("|", self, other)
+
+    # Reached where the left operand is no mask.
+    def __rand__(self, other: object) -> NoReturn:
+        refuse_operand("&", self, other)
+
+    def __ror__(self, other: object) -> NoReturn:
+        refuse_operand("|", self, other)
+
+    def __bool__(self) -> NoReturn:
+        refuse_truth(self)
+
+    def _no_operator(self, *_: object) -> NoReturn:
+        refuse_operator(self)
+
+    __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __xor__ = _no_operator
 
     def spans(
         self,

@@ -1,75 +1,111 @@
-"""Masks from text: a walk over the syntax tree that allows mask calls, `&` and `|`, and nothing else."""
+"""Masks from text: a walk over the syntax tree that allows calls by name, `&` and `|`, and nothing else."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
 
 from ._expression import Mask
 from .errors import OptionError
 
+_NUMBERS = (int, float, bool)
 
-def parse_with(text: str, names: Mapping[str, Callable[..., Mask]]) -> Mask:
-    """Read `text`, with the mask functions given by name."""
+
+def parse_with(text: str, names: Mapping[str, Callable[..., Any]]) -> Mask:
+    """Read `text`, with the mask functions, and functions that make their arguments, given by name."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise _misread(text, f"{error.msg} at column {error.offset}") from None
-    return _mask(tree, text, names)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        where = f" at column {error.offset}" if isinstance(error, SyntaxError) else ""
+        raise _misread(text, f"{getattr(error, 'msg', error)}{where}") from None
+    return _Reader(text, names).mask(tree)
 
 
-def _mask(node: ast.expr, text: str, names: Mapping[str, Callable[..., Mask]]) -> Mask:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
-        left, right = _mask(node.left, text, names), _mask(node.right, text, names)
-        return left & right if isinstance(node.op, ast.BitAnd) else left | right
-    if isinstance(node, ast.Name):
-        return _call(node, [], {}, text, names)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        args = [_value(x, text) for x in node.args]
-        options = {x.arg: _value(x.value, text) for x in node.keywords if x.arg is not None}
-        if len(options) == len(node.keywords):
-            return _call(node.func, args, options, text, names)
-    raise _misread(text, repr(ast.unparse(node)))
+@dataclass
+class _Reader:
+    """Reads one text. Equal lists become one array: `prefix(n, cu) & documents(cu)` counts on that."""
 
+    text: str
+    names: Mapping[str, Callable[..., Any]]
+    arrays: dict[str, Any] = field(default_factory=dict)
 
-def _call(
-    name: ast.Name,
-    args: list[object],
-    options: dict[str, object],
-    text: str,
-    names: Mapping[str, Callable[..., Mask]],
-) -> Mask:
-    if name.id not in names:
-        raise OptionError(
-            f"mask {text!r}", expected=f"one of {', '.join(names)}", got=name.id, remedy="Name a known mask"
+    def mask(self, node: ast.expr) -> Mask:
+        found = self._value(node)
+        if not isinstance(found, Mask):
+            raise _misread(self.text, repr(ast.unparse(node)))
+        return found
+
+    def _value(self, node: ast.expr) -> Any:
+        """What an argument may be: a number, text, None, a mask, or lists and calls of those."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+            left, right = self.mask(node.left), self.mask(node.right)
+            return left & right if isinstance(node.op, ast.BitAnd) else left | right
+        if isinstance(node, ast.List | ast.Tuple):
+            return self._list(node)
+        if isinstance(node, ast.Name):  # A mask without arguments may leave its parentheses out.
+            return self._call(ast.Call(node, [], []), bare=True)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError):
+            raise _misread(self.text, repr(ast.unparse(node))) from None
+        if value is not None and type(value) not in (*_NUMBERS, str):
+            raise _misread(self.text, repr(ast.unparse(node)))
+        return value
+
+    def _list(self, node: ast.List | ast.Tuple) -> Any:
+        """Masks and text as a list, sizes in parentheses as a tuple, other numbers as an array."""
+        items = [self._value(x) for x in node.elts]
+        if isinstance(node, ast.Tuple):
+            return tuple(items)
+        if not items or not all(isinstance(x, np.ndarray | int | float) for x in items):
+            return items
+        try:
+            return self.arrays.setdefault(ast.unparse(node), np.array(items))
+        except ValueError:
+            raise _misread(self.text, f"rows of several lengths in {ast.unparse(node)!r}") from None
+
+    def _call(self, node: ast.Call, bare: bool = False) -> Any:
+        if ast.unparse(node.func) == "np.array" and len(node.args) == 1 and not node.keywords:
+            return self._value(node.args[0])
+        if not isinstance(node.func, ast.Name) or any(x.arg is None for x in node.keywords):
+            raise _misread(self.text, repr(ast.unparse(node)))
+        name = node.func.id
+        if name not in self.names:
+            raise self._unknown(name, bare)
+        args = [self._value(x) for x in node.args]
+        options = {str(x.arg): self._value(x.value) for x in node.keywords}
+        try:
+            return self.names[name](*args, **options)
+        except TypeError as error:
+            raise OptionError(
+                f"mask {self.text!r}",
+                expected=f"arguments that {name}() takes",
+                got=str(error).removesuffix("."),
+                remedy=f"See help({self.names[name].__module__.removesuffix('._given')}.{name})",
+            ) from None
+
+    def _unknown(self, name: str, bare: bool) -> OptionError:
+        close = get_close_matches(name, self.names, n=1)
+        value = f"Write the value of {name} in its place, such as [0, 10, 22, 32]"
+        return OptionError(
+            f"mask {self.text!r}",
+            expected=f"one of {', '.join(self.names)}",
+            got=name,
+            remedy=f"Write {close[0]}" if close else value if bare else "Name a known mask",
         )
-    try:
-        return names[name.id](*args, **options)
-    except TypeError as error:
-        raise OptionError(
-            f"mask {text!r}",
-            expected=f"arguments that {name.id}() takes",
-            got=str(error).removesuffix("."),
-            remedy=f"See help(attnspan.{name.id})",
-        ) from None
 
 
-def _value(node: ast.expr, text: str) -> object:
-    """An int, str, None, or list of ints."""
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        raise _misread(text, repr(ast.unparse(node))) from None
-    plain = value is None or type(value) in (int, str)
-    if plain or (isinstance(value, list | tuple) and all(type(x) is int for x in value)):
-        return list(value) if isinstance(value, tuple) else value
-    raise _misread(text, repr(ast.unparse(node)))
-
-
-def _misread(text: str, got: str) -> OptionError:
+def _misread(text: str, got: str, remedy: str = 'Write it like "causal & window(128)"') -> OptionError:
     return OptionError(
         f"mask {text!r}",
-        expected="mask calls with integers, composed with & and |",
+        expected="mask calls with numbers and lists of numbers, composed with & and |",
         got=got,
-        remedy='Write it like "causal & window(128)"',
+        remedy=remedy,
     )

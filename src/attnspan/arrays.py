@@ -15,6 +15,19 @@ import numpy as np
 
 from .errors import DeviceError, DtypeError
 
+__all__ = [
+    "INT32_MAX",
+    "NUMPY",
+    "Array",
+    "Arrays",
+    "JaxArrays",
+    "TorchArrays",
+    "arrays_for",
+    "is_array",
+    "is_bool",
+    "is_integer",
+]
+
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
 

@@ -158,7 +158,7 @@ def _show_command() -> Callable[..., None]:
     import typer
 
     def show(
-        expression: Annotated[str, typer.Argument(help='a mask, like "causal & window(128)"')],
+        expression: Annotated[str, typer.Argument(help='a mask, like "causal & documents([0, 10, 32])"')],
         q_len: Annotated[int, typer.Option(help="query rows")] = 64,
         k_len: Annotated[int | None, typer.Option(help="keys; default: as many as queries")] = None,
         svg: Annotated[Path | None, typer.Option(help="write a picture to this file instead")] = None,
@@ -172,7 +172,7 @@ def _show_command() -> Callable[..., None]:
         from attnspan.picture import svg as draw
 
         lowered = mask.spans(q_len, q_len if k_len is None else k_len)
-        svg.write_text(draw(lowered, title=repr(mask)))
+        svg.write_text(draw(lowered, title=expression))
         print(svg)
 
     return show

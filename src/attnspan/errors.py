@@ -1,5 +1,7 @@
 """One error style for every front end: what was expected, what came, how to mend it."""
 
+__all__ = ["BackendError", "DeviceError", "DtypeError", "OptionError", "ShapeError", "UsageError"]
+
 
 class _Explained(Exception):
     """Builds the message, so that no error can leave out one of its three parts."""
@@ -52,4 +54,17 @@ class BackendError(_Explained, ValueError):
     Example:
         >>> issubclass(BackendError, ValueError)
         True
+    """
+
+
+class UsageError(_Explained, TypeError):
+    """A call or an operator that would mean something else than it seems to, or that another library has.
+
+    Example:
+        >>> from attnspan import causal, window
+        >>> causal() and window(2)
+        Traceback (most recent call last):
+        attnspan.errors.UsageError: bool(causal()): expected masks combined by & and |, got a test for \
+truth, as `and`, `or`, `not` and `if` make. Write a & b or a | b; test for a mask that may be missing \
+by `mask is None`.
     """

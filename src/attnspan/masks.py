@@ -37,6 +37,7 @@ __all__ = [
     "global_keys",
     "groups",
     "key_padding",
+    "names",
     "parse",
     "prefix",
     "register_pytrees",
@@ -288,15 +289,31 @@ _BY_NAME: dict[str, Callable[..., Mask]] = {
     "key_padding": key_padding,
     "cache": cache,
     "global_keys": global_keys,
+    "spans": spans,
+    "from_dense": from_dense,
 }
+
+
+def names() -> dict[str, Callable[..., Any]]:
+    """What text may name: the masks of this module and those of `attnspan.library`.
+
+    Example:
+        >>> names()["window"](2)
+        window(2)
+    """
+    from . import library  # It stands above this module, and is looked up when it is asked for.
+
+    others = {name: getattr(library, name) for name in library.__all__ if name != "register_pytrees"}
+    return {**_BY_NAME, **others}
 
 
 def parse(text: str) -> Mask:
     """Read a mask from text, as the command line gives it. Nothing is evaluated but the masks by name.
 
     Args:
-        text: mask functions called with integers, strings, None or lists of integers, composed with `&`, `|`
-            and parentheses; a mask without arguments may leave its parentheses out.
+        text: functions of this module and of `attnspan.library`, called with numbers, strings, None, masks,
+            or lists of those (lists of numbers are arrays), composed with `&`, `|` and parentheses; a mask
+            without arguments may leave its parentheses out.
 
     Raises:
         OptionError: naming the part that is not understood.
@@ -305,7 +322,7 @@ def parse(text: str) -> Mask:
         >>> parse("causal & (window(128) | global_keys(4))")
         causal() & (window(128) | global_keys(4))
     """
-    return parse_with(text, _BY_NAME)
+    return parse_with(text, names())
 
 
 def register_pytrees(registrar: Callable[[type, Callable[..., Any], Callable[..., Any]], None]) -> None:

@@ -18,6 +18,8 @@ from .arrays import NUMPY, arrays_for
 from .errors import OptionError, ShapeError
 from .spans import Spans
 
+__all__ = ["show", "svg", "svg_of_mask", "text"]
+
 _HALVES = np.array([" ", "▀", "▄", "█"])
 _SHADES = np.array([" ", "░", "▒", "▓", "█"])
 _EXACT = 256
@@ -145,18 +147,20 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
     shapes = _exact_shapes(plane) if scale == 1 else _shaded_shapes(plane, scale)
     if scale == 1 and cell >= 5:
         shapes.append(_grid(rows, columns))
-    left, top = 70, 44
+    left, top = 78, 44
     wide, tall = columns * cell, rows * cell
     caption = _caption(spans, plane)
     # Wide enough for the caption in letters of about 6 pixels, and for a title in letters of about 8.
     total = max(left + wide + 16, left + 8 * len(title) + 8, left + 6 * len(caption))
     full = top + tall + 34
-    ink = 'fill="currentColor" font-family="system-ui, sans-serif" font-size="11"'
+    # A card of its own: the picture of an <img> does not know whether the page around it is dark.
+    card = f'<rect width="{total:.0f}" height="{full:.0f}" rx="6" fill="#ffffff"/>'
+    ink = 'fill="#1f2328" font-family="system-ui, sans-serif" font-size="11"'
     heading = f'font-size="13" font-weight="600">{html.escape(title)}</text>'
     labels = _labels(plane, scale, cell, left, top)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.0f} {full:.0f}" '
-        f'width="{total:.0f}" height="{full:.0f}"><g {ink}><text x="{left}" y="16" {heading}{labels}'
+        f'width="{total:.0f}" height="{full:.0f}">{card}<g {ink}><text x="{left}" y="16" {heading}{labels}'
         f'<text x="{left}" y="{full - 12:.0f}" opacity="0.75">{caption}</text></g>'
         f'<g transform="translate({left} {top}) scale({cell:.6g})" shape-rendering="crispEdges">'
         f'<rect width="{columns}" height="{rows}" fill="#8a94a6" fill-opacity="0.16"/>'

@@ -11,6 +11,8 @@ from typing import Any
 
 from .errors import DeviceError, DtypeError, OptionError, ShapeError
 
+__all__ = ["LAYOUTS", "MAX_LENGTH", "Problem", "check_arrays", "check_layout", "check_scale", "describe"]
+
 #: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
 MAX_LENGTH = 2**31 - 65
 

@@ -17,6 +17,8 @@ from .errors import ShapeError
 from .options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from .spans import Spans
 
+__all__ = ["Float", "Index", "backward", "forward"]
+
 Float = np.ndarray[Any, np.dtype[np.float64]]
 Index = np.ndarray[Any, np.dtype[np.int64]]
 

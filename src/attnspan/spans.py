@@ -11,6 +11,8 @@ from ._intervals import sweep
 from .arrays import Array, Arrays, arrays_for, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError
 
+__all__ = ["Spans", "check_index", "mark_illegal"]
+
 _PROMISES = (
     "(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form more than "
     "max_runs runs, or a length or index beyond the keys. Raise max_runs or mend the data"

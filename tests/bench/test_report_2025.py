@@ -1,6 +1,7 @@
 """Routes: phases come from clocks, reasons are said, the story follows the figures, one command does it."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -109,6 +110,8 @@ def test_torch_routes_compute_the_same_and_compile_apart():
     (study,) = measure_report(plan, ways=ways)
     eager, compiled, *others, lazy = study.routes
     if eager.ran:  # The compiled module may be absent; then the reason says so.
+        assert [route.reason for route in others] == [None] * len(others)
+        assert re.search(r"blocks of \d+ x 128", others[-1].note)
         assert compiled.reason is None, compiled.reason
         assert eager.compile_seconds is eager.trace_seconds is None
         assert compiled.compile_seconds > 0

@@ -1,1 +1,3 @@
 """Measurement: what attention costs here, beside every peer that this machine has."""
+
+__all__: list[str] = []

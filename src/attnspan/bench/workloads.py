@@ -19,12 +19,13 @@ from attnspan._parse import parse_with
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.cells import Workload
 from attnspan.errors import OptionError
-from attnspan.masks import _BY_NAME, Mask, documents
+from attnspan.masks import Mask, documents, names
 
 __all__ = [
     "DTYPES",
     "MODES",
     "builtin",
+    "corpus_offsets",
     "grid",
     "load_workloads",
     "mask_of",
@@ -148,7 +149,7 @@ def _parse(text: str, k_len: int) -> Mask:
     def corpus(seed: int) -> Mask:
         return documents(corpus_offsets(k_len, seed))
 
-    return parse_with(text, {**_BY_NAME, "packed": packed, "corpus": corpus})
+    return parse_with(text, {**names(), "packed": packed, "corpus": corpus})
 
 
 @lru_cache(maxsize=8)

@@ -16,6 +16,18 @@ from ._options import dropout_seeds as dropout_seeds
 if TYPE_CHECKING:
     from ..parallel.spmd import shard as shard
 
+__all__ = [
+    "SAVE_NAMES",
+    "Explanation",
+    "SlowPathWarning",
+    "attention",
+    "dot_product_attention",
+    "dropout_seeds",
+    "explain",
+    "from_torch",
+    "shard",
+]
+
 
 def __getattr__(name: str) -> Any:
     # The planning of meshes stands above this room; it is looked up when it is asked for.

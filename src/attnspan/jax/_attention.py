@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .._leaves import Causal, Full, GlobalKeys, Window
+from .._mistakes import not_a_mask, refuse_keywords
 from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..masks import Mask, Prepared, full
@@ -39,7 +40,7 @@ def attention(
     k: Array,
     v: Array,
     *,
-    mask: AnyMask = _FULL,
+    mask: AnyMask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Bias | Array | None = None,
@@ -51,6 +52,7 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
+    **mistaken: Any,
 ) -> Any:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
@@ -62,8 +64,9 @@ def attention(
         q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
         k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``, or
-            under jit by ``mask.spans(...)``. Over several devices, what `shard` makes.
+        mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
+            ``mask.prepare(...)``, or under jit by ``mask.spans(...)``. Over several devices, what `shard`
+            makes.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
         bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
@@ -83,6 +86,7 @@ def attention(
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
         backend: Name of a back end, or None for the fastest that can run the call (see `explain`).
+        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
 
     Returns:
         The output in q's layout with head dim Dv; with ``return_lse`` also ``lse``, float32 (float64 for
@@ -91,7 +95,7 @@ def attention(
 
     Raises:
         ValueError: Shapes, devices, shardings or options do not fit; no back end can run the call.
-        TypeError: Element types do not fit, or ``mask`` is no mask.
+        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
         NotImplementedError: A second derivative is asked of a kernel.
 
     Example:
@@ -101,6 +105,9 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids)).shape
         (1, 4, 6, 16)
     """
+    if mistaken:
+        refuse_keywords(attention, mistaken)
+    mask = _FULL if mask is None else mask
     if isinstance(mask, ShardedMask):
         return mask.attention(
             *(q, k, v),
@@ -242,13 +249,7 @@ def _lower(mask: AnyMask, q: _View, k: _View, given: Given, like: Array) -> Prep
         indices = {"q_index": given.q_index, "k_index": given.k_index}
         placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=traced, **indices)
     else:
-        raise DtypeError(
-            "mask",
-            expected="a mask expression, a Prepared or a Spans",
-            got=type(mask).__name__,
-            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in "
-            "from_predicate(...)",
-        )
+        raise not_a_mask(mask)
     if placed.lowered.k_len != k_len:
         raise OptionError(
             "mask",

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from .._mistakes import refuse_keywords
 from ..errors import DtypeError, OptionError
 from ..kernels import cpu
 from ..options import Bias
@@ -71,7 +72,7 @@ def explain(
     k: Array,
     v: Array,
     *,
-    mask: AnyMask = _FULL,
+    mask: AnyMask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Bias | Array | None = None,
@@ -83,6 +84,7 @@ def explain(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
+    **mistaken: Any,
 ) -> Explanation:
     """Say what `attention` would do with the same arguments, without doing it.
 
@@ -102,6 +104,7 @@ def explain(
         layout: As for `attention`.
         return_lse: As for `attention`; some back ends have no lse.
         backend: As for `attention`.
+        **mistaken: As for `attention`.
 
     Returns:
         The explanation.
@@ -116,6 +119,9 @@ def explain(
         >>> print(explain(x, x, x, mask=causal(), backend="math").backend)
         math
     """
+    if mistaken:
+        refuse_keywords(explain, mistaken)
+    mask = _FULL if mask is None else mask
     if isinstance(mask, ShardedMask):
         raise DtypeError(
             "explain: mask",

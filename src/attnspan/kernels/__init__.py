@@ -11,6 +11,8 @@ from typing import Protocol
 from ..errors import BackendError, OptionError
 from ..problem import Problem
 
+__all__ = ["Backend", "Choice", "choose"]
+
 
 class Backend(Protocol):
     """What `choose` needs of a backend."""

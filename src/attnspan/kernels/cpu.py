@@ -14,6 +14,23 @@ from ..options import Options
 from ..problem import Problem
 from . import tuned
 
+__all__ = [
+    "MAX_HEAD_DIM",
+    "backward",
+    "compiled",
+    "configs",
+    "counters",
+    "forward",
+    "isa",
+    "isa_levels",
+    "move_rows",
+    "peak",
+    "peak_kinds",
+    "read_bandwidth",
+    "supports",
+    "threading",
+]
+
 MAX_HEAD_DIM = 256
 
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}

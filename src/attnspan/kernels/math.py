@@ -19,6 +19,8 @@ from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from ..problem import Problem
 from ..spans import Spans
 
+__all__ = ["forward", "supports"]
+
 _NONE = Options()
 
 

@@ -10,6 +10,8 @@ from ..arrays import Array, arrays_for
 from ..errors import OptionError
 from ._patterns import BlockCausal, BlockDiffusion, DraftBlocks, Tree
 
+__all__ = ["block_causal", "block_diffusion", "draft_blocks", "tree"]
+
 
 def block_causal(block: int) -> Mask:
     """Query i sees its own block and those before it: j // block <= i // block. R = 1.

@@ -18,6 +18,18 @@ from ._grids import Natten, Sasa, Sta
 from ._leaf import divides, product, sizes
 from .mixtures import reordered
 
+__all__ = [
+    "Order",
+    "Sizes",
+    "morton_natten",
+    "morton_order",
+    "natten",
+    "sasa",
+    "sta",
+    "tile_order",
+    "tiled_natten",
+]
+
 Sizes = int | Sequence[int]
 Order = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -13,6 +13,8 @@ from ..arrays import Array, arrays_for
 from ..errors import DtypeError, OptionError, ShapeError
 from ._mixtures import Batchify, PerDocument, PerHead, PerRow, Reordered
 
+__all__ = ["batchify", "per_document", "per_head", "per_row", "reordered"]
+
 
 def per_row(masks: Sequence[Mask]) -> Mask:
     """A mask of its own for each batch row. R is that of the largest.

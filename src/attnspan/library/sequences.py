@@ -13,6 +13,19 @@ from ..arrays import Array, is_array, is_bool
 from ..errors import DtypeError, ShapeError
 from ._patterns import Dilated, GlobalRows, GlobalTokens, PrefixOf
 
+__all__ = [
+    "causal_document",
+    "dilated",
+    "document",
+    "global_sliding",
+    "left_padding",
+    "prefix_lm",
+    "right_padding",
+    "shared_prefix",
+    "sliding_window",
+    "strided_order",
+]
+
 
 def sliding_window(window: int) -> Mask:
     """Query i sees itself and the `window` keys before it: i - window <= j <= i. R = 1.

@@ -11,6 +11,8 @@ from ..arrays import Array
 from ..errors import ShapeError
 from ._patterns import Flamingo, GlobalRows, SelectedBlocks, Stripes, VisionIntervals
 
+__all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vision_cross_attention"]
+
 
 def flamingo(positions: Array, image_length: int, earlier: bool = False) -> Mask:
     """Cross attention from text to images: each text token sees the last image at or before it. R = 1.

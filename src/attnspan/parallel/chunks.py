@@ -15,6 +15,8 @@ from ..errors import OptionError
 from ..spans import Spans
 from ._unions import Ints, union
 
+__all__ = ["Chunks"]
+
 _NONE = np.zeros(0, np.int64)
 
 

@@ -34,6 +34,8 @@ from .partition import Method, Partition
 from .planning import Request, lower, make_plan
 from .strategy import Strategy
 
+__all__ = ["ContextParallel"]
+
 # Options without a place: the plan has the rows' indices.
 _NOWHERE = Prepared(cast(Spans, None))
 

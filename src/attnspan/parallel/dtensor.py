@@ -26,6 +26,8 @@ from ..torch._sharding import option_tensors
 if TYPE_CHECKING:
     from .context import ContextParallel
 
+__all__ = ["attend"]
+
 
 def attend(
     cp: ContextParallel,

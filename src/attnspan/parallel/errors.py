@@ -2,6 +2,8 @@
 
 from ..errors import _Explained
 
+__all__ = ["CommunicationError", "PlanMismatchError"]
+
 
 class PlanMismatchError(_Explained, ValueError):
     """Ranks that are to work together have different plans.

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from .strategy import Strategy
 
+__all__ = ["LocalPlan", "Stage", "Transfer", "decode", "encode"]
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import OptionError, ShapeError
 from .traffic import Phase, Traffic
 
-__all__ = ["Machine", "Prediction", "Times", "flops_of", "predict"]
+__all__ = ["Machine", "Prediction", "Times", "flops_of", "phase_seconds", "predict"]
 
 Floats = NDArray[np.float64]
 

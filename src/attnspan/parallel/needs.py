@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from ._unions import Ints, covered, union
 from .chunks import Chunks
 
+__all__ = ["Holders", "Needs", "Pieces", "foreign", "foreign_pieces", "needs_of"]
+
 
 @dataclass(frozen=True, eq=False)
 class Needs:

@@ -20,6 +20,8 @@ from ._assign import balanced, contiguous, greedy, zigzag
 from ._parts import checked, concat, fill_of, filled, take
 from .chunks import Chunks
 
+__all__ = ["Method", "Partition", "Ranks", "default_rows_per_chunk", "partition", "rows_of", "slots_of"]
+
 Method = Literal["balanced", "greedy", "contiguous", "zigzag"]
 Ranks = NDArray[np.int32]
 

@@ -24,6 +24,8 @@ from .needs import Holders, Needs, Pieces, foreign_pieces, needs_of
 from .partition import Partition
 from .strategy import HeadSlice, Strategy, split_heads
 
+__all__ = ["Ints", "Kept", "Longs", "Plan", "expand"]
+
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 

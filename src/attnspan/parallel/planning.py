@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import DtypeError, OptionError, ShapeError
+from .._mistakes import not_a_mask
+from ..errors import OptionError, ShapeError
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from .choose import Call, Candidate, Choice, choose, decide, evaluate
@@ -17,7 +18,7 @@ from .partition import Method, Partition, default_rows_per_chunk, partition
 from .plan import Plan
 from .strategy import Strategy
 
-__all__ = ["Request", "lower", "make_plan"]
+__all__ = ["Request", "cost", "lower", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,7 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
     if isinstance(mask, Spans):
         mask = Prepared(mask.validate())
     if not isinstance(mask, Mask):
-        raise DtypeError(
-            "mask",
-            expected="a mask expression, a Prepared or a Spans",
-            got=type(mask).__name__,
-            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...)",
-        )
+        raise not_a_mask(mask)
     found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
     if found.k_index is not None:
         raise OptionError(

@@ -9,6 +9,8 @@ from typing import Literal
 
 from ..errors import OptionError
 
+__all__ = ["HeadSlice", "Strategy", "split_heads"]
+
 _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)?\)")
 
 

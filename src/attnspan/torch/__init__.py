@@ -23,3 +23,26 @@ from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from ._wrap import DeclarationError as DeclarationError
 from ._wrap import Wrapped as Wrapped
 from ._wrap import wrap as wrap
+
+__all__ = [
+    "SAVE_OPS",
+    "Attention",
+    "DeclarationError",
+    "Explanation",
+    "RetraceWarning",
+    "RollingCache",
+    "SlowPathWarning",
+    "SpecializedShapesWarning",
+    "StaticCache",
+    "Wrapped",
+    "attention",
+    "backward_flops",
+    "call_jax",
+    "checkpoint_policy",
+    "dropout_seeds",
+    "explain",
+    "forward_flops",
+    "scaled_dot_product_attention",
+    "to_block_mask",
+    "wrap",
+]

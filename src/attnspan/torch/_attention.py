@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._leaves import Causal, Full, GlobalKeys, Window
+from .._mistakes import not_a_mask, refuse_keywords
 from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..kernels import Choice, choose, cpu
@@ -49,7 +50,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AnyMask = ...,
+    mask: AnyMask | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     bias: Bias | Tensor | None = ...,
@@ -70,7 +71,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AnyMask = ...,
+    mask: AnyMask | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     bias: Bias | Tensor | None = ...,
@@ -90,7 +91,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AnyMask = _FULL,
+    mask: AnyMask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Bias | Tensor | None = None,
@@ -102,6 +103,7 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
+    **mistaken: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
@@ -112,7 +114,8 @@ def attention(
         q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
         k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: What each query may see. Lower a mask that many layers share once, by ``mask.prepare(...)``.
+        mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
+            ``mask.prepare(...)``.
             Over several ranks, an `attnspan.parallel.ContextParallel`.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
@@ -132,6 +135,7 @@ def attention(
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
         backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
+        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
 
     Returns:
         The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)); with ``return_lse`` also
@@ -140,7 +144,7 @@ def attention(
 
     Raises:
         ValueError: Shapes, devices, options or bounds do not fit; no backend can run the call.
-        TypeError: Element types do not fit, or ``mask`` is no mask.
+        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
         NotImplementedError: A second derivative or a forward-mode one is asked of a kernel.
 
     Example:
@@ -151,6 +155,9 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
         torch.Size([1, 4, 6, 16])
     """
+    if mistaken:
+        refuse_keywords(attention, mistaken)
+    mask = _FULL if mask is None else mask
     if isinstance(mask, ShardedMask):
         return mask.attention(  # type: ignore[no-any-return]
             *(q, k, v),
@@ -278,13 +285,7 @@ def _lower(
             return lower_parts(mask, places, q, k_len, **indices)
         placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
     else:
-        raise DtypeError(
-            "mask",
-            expected="a mask expression, a Prepared or a Spans",
-            got=type(mask).__name__,
-            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in "
-            "from_predicate(...)",
-        )
+        raise not_a_mask(mask)
     if _can_read_k_len(placed.lowered):
         check_k_len(placed.lowered.k_len, k_len)
     return placed

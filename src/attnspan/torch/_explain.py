@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._mistakes import refuse_keywords
 from ..errors import DtypeError
 from ..kernels import choose
 from ..options import Bias
-from ..problem import Problem
+from ..problem import Problem, check_scale
 from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
 from ._flops import visible_pairs
 from ._options import Given
@@ -69,7 +70,8 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AnyMask = _FULL,
+    mask: AnyMask | None = None,
+    scale: float | None = None,
     softcap: float | None = None,
     bias: Bias | Tensor | None = None,
     sinks: Tensor | None = None,
@@ -78,7 +80,9 @@ def explain(
     q_index: Tensor | None = None,
     k_index: Tensor | None = None,
     layout: Layout = "bhsd",
+    return_lse: bool = False,  # noqa: ARG001 (no backend of torch minds)
     backend: str | None = None,
+    **mistaken: Any,
 ) -> Explanation:
     """Say what `attention` would do with the same arguments, without doing it.
 
@@ -87,6 +91,7 @@ def explain(
         k: As for `attention`.
         v: As for `attention`.
         mask: As for `attention`.
+        scale: As for `attention`.
         softcap: As for `attention`.
         bias: As for `attention`.
         sinks: As for `attention`.
@@ -95,7 +100,9 @@ def explain(
         q_index: As for `attention`.
         k_index: As for `attention`.
         layout: As for `attention`.
+        return_lse: As for `attention`.
         backend: As for `attention`.
+        **mistaken: As for `attention`.
 
     Returns:
         The explanation.
@@ -110,6 +117,9 @@ def explain(
         >>> print(explain(x, x, x, mask=causal(), backend="math").backend)
         math
     """
+    if mistaken:
+        refuse_keywords(explain, mistaken)
+    mask = _FULL if mask is None else mask
     if isinstance(mask, ShardedMask):
         raise DtypeError(
             "explain: mask",
@@ -119,6 +129,7 @@ def explain(
         )
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     q, k, v, bounds, problem, _ = lower_call(q, k, v, mask, given, layout)
+    check_scale(scale)
     chosen = choose(problem, BACKENDS, backend).name
     pairs = visible_pairs(q, k, bounds)
     total = problem.batch * problem.q_heads * problem.q_len * problem.k_len

@@ -2,3 +2,5 @@
 
 `attnspan.train.config` and `attnspan.train.errors` load no framework; everything else needs torch.
 """
+
+__all__: list[str] = []

@@ -22,7 +22,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from attnspan.train.attention import AnyMask, attend, keep_attention
 from attnspan.train.config import TrainConfig
 
-__all__ = ["Decoder", "StepFlops", "matmul_parameters", "step_flops"]
+__all__ = [
+    "Attention",
+    "Block",
+    "Decoder",
+    "FeedForward",
+    "Rotary",
+    "StepFlops",
+    "matmul_parameters",
+    "rotary_table",
+    "rotate",
+    "step_flops",
+]
 
 
 class Rotary(NamedTuple):

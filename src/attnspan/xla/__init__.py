@@ -2,3 +2,5 @@
 
 from . import _needs as _needs  # isort: skip  (first: without PyTorch/XLA it says what to install)
 from ._attention import attention as attention
+
+__all__ = ["attention"]

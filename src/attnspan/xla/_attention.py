@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._mistakes import refuse_keywords
 from ..errors import DeviceError
 from ..masks import Mask, Prepared, full
 from ..options import Bias, Options
@@ -28,7 +29,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | Prepared | Spans = _FULL,
+    mask: Mask | Prepared | Spans | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Bias | Tensor | None = None,
@@ -42,6 +43,7 @@ def attention(
     mesh: Any = None,
     partition_spec: tuple[Any, ...] | None = None,
     specs: Mapping[str, tuple[Any, ...]] | None = None,
+    **mistaken: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attnspan.torch.attention` on XLA tensors, as a part of the XLA graph that torch_xla builds.
 
@@ -57,8 +59,8 @@ def attention(
         q: Shape (B, Hq, Sq, D) in layout "bhsd"; on an XLA device.
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
-        mask: What each query may see; its arrays are XLA tensors or of NumPy. From a function
-            (``from_predicate``), the function is given XLA tensors.
+        mask: What each query may see; None is ``full()``. Its arrays are XLA tensors or of NumPy. From a
+            function (``from_predicate``), the function is given XLA tensors.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
         bias: Added to the scores, with gradients to its tensors.
@@ -74,13 +76,14 @@ def attention(
             heads may be split.
         specs: Where tensors beside q, k and v lie, by name: keywords of this function, or names of the mask's
             and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
+        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
 
     Returns:
         The output in q's layout; with ``return_lse`` also ``lse``, shape (B, Hq, Sq), or (Hq, T) in "thd".
 
     Raises:
         ValueError: Shapes, devices, options or specs do not fit; a spec splits the sequence or the head dim.
-        TypeError: Element types do not fit, or ``mask`` is no mask.
+        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
 
     Example:
         >>> import torch, torch_xla
@@ -90,6 +93,9 @@ def attention(
         >>> attention(q, k, k, mask=causal() & segments(ids)).shape
         torch.Size([1, 4, 6, 16])
     """
+    if mistaken:
+        refuse_keywords(attention, mistaken)
+    mask = _FULL if mask is None else mask
     _check_tensors(q=q, k=k, v=v)
     check_layout(layout, q, k, v)
     _check_devices(q, k, v)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._mistakes import not_a_mask
 from ..arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
 from ..errors import DeviceError, DtypeError, OptionError
 from ..masks import Mask, Prepared
@@ -46,13 +47,7 @@ def lower_all(
         DtypeError: ``mask`` is no mask.
     """
     if not isinstance(mask, (Mask, Spans)):
-        raise DtypeError(
-            "mask",
-            expected="a mask expression, a Prepared or a Spans",
-            got=type(mask).__name__,
-            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in "
-            "from_predicate(...)",
-        )
+        raise not_a_mask(mask)
     words, arrays, names = _worded(mask)
     _check_names(specs, places, [*names, *_names(given)])
     given = _place_options(given, places, specs)

@@ -12,6 +12,8 @@ from attnspan.bench.peers.ours import Attnspan
 from attnspan.bench.peers.ours_jax import AttnspanJax
 from attnspan.bench.peers.sdpa import DenseMask, FusedKernel, PerDocument
 
+__all__ = ["PEERS", "Job", "Peer", "Ready", "peers_by_name"]
+
 #: Every peer, attnspan first.
 PEERS: tuple[Peer, ...] = (
     Attnspan(),

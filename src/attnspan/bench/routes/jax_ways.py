@@ -16,7 +16,7 @@ from attnspan.bench.peers.job import Job, differentiated, enough_memory
 from attnspan.bench.routes.way import Opened
 from attnspan.bench.routes.xla_clock import compiler_seconds
 
-__all__ = ["CallJax", "JaxJit", "JaxNn"]
+__all__ = ["CallJax", "JaxJit", "JaxNn", "jax_refusal"]
 
 
 class JaxJit:

@@ -11,7 +11,7 @@ from attnspan.bench.routes.way import Opened, Way, cold_loop
 from attnspan.bench.samples import Timing
 from attnspan.bench.timing import Budget, Measured, MeasurementError, Meter, Subject, first_call, interleave
 
-__all__ = ["COLD_CALLS", "TINY_LENGTH", "Compare", "Settings", "take_routes"]
+__all__ = ["COLD_CALLS", "TINY_LENGTH", "Compare", "Settings", "one_line", "take_routes"]
 
 #: Calls of the loop that a hasty benchmark would be.
 COLD_CALLS = 10

@@ -144,6 +144,9 @@ class Sdpa:
 class FixedBlocks:
     """The CPU kernel without any framework, with given sizes of its blocks or with its own choice.
 
+    Each instruction-set level has steps of its own: it runs the nearest sizes that it has, and the note says
+    which.
+
     Args:
         block_q: Queries of a block; 0 is the kernel's choice.
         block_k: Keys of a block; 0 is the kernel's choice.
@@ -180,7 +183,7 @@ class FixedBlocks:
             job: What to compute.
         """
         q, k, v = (x.detach() for x in (job.q, job.k, job.v))
-        config = self._config
+        config = self._config and _nearest(self._config, str(q.dtype).removeprefix("torch."))
         bounds, scale = torch.as_tensor(job.prepared.lowered.bounds), job.workload.head_dim**-0.5
 
         def call() -> Any:
@@ -188,4 +191,15 @@ class FixedBlocks:
             cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=job.threads, config=config)
             return out
 
-        return Opened(call, HostDevice(), note=f"{cpu.isa()}, threads: {job.threads}")
+        sizes = f", blocks of {config['block_q']} x {config['block_k']}" if config else ""
+        return Opened(call, HostDevice(), note=f"{cpu.isa()}{sizes}, threads: {job.threads}")
+
+
+def _nearest(config: dict[str, int], dtype: str) -> dict[str, int]:
+    """The sizes of blocks nearest to some, of those that the level in use has."""
+    q_step, q_most, k_step, k_most, _ = cpu.compiled().blocks("forward", dtype)
+    limits = {"block_q": (q_step, q_most), "block_k": (k_step, k_most)}
+    nearest = {
+        name: min(max(round(config[name] / step), 1) * step, most) for name, (step, most) in limits.items()
+    }
+    return {**config, **nearest}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from ..._mistakes import not_a_mask
 from ...errors import DtypeError, OptionError, ShapeError
 from ...jax._options import Given
 from ...jax._sharded import ShardedMask
@@ -204,12 +205,7 @@ def check_array(name: str, x: Any) -> None:
 def check_mask(mask: Any, planned: bool) -> None:
     """Raise for what is no mask, or for one that is to be planned and cannot be read."""
     if not isinstance(mask, Mask | Spans) or isinstance(mask, ShardedMask):
-        raise DtypeError(
-            "shard: mask",
-            expected="a mask expression, a Prepared or a Spans",
-            got=type(mask).__name__,
-            remedy="Wrap a boolean array in from_dense(...), bounds in spans(...)",
-        )
+        raise not_a_mask(mask, "shard: mask")
     if planned and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
         raise OptionError(
             "shard: mask",

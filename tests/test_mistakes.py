@@ -1,0 +1,215 @@
+"""What users type by mistake is refused, and the error says how to write it."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import attnspan
+import attnspan.torch
+from attnspan import causal, full, library, segments, window
+from attnspan._mistakes import REMEDIES
+
+IDS = torch.tensor([[0, 0, 1, 1]])
+X = torch.ones(1, 1, 4, 8)
+VISIBLE = torch.ones(4, 4, dtype=torch.bool)
+
+
+def _front_ends():
+    jax = pytest.importorskip("jax")
+    import attnspan.jax
+
+    x = jax.numpy.ones((1, 1, 4, 8))
+    return [
+        (attnspan.torch.attention, X),
+        (attnspan.torch.explain, X),
+        (attnspan.jax.attention, x),
+        (attnspan.jax.explain, x),
+    ]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask and segments(IDS),
+        lambda mask: mask or segments(IDS),
+        lambda mask: not mask,
+        lambda mask: 1 if mask else 2,
+        bool,
+        lambda mask: (mask & segments(IDS)) and window(2),
+        lambda mask: (mask | segments(IDS)) and window(2),
+        lambda mask: mask.prepare(4, 4) and window(2),
+        lambda mask: library.causal_document([0, 4]) and mask,
+    ],
+)
+def test_a_mask_is_neither_true_nor_false(use):
+    with pytest.raises(TypeError, match=r"expected masks combined by & and \|.* Write a & b or a \| b"):
+        use(causal())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: ~mask,
+        lambda mask: mask + mask,
+        lambda mask: mask - window(2),
+        lambda mask: mask * 2,
+        lambda mask: mask ^ mask,
+        lambda mask: VISIBLE.float() + mask,
+        lambda mask: np.ones((4, 4)) + mask,
+    ],
+)
+def test_other_operators_say_which_ones_exist(use):
+    with pytest.raises(
+        TypeError, match=r"causal\(\): expected & .* or \| .*, got another operator.* have no ~"
+    ):
+        use(causal())
+
+
+@pytest.mark.parametrize(
+    ("other", "remedy"),
+    [
+        (VISIBLE, r"got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* in from_dense"),
+        (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* in from_dense"),
+        (IDS, r"got Tensor of int64, shape \(1, 4\)\. .*segments\(\.\.\.\)"),
+        (causal().spans(4, 4), r"got Spans\(.*\)\. Wrap it in spans"),
+        (window, r"got the function window\. Call it: window\(left\)"),
+        (1, "got int"),
+        (None, "got NoneType"),
+    ],
+)
+def test_an_operand_that_is_no_mask_is_named(other, remedy):
+    for use in (
+        lambda: causal() & other,
+        lambda: causal() | other,
+        lambda: other & causal(),
+        lambda: other | causal(),
+    ):
+        with pytest.raises(TypeError, match=rf"causal\(\) [&|] \.\.\.: expected two masks, {remedy}"):
+            use()
+
+
+def test_a_jax_array_beside_a_mask_is_named():
+    jax = pytest.importorskip("jax")
+    for use in (lambda x: x & causal(), lambda x: causal() | x):
+        with pytest.raises(TypeError, match=r"got \w+ of bool, shape \(4, 4\)\. Wrap booleans"):
+            use(jax.numpy.ones((4, 4), bool))
+
+
+@pytest.mark.parametrize(
+    ("mask", "remedy"),
+    [
+        (causal, r"got the function causal\. Call it: causal\(\)\."),
+        (window, r"got the function window\. Call it: window\(left\)\."),
+        (library.natten, r"got the function natten\. Call it: natten\(canvas, kernel\)\."),
+        (lambda _b, _h, q, k: q >= k, r"got the function <lambda>\. Wrap a mask_mod in from_predicate"),
+        ("causal", r"got 'causal'\. Read it by attnspan\.masks\.parse\('causal'\)\."),
+        (True, r"got True\. Pass causal\(\) or full\(\)\."),
+        (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),
+        (VISIBLE, r"got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),
+        (np.zeros((1, 1, 4, 1, 2), np.int32), r"got ndarray of int32.*Wrap bounds .* in spans"),
+        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), r"got Tensor of int32.*Wrap bounds .* in spans"),
+        (np.array([0, 4]), r"got ndarray of int64, shape \(2,\)\. .*documents\(\.\.\.\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_mask_is_told_which_mask_it_means(mask, remedy):
+    for function, x in _front_ends():
+        if isinstance(mask, torch.Tensor) and ".jax." in function.__module__:
+            remedy = "got a torch.Tensor"
+        with pytest.raises(TypeError, match=f"mask: expected .*{remedy}"):
+            function(x, x, x, mask=mask)
+
+
+def test_plans_name_what_is_no_mask():
+    from attnspan.parallel.planning import lower
+
+    with pytest.raises(TypeError, match=r"got the function causal\. Call it: causal\(\)\."):
+        lower(causal, 4, 4, batch=1, heads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("is_causal", r"mask=causal\(\)"),
+        ("causal", r"mask=causal\(\)"),
+        ("attn_mask", r"mask=from_dense\(visible\)"),
+        ("cu_seqlens", r"mask=documents\("),
+        ("cu_seqlens_q", r"mask=documents\("),
+        ("max_seqlen", r"Leave it out: documents"),
+        ("max_seqlen_k", r"Leave it out: documents"),
+        ("window_size", r"mask=window\(left, right\)"),
+        ("score_mod", r"softcap=, bias=alibi\(slopes\)"),
+        ("mask_mod", r"mask=from_predicate\(mask_mod\)"),
+        ("block_mask", r"mask=from_block_mask\(block_mask\)"),
+        ("enable_gqa", r"Leave it out: query heads share"),
+        ("softmax_scale", "scale="),
+        ("alibi_slopes", r"bias=alibi\(slopes\)"),
+        ("key_padding_mask", r"mask=key_padding\(lengths\)"),
+        ("logits_soft_cap", "softcap="),
+        ("segment_ids", r"mask=segments\("),
+    ],
+)
+def test_keywords_of_other_libraries_are_refused_with_ours(name, words):
+    for function, x in _front_ends():
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\): .* got {name}=\. .*{words}"):
+            function(x, x, x, **{name: None})
+
+
+def test_a_misspelt_keyword_is_given_the_nearest_and_an_unknown_one_the_list():
+    for function, x in _front_ends():
+        with pytest.raises(TypeError, match=r"no keywords but mask, scale, .*, got maks=\. Write mask=\."):
+            function(x, x, x, maks=causal())
+        with pytest.raises(TypeError, match=r"got colour=\. Leave it out\."):
+            function(x, x, x, colour="red")
+
+
+def test_the_modules_call_refuses_them_too():
+    with pytest.raises(TypeError, match=r"got is_causal=\. Pass mask=causal"):
+        attnspan.torch.Attention(is_causal=True)(X, X, X)
+
+
+def test_remedies_name_what_there_is():
+    """No keyword in the table is one of ours, and each keyword that a remedy writes is."""
+    for function, _ in _front_ends():
+        ours = [x for x in inspect.signature(function).parameters if x != "mistaken"]
+        assert not set(ours) & set(REMEDIES)
+        for remedy in REMEDIES.values():
+            written = {word.split("=")[0].strip("(") for word in remedy.split() if "=" in word}
+            assert written <= {*ours, "q_index", "k_index"}, remedy
+
+
+def test_no_mask_is_the_full_one():
+    x = torch.randn(1, 2, 5, 8)
+    want = attnspan.torch.attention(x, x, x, mask=full())
+    for got in (
+        attnspan.torch.attention(x, x, x, mask=None),
+        attnspan.torch.attention(x, x, x, mask=None, softcap=1e9),
+        attnspan.torch.Attention(mask=None)(x, x, x),
+        attnspan.torch.Attention()(x, x, x, mask=None),
+        torch.compile(attnspan.torch.attention, fullgraph=True, backend="aot_eager")(x, x, x, mask=None),
+    ):
+        torch.testing.assert_close(got, want)
+    assert attnspan.torch.explain(x, x, x, mask=None) == attnspan.torch.explain(x, x, x, mask=full())
+    assert inspect.signature(attnspan.torch.attention).parameters["mask"].default is None
+
+
+def test_no_mask_is_the_full_one_in_jax():
+    jax = pytest.importorskip("jax")
+    import attnspan.jax
+
+    x = jax.random.normal(jax.random.key(0), (1, 2, 5, 8))
+    want = attnspan.jax.attention(x, x, x, mask=full())
+    assert (attnspan.jax.attention(x, x, x, mask=None) == want).all()
+    assert (jax.jit(lambda x: attnspan.jax.attention(x, x, x, mask=None))(x) == want).all()
+    assert attnspan.jax.explain(x, x, x, mask=None) == attnspan.jax.explain(x, x, x, mask=full())
+    assert inspect.signature(attnspan.jax.attention).parameters["mask"].default is None
+
+
+def test_explain_takes_all_arguments_of_a_call():
+    for function in (attnspan.torch, pytest.importorskip("attnspan.jax")):
+        attention, explain = (
+            set(inspect.signature(x).parameters) for x in (function.attention, function.explain)
+        )
+        assert attention == explain

@@ -1,0 +1,94 @@
+"""Each public module says what `import *` gives, and gives nothing else."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import attnspan
+
+PACKAGE = Path(attnspan.__file__).parent
+#: It needs PyTorch/XLA, which has an environment of its own.
+ELSEWHERE = "xla"
+
+
+def _public_modules():
+    """Dotted names and files of the modules no part of whose name begins with an underscore."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = [x for x in path.relative_to(PACKAGE).with_suffix("").parts if x != "__init__"]
+        if not any(part.startswith("_") for part in parts):
+            yield ".".join(["attnspan", *parts]), path
+
+
+MODULES = dict(_public_modules())
+IMPORTED = [name for name in MODULES if f".{ELSEWHERE}" not in name]
+
+
+def _order(name):
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2, name
+
+
+def _declared(path):
+    """Public names that a file defines as functions or classes, or shows by `import x as x`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if alias.name == alias.asname)
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+
+
+def _listed(path):
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "__all__":
+            return node.value
+    return None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_is_there_complete_and_sorted(name):
+    path = MODULES[name]
+    value = _listed(path)
+    assert value is not None, f"{name} has no __all__"
+    listed = (
+        list(importlib.import_module(name).__all__)
+        if isinstance(value, ast.Call)
+        else ast.literal_eval(value)
+    )
+    assert listed == sorted(set(listed), key=_order)
+    missing = {x for x in _declared(path) if not x.startswith("_")} - set(listed)
+    assert not missing, f"{name}: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_all_names_what_is_there_and_no_module(name):
+    if ".jax" in name or ".spmd" in name:
+        pytest.importorskip("jax")
+    module = importlib.import_module(name)
+    for listed in module.__all__:
+        assert not isinstance(getattr(module, listed), types.ModuleType), listed
+
+
+_STAR = """
+import importlib, sys
+torch, jax, np, numpy, random, math, time = [object() for _ in range(7)]
+mine = {name: value for name, value in globals().items() if type(value) is object}
+names = sys.argv[1].split(",")
+for name in names:
+    importlib.import_module(name)  # Submodules are attributes of packages from here on.
+for name in names:
+    space = dict(mine)
+    exec(f"from {name} import *", space)
+    rebound = [x for x in mine if space[x] is not mine[x]]
+    assert not rebound, f"{name} rebinds {rebound}"
+"""
+
+
+def test_a_star_import_rebinds_nothing():
+    done = subprocess.run([sys.executable, "-c", _STAR, ",".join(IMPORTED)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
