@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,13 +85,18 @@ class Lowering:
                 remedy="It describes rows as they come: take the rows that the queries are",
             )
 
-    def broken(self, what: str, bad: Array, *sources: Any, expected: str, remedy: str) -> Array | None:
-        """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal."""
+    def broken(
+        self, what: str, bad: Array, *sources: Any, expected: Callable[[], str], remedy: str
+    ) -> Array | None:
+        """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal.
+
+        `expected` is called by the error alone: a size that is put into a text is a constant to a compiler.
+        """
         # In a trace JAX makes tracers even of arrays whose values it knows.
         if not all(self.arrays.concrete(x) for x in (*sources, bad)):
             return bad
         if bool(bad.any()):
-            raise OptionError(what, expected=expected, got="values outside that", remedy=remedy)
+            raise OptionError(what, expected=expected(), got="values outside that", remedy=remedy)
         return None
 
     def check_int32(self, what: str, x: Array) -> None:
@@ -118,7 +124,7 @@ class Lowering:
             "q_index",
             index >= n,
             self.q_index,
-            expected=f"indices below {n}, the length of the ids",
+            expected=lambda: f"indices below {n}, the length of the ids",
             remedy="Pass ids of the whole, global sequence, or separate q_ids and kv_ids",
         )
         values = self.arrays.take_along(x, self.arrays.clip(index, 0, n - 1))
@@ -151,6 +157,6 @@ class Lowering:
             what,
             bad[:, None, None],
             source,
-            expected=f"ascending offsets that start at 0 and end at {total} or before",
+            expected=lambda: f"ascending offsets that start at 0 and end at {total} or before",
             remedy="Pass the cumulative lengths of the documents, as torch.cumsum gives with a 0 before them",
         )
