@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import INT32_MAX, Array, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError
+from .errors import DtypeError, OptionError, ShapeError, shown
 
 
 def count(what: str, value: Any, least: int = 0) -> int:
@@ -16,7 +16,7 @@ def count(what: str, value: Any, least: int = 0) -> int:
         raise DtypeError(what, expected="an int", got=type(value).__name__, remedy="Pass a Python int")
     if not least <= value <= INT32_MAX:
         raise OptionError(
-            what, expected=f"{least} to {INT32_MAX}", got=str(value), remedy="Lengths and indices are int32"
+            what, expected=f"{least} to {INT32_MAX}", got=shown(value), remedy="Lengths and indices are int32"
         )
     return int(value)
 
@@ -30,7 +30,7 @@ def rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
         raise ShapeError(
             what,
             expected=f"an array with {' or '.join(map(str, ranks))} axes",
-            got=str(tuple(x.shape)),
+            got=shown(x.shape),
             remedy="Drop or add axes; a batch axis comes first",
         )
 
@@ -55,7 +55,7 @@ def offsets(what: str, x: Any) -> Array:
         raise ShapeError(
             what,
             expected="at least 2 offsets: 0 and the end of the first document",
-            got=str(x.shape[-1]),
+            got=shown(x.shape[-1]),
             remedy="Pass cumulative lengths with a 0 before them",
         )
     return x

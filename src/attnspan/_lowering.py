@@ -8,7 +8,7 @@ from typing import Any
 
 from ._intervals import Rows
 from .arrays import INT32_MAX, Array, Arrays
-from .errors import OptionError, ShapeError
+from .errors import OptionError, ShapeError, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Lowering:
             raise ShapeError(
                 what,
                 expected=f"1 or {expected} along the {axis} axis",
-                got=str(size),
+                got=shown(size),
                 remedy=f"Pass {axis}={size} to spans(), or an array that fits",
             )
 
@@ -81,7 +81,7 @@ class Lowering:
             raise ShapeError(
                 what,
                 expected=f"one entry per query row, {self.q_len}",
-                got=str(size),
+                got=shown(size),
                 remedy="It describes rows as they come: take the rows that the queries are",
             )
 

@@ -1,13 +1,13 @@
 """Compiled programs meet new batch sizes and lengths: few compilations, one where axes are marked, exports."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from length_samples import DIM, HEADS, KV_HEADS, MASKS, PROBLEMS, Sample, Sizes
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
@@ -52,30 +52,80 @@ class Program:
         return q, k, mask.prepare(q.shape[2], keys, batch=s.batch, like=q)
 
 
-def _count(program: Callable[..., Tensor], inputs: Any, mark: Callable[[Any], None]) -> int:
+def _varying(program: Program) -> list[dict[int, tuple[int, int]]]:
+    """For each input the axes that vary, each with its sizes in two problems, which tell axes apart."""
+    first, second = (tree_leaves(program.inputs(s)) for s in PROBLEMS[:2])
+    pairs = [(x, y) for x, y in zip(first, second, strict=True) if isinstance(x, Tensor)]
+    return [
+        {d: (x.shape[d], y.shape[d]) for d in range(x.dim()) if x.shape[d] != y.shape[d]} for x, y in pairs
+    ]
+
+
+def _count(program: Program, problems: Sequence[Sizes], marked: bool = False) -> int:
     torch._dynamo.reset()
+    axes = _varying(program) if marked else []
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(program, fullgraph=True, backend=counter)
-    for problem in PROBLEMS:
-        if problem.batch == 1 and mark is not _nothing:
-            continue
+    # Not the method itself: its code would be shared with other programs.
+    compiled = torch.compile(lambda *x: program(*x), fullgraph=True, backend=counter)
+    for problem in problems:
         torch.manual_seed(problem.length)
-        given = inputs(problem)
-        mark(given)
-        torch.testing.assert_close(compiled(*given), program(*given))
+        inputs = program.inputs(problem)
+        tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        for x, dims in zip(tensors, axes, strict=False):
+            for dim in dims:
+                torch._dynamo.mark_dynamic(x, dim)
+        torch.testing.assert_close(compiled(*inputs), program(*inputs))
     return counter.frame_count
 
 
-def _nothing(_: Any) -> None:
-    pass
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", MASKS, ids=lambda s: s.name)
 def test_few_compilations(sample: Sample) -> None:
-    program = Program(sample)
-    count = _count(program.__call__, program.inputs, _nothing)
-    _counts.setdefault(sample.name, [0, 0, "no"])[0] = count
+    count = _count(Program(sample), PROBLEMS)
+    _counts.setdefault(sample.name, ["-"] * 3)[0] = count
     assert count <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", MASKS, ids=lambda s: s.name)
+def test_one_compilation_where_axes_are_marked(sample: Sample) -> None:
+    count = _count(Program(sample), [s for s in PROBLEMS if s.batch > 1], marked=True)
+    _counts.setdefault(sample.name, ["-"] * 3)[1] = count
+    assert count == 1
+
+
+class Module(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, q: Tensor, k: Tensor, *arrays: Any) -> Tensor:
+        return self.program(q, k, *arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", MASKS, ids=lambda s: s.name)
+def test_strict_export(sample: Sample) -> None:
+    program = Program(sample)
+    inputs = program.inputs(PROBLEMS[0])
+    exported = torch.export.export(Module(program), inputs, dynamic_shapes=_dims(program), strict=True)
+    for problem in PROBLEMS[1:4]:
+        given = program.inputs(problem)
+        torch.testing.assert_close(exported.module()(*given), program(*given))
+    _counts.setdefault(sample.name, ["-"] * 3)[2] = "yes"
+
+
+def _dims(program: Program) -> Any:
+    """A `Dim` for each axis that varies; axes of the same sizes share it."""
+    named: dict[tuple[int, int], Any] = {}
+
+    def dim(sizes: tuple[int, int]) -> Any:
+        x, y = sizes
+        return named.setdefault(sizes, torch.export.Dim(f"size_{x}_{y}", min=2, max=4096))
+
+    specs = [{d: dim(sizes) for d, sizes in axes.items()} for axes in _varying(program)]
+    q, k, *arrays = specs
+    return {"q": q, "k": k, "arrays": tuple(arrays)}
 
 
 def test_every_mask_has_a_sample() -> None:
