@@ -149,10 +149,17 @@ class Lowering:
         self.document_rows.append((cu_seqlens, rows))
         return rows
 
+    def unordered(self, x: Array, *, repeats: bool) -> Array:
+        """Bool (1|B,): whether a row of `x` (1|B, n) does not ascend, or repeats a value and must not."""
+        # Not by slices of n - 1 elements: a compiler would make n a constant where they have one element.
+        place = self.arrays.arange(x.shape[-1])
+        before = self.arrays.take_along(x, self.arrays.maximum(place - 1, 0)[None])
+        return self.arrays.any(x < before if repeats else (x <= before) & (place > 0))
+
     def check_cu_seqlens(self, what: str, source: Array, cu: Array, total: int) -> Array | None:
         """Illegal rows (1|B, 1, 1), or None."""
         self.check_int32(what, source)
-        bad = self.arrays.any(cu[:, 1:] < cu[:, :-1]) | (cu[:, 0] != 0) | (cu[:, -1] > total)
+        bad = self.unordered(cu, repeats=True) | (cu[:, 0] != 0) | (cu[:, -1] > total)
         return self.broken(
             what,
             bad[:, None, None],

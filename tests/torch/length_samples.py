@@ -149,7 +149,7 @@ class _BlockMask:
 
 
 def _square(s: Sizes) -> int:
-    return 64 if s.length > 30 else 16
+    return 64 if s.length > 24 else 16
 
 
 VALUES = "its R follows from the values of its order"

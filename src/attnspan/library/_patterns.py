@@ -236,7 +236,7 @@ class Flamingo(RowNumbered):
         arrays = low.arrays
         low.check_int32("flamingo: positions", self.positions)
         at = low.per_batch("flamingo: positions", self.positions, "int32")
-        bad = arrays.any(at[:, 1:] <= at[:, :-1])
+        bad = low.unordered(at, repeats=False)
         illegal = low.broken(
             "flamingo: positions",
             bad[:, None, None],
