@@ -13,6 +13,7 @@ from torch import Tensor
 
 import attnspan as a
 from attnspan import library as lib
+from attnspan.torch import StaticCache, attention, scaled_dot_product_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -32,7 +33,7 @@ class Sizes:
 PROBLEMS = tuple(
     Sizes(*x)
     for x in (
-        *((3, 20, 5), (5, 28, 7), (2, 48, 9), (4, 16, 3), (6, 44, 8), (1, 24, 4)),
+        *((3, 20, 5), (5, 28, 9), (2, 48, 7), (4, 16, 3), (6, 44, 8), (1, 24, 4)),
         *((7, 36, 6), (3, 32, 2), (2, 64, 11), (8, 12, 3), (5, 40, 10), (1, 52, 5)),
     )
 )
@@ -49,6 +50,7 @@ class Sample:
         rows: number of queries, of the number of keys; as many by default.
         keys: number of keys of a problem; its length by default.
         batch: number of batch rows, where the mask's structure fixes it.
+        multiple: a number that the mask needs the length to be a multiple of.
         outside: why it cannot be lowered inside a compiled function; it is prepared outside then.
     """
 
@@ -58,6 +60,7 @@ class Sample:
     rows: Callable[[int], int] = lambda length: length
     keys: Callable[[Sizes], int] = lambda s: s.length
     batch: int | None = None
+    multiple: int = 1
     outside: str = ""
 
     @property
@@ -80,6 +83,10 @@ def _groups(s: Sizes) -> Arrays:
 
 def _lengths(s: Sizes) -> Arrays:
     return (torch.randint(1, s.length + 1, (s.batch,)),)
+
+
+def _lengths_of_rows(s: Sizes) -> Arrays:
+    return (torch.arange(s.length),)
 
 
 def _cu(s: Sizes) -> Arrays:
@@ -209,16 +216,20 @@ MASKS = (
     Sample("right_padding", lambda n, lengths: lib.right_padding(lengths), _lengths),
     Sample("left_padding", lambda n, lengths: lib.left_padding(lengths), _lengths),
     Sample("block_causal", lambda n: lib.block_causal(5)),
-    Sample("block_diffusion", lambda n: lib.block_diffusion(n // 2, 4)),
+    Sample("block_diffusion", lambda n: lib.block_diffusion(n // 2, 4), multiple=2),
     Sample("draft_blocks", lambda n, prefix: lib.draft_blocks(prefix, 4), _lengths),
     Sample("tree", lambda n, parents, prefix: lib.tree(parents, prefix, depth=5), _parents),
-    Sample("natten", lambda n: lib.natten((n // 4, 4), (3, 3))),
-    Sample("sasa", lambda n: lib.sasa((n // 4, 4), (1, 2))),
-    Sample("sta", lambda n: lib.sta((n // 4, 4), (1, 4), (1, 2))),
-    Sample("tiled_natten", lambda n: lib.tiled_natten((n // 4, 4), (3, 3), (1, 2)), outside=VALUES),
+    Sample("natten", lambda n: lib.natten((n // 4, 4), (3, 3)), multiple=4),
+    Sample("sasa", lambda n: lib.sasa((n // 4, 4), (1, 2)), multiple=4),
+    Sample("sta", lambda n: lib.sta((n // 4, 4), (1, 4), (1, 2)), multiple=4),
+    Sample(
+        "tiled_natten", lambda n: lib.tiled_natten((n // 4, 4), (3, 3), (1, 2)), outside=VALUES, multiple=4
+    ),
     Sample("morton_natten", lambda n: lib.morton_natten(int(n**0.5), 3), keys=_square, outside=VALUES),
     Sample("flamingo", lambda n, at: lib.flamingo(at, 4), _images, keys=lambda s: s.parts * 4),
-    Sample("vision_cross_attention", lambda n, x: lib.vision_cross_attention(x, n // 2), _intervals),
+    Sample(
+        "vision_cross_attention", lambda n, x: lib.vision_cross_attention(x, n // 2), _intervals, multiple=2
+    ),
     Sample("spatial_heads", lambda n: lib.spatial_heads(2, n // 4, 0.8)),
     Sample("temporal_heads", lambda n: lib.temporal_heads(0, 4, n // 4, 1.5)),
     Sample("selected_blocks", lambda n, chosen: lib.selected_blocks(chosen, 4), _chosen),
@@ -227,4 +238,120 @@ MASKS = (
     Sample("per_document", lambda n, cu: lib.per_document(lib.global_sliding(1, 2), cu), _cu),
     Sample("batchify", lambda n, ids: lib.batchify(a.causal() & a.segments(ids), 4), _ids_of_tile),
     Sample("reordered", lambda n: lib.reordered(a.causal(), torch.arange(n).flip(0)), outside=VALUES),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call with an option, a layout or another entry point: `run(q, k, *arrays)`."""
+
+    name: str
+    run: Callable[..., Any]
+    arrays: Callable[[Sizes], tuple[Any, ...]] = lambda _: ()
+    shapes: Callable[[Sizes], tuple[tuple[int, ...], tuple[int, ...]]] = lambda s: (
+        (s.batch, HEADS, s.length, DIM),
+        (s.batch, KV_HEADS, s.length, DIM),
+    )
+    multiple: int = 1
+    exports: bool = True
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.run(*inputs)
+
+    def inputs(self, s: Sizes) -> tuple[Any, ...]:
+        q, k = self.shapes(s)
+        return torch.randn(q), torch.randn(k), *self.arrays(s)
+
+
+def _seed(_: Sizes) -> tuple[Tensor]:
+    return (torch.randint(2**40, ()),)
+
+
+def _prepared(s: Sizes) -> tuple[a.Mask]:
+    return ((a.causal() & a.segments(*_ids(s))).prepare(s.length, s.length, batch=s.batch),)
+
+
+def _packed(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (s.length, HEADS, DIM), (s.length, KV_HEADS, DIM)
+
+
+def _bshd(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (s.batch, s.length, HEADS, DIM), (s.batch, s.length, KV_HEADS, DIM)
+
+
+def _all_heads(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((s.batch, HEADS, s.length, DIM),) * 2
+
+
+def _in_cache(q: Tensor, k: Tensor, cache: StaticCache) -> Tensor:
+    cache.reset()
+    keys, values = cache.update(k, k)
+    return attention(q, keys, values, mask=cache.mask(q.shape[2]))
+
+
+def _two_rows(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (2, HEADS, s.length, DIM), (2, KV_HEADS, s.length, DIM)
+
+
+CALLS = (
+    Call("attention", lambda q, k, ids: attention(q, k, k, mask=a.causal() & a.segments(ids)), _ids),
+    Call("attention, lse", lambda q, k: attention(q, k, k, return_lse=True)),
+    Call("attention, math", lambda q, k, cu: attention(q, k, k, mask=a.documents(cu), backend="math"), _cu),
+    Call("attention, a mask as argument", lambda q, k, mask: attention(q, k, k, mask=mask), _prepared),
+    Call(
+        "attention, an expression as argument",
+        lambda q, k, mask: attention(q, k, k, mask=mask),
+        lambda s: (a.causal() & a.documents(*_cu(s)),),
+    ),
+    Call("q_index", lambda q, k, x: attention(q, k, k, mask=a.causal(), q_index=x), _lengths_of_rows),
+    Call("layout bshd", lambda q, k, x: attention(q, k, k, mask=a.cache(x), layout="bshd"), _lengths, _bshd),
+    Call("layout thd", lambda q, k, x: attention(q, k, k, mask=a.documents(x), layout="thd"), _cu, _packed),
+    Call(
+        "softcap, sinks",
+        lambda q, k, x: attention(q, k, k, softcap=2.0, sinks=x),
+        lambda _: (torch.ones(HEADS),),
+    ),
+    Call(
+        "alibi, cache",
+        lambda q, k, x, n: attention(q, k, k, mask=a.causal() & a.cache(n), bias=a.alibi(x)),
+        lambda s: (torch.rand(s.batch, HEADS), *_lengths(s)),
+    ),
+    Call(
+        "relative, documents",
+        lambda q, k, x, cu: attention(q, k, k, mask=a.documents(cu), bias=a.relative(x)),
+        lambda s: (torch.rand(HEADS, 9), *_cu(s)),
+    ),
+    Call(
+        "dense bias, key_padding",
+        lambda q, k, x, n: attention(q, k, k, mask=a.key_padding(n), bias=x),
+        lambda s: (torch.rand(s.batch, HEADS, s.length, s.length), *_lengths(s)),
+    ),
+    Call(
+        "dropout, documents",
+        lambda q, k, x, cu: attention(
+            q, k, k, mask=a.causal() & a.documents(cu), dropout_p=0.3, dropout_seed=x
+        ),
+        lambda s: (*_seed(s), *_cu(s)),
+    ),
+    Call("sdpa", lambda q, k: scaled_dot_product_attention(q, k, k, is_causal=True), shapes=_all_heads),
+    Call(
+        "sdpa, booleans",
+        lambda q, k, x: scaled_dot_product_attention(q, k, k, x),
+        _dense,
+        shapes=_all_heads,
+    ),
+    Call(
+        "sdpa, bias",
+        lambda q, k, x: scaled_dot_product_attention(q, k, k, x),
+        lambda s: (torch.rand(s.batch, 1, s.length, s.length),),
+        shapes=_all_heads,
+    ),
+    Call(
+        # The sizes of a module are constants to torch.compile: only the chunks vary.
+        "StaticCache",
+        _in_cache,
+        lambda _: (StaticCache(2, KV_HEADS, 64, DIM),),
+        _two_rows,
+        exports=False,
+    ),
 )
