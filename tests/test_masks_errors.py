@@ -157,3 +157,30 @@ def test_a_mask_over_keys_of_its_own_order_is_not_combined() -> None:
     for combine in (lambda: some & a.window(3), lambda: a.window(3) | some):
         with pytest.raises(ValueError, match=r"keys have indices of their own.*before one is prepared"):
             combine()
+
+
+_ONE_SPAN = np.zeros((1, 1, 1, 1, 2), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: a.Spans(_ONE_SPAN, 3.5), "Spans: k_len: expected an int, got float"),
+        (lambda: a.Spans(_ONE_SPAN, True), "Spans: k_len: expected an int, got bool"),
+        (lambda: a.Spans(_ONE_SPAN, None), "Spans: k_len: expected an int, got NoneType"),
+        (lambda: a.Spans(_ONE_SPAN, -1), "Spans: k_len: expected at least 0, got -1"),
+        (lambda: a.segments([0], padding_id=True), "segments: padding_id: expected an int, got bool"),
+        (lambda: a.segments([[0, 1], [2]]), "segments: q_ids: expected rows of one length"),
+        (lambda: a.causal().spans(4, 4, like="cpu"), "like: expected an array, got str"),
+    ],
+)
+def test_numbers_and_arrays_of_other_kinds_are_named(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert a.Spans(_ONE_SPAN, np.int64(3)).k_len == 3
+    mask = a.segments([0, 0, 1], padding_id=np.int32(1))
+    assert mask.spans(3, 3).cost()[0, 0].tolist() == [2, 2, 0]
+    assert a.segments([[]]).spans(0, 0).q_len == 0

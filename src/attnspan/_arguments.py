@@ -11,14 +11,19 @@ from .arrays import INT32_MAX, Array, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError, shown
 
 
-def count(what: str, value: Any, least: int = 0) -> int:
+def number(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise DtypeError(what, expected="an int", got=type(value).__name__, remedy="Pass a Python int")
+    return int(value)
+
+
+def count(what: str, value: Any, least: int = 0) -> int:
+    value = number(what, value)
     if not least <= value <= INT32_MAX:
         raise OptionError(
             what, expected=f"{least} to {INT32_MAX}", got=shown(value), remedy="Lengths and indices are int32"
         )
-    return int(value)
+    return value  # type: ignore[no-any-return]
 
 
 def runs(what: str, value: Any) -> int | None:
@@ -37,7 +42,13 @@ def rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
 
 def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     if isinstance(x, (list, tuple)):
-        x = np.asarray(x) if len(x) else np.zeros(0, np.int64)
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ShapeError(
+                what, expected="rows of one length", got="rows of several", remedy="Pad them to one length"
+            ) from None
+        x = x if x.size else x.astype(np.int64)
     if not is_array(x) or not is_integer(x):
         got = str(x.dtype) if is_array(x) else type(x).__name__
         raise DtypeError(what, expected="an integer array", got=got, remedy="Convert it to int32 or int64")

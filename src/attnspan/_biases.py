@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import NUMPY, Array, Arrays, arrays_for, is_array
+from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, own
 from .errors import DtypeError, OptionError, ShapeError, shown
 
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
@@ -219,8 +219,8 @@ def _moved(arrays: Arrays, x: Array) -> Array:
     if arrays.name == "numpy" or not isinstance(x, np.ndarray):
         return x
     if arrays.name == "torch":
-        return sys.modules["torch"].as_tensor(x, device=arrays.device)  # type: ignore[attr-defined]
-    return arrays.xp.asarray(x)
+        return sys.modules["torch"].as_tensor(own(x), device=arrays.device)  # type: ignore[attr-defined]
+    return arrays.xp.asarray(own(x))
 
 
 def _is_floating(x: Array) -> bool:

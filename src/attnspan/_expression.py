@@ -19,7 +19,7 @@ from ._intervals import (
 )
 from ._lowering import Lowering
 from ._start import begin
-from .arrays import Array, Arrays, arrays_for, is_array
+from .arrays import Array, Arrays, arrays_for, is_array, outside_inference_mode
 from .errors import OptionError, ShapeError, shown
 from .spans import Spans
 
@@ -103,15 +103,16 @@ class Mask:
             >>> (causal() & cache([2, 3])).placed(1, 3, batch=2).q_index.tolist()
             [[1], [2]]
         """
-        low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
-        rows = low.lower(self)
-        los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
-        spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
-        rows_at = None if low.counted_back else low.q_index[:, 0]
-        if k_index is None:
-            return Prepared(spans, rows_at)
-        k_index = low.arrays.asarray(k_index, "int32")
-        return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
+        with outside_inference_mode():
+            low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
+            rows = low.lower(self)
+            los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
+            spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
+            rows_at = None if low.counted_back else low.q_index[:, 0]
+            if k_index is None:
+                return Prepared(spans, rows_at)
+            k_index = low.arrays.asarray(k_index, "int32")
+            return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(
         self,
@@ -144,7 +145,8 @@ class Mask:
         indices = {"q_index": q_index, "k_index": k_index}
         placed = self.placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
         placed.lowered._require_values("prepare", of="mask")
-        return replace(placed, lowered=placed.lowered.compact().validate())
+        with outside_inference_mode():
+            return replace(placed, lowered=placed.lowered.compact().validate())
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask; see `attnspan.picture.show` for the options.
@@ -180,6 +182,10 @@ class Mask:
     def _key_len(self) -> Any:
         """Length of the global key sequence, where an array of the mask says it, else None."""
         return None
+
+    def _knows_k_len_as_data(self) -> bool:
+        """Whether the length is an array too, which `_lower` compares in traced programs."""
+        return False
 
     def _row_len(self) -> Any:
         """Number of query rows, where an array of the mask has one entry for each, else None."""
@@ -305,6 +311,7 @@ class Prepared(Mask):
     """A mask lowered once, by `Mask.prepare`: rows are as they come, keys are the global ones.
 
     Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked for.
+    In an expression, its rows' indices are the default ones of the other operands too.
 
     Attributes:
         lowered: the spans.
@@ -332,9 +339,20 @@ class Prepared(Mask):
         k_index: Array | None = None,
         like: Any = None,
     ) -> Prepared:
-        """The mask itself; with `k_index`, restricted to those keys. `q_index` changes nothing."""
+        """The mask itself; with `k_index`, restricted to those keys.
+
+        Raises:
+            OptionError: for a `q_index`: the rows were fixed when the mask was prepared.
+        """
+        if q_index is not None:
+            raise OptionError(
+                "q_index",
+                expected="None with a prepared mask, whose rows are known",
+                got="indices of rows",
+                remedy="Give them to prepare(), or take rows by mask.lowered.take_queries(...)",
+            )
         if k_index is None:
-            _check_fit(self.lowered, q_len, k_len, batch, heads)
+            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, batch, heads)
             return self
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
         if q_index is None:  # Counted back from all keys, not from those that are left.
@@ -347,6 +365,15 @@ class Prepared(Mask):
     def _key_len(self) -> Any:
         return self.lowered.k_len
 
+    def _anchor(self) -> tuple[Any, ...] | None:
+        return None if self.q_index is None else ("prepared", self.q_index)
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        return low.per_batch("prepared mask: q_index", self.q_index, "int32")[:, None]
+
+    def _knows_k_len_as_data(self) -> bool:
+        return self.lowered._k_len is not None
+
     def _row_len(self) -> Any:
         return self.lowered.q_len
 
@@ -354,9 +381,27 @@ class Prepared(Mask):
         return self.lowered.bounds
 
     def _lower(self, low: Lowering) -> Rows:
-        _check_fit(self.lowered, low.q_len, low.top, low.batch, low.heads)
+        traced = low.arrays.tracing() and self._knows_k_len_as_data()
+        k_len = low.top if traced else self.lowered.k_len
+        _check_fit(self.lowered, low.q_len, k_len, low.top, low.batch, low.heads)
         bounds = low.arrays.to_int32(self.lowered.bounds)
-        return Rows(_split(bounds[..., 0], bounds[..., 1]), Spans(bounds, low.top)._illegal_rows())
+        illegal = Spans(bounds, low.top)._illegal_rows()
+        if traced:
+            illegal = illegal | (low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
+        if self.q_index is not None:
+            illegal = either_illegal(illegal, self._other_rows(low))
+        return Rows(_split(bounds[..., 0], bounds[..., 1]), illegal)
+
+    def _other_rows(self, low: Lowering) -> Array | None:
+        """Rows that the other operands take for those of other indices."""
+        return low.broken(
+            "q_index of a prepared mask",
+            self._anchor_index(low) != low.q_index,
+            self.q_index,
+            low.q_index,
+            expected=lambda: "the rows that it was prepared for",
+            remedy="Combine masks before they are prepared, or prepare them for the same rows",
+        )
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")
@@ -375,9 +420,9 @@ def _one_order(*masks: Mask) -> tuple[Mask, ...]:
     return masks
 
 
-def _check_fit(spans: Spans, q_len: int, k_len: int, batch: int, heads: int) -> None:
+def _check_fit(spans: Spans, q_len: int, own_k_len: int, k_len: int, batch: int, heads: int) -> None:
     shape = spans.bounds.shape
-    fits = shape[2] == q_len and spans.k_len == k_len and shape[0] in (1, batch) and shape[1] in (1, heads)
+    fits = shape[2] == q_len and own_k_len == k_len and shape[0] in (1, batch) and shape[1] in (1, heads)
     if not fits:
         raise ShapeError(
             "prepared mask",

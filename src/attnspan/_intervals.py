@@ -116,7 +116,10 @@ def merge_known(arrays: Arrays, intervals: Sequence[Interval]) -> tuple[Interval
 def materialise(
     arrays: Arrays, intervals: Sequence[Interval], q_len: int, top: int
 ) -> tuple[list[Array], list[Array]]:
-    """Ends as arrays, clipped to [0, top], with lo == hi for empty intervals."""
+    """Ends as arrays, clipped to [0, top], with lo == hi for empty intervals.
+
+    One end of each interval has an entry for every row, even where lengths of batch rows give both.
+    """
     los, his = [], []
     for x in intervals:
         lo = 0 if x.lo is None else x.lo
@@ -124,9 +127,16 @@ def materialise(
         lo = arrays.full((1, 1, q_len), lo) if isinstance(lo, int) else lo
         hi = arrays.full((1, 1, q_len), hi) if x.hi is None or isinstance(hi, int) else hi
         lo = arrays.clip(lo, 0, top)
+        if _shared_by_rows(lo) and _shared_by_rows(hi):
+            lo = arrays.broadcast_to(lo, (*lo.shape[:-1], q_len))
         los.append(lo)
         his.append(arrays.maximum(arrays.clip(hi, 0, top), lo))
     return los, his
+
+
+def _shared_by_rows(end: Array) -> bool:
+    # A symbol of a size, which is no int to JAX, is the number of rows.
+    return isinstance(end.shape[-1], int) and end.shape[-1] == 1
 
 
 def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: int) -> tuple[Array, Array]:

@@ -26,7 +26,7 @@ def _is_placeholder(value: object) -> bool:
 
 
 def _flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    values = [(f.name, getattr(x, f.name)) for f in fields(x)]
+    values = [(f.name, getattr(x, f.name)) for f in fields(x) if f.init]
     names = tuple(name for name, value in values if _is_child(value))
     static = tuple((name, value) for name, value in values if name not in names)
     return tuple(value for _, value in values if _is_child(value)), (names, static)

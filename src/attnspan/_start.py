@@ -31,14 +31,17 @@ def begin(
                 got=shown(k_index.shape[0]),
                 remedy="Pass the global indices of the keys that are here",
             )
-    low = Lowering(arrays, q_len, _key_len(leaves, k_len, k_index is not None), batch, heads)
+    keys = _key_len(leaves, k_len, k_index is not None, arrays.tracing())
+    low = Lowering(arrays, q_len, keys, batch, heads)
     _index_rows(low, leaves, q_index, k_index)
     return low
 
 
-def _key_len(leaves: list[Any], k_len: int, sharded: bool) -> int | None:
+def _key_len(leaves: list[Any], k_len: int, sharded: bool, tracing: bool) -> int | None:
     known = None if sharded else k_len
     for leaf in leaves:
+        if tracing and known is not None and leaf._knows_k_len_as_data():
+            continue  # It is checked by the program: read here, it would be a constant.
         length = leaf._key_len()
         if length is None:
             continue
@@ -59,6 +62,9 @@ def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) ->
         low.q_index = _checked_q_index(low, q_index)
         return
     anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
+    # A prepared mask compares its rows with those that are chosen, so that it need not be the same array.
+    others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
+    anchored = others or anchored[:1]
     for leaf in anchored[1:]:
         if not _same_anchor(leaf, anchored[0]):
             raise OptionError(

@@ -87,12 +87,20 @@ class Predicate(Mask):
                 remedy="Lower it over all keys, then use Spans.take_keys",
             )
         if _is_traced(low, low.q_index):
-            chunks = (call_traced(self._what(), self.fn, low, rows) for rows in _traced_chunks(low))
-            return _traced_rows(low, chunks, self.max_runs)
+            return self._traced(low)
         if low.q_len == 0 or low.k_len == 0:
             return _rows(low, [encode(np.zeros((1, 1, low.q_len, low.k_len), bool), self.max_runs)])
-        chunks = (call(self._what(), self.fn, low, rows) for rows in _chunks(low))
-        return _rows(low, [encode(low.arrays.to_numpy(x), self.max_runs, self._what()) for x in chunks])
+        chunks = []
+        for rows in _chunks(low):
+            visible = call(self._what(), self.fn, low, rows)
+            if _is_traced(low, visible):  # Under vmap over an array that the function holds.
+                return self._traced(low)
+            chunks.append(encode(low.arrays.to_numpy(visible), self.max_runs, self._what()))
+        return _rows(low, chunks)
+
+    def _traced(self, low: Lowering) -> Rows:
+        chunks = (call_traced(self._what(), self.fn, low, rows) for rows in _traced_chunks(low))
+        return _traced_rows(low, chunks, self.max_runs)
 
     def _what(self) -> str:
         return f"from_predicate({name_of(self.fn)})"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
 
-from .errors import DeviceError
+from .errors import DeviceError, DtypeError
 
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
@@ -220,7 +221,7 @@ class JaxArrays(Arrays):
         return self.jax.dtypes.canonicalize_dtype(name)
 
     def asarray(self, x: Any, dtype: str) -> Array:
-        return self.xp.asarray(x, dtype=self._dtype(dtype))
+        return self.xp.asarray(own(x), dtype=self._dtype(dtype))
 
     def to_int32(self, x: Any) -> Array:
         # NumPy's before they become JAX's, which may have no int64.
@@ -292,12 +293,14 @@ class TorchArrays(Arrays):
             return False
         if not _is_torch(x):
             return True
-        # Fake, functional and other subclasses have no values to read.
+        # Fake, functional and other subclasses have no values to read, nor have wrappers of torch.func.
         plain = type(x) is self.torch.Tensor or type(x) is self.torch.nn.Parameter
+        if plain and self.torch._C._are_functorch_transforms_active():
+            plain = not self.torch._C._functorch.is_functorch_wrapped_tensor(x)
         return bool(plain and x.device.type == "cpu")
 
     def asarray(self, x: Any, dtype: str) -> Array:
-        return self.torch.as_tensor(x, device=self.device).to(self._dtype(dtype))
+        return self.torch.as_tensor(own(x), device=self.device).to(self._dtype(dtype))
 
     def to_int32(self, x: Any) -> Array:
         if not _is_torch(x):
@@ -310,7 +313,12 @@ class TorchArrays(Arrays):
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         # NumPy indices may come with torch bounds.
-        return np.asarray(x.detach().cpu().numpy() if _is_torch(x) else x)
+        if not _is_torch(x):
+            return np.asarray(x)
+        if not self.torch._C._are_functorch_transforms_active():
+            return np.asarray(x.detach().cpu().numpy())
+        with self.torch._C._DisableFuncTorch():  # It would wrap what is read, though this is a plain tensor.
+            return np.asarray(x.detach().cpu().numpy())
 
     def arange(self, n: int) -> Array:
         return self.torch.arange(n, dtype=self.torch.int32, device=self.device)
@@ -393,6 +401,40 @@ class TorchArrays(Arrays):
 NUMPY = Arrays()
 
 
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Masks are made of ordinary tensors, also in inference mode: autograd cannot save those of that mode.
+
+    Example:
+        >>> import torch
+        >>> with torch.inference_mode(), outside_inference_mode():
+        ...     torch.zeros(1).is_inference()
+        False
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)  # type: ignore[no-any-return]
+
+
+def own(x: Any) -> Any:
+    """A NumPy array as a contiguous copy in native byte order; anything else as it is.
+
+    Frameworks share memory with NumPy arrays where they can. A caller who writes into one after the forward
+    pass would change what the backward pass has saved, and no version counter sees it.
+
+    Example:
+        >>> x = np.arange(3)
+        >>> own(x) is x, own(x[::-1]).tolist()
+        (False, [2, 1, 0])
+    """
+    if not isinstance(x, np.ndarray):
+        return x
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        return torch.as_tensor(x).clone()
+    return x.astype(x.dtype.newbyteorder("="), order="C")
+
+
 def arrays_for(candidates: Iterable[object], like: object = None, what: str = "mask") -> Arrays:
     """The functions for the framework (and device) of the given arrays.
 
@@ -424,7 +466,14 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
                 )
             found = other
     if found is None:
-        return arrays_for([like]) if is_array(like) else NUMPY
+        if like is not None and not is_array(like):
+            raise DtypeError(
+                "like",
+                expected="an array",
+                got=type(like).__name__,
+                remedy="Pass one of the framework, and on the device, that the mask is for",
+            )
+        return NUMPY if like is None else arrays_for([like])
     return found
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-
 _raisers: list[Callable[[type[Exception], str], None]] = []
 
 

@@ -20,7 +20,7 @@ from ._parse import parse_with
 from ._pytrees import register
 from ._tables import Blocks, Dense, Explicit, Predicate
 from .arrays import Array
-from .errors import DtypeError, OptionError, ShapeError, shown
+from .errors import OptionError, ShapeError, shown
 from .spans import Spans
 
 __all__ = [
@@ -112,13 +112,7 @@ def segments(
     """
     q_ids = checked.integers("segments: q_ids", q_ids, (1, 2))
     kv_ids = None if kv_ids is None else checked.integers("segments: kv_ids", kv_ids, (1, 2))
-    if padding_id is not None and not isinstance(padding_id, int):
-        raise DtypeError(
-            "segments: padding_id",
-            expected="an int",
-            got=type(padding_id).__name__,
-            remedy="Pass an int or None",
-        )
+    padding_id = None if padding_id is None else checked.number("segments: padding_id", padding_id)
     return Segments(q_ids, kv_ids, padding_id, checked.count("segments: max_runs", max_runs, least=1))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class Spans:
 
     bounds: Array
     k_len: int
+    # The number as an array of shape (): data to a compiler, where an int is a constant. Kernels check it.
+    _k_len: Array | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not is_array(self.bounds):
@@ -56,6 +58,39 @@ class Spans:
                 got=shown(self.bounds.shape),
                 remedy="Add the missing axes, each of length 1",
             )
+        self._check_k_len()
+        object.__setattr__(self, "_k_len", self._k_len_as_data())
+
+    def _check_k_len(self) -> None:
+        # Symbols of sizes, which compilers have, are of other types.
+        if isinstance(self.k_len, (bool, float, str)) or self.k_len is None or is_array(self.k_len):
+            raise DtypeError(
+                "Spans: k_len",
+                expected="an int",
+                got=type(self.k_len).__name__,
+                remedy="Pass the number of keys",
+            )
+        if not self._arrays.tracing() and isinstance(self.k_len, int) and self.k_len < 0:
+            raise OptionError(
+                "Spans: k_len", expected="at least 0", got=str(self.k_len), remedy="Pass the number of keys"
+            )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Torch's pytrees put spans together from arrays alone: the number is read when it is asked for.
+            if name == "k_len" and self.__dict__.get("_k_len") is not None:
+                object.__setattr__(self, "k_len", int(self._k_len))
+                return self.k_len
+            if name == "_k_len" and "k_len" in self.__dict__:
+                object.__setattr__(self, "_k_len", self._k_len_as_data())
+                return self._k_len
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _k_len_as_data(self) -> Array | None:
+        arrays = self._arrays
+        # JAX compiles anew for each shape, so that it may hold the number itself.
+        return None if arrays.name == "jax" else arrays.full((), self.k_len, "int64")
 
     def __repr__(self) -> str:
         batch, heads, q_len, runs, _ = self.bounds.shape

@@ -4,6 +4,7 @@ Arrays are made anew for each problem, so every axis of every array varies with 
 compiled function, on lengths that a compiler may hold as symbols.
 """
 
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

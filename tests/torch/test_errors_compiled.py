@@ -1,4 +1,6 @@
-"""A wrong call says the same, whole, whether it is compiled or not, and whatever the compiler knows of sizes."""
+"""A wrong call says the same whether it is compiled or not, and whatever the compiler knows of sizes."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature)
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Masks as inputs of exported programs: an expression, a prepared mask, spans; other data, other lengths, saved."""
+"""Masks as inputs of exported programs, which meet other data and other lengths, and are saved."""
 
 import io
 from collections.abc import Callable

@@ -42,6 +42,13 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(backward_op, arguments)
 
 
+def test_opcheck_with_the_k_len_of_a_mask() -> None:
+    sample = make_sample(k_len=9).requires_grad()
+    torch.library.opcheck(forward_op, sample.arguments, {"k_len": torch.tensor(9)})
+    with pytest.raises(ValueError, match=r"over k_len=9 keys .* got spans over 8"):
+        forward_op(*sample.arguments, k_len=torch.tensor(8))
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_opcheck_with_options(name: str) -> None:
     indices = "dropout" in name or "alibi" in name or name in ("relative", "all")

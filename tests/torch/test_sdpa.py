@@ -1,6 +1,8 @@
 """The drop-in against torch's own function."""
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils.checkpoint import checkpoint
 
 from attnspan import causal, from_dense, window
+from attnspan.errors import ShapeError
 from attnspan.torch import attention
 from attnspan.torch import scaled_dot_product_attention as ours
 from attnspan.torch._sdpa import _mask
@@ -210,3 +213,39 @@ def test_what_heads_share_is_encoded_once() -> None:
     ):
         assert _mask(mask, q, k, q.shape[:-2]).visible.shape == shape
     assert _mask(visible.expand(3, 1, 8, 9), q, k, q.shape[:-2]).visible.shape == (3, 1, 8, 9)
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "whole mask", "additive", "gqa"])
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=["3 dims", "4 dims", "5 dims"])
+def test_sizes_of_zero(lead: tuple[int, ...], kind: str) -> None:
+    """The shape and values of torch, or an error of ours."""
+    if kind == "gqa" and not lead:
+        return
+    results = 0
+    for batch, *sizes in itertools.product((0, 2), (0, 2), (0, 3), (0, 3), (0, 4), (0, 4)):
+        heads, q_len, k_len, dim, v_dim = sizes
+        size = (batch, *lead[1:], heads) if lead else (heads,)
+        kv_size = (*size[:-1], heads // 2) if kind == "gqa" else size
+        q, k, v = (
+            torch.randn(*x, requires_grad=True)
+            for x in ((*size, q_len, dim), (*kv_size, k_len, dim), (*kv_size, k_len, v_dim))
+        )
+        options: dict[str, Any] = {
+            "plain": {},
+            "causal": {"is_causal": True},
+            "mask": {"attn_mask": torch.ones(q_len, k_len, dtype=torch.bool)},
+            "whole mask": {"attn_mask": torch.ones(*size, q_len, k_len, dtype=torch.bool)},
+            "additive": {"attn_mask": torch.zeros(*size, q_len, k_len)},
+            "gqa": {"enable_gqa": True},
+        }[kind]
+        want = torchs(q, k, v, **options)
+        try:
+            got = ours(q, k, v, **options)
+        except ShapeError:
+            assert dim == 0 or v_dim == 0 or (lead and heads == 0)
+            continue
+        results += 1
+        torch.testing.assert_close(got, want.nan_to_num(), atol=1e-5, rtol=1e-5)
+        for x, y in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (got, want)), strict=True):
+            torch.testing.assert_close(x, y.nan_to_num(), atol=1e-5, rtol=1e-5)
+    assert results == (8 if lead else 16)

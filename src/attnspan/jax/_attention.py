@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from .._leaves import Causal, Full, GlobalKeys, Window
+from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..masks import Mask, Prepared, full
 from ..options import Bias
@@ -182,7 +183,7 @@ def lower_call(
     check_arrays(*views)
     check_scale(scale)
     placed = _lower(mask, views[0], views[1], given, q)
-    bounds = jnp.asarray(placed.lowered.bounds)
+    bounds = jnp.asarray(own(placed.lowered.bounds))
     problem = describe(views[0], views[1], views[2], _View(bounds.shape, bounds.dtype, platform))
     fixed, bare = isinstance(mask, Prepared | Spans), isinstance(mask, Spans)
     options = lower_options(given, views[0], views[1], placed, fixed, bare, q)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from .._option_checks import check_dropout_p, check_softcap
-from ..arrays import INT32_MAX, arrays_for, is_array
+from ..arrays import INT32_MAX, arrays_for, is_array, own
 from ..errors import DtypeError, OptionError, ShapeError
 from ..masks import Prepared
 from ..options import DENSE, Bias, dense_bias
@@ -102,7 +102,7 @@ def lower_options(
             remedy="Lower the mask by prepare() or placed() instead of spans(), or pass q_index",
         )
     q_index, k_index = (
-        None if x is None or not positional else jnp.asarray(x, jnp.int32)
+        None if x is None or not positional else jnp.asarray(own(x), jnp.int32)
         for x in (placed.q_index, placed.k_index)
     )
     return Lowered(bias, kind, sinks, seeds, q_index, k_index)
@@ -157,7 +157,7 @@ def _lower_bias(bias: Any, q: Any, k: Any, wide: bool, like: Array) -> tuple[Arr
     # Back ends read q's dtype or float32; of another one float32 holds every value.
     if kind == DENSE and not wide and lowered.dtype != q.dtype:
         lowered = lowered.astype(jnp.float32)
-    return jnp.asarray(lowered), kind
+    return jnp.asarray(own(lowered)), kind
 
 
 def _lower_sinks(sinks: Any, q: Any, wide: bool) -> Array | None:
@@ -175,7 +175,7 @@ def _lower_sinks(sinks: Any, q: Any, wide: bool) -> Array | None:
             got=f"shape {tuple(sinks.shape)}",
             remedy="Pass one per query head",
         )
-    return jnp.asarray(sinks).astype(jnp.float64 if wide else jnp.float32)
+    return jnp.asarray(own(sinks)).astype(jnp.float64 if wide else jnp.float32)
 
 
 def _lower_dropout(dropout_p: Any, seed: Any, q: Any) -> Array | None:
@@ -243,7 +243,7 @@ def _words_of(seed: Array) -> tuple[Array, Array]:
     if isinstance(seed, np.ndarray | np.generic) and seed.dtype.itemsize == 8:  # JAX may have no 64 bits.
         low, high = np.uint32(int(seed) & 0xFFFFFFFF), np.uint32(int(seed) >> 32 & 0xFFFFFFFF)
         return jnp.asarray(low), jnp.asarray(high)
-    seed = jnp.asarray(seed)
+    seed = jnp.asarray(own(seed))
     if seed.dtype.itemsize == 8:
         return seed.astype(jnp.uint32), (seed >> 32).astype(jnp.uint32)
     signed = jnp.issubdtype(seed.dtype, jnp.signedinteger)

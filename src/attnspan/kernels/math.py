@@ -34,7 +34,14 @@ def supports(problem: Problem) -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *, scale: float, options: Options | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    *,
+    scale: float,
+    options: Options | None = None,
+    lowered_for: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend, differentiably to any order and in forward mode.
 
@@ -47,6 +54,8 @@ def forward(
         scale: Factor of the scores.
         options: Softcap, bias, sinks and dropout, as tensors on q's device; bias and sinks are differentiated
             too.
+        lowered_for: Shape (), integer: the keys that the mask was lowered for, where Python cannot read the
+            number. Where it is not Sk, all rows are NaN.
 
     Returns:
         ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural
@@ -68,19 +77,28 @@ def forward(
     if bounds.device.type == "cpu" and not traced:
         Spans(bounds, k.shape[2]).validate()
     options = _NONE if options is None else options
+    arguments = (q, k, v, bounds, scale, options, lowered_for)
     if not torch.amp.is_autocast_available(q.device.type):
-        return _forward(q, k, v, bounds, scale, options)
+        return _forward(*arguments)
     with torch.autocast(q.device.type, enabled=False):
-        return _forward(q, k, v, bounds, scale, options)
+        return _forward(*arguments)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    scale: float,
+    options: Options,
+    lowered_for: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, k_len = k.shape[1], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
+    if lowered_for is not None:
+        illegal_bhm1 = illegal_bhm1 | (lowered_for != k_len)
     q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
     scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
     if options.softcap:

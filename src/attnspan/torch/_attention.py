@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._leaves import Causal, Full, GlobalKeys, Window
+from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..kernels import Choice, choose, cpu
 from ..kernels import math as math_kernel
@@ -17,7 +18,7 @@ from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager, _sharding
 from ._local_mask import check_lowered, has_dtensors, lower_parts
-from ._ops import forward_op
+from ._ops import check_k_len, forward_op
 from ._options import Given, check_indices, lower_options
 from ._placements import Places, is_dtensor, places_of
 from ._sharded import ShardedMask
@@ -178,11 +179,13 @@ def attention(
     choice = choose(problem, BACKENDS, backend)
     warn_if_slow(choice)
     scale = problem.head_dim**-0.5 if scale is None else scale
+    k_len = _unread_k_len(mask, q)
     if choice.name == "math":
-        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, options=options)
+        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, options=options, lowered_for=k_len)
     else:
         arguments = () if options is None else _sharding.like_options(options, q)
-        out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale, *arguments)
+        k_len = None if k_len is None else _sharding.like(k_len, q)
+        out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale, *arguments, k_len=k_len)
     out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
     return (out, lse) if return_lse else out
 
@@ -282,16 +285,27 @@ def _lower(
             remedy="Wrap a boolean array in from_dense(...), bounds in spans(...), a function in "
             "from_predicate(...)",
         )
-    # A compiler would take the plain number for a constant and recompile at each length; kernels reject
-    # bounds beyond the keys in any case.
-    if not torch.compiler.is_compiling() and placed.lowered.k_len != k_len:
-        raise OptionError(
-            "mask",
-            expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {placed.lowered.k_len}",
-            remedy="Lower the mask for these keys",
-        )
+    if _can_read_k_len(placed.lowered):
+        check_k_len(placed.lowered.k_len, k_len)
     return placed
+
+
+def _can_read_k_len(spans: Spans) -> bool:
+    """Whether reading costs nothing: to a compiler the number is a constant; on a device it is waited for."""
+    if torch.compiler.is_compiling():
+        return False
+    return "k_len" in vars(spans) or not isinstance(spans._k_len, Tensor) or spans._k_len.is_cpu
+
+
+def _unread_k_len(mask: AnyMask, q: Tensor) -> Tensor | None:
+    """The k_len of a mask that was lowered before as a tensor, where `_lower` could not check the number."""
+    if not isinstance(mask, (Prepared, Spans)):
+        return None
+    spans = mask if isinstance(mask, Spans) else mask.lowered
+    if _can_read_k_len(spans):
+        return None
+    k_len = spans._k_len
+    return k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
 
 
 def _moved(bounds: Any, q: Tensor) -> Tensor:
@@ -303,7 +317,7 @@ def _moved(bounds: Any, q: Tensor) -> Tensor:
             got=f"{type(bounds).__module__.partition('.')[0]} arrays",
             remedy="Convert them by torch.from_dlpack, or call the attention of their framework",
         )
-    return torch.as_tensor(bounds, device=q.device)
+    return torch.as_tensor(own(bounds), device=q.device)
 
 
 def _check_packed(mask: Mask) -> None:

@@ -98,6 +98,7 @@ class Cache(nn.Module):
                 raise DtypeError(
                     name, expected="a torch.Tensor", got=type(x).__name__, remedy="Pass the new tokens"
                 )
+        _refuse_vmap(k_new, v_new, counts, self.lengths)
         k_new, v_new = self._in_layout(k_new), self._in_layout(v_new)
         for name, new, cache in (("k_new", k_new, self._keys), ("v_new", v_new, self._values)):
             self._check_tokens(name, new, cache, k_new.shape[2])
@@ -336,6 +337,18 @@ def check_query_rows(q_len: int, most: int, remedy: str) -> None:
     """
     if q_len > most:
         raise ShapeError("mask", expected=f"at most {most} query rows", got=f"{q_len}", remedy=remedy)
+
+
+def _refuse_vmap(*tensors: Tensor | None) -> None:
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        raise OptionError(
+            "cache: update under vmap",
+            expected="tokens of all batch rows at once",
+            got="those of one call of several, which would write into one buffer",
+            remedy="Make the vmapped axis part of the batch axis",
+        )
 
 
 def readable(x: Tensor) -> bool:

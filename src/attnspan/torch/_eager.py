@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..kernels import cpu
 from ..masks import Prepared
 from ..problem import check_scale
-from ._ops import backward_op
+from ._ops import backward_op, savable
 from ._static import prepared
 
 # The compiled module reads such tensors without a Python call; those of an older torch go the ordinary way.
@@ -133,7 +133,7 @@ class _Attend(torch.autograd.Function):
             True,
         )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, bounds, out, lse)
+        ctx.save_for_backward(q, k, v, savable(bounds), out, lse)
         ctx.scale = scale
         return (out, lse) if return_lse else out
 

@@ -1,6 +1,5 @@
 """The operator ``attnspan::encode``: booleans that a compiled program made, as spans."""
 
-import functools
 from typing import Any
 
 import torch
@@ -75,9 +74,8 @@ def _raise_now(kind: type[Exception], text: str) -> None:
     raise _traced(kind)(text)
 
 
-@functools.cache
 def _traced(kind: type[Exception]) -> type[Exception]:
-    """`kind` as an error that the compiler neither wraps nor swallows; without fullgraph it breaks the graph."""
+    """`kind` as an error that the compiler hands on as it is; without fullgraph it breaks the graph."""
     from torch._dynamo.exc import Unsupported  # Loaded by the compiler alone: it takes seconds.
 
     def initialise(self: Any, text: str) -> None:

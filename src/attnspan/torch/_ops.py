@@ -16,6 +16,7 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
+from ..errors import OptionError
 from ..kernels import cpu
 from ..options import DENSE, Options
 
@@ -29,8 +30,9 @@ _OPTIONS = (
     "float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None, Tensor? q_index=None, Tensor? k_index=None"
 )
+# `k_len` is the number of keys that a mask was lowered for, where only the running program knows it.
 _library.define(  # type: ignore[no-untyped-call]
-    f"forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {_OPTIONS})"
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {_OPTIONS}, Tensor? k_len=None)"
     " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
@@ -45,6 +47,7 @@ _library.define(  # type: ignore[no-untyped-call]
 NO_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None, None, None)
 # Which of them are tensors: bias, sinks, dropout_seed, q_index, k_index.
 _TENSORS = (1, 3, 5, 6, 7)
+_INTEGERS = (5, 6, 7)
 # Where the bias is among the inputs of an autograd function: behind the keyset, q, k, v, bounds and scale.
 _BIAS_AT = 7
 
@@ -91,10 +94,13 @@ def _forward_cpu(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
 ) -> tuple[Tensor, Tensor]:
     out, lse = _new_outputs(q, v)
+    *options, k_len = _all_options(given, None)
+    if k_len is not None:
+        check_k_len(int(k_len), k.shape[2])
     q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
-    options = _read_options(_all_options(given))
+    read = _read_options(options)
     threads = torch.get_num_threads()
-    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=options)
+    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=read)
     return out, lse
 
 
@@ -128,6 +134,36 @@ def _backward_cpu(
         dsinks=None if read is None or read.sinks is None else dsinks,
     )
     return gradients
+
+
+def savable(x: Tensor | None) -> Tensor | None:
+    """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     x = torch.zeros(1)
+        >>> savable(x).is_inference()
+        False
+    """
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+def check_k_len(own: int, k_len: int) -> None:
+    """Raise unless a mask that was lowered before was lowered for as many keys as there are.
+
+    Example:
+        >>> check_k_len(3, 4)
+        Traceback (most recent call last):
+        attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
+the mask for these keys.
+    """
+    if own != k_len:
+        raise OptionError(
+            "mask",
+            expected=f"spans over k_len={k_len} keys (as k)",
+            got=f"spans over {own}",
+            remedy="Lower the mask for these keys",
+        )
 
 
 def _all_options(given: tuple[Any, ...], *last: Any) -> tuple[Any, ...]:
@@ -176,8 +212,9 @@ class _Forward(torch.autograd.Function):
         out, lse = _below_autograd(forward_op, keyset, inputs)
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
-        given = _all_options(inputs[5:])
-        ctx.save_for_backward(*inputs[:4], out, lse, *(given[i] for i in _TENSORS))
+        given = _all_options(inputs[5 : 5 + len(NO_OPTIONS)])
+        tensors = (savable(given[i]) if i in _INTEGERS else given[i] for i in _TENSORS)
+        ctx.save_for_backward(*inputs[:3], savable(inputs[3]), out, lse, *tensors)
         ctx.scale = inputs[4]
         ctx.given = tuple(None if i in _TENSORS else x for i, x in enumerate(given))
         return out, lse

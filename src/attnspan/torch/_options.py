@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._dropout import split_seeds
 from .._option_checks import check_dropout_p, check_softcap
-from ..arrays import INT32_MAX, arrays_for, is_array
+from ..arrays import INT32_MAX, arrays_for, is_array, own
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, shown
 from ..masks import Prepared
 from ..options import DENSE, Bias, Options, dense_bias
@@ -238,7 +238,7 @@ def _placed_anew(placed: Prepared, given: Given, q: Tensor, k: Tensor) -> Prepar
 def _positions(placed: Prepared, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Global indices of queries and keys; a mask lowered in NumPy has them there."""
     q_index, k_index = (
-        x if x is None or isinstance(x, Tensor) else torch.as_tensor(x, device=device)
+        x if x is None or isinstance(x, Tensor) else torch.as_tensor(own(x), device=device)
         for x in (placed.q_index, placed.k_index)
     )
     return q_index, k_index

@@ -7,15 +7,16 @@ import torch
 from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import library, masks, options
+from ..spans import Spans
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     def flatten_to_list(x: Any) -> tuple[list[Any], Any]:
-        children, context = flatten(x)
+        children, context = _spans_as_data(x) or flatten(x)
         return list(children), context
 
     def flatten_with_keys(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
-        children, context = flatten(x)
+        children, context = _spans_as_data(x) or flatten(x)
         names, _ = context
         return [(GetAttrKey(name), child) for name, child in zip(names, children, strict=True)], context
 
@@ -38,6 +39,13 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _spans_as_data(x: Any) -> tuple[tuple[Any, ...], Any] | None:
+    """Spans with their number of keys among the leaves: in the context it would tie a program to itself."""
+    if type(x) is not Spans or x._k_len is None:
+        return None
+    return (x.bounds, x._k_len), (("bounds", "_k_len"), ())
 
 
 masks.register_pytrees(_register)

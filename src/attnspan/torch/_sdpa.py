@@ -118,7 +118,7 @@ def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
 def _to_4d(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(1)
-    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.dim() == 4 else x.flatten(0, -4)  # reshape(-1, ...) cannot where a size is 0.
 
 
 def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
@@ -133,7 +133,7 @@ def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
     lead = values.shape[:-3]
     if query.dim() > 4 and any(n != 1 for n in lead):  # Several batch dims become one.
         values = values.expand(*size[:-3], *values.shape[-3:])
-    return values if query.dim() == 4 else values.reshape(-1, *values.shape[-3:])
+    return values if query.dim() == 4 else values.flatten(0, -4)
 
 
 def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -163,4 +163,4 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     if len(lead) == 2:  # What batch rows or heads share is encoded once.
         own = attn_mask[(None,) * (4 - attn_mask.dim())]
         return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))
-    return from_dense(dense.reshape(q.shape[0], -1, q.shape[2], k.shape[2]))
+    return from_dense(dense.reshape(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))

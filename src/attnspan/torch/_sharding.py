@@ -62,6 +62,7 @@ def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def register() -> None:
     """Tell DTensor the strategies, once; importing DTensor is left to those who use it, as it takes long."""
     global _registered
@@ -80,13 +81,12 @@ _Strategies = list[tuple[list[Any], list[Any]]]
 def _forward_strategies(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
     del scale
     _check_consistent(q, k, v)
-    return [
-        (
-            [place, place],
-            [place, place, place, _follow(bounds, place), None, *_places(given, place)],
-        )
-        for place in _ways()
-    ]
+    options, k_len = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :]
+    found = []
+    for place in _ways():
+        inputs = [place, place, place, _follow(bounds, place), None, *_places(options, place)]
+        found.append(([place, place], [*inputs, *(_follow(x, place, None, None) for x in k_len)]))
+    return found
 
 
 def _backward_strategies(
@@ -94,7 +94,7 @@ def _backward_strategies(
 ) -> _Strategies:
     del dout, out, lse, scale
     _check_consistent(q, k, v)
-    given, want_dbias = given[:8], given[8:] == (True,)
+    given, want_dbias = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :] == (True,)
     found = []
     for place in _ways():
         places = _places(given, place)

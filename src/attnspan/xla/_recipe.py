@@ -83,6 +83,7 @@ def _words_of_mask(x: Any, arrays: list[Array], names: list[str]) -> str:
     parts = [
         f"{field.name!r}: {_words(getattr(x, field.name), field.name, arrays, names)}, "
         for field in fields(x)
+        if field.init
     ]
     return f"{{'': {kind!r}, " + "".join(parts) + "}"
 

@@ -1,0 +1,46 @@
+"""Masks that are made in inference mode serve training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import attnspan as a
+from attnspan.torch import attention
+
+LENGTH = 6
+_SLOPES = torch.tensor([0.5, 0.25])
+_IDS = torch.tensor([[0, 0, 1, 1, 1, 1]])
+
+#: Makes the keywords of a call.
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "prepared": lambda: {"mask": (a.causal() & a.segments(_IDS)).prepare(LENGTH, LENGTH)},
+    "spans": lambda: {"mask": (a.causal() & a.segments(_IDS)).spans(LENGTH, LENGTH)},
+    "ids": lambda: {"mask": a.segments(_IDS.clone())},
+    "of inference ids": lambda: {"mask": a.segments(_IDS.clone()).prepare(LENGTH, LENGTH)},
+    "rows": lambda: {"mask": a.segments(_IDS).spans(LENGTH, LENGTH).take_queries(torch.arange(LENGTH))},
+    "options": lambda: {"mask": a.causal().prepare(LENGTH, LENGTH, like=_IDS), "softcap": 3.0},
+    "q_index": lambda: {
+        "mask": a.causal().prepare(LENGTH, LENGTH, q_index=torch.arange(LENGTH)),
+        "bias": a.alibi(_SLOPES),
+    },
+    "dropout_seed": lambda: {"mask": a.causal(), "dropout_p": 0.5, "dropout_seed": torch.tensor(3)},
+}
+
+
+def _gradient(call: dict[str, Any], compiled: bool) -> torch.Tensor:
+    q = torch.randn(1, 2, LENGTH, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    function = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    (gradient,) = torch.autograd.grad(function(q, q, q, **call).square().sum(), q)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in CALLS), *((x, True) for x in ("prepared", "spans", "of inference ids"))],
+)
+def test_gradients_are_those_of_an_ordinary_mask(name: str, compiled: bool) -> None:
+    with torch.inference_mode():
+        call = CALLS[name]()
+    torch.testing.assert_close(_gradient(call, compiled), _gradient(CALLS[name](), False))

@@ -1,0 +1,168 @@
+"""A lowered mask that meets another number of keys raises, also where a compiler must not read k_len."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from attnspan import Prepared, Spans, causal, full, window
+from attnspan.torch import attention
+
+MISFIT = r"mask: expected spans over k_len=8 keys \(as k\), got spans over {}. Lower the mask for these keys"
+
+
+def _inputs(k_len: int, q_len: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(1, 2, q_len, 16), torch.randn(1, 2, k_len, 16)
+
+
+def _attend(q: Tensor, k: Tensor, mask: Any) -> Tensor:
+    return attention(q, k, k, mask=mask)
+
+
+def _lower(kind: str, k_len: int) -> Any:
+    like = None if "numpy" in kind else torch.zeros(0)
+    # The keys that are seen are the same for each k_len, so that the bounds alone are always plausible.
+    prepared = window(2).prepare(8, k_len, q_index=torch.arange(4, 12).numpy(), like=like)
+    return prepared if "prepared" in kind else prepared.lowered
+
+
+@pytest.mark.parametrize("kind", ["prepared", "spans", "prepared by numpy", "spans by numpy"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_compiled_code_raises_the_whole_text(kind: str, gradients: bool) -> None:
+    compiled = torch.compile(_attend, fullgraph=True, backend="aot_eager")
+    q, k = _inputs(12)
+    q.requires_grad_(gradients)
+    mask = _lower(kind, 12)
+    torch.testing.assert_close(compiled(q, k, mask), _attend(q, k, mask))
+    q, k = _inputs(8)
+    for other in (7, 9, 12):
+        with pytest.raises(ValueError, match=MISFIT.format(other)):
+            compiled(q, k, full().prepare(8, other, like=q) if other == 7 else _lower(kind, other))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_math_backend_gives_nan() -> None:
+    def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
+        return attention(q, k, k, mask=mask, backend="math")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    q, k = _inputs(8)
+    assert torch.isfinite(compiled(q, k, full().prepare(8, 8, like=q))).all()
+    for other in (7, 12):
+        assert compiled(q, k, full().prepare(8, other, like=q)).isnan().all()
+
+
+def test_no_compilation_is_due_to_k_len() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(_attend, fullgraph=True, backend=counter)
+    for k_len in range(8, 20):
+        q, k = _inputs(k_len)
+        for x, dims in ((k, (2,)), (q, ())):
+            for dim in dims:
+                torch._dynamo.mark_dynamic(x, dim)
+        mask = causal().prepare(8, k_len, like=q)
+        torch.testing.assert_close(compiled(q, k, mask), _attend(q, k, mask))
+    assert counter.frame_count == 1
+    # Wrong numbers are found by the program that is there.
+    with pytest.raises(ValueError, match="got spans over 9"):
+        compiled(q, k, full().prepare(8, 9, like=q))
+    assert counter.frame_count == 1
+
+
+def test_spans_that_a_compiled_function_makes_itself() -> None:
+    def run(q: Tensor, k: Tensor, cut: bool) -> Tensor:
+        spans = causal().spans(q.shape[2], k.shape[2] - cut, like=q)
+        return attention(q, k, k, mask=spans)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    q, k = _inputs(9)
+    torch.testing.assert_close(compiled(q, k, cut=False), run(q, k, cut=False))
+    with pytest.raises(ValueError, match=r"k_len=9 keys .* got spans over 8"):
+        compiled(q, k, cut=True)
+
+
+def test_a_prepared_mask_in_an_expression() -> None:
+    def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
+        return attention(q, k, k, mask=mask & window(3))
+
+    counter = CompileCounter()
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for k_len in range(8, 14):
+        q, k = _inputs(k_len)
+        torch._dynamo.mark_dynamic(k, 2)
+        mask = full().prepare(8, k_len, like=q)
+        torch.testing.assert_close(compiled(q, k, mask), run(q, k, mask))
+    # No operator has this number, so that the rows are marked as illegal.
+    with pytest.raises(ValueError, match=r"mask bounds: .* row 0"):
+        compiled(q, k, full().prepare(8, 12, like=q))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.skipif(
+    torch.utils._pytree.SUPPORTED_NODES[Prepared].flatten_with_keys_fn is None,
+    reason="masks cannot be inputs of exported programs",
+)
+def test_exported_programs_check_it_too() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, mask: Prepared) -> Tensor:
+            return attention(q, k, k, mask=mask)
+
+    q, k = _inputs(12)
+    keys = torch.export.Dim("keys", min=2, max=64)
+    mask = causal().prepare(8, 12, like=q)
+    shapes = {"q": None, "k": {2: keys}, "mask": [[None, None]]}
+    program = torch.export.export(Block(), (q, k, mask), dynamic_shapes=shapes, strict=False).module()
+    q, k = _inputs(9)
+    mask = causal().prepare(8, 9, like=q)
+    torch.testing.assert_close(program(q, k, mask), _attend(q, k, mask))
+    with pytest.raises(ValueError, match=r"k_len=9 keys .* got spans over 12"):
+        program(q, k, full().prepare(8, 12, like=q))
+
+
+def test_dtensors_have_their_own(tmp_path: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q, k = (distribute_tensor(x, mesh, [Shard(0)]) for x in _inputs(8))
+        compiled = torch.compile(_attend, fullgraph=True, backend="aot_eager")
+        like = torch.zeros(0)
+        assert torch.isfinite(compiled(q, k, full().prepare(8, 8, like=like)).to_local()).all()
+        with pytest.raises(ValueError, match=MISFIT.format(7)):
+            compiled(q, k, full().prepare(8, 7, like=like))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "pytree", "take"])
+def test_it_survives(way: str) -> None:
+    spans = full().spans(8, 9, like=torch.zeros(0))
+    other: Spans = {
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+        # What FSDP and torch.export do with arguments.
+        "pytree": lambda x: torch.utils._pytree.tree_map(lambda leaf: leaf, x),
+        "take": lambda x: x.take_keys(torch.arange(9)).take_queries(torch.arange(8)),
+    }[way](spans)
+    compiled = torch.compile(_attend, fullgraph=True, backend="aot_eager")
+    q, k = _inputs(8)
+    for attend in (compiled, _attend):
+        with pytest.raises(ValueError, match=MISFIT.format(9)):
+            attend(q, k, other)
+    assert other.k_len == 9
+    assert compiled(*_inputs(9), other).shape == (1, 2, 8, 16)
+
+
+def test_pytrees_of_other_numbers_have_one_structure() -> None:
+    _, spec = torch.utils._pytree.tree_flatten(full().prepare(8, 9, like=torch.zeros(0)))
+    others, other = torch.utils._pytree.tree_flatten(full().prepare(8, 12, like=torch.zeros(0)))
+    assert spec == other
+    assert torch.utils._pytree.tree_unflatten(others, spec).lowered.k_len == 12
