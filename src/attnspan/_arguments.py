@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import INT32_MAX, Array, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError
+from .errors import DtypeError, OptionError, ShapeError, shown
 
 
 def number(what: str, value: Any) -> int:
@@ -21,7 +21,7 @@ def count(what: str, value: Any, least: int = 0) -> int:
     value = number(what, value)
     if not least <= value <= INT32_MAX:
         raise OptionError(
-            what, expected=f"{least} to {INT32_MAX}", got=str(value), remedy="Lengths and indices are int32"
+            what, expected=f"{least} to {INT32_MAX}", got=shown(value), remedy="Lengths and indices are int32"
         )
     return value  # type: ignore[no-any-return]
 
@@ -35,7 +35,7 @@ def rank(what: str, x: Array, ranks: tuple[int, ...]) -> None:
         raise ShapeError(
             what,
             expected=f"an array with {' or '.join(map(str, ranks))} axes",
-            got=str(tuple(x.shape)),
+            got=shown(x.shape),
             remedy="Drop or add axes; a batch axis comes first",
         )
 
@@ -66,7 +66,7 @@ def offsets(what: str, x: Any) -> Array:
         raise ShapeError(
             what,
             expected="at least 2 offsets: 0 and the end of the first document",
-            got=str(x.shape[-1]),
+            got=shown(x.shape[-1]),
             remedy="Pass cumulative lengths with a 0 before them",
         )
     return x

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, own
-from .errors import DtypeError, OptionError, ShapeError
+from .errors import DtypeError, OptionError, ShapeError, shown
 
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
 
@@ -81,7 +81,7 @@ class Alibi(Bias):
             raise ShapeError(
                 "alibi: slopes",
                 expected=f"({heads},) or ({batch}, {heads}): a slope for each query head",
-                got=str(tuple(shape)),
+                got=shown(shape),
                 remedy="Pass alibi_slopes(heads), or slopes of your own",
             )
         slopes = to_float(self._arrays(like), self.slopes, wide)
@@ -104,7 +104,7 @@ class Relative(Bias):
             raise ShapeError(
                 "relative: table",
                 expected=f"({heads}, n): a row for each query head",
-                got=str(tuple(self.table.shape)),
+                got=shown(self.table.shape),
                 remedy="Pass one row per query head; transpose an embedding's weight of (n, heads)",
             )
         arrays = self._arrays(like)
@@ -137,7 +137,7 @@ class DenseBias(Bias):
                 "dense bias",
                 expected=f"(B|1, H|1, q_len|1, k_len) with B={batch}, H={heads}, q_len={q_len}, "
                 f"k_len={k_len}",
-                got=str(given),
+                got=shown(given),
                 remedy="Give it that shape; axes may be missing in front, or be 1, but for the keys",
             )
         arrays = self._arrays(like)
@@ -163,7 +163,7 @@ def floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
         raise ShapeError(
             what,
             expected=f"{' or '.join(map(str, ranks))} axes",
-            got=f"shape {tuple(x.shape)}",
+            got=f"shape {shown(x.shape)}",
             remedy="Drop or add axes; heads come before distances, a batch axis comes first",
         )
     return x
@@ -183,7 +183,7 @@ def check_buckets(table: Array, buckets: Array) -> None:
         raise ShapeError(
             "relative: buckets",
             expected="(2L + 1,): the column of the table for each distance from -L to L",
-            got=str(tuple(buckets.shape)),
+            got=shown(buckets.shape),
             remedy="Take t5_buckets(...), or an odd number of columns with that of distance 0 in the middle",
         )
     arrays = arrays_for([table, buckets], what="relative: table and buckets")
@@ -211,7 +211,7 @@ def to_float(arrays: Arrays, x: Array, wide: bool) -> Array:
 
 def short(x: Array) -> str:
     """Dtype and shape of an array, as reprs show them."""
-    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, x.shape))}]"
+    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join([shown(n) for n in x.shape])}]"
 
 
 def _moved(arrays: Arrays, x: Array) -> Array:

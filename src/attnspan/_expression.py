@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 from ._intervals import (
@@ -21,7 +21,7 @@ from ._lowering import Lowering
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._start import begin
 from .arrays import Array, Arrays, arrays_for, is_array, outside_inference_mode
-from .errors import OptionError, ShapeError
+from .errors import OptionError, ShapeError, shown
 from .spans import Spans
 
 
@@ -222,20 +222,23 @@ class Mask:
         return None
 
     def __repr__(self) -> str:
-        shown = []
+        words = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if field.default is MISSING:
-                shown.append(_short(value))
-            elif is_array(value) or value != field.default:
-                shown.append(f"{field.name}={_short(value)}")
-        return f"{type(self).__name__.lower()}({', '.join(shown)})"
+            # Of the class, where defaults are: a compiler knows no MISSING.
+            if not hasattr(type(self), field.name):
+                words.append(_short(value))
+            elif is_array(value) or value != getattr(type(self), field.name):
+                words.append(f"{field.name}={_short(value)}")
+        return f"{type(self).__name__.lower()}({', '.join(words)})"
 
 
 def _short(value: object) -> str:
     if is_array(value):
         dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
-        return f"{dtype}[{', '.join(map(str, value.shape))}]"  # type: ignore[attr-defined]
+        return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
+    if isinstance(value, int | tuple):
+        return shown(value)
     return getattr(value, "__name__", None) or repr(value)
 
 
@@ -415,7 +418,7 @@ class Prepared(Mask):
             self._anchor_index(low) != low.q_index,
             self.q_index,
             low.q_index,
-            expected="the rows that it was prepared for",
+            expected=lambda: "the rows that it was prepared for",
             remedy="Combine masks before they are prepared, or prepare them for the same rows",
         )
 

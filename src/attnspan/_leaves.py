@@ -170,7 +170,7 @@ class Prefix(Mask):
                 "prefix: lengths",
                 arrays.any(table < 0)[:, None, None],
                 length,
-                expected="lengths of at least 0",
+                expected=lambda: "lengths of at least 0",
                 remedy="Pass the number of leading keys that every row of the document may see",
             )
             length = arrays.take_along(table, own.number)[:, None]
@@ -220,20 +220,23 @@ class Cache(Mask):
 
 def _lengths(low: Lowering, what: str, lengths: Any, below: int | None) -> tuple[Any, Array | None]:
     """An int as it is, or (B,) as (B, 1, 1), and the rows whose length is none."""
-    limit = "" if below is None else f" and at most {below}, the number of keys"
+
+    def legal() -> str:
+        return "at least 0" if below is None else f"at least 0 and at most {below}, the number of keys"
+
     remedy = "Pass the number of keys of each batch row"
     if isinstance(lengths, int):
         if below is not None and lengths > below:
-            raise OptionError(
-                what, expected=f"a length of at least 0{limit}", got=str(lengths), remedy=remedy
-            )
+            raise OptionError(what, expected=f"a length of {legal()}", got=f"{lengths}", remedy=remedy)
         return lengths, None
     low.check_int32(f"{what}: lengths", lengths)
     values = low.arrays.to_int32(lengths).reshape(-1, 1, 1)
     low.check_axis(f"{what}: lengths", "batch", values.shape[0], low.batch)
     bad = values < 0 if below is None else (values < 0) | (values > below)
-    expected = f"lengths of at least 0{limit}"
-    return values, low.broken(f"{what}: lengths", bad, lengths, expected=expected, remedy=remedy)
+    illegal = low.broken(
+        f"{what}: lengths", bad, lengths, expected=lambda: f"lengths of {legal()}", remedy=remedy
+    )
+    return values, illegal
 
 
 @dataclass(frozen=True, eq=False, repr=False)

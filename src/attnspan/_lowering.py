@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ._intervals import Rows
 from .arrays import INT32_MAX, Array, Arrays
-from .errors import OptionError, ShapeError
+from .errors import OptionError, ShapeError, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class Lowering:
             raise ShapeError(
                 what,
                 expected=f"1 or {expected} along the {axis} axis",
-                got=str(size),
+                got=shown(size),
                 remedy=f"Pass {axis}={size} to spans(), or an array that fits",
             )
 
@@ -80,17 +81,22 @@ class Lowering:
             raise ShapeError(
                 what,
                 expected=f"one entry per query row, {self.q_len}",
-                got=str(size),
+                got=shown(size),
                 remedy="It describes rows as they come: take the rows that the queries are",
             )
 
-    def broken(self, what: str, bad: Array, *sources: Any, expected: str, remedy: str) -> Array | None:
-        """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal."""
+    def broken(
+        self, what: str, bad: Array, *sources: Any, expected: Callable[[], str], remedy: str
+    ) -> Array | None:
+        """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal.
+
+        `expected` is called by the error alone: a size that is put into a text is a constant to a compiler.
+        """
         # In a trace JAX makes tracers even of arrays whose values it knows.
         if not all(self.arrays.concrete(x) for x in (*sources, bad)):
             return bad
         if bool(bad.any()):
-            raise OptionError(what, expected=expected, got="values outside that", remedy=remedy)
+            raise OptionError(what, expected=expected(), got="values outside that", remedy=remedy)
         return None
 
     def check_int32(self, what: str, x: Array) -> None:
@@ -118,7 +124,7 @@ class Lowering:
             "q_index",
             index >= n,
             self.q_index,
-            expected=f"indices below {n}, the length of the ids",
+            expected=lambda: f"indices below {n}, the length of the ids",
             remedy="Pass ids of the whole, global sequence, or separate q_ids and kv_ids",
         )
         values = self.arrays.take_along(x, self.arrays.clip(index, 0, n - 1))
@@ -143,14 +149,21 @@ class Lowering:
         self.document_rows.append((cu_seqlens, rows))
         return rows
 
+    def unordered(self, x: Array, *, repeats: bool) -> Array:
+        """Bool (1|B,): whether a row of `x` (1|B, n) does not ascend, or repeats a value and must not."""
+        # Not by slices of n - 1 elements: a compiler would make n a constant where they have one element.
+        place = self.arrays.arange(x.shape[-1])
+        before = self.arrays.take_along(x, self.arrays.maximum(place - 1, 0)[None])
+        return self.arrays.any(x < before if repeats else (x <= before) & (place > 0))
+
     def check_cu_seqlens(self, what: str, source: Array, cu: Array, total: int) -> Array | None:
         """Illegal rows (1|B, 1, 1), or None."""
         self.check_int32(what, source)
-        bad = self.arrays.any(cu[:, 1:] < cu[:, :-1]) | (cu[:, 0] != 0) | (cu[:, -1] > total)
+        bad = self.unordered(cu, repeats=True) | (cu[:, 0] != 0) | (cu[:, -1] > total)
         return self.broken(
             what,
             bad[:, None, None],
             source,
-            expected=f"ascending offsets that start at 0 and end at {total} or before",
+            expected=lambda: f"ascending offsets that start at 0 and end at {total} or before",
             remedy="Pass the cumulative lengths of the documents, as torch.cumsum gives with a 0 before them",
         )

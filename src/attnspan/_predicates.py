@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from ._lowering import Lowering
-from .arrays import Array, Arrays, arrays_for, is_array, is_bool
-from .errors import DtypeError, OptionError, ShapeError
+from .arrays import Array, arrays_for, is_array, is_bool
+from .errors import DtypeError, OptionError, ShapeError, shown
 
 Function = Callable[[Any, Any, Any, Any], Any]
-Kind = type[DtypeError] | type[ShapeError] | type[OptionError]
-
-_raisers: dict[str, Callable[[Kind, str, str, str, str], None]] = {}
 
 _FLOW = "Write it with &, | and where instead of and, or, not and if"
 _AMBIGUOUS = ("Boolean value of Tensor", "truth value of an array", "TracerBoolConversionError")
@@ -29,20 +26,6 @@ def name_of(fn: Any) -> str:
     """
     name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None)
     return name if isinstance(name, str) else type(fn).__name__
-
-
-def register_raiser(framework: str, raiser: Callable[[Kind, str, str, str, str], None]) -> None:
-    """Name what raises, in place of a program that is being traced: a compiler would lose the message.
-
-    Args:
-        framework: as in `Arrays.name`.
-        raiser: called with the error's class, what, expected, got and remedy.
-
-    Example:
-        >>> _raisers.get("numpy") is None  # NumPy traces nothing
-        True
-    """
-    _raisers[framework] = raiser
 
 
 def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
@@ -94,47 +77,40 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
     if isinstance(visible, (bool, np.bool_)):
         return low.arrays.full((1, 1, *wanted[2:]), bool(visible), "bool")
     if not is_array(visible) or not is_bool(visible):
-        _refuse_values(low, what, visible)
+        raise _no_booleans(what, visible)
     found = arrays_for([visible])
     if found.name != low.arrays.name and (found.tracing() or not found.concrete(visible)):
-        _refuse(
-            found,
-            OptionError,
+        raise OptionError(
             what,
-            "indices of the framework that is being traced",
-            f"{low.arrays.name} indices and a traced {found.name} result",
-            "Pass like=, an array of that framework",
+            expected="indices of the framework that is being traced",
+            got=f"{low.arrays.name} indices and a traced {found.name} result",
+            remedy="Pass like=, an array of that framework",
         )
     visible = low.arrays.asarray(visible, "bool")
     shape = (*(1,) * (4 - visible.ndim), *visible.shape)
     if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, wanted, strict=True)):
-        _refuse(
-            low.arrays,
-            ShapeError,
+        raise ShapeError(
             what,
-            f"a function whose result broadcasts to (batch, heads, rows, keys), {wanted}",
-            f"{tuple(visible.shape)}",
-            "Index with all axes at once, ids[b, q] and not ids[b][q], and reduce no axis",
+            expected=f"a function whose result broadcasts to (batch, heads, rows, keys), {shown(wanted)}",
+            got=shown(visible.shape),
+            remedy="Index with all axes at once, ids[b, q] and not ids[b][q], and reduce no axis",
         )
     return low.arrays.broadcast_to(visible, (shape[0], shape[1], *wanted[2:]))
 
 
-def _refuse_values(low: Lowering, what: str, visible: Any) -> NoReturn:
+def _no_booleans(what: str, visible: Any) -> DtypeError:
     if visible is None:
         remedy = "End it with return"
     elif is_array(visible) or isinstance(visible, (int, float)):
         remedy = "Compare: x != 0; for scores to add, pass bias= instead"
     else:
         remedy = "Return what comparisons of the index arrays give"
-    expected = "a function that returns booleans, True where a query may see a key"
-    got = f"an array of {visible.dtype}" if is_array(visible) else type(visible).__name__
-    _refuse(low.arrays, DtypeError, what, expected, got, remedy)
-
-
-def _refuse(arrays: Arrays, kind: Kind, what: str, expected: str, got: str, remedy: str) -> NoReturn:
-    if arrays.tracing() and arrays.name in _raisers:
-        _raisers[arrays.name](kind, what, expected, got, remedy)
-    raise kind(what, expected=expected, got=got, remedy=remedy)
+    return DtypeError(
+        what,
+        expected="a function that returns booleans, True where a query may see a key",
+        got=f"an array of {visible.dtype}" if is_array(visible) else type(visible).__name__,
+        remedy=remedy,
+    )
 
 
 def _failed(what: str, indices: tuple[Array, ...], error: Exception) -> OptionError:
@@ -144,7 +120,7 @@ def _failed(what: str, indices: tuple[Array, ...], error: Exception) -> OptionEr
     elif isinstance(error, IndexError):
         remedy = "Index with all axes at once, ids[b, q] and not ids[b][q], within the arrays it reads"
     else:
-        shapes = ", ".join(str(tuple(x.shape)) for x in indices)
+        shapes = ", ".join(shown(x.shape) for x in indices)
         remedy = f"Try it on integer arrays b, h, q, k of shapes {shapes}"
     return OptionError(
         what,

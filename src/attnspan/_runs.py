@@ -88,9 +88,11 @@ def _look_up(
     """Runs by id, from pieces (id, start, end) in order of id and start; pieces that touch make one run."""
     ids, start, end = table
     n = ids.shape[-1]
-    opens = (ids[..., 1:] != ids[..., :-1]) | (start[..., 1:] != end[..., :-1])
-    run = arrays.cumsum(arrays.cast(opens, "int32"))
-    run = arrays.cast(arrays.concat([arrays.full((*ids.shape[:-1], 1), 0, "int64"), run]), "int32")
+    # Not slices of n - 1 pieces: a compiler would tell a single one from several.
+    place = arrays.arange(n)
+    before = arrays.maximum(place - 1, 0)
+    opens = (ids != arrays.take_along(ids, before)) | (start != arrays.take_along(end, before))
+    run = arrays.cast(arrays.cumsum(arrays.cast(opens & (place > 0), "int32")), "int32")
     first = arrays.searchsorted(ids, q_ids)
     last = arrays.searchsorted(ids, q_ids, right=True) - 1
     known = last >= first

@@ -7,7 +7,7 @@ from typing import Any
 
 from ._lowering import Lowering
 from .arrays import INT32_MAX, Array, arrays_for, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError
+from .errors import DtypeError, OptionError, ShapeError, shown
 from .spans import check_index
 
 
@@ -21,14 +21,14 @@ def begin(
     if not arrays.tracing():
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if isinstance(size, int) and not 0 <= size <= INT32_MAX:
-                raise OptionError(name, expected=f"0 to {INT32_MAX}", got=str(size), remedy="Use fewer")
+                raise OptionError(name, expected=f"0 to {INT32_MAX}", got=shown(size), remedy="Use fewer")
     if k_index is not None:
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         if k_index.shape[0] != k_len:
             raise ShapeError(
                 "k_index",
                 expected=f"one index per key, {k_len}",
-                got=str(k_index.shape[0]),
+                got=shown(k_index.shape[0]),
                 remedy="Pass the global indices of the keys that are here",
             )
     keys = _key_len(leaves, k_len, k_index is not None, arrays.tracing())
@@ -49,7 +49,7 @@ def _key_len(leaves: list[Any], k_len: int, sharded: bool, tracing: bool) -> int
             raise ShapeError(
                 repr(leaf),
                 expected=f"arrays that describe {known} keys",
-                got=str(length),
+                got=shown(length),
                 remedy="They describe the whole, global sequence; pass k_index if only some keys are here",
             )
         known = length
@@ -80,7 +80,7 @@ def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) ->
             raise ShapeError(
                 "q_index",
                 expected=f"no more rows than keys, {k_index.shape[0]}, where it is left out",
-                got=str(low.q_len),
+                got=shown(low.q_len),
                 remedy="Pass the rows' global indices beside k_index",
             )
         low.q_index = k_index[k_index.shape[0] - low.q_len :][None, None]
@@ -104,7 +104,7 @@ def _checked_q_index(low: Lowering, q_index: Any) -> Array:
         raise ShapeError(
             "q_index",
             expected=f"shape ({low.q_len},) or ({low.batch}, {low.q_len})",
-            got=str(tuple(q_index.shape)),
+            got=shown(q_index.shape),
             remedy="Pass one global index per query row",
         )
     if low.arrays.concrete(q_index) and low.q_len > 0:

@@ -1,14 +1,56 @@
 """One error style for every front end: what was expected, what came, how to mend it."""
 
-__all__ = ["BackendError", "DeviceError", "DtypeError", "OptionError", "ShapeError", "UsageError"]
+from collections.abc import Callable
+
+__all__ = [
+    "BackendError",
+    "DeviceError",
+    "DtypeError",
+    "OptionError",
+    "ShapeError",
+    "UsageError",
+    "register_raiser",
+    "shown",
+]
+
+_raisers: list[Callable[[type[Exception], str], None]] = []
+
+
+def register_raiser(raiser: Callable[[type[Exception], str], None]) -> None:
+    """Name what raises in place of a program that a compiler reads, which would lose all but the first word.
+
+    Args:
+        raiser: called with the class and the text of each error that is made; it raises while its framework
+            reads the program, and else returns.
+
+    Example:
+        >>> register_raiser(lambda kind, text: None)
+    """
+    _raisers.append(raiser)
+
+
+def shown(value: object) -> str:
+    """A size or a shape as text; unlike ``str``, a compiler follows it where sizes are symbols.
+
+    Example:
+        >>> shown(3), shown((3,)), shown((3, 4))
+        ('3', '(3,)', '(3, 4)')
+    """
+    if not isinstance(value, tuple):
+        return f"{value}"
+    sizes = ", ".join([f"{x}" for x in value])
+    return f"({sizes},)" if len(value) == 1 else f"({sizes})"
 
 
 class _Explained(Exception):
     """Builds the message, so that no error can leave out one of its three parts."""
 
     def __init__(self, what: str, *, expected: str, got: str, remedy: str) -> None:
-        # Not super().__init__(), which torch.compile cannot trace: the message would be lost there.
-        self.args = (f"{what}: expected {expected}, got {got}. {remedy}.",)
+        text = f"{what}: expected {expected}, got {got}. {remedy}."
+        for raiser in _raisers:
+            raiser(type(self), text)
+        # Not super().__init__(), which torch.compile cannot trace.
+        self.args = (text,)
 
 
 class ShapeError(_Explained, ValueError):

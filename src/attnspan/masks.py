@@ -20,7 +20,7 @@ from ._parse import parse_with
 from ._pytrees import register
 from ._tables import Blocks, Dense, Explicit, Predicate
 from .arrays import Array
-from .errors import OptionError, ShapeError
+from .errors import OptionError, ShapeError, shown
 from .spans import Spans
 
 __all__ = [
@@ -143,7 +143,7 @@ def documents(cu_seqlens_q: Array, cu_seqlens_k: Array | None = None) -> Mask:
         raise ShapeError(
             "documents",
             expected=f"as many documents for keys as for queries, {cu_q.shape[-1] - 1}",
-            got=str(cu_k.shape[-1] - 1),
+            got=shown(cu_k.shape[-1] - 1),
             remedy="Give a document without queries or keys an empty range",
         )
     return Documents(cu_q, cu_k)
@@ -174,7 +174,7 @@ def prefix(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
         raise ShapeError(
             "prefix: lengths",
             expected=f"one length per document, {offsets.shape[-1] - 1}",
-            got=str(table.shape[-1]),
+            got=shown(table.shape[-1]),
             remedy="Pass an int for one length that all documents share",
         )
     return Prefix(table, offsets)

@@ -34,7 +34,7 @@ from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
 from ._pytrees import register
 from .arrays import Array
-from .errors import OptionError, ShapeError
+from .errors import OptionError, ShapeError, shown
 
 __all__ = [
     "ALIBI",
@@ -152,7 +152,7 @@ def relative(table: Array, buckets: Array | None = None) -> Bias:
             raise ShapeError(
                 "relative: table",
                 expected="(H, 2L + 1): a column for each distance from -L to L",
-                got=str(tuple(table.shape)),
+                got=shown(table.shape),
                 remedy="Pass buckets, or an odd number of columns with that of distance 0 in the middle",
             )
         return Relative(table)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import DeviceError, DtypeError, OptionError, ShapeError
+from .errors import DeviceError, DtypeError, OptionError, ShapeError, shown
 
 __all__ = ["LAYOUTS", "MAX_LENGTH", "Problem", "check_arrays", "check_layout", "check_scale", "describe"]
 
@@ -125,7 +125,7 @@ def check_layout(layout: str, q: Any, k: Any, v: Any) -> None:
             raise ShapeError(
                 name,
                 expected=f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}",
-                got=f"shape {tuple(x.shape)}",
+                got=f"shape {shown(x.shape)}",
                 remedy="Reshape it, or name the layout that q, k and v have",
             )
 
@@ -180,7 +180,7 @@ def check_scale(scale: Any) -> None:
         )
     if not -_FLOAT32_MAX <= scale <= _FLOAT32_MAX:
         finite = "a finite number" if scale != scale or scale in (math.inf, -math.inf) else "a float32 number"
-        raise OptionError("scale", expected=finite, got=str(scale), remedy="Leave it out for 1/sqrt(D)")
+        raise OptionError("scale", expected=finite, got=shown(scale), remedy="Leave it out for 1/sqrt(D)")
 
 
 def describe(q: Any, k: Any, v: Any, bounds: Any) -> Problem:
@@ -216,7 +216,7 @@ def describe(q: Any, k: Any, v: Any, bounds: Any) -> Problem:
         raise ShapeError(
             "bounds",
             expected=f"(B|1, H|1, q_len, R, 2) with B={batch}, H={q_heads}, q_len={q_len}",
-            got=f"shape {tuple(shape)}",
+            got=f"shape {shown(shape)}",
             remedy="Lower the mask for these q and k",
         )
     if _dtype_name(bounds) != "int32":
@@ -268,7 +268,7 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
     # Texts are made when an error is raised, not before: putting a traced size into one would make it a
     # constant.
     def misfit(what: str, expected: str, remedy: str) -> ShapeError:
-        got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as (B, H, S, D)"
+        got = f"q {shown(q.shape)}, k {shown(k.shape)}, v {shown(v.shape)} as (B, H, S, D)"
         return ShapeError(what, expected=expected, got=got, remedy=remedy)
 
     if q.shape[1] == 0 or k.shape[1] == 0:

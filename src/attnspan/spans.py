@@ -9,7 +9,7 @@ import numpy as np
 
 from ._intervals import sweep
 from .arrays import Array, Arrays, arrays_for, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError
+from .errors import DtypeError, OptionError, ShapeError, shown
 
 __all__ = ["Spans", "check_index", "mark_illegal"]
 
@@ -57,7 +57,7 @@ class Spans:
             raise ShapeError(
                 "Spans",
                 expected="bounds of shape (B|1, H|1, q_len, R, 2)",
-                got=str(tuple(self.bounds.shape)),
+                got=shown(self.bounds.shape),
                 remedy="Add the missing axes, each of length 1",
             )
         self._check_k_len()
@@ -96,7 +96,7 @@ class Spans:
 
     def __repr__(self) -> str:
         batch, heads, q_len, runs, _ = self.bounds.shape
-        return f"Spans(B={batch}, H={heads}, q_len={q_len}, k_len={self.k_len}, R={runs})"
+        return f"Spans(B={batch}, H={heads}, q_len={q_len}, k_len={shown(self.k_len)}, R={runs})"
 
     @property
     def q_len(self) -> int:
@@ -262,7 +262,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         for name, value in (("q_block", q_block), ("k_block", k_block)):
             if value < 1:
                 raise OptionError(
-                    name, expected="at least 1", got=str(value), remedy="Pass a positive block size"
+                    name, expected="at least 1", got=shown(value), remedy="Pass a positive block size"
                 )
         arrays = self._arrays
         batch, heads, q_len = self.bounds.shape[:3]
@@ -406,7 +406,7 @@ def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, asc
         raise ShapeError(
             what,
             expected="an index of shape (n,)",
-            got=str(tuple(index.shape)),
+            got=shown(index.shape),
             remedy="Pass one axis of indices",
         )
     if arrays.concrete(index) and index.shape[0] > 0:

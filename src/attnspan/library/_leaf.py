@@ -13,7 +13,7 @@ from .._expression import Mask, _common, _split
 from .._intervals import Interval, Rows, materialise, sweep
 from .._lowering import Lowering
 from ..arrays import Array, is_array
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, shown
 from ..masks import SpansLargerThanMask
 
 _SMALL = 1 << 20
@@ -85,7 +85,10 @@ def sizes(what: str, value: Any, axes: int | None = None, least: int = 1) -> tup
     if isinstance(value, list | tuple):
         if axes is not None and len(value) != axes:
             raise ShapeError(
-                what, expected=f"{axes} sizes, one for each axis", got=str(len(value)), remedy="Pass as many"
+                what,
+                expected=f"{axes} sizes, one for each axis",
+                got=shown(len(value)),
+                remedy="Pass as many",
             )
         if not value:
             raise ShapeError(
@@ -100,8 +103,8 @@ def divides(what: str, sizes_: Sequence[int], tile: Sequence[int]) -> tuple[int,
     if any(n % t for n, t in zip(sizes_, tile, strict=True)):
         raise OptionError(
             what,
-            expected=f"multiples of the tile {tuple(tile)}",
-            got=str(tuple(sizes_)),
+            expected=f"multiples of the tile {shown(tuple(tile))}",
+            got=shown(tuple(sizes_)),
             remedy="Pad it, or choose a tile that divides it",
         )
     return tuple(n // t for n, t in zip(sizes_, tile, strict=True))

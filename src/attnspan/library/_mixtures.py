@@ -14,7 +14,7 @@ from .._intervals import Interval, Rows, either_illegal, materialise
 from .._lowering import Lowering
 from .._start import _index_rows
 from ..arrays import Array
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, shown
 from ._leaf import Leaf, first_array, warn_of_size
 
 _CHUNK_KEYS = 1 << 22
@@ -56,7 +56,7 @@ class Mixture(Leaf):
                 raise ShapeError(
                     repr(leaf),
                     expected=f"arrays that describe {low.k_len} keys",
-                    got=str(leaf._key_len()),
+                    got=shown(leaf._key_len()),
                     remedy=f"All masks of {self.called} are of one key sequence",
                 )
         lowered = [self._each(low, low.q_index, number).lower(mask) for number, mask in enumerate(self.masks)]

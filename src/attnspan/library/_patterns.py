@@ -105,7 +105,7 @@ class PrefixOf(Leaf):
             "shared_prefix: prefix_of",
             arrays.any((table < 0) | (table >= n))[:, None, None],
             self.prefix_of,
-            expected=f"numbers of documents, 0 to {n - 1}",
+            expected=lambda: f"numbers of documents, 0 to {n - 1}",
             remedy="Give a document without a prefix its own number",
         )
         named = arrays.clip(arrays.take_along(table, own.number), 0, n - 1)
@@ -236,12 +236,12 @@ class Flamingo(RowNumbered):
         arrays = low.arrays
         low.check_int32("flamingo: positions", self.positions)
         at = low.per_batch("flamingo: positions", self.positions, "int32")
-        bad = arrays.any(at[:, 1:] <= at[:, :-1])
+        bad = low.unordered(at, repeats=False)
         illegal = low.broken(
             "flamingo: positions",
             bad[:, None, None],
             self.positions,
-            expected="strictly ascending places of the images in the text",
+            expected=lambda: "strictly ascending places of the images in the text",
             remedy="Sort the images by their place",
         )
         seen = arrays.searchsorted(at, low.q_index[:, 0], right=True)
@@ -320,7 +320,7 @@ class SelectedBlocks(Leaf):
             "selected_blocks: chosen",
             arrays.any(arrays.any(chosen >= blocks))[..., None],
             self.chosen,
-            expected=f"numbers of blocks of keys, below {blocks}, or negative for none",
+            expected=lambda: f"numbers of blocks of keys, below {blocks}, or negative for none",
             remedy="Choose among the blocks that there are",
         )
         # Sorted, and without repeats, while there are few: one row for each block of rows.

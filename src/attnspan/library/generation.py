@@ -7,7 +7,7 @@ import numpy as np
 from .. import _arguments as checked
 from .._expression import Mask
 from ..arrays import Array, arrays_for
-from ..errors import OptionError
+from ..errors import OptionError, shown
 from ._patterns import BlockCausal, BlockDiffusion, DraftBlocks, Tree
 
 __all__ = ["block_causal", "block_diffusion", "draft_blocks", "tree"]
@@ -115,7 +115,7 @@ def tree(parents: Array, prefix: int | Array = 0, depth: int | None = None) -> M
         deepest = _depth(arrays.to_numpy(parents))
         if depth is not None and depth < deepest:
             raise OptionError(
-                "tree: depth", expected=f"at least {deepest}", got=str(depth), remedy="Raise it"
+                "tree: depth", expected=f"at least {deepest}", got=shown(depth), remedy="Raise it"
             )
         depth = deepest if depth is None else depth
     if depth is None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _arguments as checked
 from .._expression import Mask
-from ..errors import OptionError
+from ..errors import OptionError, shown
 from ._grids import Natten, Sasa, Sta
 from ._leaf import divides, product, sizes
 from .mixtures import reordered
@@ -88,7 +88,7 @@ def natten(
             raise OptionError(
                 "natten: stride",
                 expected=f"at most {k}, the kernel",
-                got=str(s),
+                got=shown(s),
                 remedy="Use a larger kernel",
             )
     return Natten(canvas, kernel, dilation, stride, flags, checked.count("natten: text", text))
@@ -245,7 +245,7 @@ def morton_order(canvas: Sizes) -> Order:
         raise OptionError(
             "morton_order: canvas",
             expected="one power of two for all axes",
-            got=str(canvas),
+            got=shown(canvas),
             remedy="Pad it to a square, or use tile_order",
         )
     place = np.arange(product(canvas))
@@ -263,6 +263,6 @@ def _fits(what: str, canvas: tuple[int, ...], kernel: tuple[int, ...], dilation:
             raise OptionError(
                 f"{what}: kernel",
                 expected=f"at most the canvas {canvas}" + (" with its dilation" if max(dilation) > 1 else ""),
-                got=str(kernel) + (f" times {dilation}" if max(dilation) > 1 else ""),
+                got=shown(kernel) + (f" times {dilation}" if max(dilation) > 1 else ""),
                 remedy="Use a smaller kernel, or full() along that axis: a kernel of its size",
             )

@@ -10,7 +10,7 @@ from .. import _arguments as checked
 from .. import masks
 from .._expression import Mask
 from ..arrays import Array, is_array, is_bool
-from ..errors import DtypeError, ShapeError
+from ..errors import DtypeError, ShapeError, shown
 from ._patterns import Dilated, GlobalRows, GlobalTokens, PrefixOf
 
 __all__ = [
@@ -222,7 +222,7 @@ def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
         raise ShapeError(
             "shared_prefix: prefix_of",
             expected=f"one number per document, {offsets.shape[-1] - 1}",
-            got=str(table.shape[-1]),
+            got=shown(table.shape[-1]),
             remedy="Give a document without a prefix its own number",
         )
     return (masks.causal() & masks.documents(offsets)) | PrefixOf(offsets, table)

@@ -8,7 +8,7 @@ from .. import _arguments as checked
 from .. import masks
 from .._expression import Mask
 from ..arrays import Array
-from ..errors import ShapeError
+from ..errors import ShapeError, shown
 from ._patterns import Flamingo, GlobalRows, SelectedBlocks, Stripes, VisionIntervals
 
 __all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vision_cross_attention"]
@@ -68,7 +68,7 @@ def vision_cross_attention(intervals: Array, image_length: int) -> Mask:
         raise ShapeError(
             "vision_cross_attention: intervals",
             expected="shape (n, 2) or (B, n, 2), n at least 1",
-            got=str(tuple(intervals.shape)),
+            got=shown(intervals.shape),
             remedy="Pass the first text token of each image and the one after its last",
         )
     length = checked.count("vision_cross_attention: image_length", image_length, 1)
@@ -168,7 +168,7 @@ def selected_blocks(chosen: Array, block: int, sizes: Array | None = None) -> Ma
         raise ShapeError(
             "selected_blocks: chosen",
             expected="(B|1, H|1, row blocks, k), none of them 0",
-            got=str(tuple(chosen.shape)),
+            got=shown(chosen.shape),
             remedy="Choose at least one block; a negative number means none",
         )
     table = None if sizes is None else checked.integers("selected_blocks: sizes", sizes, (1,))

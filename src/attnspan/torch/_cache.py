@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import masks
 from ..arrays import INT32_MAX
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError, shown
 from ..masks import Mask
 from ._cache_write import LOST, cache_write_op
 
@@ -204,7 +204,7 @@ class Cache(nn.Module):
             raise ShapeError(
                 name,
                 expected=f"batch {batch}, {heads} heads and head dim {dim} in layout {self.layout!r}",
-                got=f"shape {tuple(self._in_layout(new).shape)}",
+                got=f"shape {shown(self._in_layout(new).shape)}",
                 remedy="Make the cache for the model's sizes, and name the layout of k and v",
             )
         if new.shape[2] != n:
@@ -238,7 +238,7 @@ class Cache(nn.Module):
             raise ShapeError(
                 name,
                 expected=f"one entry per batch row, shape ({self.lengths.shape[0]},)",
-                got=f"shape {tuple(x.shape)}",
+                got=f"shape {shown(x.shape)}",
                 remedy="Pass one for each row of the cache",
             )
         self._check_device(name, x)
@@ -366,5 +366,8 @@ def check_size(name: str, size: int) -> None:
         raise DtypeError(name, expected="an int", got=type(size).__name__, remedy="Pass a size")
     if not 1 <= size <= INT32_MAX:
         raise OptionError(
-            name, expected=f"1 to {INT32_MAX}", got=str(size), remedy="A cache is allocated at its full size"
+            name,
+            expected=f"1 to {INT32_MAX}",
+            got=shown(size),
+            remedy="A cache is allocated at its full size",
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import INT32_MAX
-from ..errors import OptionError
+from ..errors import OptionError, shown
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
             raise OptionError(
                 f"counts[{b}]",
                 expected=f"0 to {n}, the tokens of the chunk",
-                got=str(count),
+                got=shown(count),
                 remedy="Pass how many of the last tokens of the chunk are the row's own",
             )
         if start + count > limit:

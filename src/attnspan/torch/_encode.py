@@ -1,11 +1,12 @@
 """The operator ``attnspan::encode``: booleans that a compiled program made, as spans."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._encoding import CHUNK_PAIRS, encode, register_operator
-from .._predicates import register_raiser
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import register_raiser
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -61,13 +62,28 @@ torch.library.register_fake("attnspan::encode", _new_bounds, lib=_library)
 encode_op = torch.ops.attnspan.encode.default
 
 
-# Run while a compiler reads the call: an error that is raised in what it reads would lose its message.
+def _raise(kind: type[Exception], text: str) -> None:
+    """Raise an error from the compiler itself while it reads the program that makes it."""
+    if torch.compiler.is_dynamo_compiling():
+        _raise_now(kind, text)
+
+
+# Run by the compiler as it reads the call: what it reads would lose the text.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _raise(
-    kind: type[DtypeError | ShapeError | OptionError], what: str, expected: str, got: str, remedy: str
-) -> None:
-    raise kind(what, expected=expected, got=got, remedy=remedy)
+def _raise_now(kind: type[Exception], text: str) -> None:
+    raise _traced(kind)(text)
+
+
+def _traced(kind: type[Exception]) -> type[Exception]:
+    """`kind` as an error that the compiler hands on as it is; without fullgraph it breaks the graph."""
+    from torch._dynamo.exc import Unsupported  # Loaded by the compiler alone: it takes seconds.
+
+    def initialise(self: Any, text: str) -> None:
+        Unsupported.__init__(self, text)
+
+    body = {"__module__": kind.__module__, "__init__": initialise}
+    return type(kind.__name__, (kind, Unsupported), body)
 
 
 register_operator("torch", encode_op)
-register_raiser("torch", _raise)
+register_raiser(_raise)

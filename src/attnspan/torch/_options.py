@@ -10,7 +10,7 @@ from torch import Tensor
 from .._dropout import split_seeds
 from .._option_checks import check_dropout_p, check_softcap
 from ..arrays import INT32_MAX, arrays_for, is_array, own
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError
+from ..errors import DeviceError, DtypeError, OptionError, ShapeError, shown
 from ..masks import Prepared
 from ..options import DENSE, Bias, Options, dense_bias
 
@@ -150,7 +150,7 @@ def _lower_sinks(sinks: Any, q: Tensor, wide: bool) -> Tensor | None:
         raise ShapeError(
             "sinks",
             expected=f"({q.shape[1]},): a logit for each query head",
-            got=f"shape {tuple(sinks.shape)}",
+            got=f"shape {shown(sinks.shape)}",
             remedy="Pass one per query head",
         )
     _check_device("sinks", sinks, q)
@@ -189,7 +189,7 @@ def _check_seed(seed: Any, batch: int | None = None, heads: int | None = None) -
         raise ShapeError(
             "dropout_seed",
             expected="shape ()" if batch is None else f"shape () or (B, H) = ({batch}, {heads})",
-            got=f"shape {tuple(seed.shape)}",
+            got=f"shape {shown(seed.shape)}",
             remedy="Pass one seed for all, or dropout_seeds(seed, batch, heads)",
         )
 
@@ -257,7 +257,7 @@ def _index(name: str, index: Any, q: Tensor, length: int, own: Any) -> Any:
         raise ShapeError(
             name,
             expected=f"({length},) or ({q.shape[0]}, {length})",
-            got=f"shape {tuple(index.shape)}",
+            got=f"shape {shown(index.shape)}",
             remedy="Pass one global index for each row of q or k",
         )
     if index.dtype == torch.int64 and index.numel() and arrays_for([index]).concrete(index):

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils._pytree import register_pytree_node
+import torch
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import library, masks, options
 from ..spans import Spans
@@ -14,6 +15,11 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
         children, context = _spans_as_data(x) or flatten(x)
         return list(children), context
 
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+        children, context = _spans_as_data(x) or flatten(x)
+        names, _ = context
+        return [(GetAttrKey(name), child) for name, child in zip(names, children, strict=True)], context
+
     def unflatten_children(children: Iterable[Any], context: Any) -> Any:
         return unflatten(tuple(children), context)
 
@@ -22,7 +28,17 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
         flatten_to_list,
         unflatten_children,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+        # JSON has lists alone.
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=_as_tuples,
     )
+    # torch.export.load reads the example inputs of a program, which masks may be among.
+    torch.serialization.add_safe_globals([cls])
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _spans_as_data(x: Any) -> tuple[tuple[Any, ...], Any] | None:

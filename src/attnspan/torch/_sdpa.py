@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._option_checks import check_dropout_p
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import DtypeError, OptionError, ShapeError, shown
 from ..masks import causal, from_dense, full
 from ._attention import AnyMask, attention
 
@@ -84,7 +84,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
         raise ShapeError(
             "query, key and value",
             expected="the same number of dims, at least 3",
-            got=f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}",
+            got=f"{shown(query.shape)}, {shown(key.shape)}, {shown(value.shape)}",
             remedy="Add the missing batch or heads dim",
         )
     if query.dim() > 3 and not enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -109,7 +109,7 @@ def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
         raise ShapeError(
             "query, key and value",
             expected="batch dims that broadcast",
-            got=", ".join(str(tuple(x.shape)) for x in inputs),
+            got=", ".join(shown(x.shape) for x in inputs),
             remedy="Expand or index the batch dims",
         ) from None
     return tuple(x.expand(*lead, *x.shape[-own:]) for x in inputs)
@@ -137,15 +137,16 @@ def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
 
 
 def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
-    try:
-        return attn_mask.expand(size)
-    except RuntimeError:
+    # Not by catching torch's error: a compiler would end there.
+    own = attn_mask.shape
+    if len(own) > len(size) or any(n != 1 and n != m for n, m in zip(own[::-1], size[::-1], strict=False)):
         raise ShapeError(
             "attn_mask",
-            expected=f"a shape that broadcasts to {tuple(size)}",
-            got=f"{tuple(attn_mask.shape)}",
+            expected=f"a shape that broadcasts to {shown(size)}",
+            got=shown(own),
             remedy="Its last dims are queries and keys",
-        ) from None
+        )
+    return attn_mask.expand(size)
 
 
 def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -> AnyMask:

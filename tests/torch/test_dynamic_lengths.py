@@ -1,0 +1,180 @@
+"""Compiled programs meet new batch sizes and lengths: few compilations, one where axes are marked, exports.
+
+Under `pytest -s` the counts are printed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from length_samples import CALLS, DIM, HEADS, KV_HEADS, MASKS, PROBLEMS, Call, Sample, Sizes
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+from torch.utils._pytree import tree_leaves
+
+import attnspan
+from attnspan.torch import attention
+
+# Dynamo itself makes an instance of each autograd function that it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+NOT_MASKS = {"Mask", "Prepared", "SpansLargerThanMask", "register_pytrees"}
+ORDERS = {"morton_order", "strided_order", "tile_order"}
+
+_counts: dict[str, dict[str, Any]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _table() -> Iterator[None]:
+    yield
+    print("\n| call | compilations | marked | exported |\n|---|---|---|---|")
+    for name, row in sorted(_counts.items()):
+        print(f"| {name} | {' | '.join(str(row.get(x, '-')) for x in ('plain', 'marked', 'exported'))} |")
+
+
+class Lowered:
+    """Lowers a mask, as `attention` does; one that needs values is lowered outside, and given to it."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample, self.name, self.multiple = sample, sample.name, sample.multiple
+        self.exports = True
+
+    def __call__(self, q: Tensor, k: Tensor, *arrays: Any) -> Any:
+        if self.sample.outside:
+            return attention(q, k, k, mask=attnspan.spans(arrays[0]))
+        mask = self.sample.build(k.shape[2], *arrays)
+        placed = mask.placed(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
+        return placed.lowered.bounds
+
+    def inputs(self, s: Sizes) -> tuple[Any, ...]:
+        sample = self.sample
+        s = s if sample.batch is None else replace(s, batch=sample.batch)
+        keys = sample.keys(s)
+        q = torch.randn(s.batch, HEADS, sample.rows(keys), DIM)
+        k = torch.randn(s.batch, KV_HEADS, keys, DIM)
+        if not sample.outside:
+            return q, k, *sample.arrays(s)
+        mask = sample.build(keys, *sample.arrays(s)).prepare(q.shape[2], keys, like=q)
+        return q, k, torch.as_tensor(mask.lowered.bounds)
+
+
+Program = Lowered | Call
+PROGRAMS: tuple[Program, ...] = (*map(Lowered, MASKS), *CALLS)
+
+# Several in one program, as each compilation has a cost of its own.
+_SIZE = 6
+GROUPS = [PROGRAMS[i : i + _SIZE] for i in range(0, len(PROGRAMS), _SIZE)]
+_each_group = pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g[0].name} to {g[-1].name}")
+
+
+class Several(nn.Module):
+    def __init__(self, programs: Sequence[Program]) -> None:
+        super().__init__()
+        self.programs = tuple(programs)
+
+    def forward(self, inputs: list[Any]) -> list[Any]:
+        return [program(*given) for program, given in zip(self.programs, inputs, strict=True)]
+
+    def inputs(self, s: Sizes) -> list[Any]:
+        torch.manual_seed(s.length)
+        return [program.inputs(s) for program in self.programs]
+
+
+def _varying(inputs: Any, others: Any) -> list[tuple[Tensor, dict[int, tuple[int, int]]]]:
+    """Each tensor of the inputs with its axes of another size in other inputs, and both sizes."""
+    pairs = zip(tree_leaves(inputs), tree_leaves(others), strict=True)
+    return [
+        (x, {d: (x.shape[d], y.shape[d]) for d in range(x.dim()) if x.shape[d] != y.shape[d]})
+        for x, y in pairs
+        if isinstance(x, Tensor)
+    ]
+
+
+def _count(module: Several, problems: Sequence[Sizes], kind: str) -> int:
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    axes = [dims for _, dims in _varying(*(module.inputs(s) for s in PROBLEMS[:2]))]
+    for problem in problems:
+        inputs = module.inputs(problem)
+        if kind == "marked":
+            tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+            for x, dims in zip(tensors, axes, strict=True):
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(x, dim)
+        torch.testing.assert_close(compiled(inputs), module(inputs))
+    _record(module, kind, counter.frame_count)
+    return counter.frame_count
+
+
+def _record(module: Several, kind: str, value: Any) -> None:
+    for program in module.programs:
+        _counts.setdefault(program.name, {})[kind] = value
+
+
+@pytest.mark.slow
+@_each_group
+def test_few_compilations(group: Sequence[Program]) -> None:
+    assert _count(Several(group), PROBLEMS, "plain") <= 4
+
+
+@pytest.mark.slow
+@_each_group
+def test_one_compilation_where_axes_are_marked(group: Sequence[Program]) -> None:
+    # One batch row is a case of its own to the compiler, which refuses it where that axis is marked.
+    problems = [s for s in PROBLEMS if s.batch > 1]
+    assert _count(Several(group), problems, "marked") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_strict_export(multiple: int) -> None:
+    module = Several([x for x in PROGRAMS if x.multiple == multiple and x.exports])
+    inputs, others = (module.inputs(s) for s in PROBLEMS[:2])
+    shapes = torch.export.ShapesCollection()
+    for x, dims in _varying(inputs, others):
+        if dims:
+            shapes[x] = {d: _dim(sizes, multiple) for d, sizes in dims.items()}
+    exported = torch.export.export(module, (inputs,), dynamic_shapes=shapes, strict=True).module()
+    for problem in PROBLEMS[1:4]:
+        given = module.inputs(problem)
+        torch.testing.assert_close(exported(given), module(given))
+    _record(module, "exported", "yes")
+
+
+def _dim(sizes: tuple[int, int], multiple: int) -> Any:
+    """The axis of a program that has these sizes in the first two problems."""
+    unit, parts = Dim("unit", min=4, max=1024), Dim("parts", min=2, max=1024)
+    named = {
+        (3, 5): Dim("batch", min=2, max=1024),
+        (20, 28): multiple * unit,
+        (5, 7): unit if multiple == 4 else Dim("quarter", min=2, max=1024),
+        (5, 9): parts,
+        (6, 10): parts + 1,
+        (20, 36): 4 * parts,
+    }
+    return named.get(sizes) or Dim("size_{}_{}".format(*sizes), min=2, max=4096)
+
+
+def test_every_mask_has_a_sample() -> None:
+    public = (set(attnspan.masks.__all__) | set(attnspan.library.__all__)) - NOT_MASKS - ORDERS
+    assert public == {sample.function for sample in MASKS}
+
+
+def test_a_single_document_is_no_case_of_its_own() -> None:
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def lower(q: Tensor, cu: Tensor) -> Tensor:
+        mask = attnspan.causal() & attnspan.documents(cu)
+        return mask.spans(q.shape[0], q.shape[0], like=q).bounds
+
+    for parts in (5, 1, 2):
+        q, cu = torch.zeros(4 * parts + 3), 4 * torch.arange(parts + 1)
+        for x in (q, cu):
+            torch._dynamo.mark_dynamic(x, 0)
+        n = len(q)
+        assert torch.equal(lower(q, cu), (attnspan.causal() & attnspan.documents(cu)).spans(n, n).bounds)
+    assert counter.frame_count == 1

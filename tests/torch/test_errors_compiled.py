@@ -1,0 +1,202 @@
+"""A wrong call says the same whether it is compiled or not, and whatever the compiler knows of sizes."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature)
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attnspan as a
+from attnspan import library as lib
+from attnspan.torch import attention, scaled_dot_product_attention
+
+BATCH, HEADS, Q_LEN, K_LEN, DIM = 2, 4, 6, 9, 8
+
+
+def _q(*shape: int) -> Tensor:
+    return torch.zeros(shape or (BATCH, HEADS, Q_LEN, DIM))
+
+
+def _k(*shape: int) -> Tensor:
+    return torch.zeros(shape or (BATCH, 2, K_LEN, DIM))
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def _masked(make: Callable[..., a.Mask]) -> Callable[..., Any]:
+    return lambda q, k, *arrays: attention(q, k, k, mask=make(*arrays))
+
+
+def _option(name: str) -> Callable[..., Any]:
+    return lambda q, k, x: attention(q, k, k, **{name: x})
+
+
+def _given(q: Tensor, k: Tensor, mask: Any) -> Any:
+    return attention(q, k, k, mask=mask)
+
+
+def _prepared(q_len: int, k_len: int, batch: int = 1, heads: int = 1) -> a.Prepared:
+    ids = _ids(batch, k_len)
+    mask = a.segments(ids) if heads == 1 else lib.per_head([a.causal(), a.segments(ids)])
+    return mask.prepare(q_len, k_len, batch=batch, heads=heads)
+
+
+#: Functions and their arguments. Arrays are arguments, so that their sizes may be symbols.
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "values": (lambda q, k, v: attention(q, k, v), lambda: (_q(), _k(), _k(BATCH, 2, K_LEN - 1, DIM))),
+    "batch": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(3, 2, K_LEN, DIM))),
+    "heads": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(BATCH, 3, K_LEN, DIM))),
+    "head_dim": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(BATCH, 2, K_LEN, DIM + 1))),
+    "rank": (lambda q, k: attention(q, k, k), lambda: (_q(3, 4, 5), _k())),
+    "layout": (lambda q, k: attention(q, k, k, layout="sbhd"), lambda: (_q(), _k())),
+    "dtypes": (lambda q, k: attention(q, k, k), lambda: (_q(), _k().double())),
+    "integers": (lambda q, k: attention(q, k, k), lambda: (_q().int(), _k())),
+    "scale": (lambda q, k: attention(q, k, k, scale=float("inf")), lambda: (_q(), _k())),
+    "softcap": (lambda q, k: attention(q, k, k, softcap=-1.0), lambda: (_q(), _k())),
+    "sinks": (_option("sinks"), lambda: (_q(), _k(), torch.zeros(3))),
+    "bias": (_option("bias"), lambda: (_q(), _k(), torch.zeros(HEADS, Q_LEN, K_LEN + 1))),
+    "alibi": (
+        lambda q, k, x: attention(q, k, k, bias=a.alibi(x)),
+        lambda: (_q(), _k(), torch.zeros(HEADS + 1)),
+    ),
+    "relative": (
+        lambda q, k, x: attention(q, k, k, bias=a.relative(x)),
+        lambda: (_q(), _k(), torch.zeros(HEADS - 1, 7)),
+    ),
+    "seed": (
+        lambda q, k, x: attention(q, k, k, dropout_p=0.5, dropout_seed=x),
+        lambda: (_q(), _k(), _ids(BATCH, 3)),
+    ),
+    "no seed": (lambda q, k: attention(q, k, k, dropout_p=0.5), lambda: (_q(), _k())),
+    "dropout_p": (lambda q, k: attention(q, k, k, dropout_p=1.5), lambda: (_q(), _k())),
+    "q_index": (_option("q_index"), lambda: (_q(), _k(), _ids(Q_LEN + 1))),
+    "k_index": (_option("k_index"), lambda: (_q(), _k(), torch.arange(K_LEN + 1))),
+    "backend": (lambda q, k: attention(q, k, k, backend="fast"), lambda: (_q(), _k())),
+    "no mask": (_given, lambda: (_q(), _k(), torch.zeros(Q_LEN, K_LEN) > 0)),
+    "ids, length": (_masked(a.segments), lambda: (_q(), _k(), _ids(BATCH, K_LEN + 2))),
+    "ids, batch": (_masked(a.segments), lambda: (_q(), _k(), _ids(BATCH + 1, K_LEN))),
+    "ids, queries": (_masked(a.segments), lambda: (_q(), _k(), _ids(Q_LEN + 1), _ids(K_LEN))),
+    "ids, rank": (_masked(a.segments), lambda: (_q(), _k(), _ids(1, 2, K_LEN))),
+    "lengths, batch": (_masked(a.key_padding), lambda: (_q(), _k(), _ids(BATCH + 1))),
+    "lengths, left": (
+        _masked(lambda x: a.key_padding(x, side="left")),
+        lambda: (_q(), _k(), _ids(BATCH + 1)),
+    ),
+    "lengths, int": (_masked(lambda: a.key_padding(K_LEN + 1)), lambda: (_q(), _k())),
+    "cache, batch": (_masked(lambda x: a.causal() & a.cache(x)), lambda: (_q(), _k(), _ids(BATCH + 1))),
+    "two anchors": (
+        _masked(lambda x, y: a.cache(x) & a.documents(y, y)),
+        lambda: (_q(), _k(), _ids(BATCH), torch.tensor([0, 3])),
+    ),
+    "offsets": (_masked(a.documents), lambda: (_q(), _k(), _ids(1))),
+    "offsets, keys": (_masked(a.documents), lambda: (_q(), _k(), _ids(4), _ids(5))),
+    "prefixes": (_masked(a.prefix), lambda: (_q(), _k(), _ids(4), _ids(7))),
+    "spans, rows": (_masked(a.spans), lambda: (_q(), _k(), _ids(1, 1, Q_LEN + 1, 1, 2))),
+    "spans, batch": (_masked(a.spans), lambda: (_q(), _k(), _ids(BATCH + 1, 1, Q_LEN, 1, 2))),
+    "dense, rows": (_masked(a.from_dense), lambda: (_q(), _k(), _ids(Q_LEN + 1, K_LEN) > 0)),
+    "dense, keys": (_masked(a.from_dense), lambda: (_q(), _k(), _ids(Q_LEN, K_LEN + 1) > 0)),
+    "dense, dtype": (_masked(a.from_dense), lambda: (_q(), _k(), _ids(Q_LEN, K_LEN))),
+    "predicate": (
+        _masked(lambda: a.from_predicate(lambda b, h, q, k: q.flatten() >= 0)),
+        lambda: (_q(), _k()),
+    ),
+    "predicate, floats": (
+        _masked(lambda: a.from_predicate(lambda b, h, q, k: (q - k).float())),
+        lambda: (_q(), _k()),
+    ),
+    "prepared, q_len": (_given, lambda: (_q(), _k(), _prepared(Q_LEN + 1, K_LEN))),
+    "prepared, batch": (_given, lambda: (_q(), _k(), _prepared(Q_LEN, K_LEN, BATCH + 1))),
+    "prepared, heads": (_given, lambda: (_q(), _k(), _prepared(Q_LEN, K_LEN, heads=2))),
+    "prepared, combined": (
+        lambda q, k, mask: attention(q, k, k, mask=mask & a.causal()),
+        lambda: (_q(), _k(), _prepared(Q_LEN + 1, K_LEN)),
+    ),
+    "packed": (
+        lambda q, k: attention(q, k, k, mask=a.causal(), layout="thd"),
+        lambda: (_q(Q_LEN, HEADS, DIM), _k(K_LEN, 2, DIM)),
+    ),
+    "library, canvas": (_masked(lambda: lib.natten((3, 4), (3, 3))), lambda: (_q(), _k())),
+    "library, prefix": (_masked(lib.shared_prefix), lambda: (_q(), _k(), _ids(4), _ids(4))),
+    "library, rows": (_masked(lambda: lib.per_row([a.causal()] * 3)), lambda: (_q(), _k())),
+    "library, chosen": (
+        _masked(lambda x: lib.selected_blocks(x, 4)),
+        lambda: (_q(), _k(), _ids(BATCH + 1, 1, 2, 1)),
+    ),
+    "library, values": (_masked(lambda x: lib.tree(x)), lambda: (_q(), _k(), _ids(4) - 1)),
+    "sdpa": (scaled_dot_product_attention, lambda: (_q(), _k(BATCH, HEADS, K_LEN, DIM), _k())),
+    "sdpa, heads": (scaled_dot_product_attention, lambda: (_q(), _k(), _k())),
+    "sdpa, mask": (
+        scaled_dot_product_attention,
+        lambda: (_q(), *[_k(BATCH, HEADS, K_LEN, DIM)] * 2, torch.zeros(Q_LEN, K_LEN + 1)),
+    ),
+}
+
+#: What only a compiled program refuses, whose eager form can read values.
+ONLY_COMPILED = {"library, values"}
+
+
+def _error(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Exception:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        function(*inputs)
+    return caught.value
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - ONLY_COMPILED))
+def test_errors_are_whole_when_compiled(name: str, dynamic: bool) -> None:
+    function, inputs = CALLS[name]
+    wanted = _error(function, inputs())
+    compiled = torch.compile(lambda *x: function(*x), fullgraph=True, backend="eager", dynamic=dynamic)
+    got = _error(compiled, inputs())
+    assert str(wanted).startswith(f"{name.partition(',')[0]}: expected") or ": expected " in str(wanted)
+    # The compiler adds where the user's code is.
+    assert str(got).splitlines()[0] == str(wanted)
+    assert isinstance(got, type(wanted))
+
+
+def test_values_that_a_compiled_program_lacks_are_named() -> None:
+    function, inputs = CALLS["library, values"]
+    got = _error(torch.compile(function, fullgraph=True, backend="eager"), inputs())
+    assert str(got).startswith("tree: depth: expected")
+
+
+def test_without_fullgraph_the_error_is_the_eager_one() -> None:
+    function, inputs = CALLS["sinks"]
+
+    @torch.compile(backend="eager")
+    def attempt(*x: Any) -> str:
+        try:
+            function(*x)
+        except a.errors.ShapeError as error:
+            return str(error)
+        return ""
+
+    assert attempt(*inputs()) == str(_error(function, inputs()))
+
+
+def test_errors_are_whole_where_activations_are_recomputed() -> None:
+    function, inputs = CALLS["sinks"]
+
+    def run(*x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(function, *x, use_reentrant=False)
+
+    got = _error(torch.compile(run, fullgraph=True, backend="eager"), inputs())
+    assert str(got).splitlines()[0] == str(_error(function, inputs()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_errors_are_whole_in_export(strict: bool) -> None:
+    function, inputs = CALLS["ids, length"]
+
+    class Module(nn.Module):
+        def forward(self, *x: Any) -> Any:
+            return function(*x)
+
+    with pytest.raises(a.errors.ShapeError) as caught:
+        torch.export.export(Module(), inputs(), strict=strict)
+    assert str(caught.value).splitlines()[0] == str(_error(function, inputs()))

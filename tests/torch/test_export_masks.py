@@ -1,0 +1,114 @@
+"""Masks as inputs of exported programs, which meet other data and other lengths, and are saved."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from length_samples import MASKS, PROBLEMS, Sample, Sizes
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils._pytree import tree_leaves
+
+import attnspan as a
+from attnspan.torch import attention
+
+
+class Attend(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, mask: Any) -> Tensor:
+        return attention(q, k, k, mask=mask)
+
+
+def _ids(s: Sizes) -> Tensor:
+    return torch.randint(0, 2, (s.batch, s.length)).cumsum(-1)
+
+
+def _expression(s: Sizes) -> a.Mask:
+    return a.causal() & (a.segments(_ids(s)) | a.window(3))
+
+
+def _prepared(s: Sizes) -> a.Prepared:
+    return (a.causal() & a.segments(_ids(s))).prepare(s.length, s.length, batch=s.batch)
+
+
+def _spans(s: Sizes) -> a.Spans:
+    return _prepared(s).lowered
+
+
+FORMS = {"expression": _expression, "prepared": _prepared, "spans": _spans}
+
+
+def _inputs(make: Callable[[Sizes], Any], s: Sizes) -> tuple[Tensor, Tensor, Any]:
+    return torch.randn(s.batch, 4, s.length, 8), torch.randn(s.batch, 2, s.length, 8), make(s)
+
+
+def _dynamic(inputs: Any, others: Any) -> torch.export.ShapesCollection:
+    dims = {(3, 5): Dim("batch", min=2, max=512), (20, 28): Dim("length", min=4, max=512)}
+    shapes = torch.export.ShapesCollection()
+    for x, y in zip(tree_leaves(inputs), tree_leaves(others), strict=True):
+        pairs = enumerate(zip(x.shape, y.shape, strict=True)) if isinstance(x, Tensor) else ()
+        varying = {d: dims[pair] for d, pair in pairs if pair[0] != pair[1]}
+        if varying:
+            shapes[x] = varying
+    return shapes
+
+
+def _agrees(program: torch.export.ExportedProgram, inputs: tuple[Any, ...]) -> None:
+    torch.testing.assert_close(program.module()(*inputs), Attend()(*inputs))
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_is_an_input_of_an_exported_program(form: str, strict: bool) -> None:
+    make, s = FORMS[form], PROBLEMS[0]
+    program = torch.export.export(Attend(), _inputs(make, s), strict=strict)
+    _agrees(program, _inputs(make, s))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lengths_of_an_exported_program_may_vary(form: str) -> None:
+    make = FORMS[form]
+    inputs = _inputs(make, PROBLEMS[0])
+    shapes = _dynamic(inputs, _inputs(make, PROBLEMS[1]))
+    program = torch.export.export(Attend(), inputs, dynamic_shapes=shapes, strict=True)
+    for s in PROBLEMS[1:4]:
+        _agrees(program, _inputs(make, s))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exported_programs_can_be_saved(form: str) -> None:
+    make, s, stored = FORMS[form], PROBLEMS[0], io.BytesIO()
+    torch.export.save(torch.export.export(Attend(), _inputs(make, s), strict=True), stored)
+    stored.seek(0)
+    _agrees(torch.export.load(stored), _inputs(make, s))
+
+
+class Lower(nn.Module):
+    def forward(self, q: Tensor, masks: list[a.Mask]) -> list[Tensor]:
+        return [mask.spans(20, 20, batch=3, heads=4, like=q).bounds for mask in masks]
+
+
+def _keeps_its_keys(sample: Sample) -> bool:
+    whole = sample.keys(PROBLEMS[0]) == PROBLEMS[0].length and sample.rows(20) == 20
+    return whole and sample.batch is None and not sample.outside and "from_" not in sample.name
+
+
+@pytest.mark.slow
+def test_every_mask_is_an_input_of_an_exported_program() -> None:
+    samples = [sample for sample in MASKS if _keeps_its_keys(sample)]
+    assert len(samples) > 40
+
+    def make() -> list[a.Mask]:
+        return [sample.build(20, *sample.arrays(PROBLEMS[0])) for sample in samples]
+
+    q = torch.zeros(1)
+    program = torch.export.export(Lower(), (q, make()), strict=True)
+    masks = make()
+    for got, want in zip(program.module()(q, masks), Lower()(q, masks), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_leaves_of_masks_have_names() -> None:
+    paths, _ = torch.utils._pytree.tree_flatten_with_path(a.causal() & a.segments(torch.zeros(4).int()))
+    assert [torch.utils._pytree.keystr(path) for path, _ in paths] == [".operands[1].q_ids"]
