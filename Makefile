@@ -81,7 +81,7 @@ $(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | setup
 
 # A process is in SPMD mode or not, so there are two.
 test-xla: $(XLA_VENV)/.ready
-	$(XLA_TESTS) tests/xla/one src/attnspan/xla $(ARGS)
+	$(XLA_TESTS) tests/xla/one --pyargs attnspan.xla $(ARGS)
 	CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 $(XLA_TESTS) tests/xla/spmd $(ARGS)
 
 lint: setup

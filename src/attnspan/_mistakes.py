@@ -176,9 +176,11 @@ def _meant(value: Any) -> tuple[str, str]:
             return got, "Wrap booleans, True where a key is seen, in from_dense(...)"
         if len(value.shape) == 5:
             return got, "Wrap bounds of shape (B|1, H|1, Sq, R, 2) in spans(...)"
+        if "float" in got:
+            return got, "Pass numbers that are added to the scores as bias=; wrap x > -inf in from_dense(...)"
         return got, (
             "Wrap bounds in spans(...), ids in segments(...), offsets in documents(...), lengths in "
-            "key_padding(...); pass numbers that are added to the scores as bias="
+            "key_padding(...)"
         )
     if kind == "Spans":
         return repr(value), "Wrap it in spans(...)"

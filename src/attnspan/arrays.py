@@ -26,6 +26,8 @@ __all__ = [
     "is_array",
     "is_bool",
     "is_integer",
+    "outside_inference_mode",
+    "own",
 ]
 
 Array = Any

@@ -274,6 +274,15 @@ def _below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, .
         return op.redispatch(below, *inputs)
 
 
+def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of a Function for one level, for kernels that torch.func calls when its own is peeled off.
+
+    That of Function itself, from torch 2.15 on also that of its base class, would ask torch.func once more.
+    """
+    parts = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
+
+
 def _autograd_kernel(
     op: torch._ops.OpOverload, function: type[torch.autograd.Function]
 ) -> Callable[..., Any]:
@@ -284,6 +293,7 @@ def _autograd_kernel(
     """
     # The base class's apply: that of Function would hand the call to torch.func once more.
     record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
@@ -296,7 +306,7 @@ def _autograd_kernel(
         if torch._C._are_functorch_transforms_active():
             # torch.func has peeled its level off before this kernel runs; one plain node is left to record.
             with enable_single_level_autograd_function():
-                return record(keyset, *inputs)
+                return inner(keyset, *inputs)
         return record(keyset, *inputs)
 
     return kernel

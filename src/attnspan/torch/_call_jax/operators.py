@@ -15,7 +15,7 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
-from .._ops import _below_autograd, _has_tangent
+from .._ops import _below_autograd, _has_tangent, single_level
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -123,10 +123,13 @@ class Node(torch.autograd.Function):
 
 # That of Function would ask functorch once more.
 _record = super(torch.autograd.Function, Node).apply  # type: ignore[misc]
+_record_inner = single_level(Node)
 
 
 def record(call: Any, keyset: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The results of a call, with its derivative."""
+    if torch._C._are_functorch_transforms_active():
+        return list(_record_inner(call, keyset, *tensors))[:-1]
     return list(_record(call, keyset, *tensors))[:-1]  # type: ignore[no-untyped-call]
 
 
@@ -178,7 +181,7 @@ def _autograd_backward(keyset: Any, *inputs: Any) -> Any:
     refuse = super(torch.autograd.Function, _NoDerivative).apply  # type: ignore[misc]
     if torch._C._are_functorch_transforms_active():
         with enable_single_level_autograd_function():
-            return list(refuse(keyset, inputs, *tensors))  # type: ignore[no-untyped-call]
+            return list(single_level(_NoDerivative)(keyset, inputs, *tensors))
     return list(refuse(keyset, inputs, *tensors))  # type: ignore[no-untyped-call]
 
 

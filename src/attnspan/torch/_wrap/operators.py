@@ -11,7 +11,7 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 
 from ...errors import OptionError
-from .._ops import _below_autograd, _has_tangent
+from .._ops import _below_autograd, _has_tangent, single_level
 from .derivative import Derivative
 from .errors import DeclarationError
 from .outputs import Outputs
@@ -248,6 +248,7 @@ def _recorder(
 ) -> Callable[..., Any]:
     # The base class's apply: that of Function would hand the call to torch.func once more.
     record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    inner = single_level(function)
 
     def kernel(keyset: Any, *values: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, values)):
@@ -261,7 +262,7 @@ def _recorder(
             refuse(values)
         if torch._C._are_functorch_transforms_active():
             with enable_single_level_autograd_function():
-                return record(keyset, *values)
+                return inner(keyset, *values)
         return record(keyset, *values)
 
     return kernel
