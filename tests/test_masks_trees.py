@@ -83,7 +83,7 @@ def test_trees_are_their_definitions(convert: Callable[..., object], q_len: int)
 def test_trees_under_jax_jit() -> None:
     jax = pytest.importorskip("jax")
     pytest.importorskip("attnspan.jax")  # It registers masks as pytrees.
-    for tree in _trees(seed=7, count=12):
+    for tree in _trees(seed=7, count=5):
         spans = jax.jit(lambda mask: mask.spans(5, KEYS, batch=BATCH))(tree.mask(jax.numpy.asarray))
         _check(spans, tree.dense(_last_rows(5)))
 
