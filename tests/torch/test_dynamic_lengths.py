@@ -62,7 +62,8 @@ class Lowered:
 
 
 Program = Lowered | Call
-PROGRAMS: tuple[Program, ...] = (*map(Lowered, MASKS), *CALLS)
+# Those that are prepared outside have sizes of their own, and come in a group of their own.
+PROGRAMS: tuple[Program, ...] = (*map(Lowered, sorted(MASKS, key=lambda x: bool(x.outside))), *CALLS)
 
 # Several in one program, as each compilation has a cost of its own.
 _SIZE = 6
