@@ -19,7 +19,7 @@ from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from ..problem import Problem
 from ..spans import Spans
 
-__all__ = ["forward", "supports"]
+__all__ = ["forward", "has_autocast", "supports"]
 
 _NONE = Options()
 
@@ -35,6 +35,17 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
+def has_autocast(device: str) -> bool:
+    """Whether torch casts by itself on a kind of device.
+
+    Example:
+        >>> has_autocast("cpu")
+        True
+    """
+    # Not asked where it is known: Dynamo of torch 2.11 cannot trace the question.
+    return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -44,6 +55,7 @@ def forward(
     scale: float,
     options: Options | None = None,
     lowered_for: Tensor | None = None,
+    wide_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend, differentiably to any order and in forward mode.
 
@@ -58,6 +70,7 @@ def forward(
             too.
         lowered_for: Shape (), integer: the keys that the mask was lowered for, where Python cannot read the
             number. Where it is not Sk, all rows are NaN.
+        wide_lse: Return ``lse`` in float64, for softmaxes that are merged from several calls.
 
     Returns:
         ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural
@@ -79,8 +92,8 @@ def forward(
     if bounds.device.type == "cpu" and not traced:
         Spans(bounds, k.shape[2]).validate()
     options = _NONE if options is None else options
-    arguments = (q, k, v, bounds, scale, options, lowered_for)
-    if not torch.amp.is_autocast_available(q.device.type):
+    arguments = (q, k, v, bounds, scale, options, lowered_for, wide_lse)
+    if not has_autocast(q.device.type):
         return _forward(*arguments)
     with torch.autocast(q.device.type, enabled=False):
         return _forward(*arguments)
@@ -94,6 +107,7 @@ def _forward(
     scale: float,
     options: Options,
     lowered_for: Tensor | None,
+    wide_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, q_heads, q_len, head_dim = q.shape
     kv_heads, k_len = k.shape[1], k.shape[2]
@@ -115,6 +129,8 @@ def _forward(
         sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
         sink = sink if base_bhm1 is None else sink - base_bhm1
     weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
+    # A float32 of a large base would lose what parts of a softmax differ by.
+    lse_bhm1 = lse_bhm1.double() if wide_lse else lse_bhm1
     lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
     if options.dropout_p:
         keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)

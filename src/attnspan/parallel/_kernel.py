@@ -59,9 +59,11 @@ def attend(call: Call, out: Tensor) -> Tensor:
         return lse
     # In the dtype of the result: parts of a sum are not rounded before they are added.
     q, k, v = (x.to(out.dtype) for x in call[:3])
-    found, lse = math_kernel.forward(q, k, v, call.bounds, scale=call.scale, options=call.options)
+    found, lse = math_kernel.forward(
+        q, k, v, call.bounds, scale=call.scale, options=call.options, wide_lse=True
+    )
     out.copy_(found)
-    return lse.double()
+    return lse
 
 
 def differentiate(
@@ -109,12 +111,13 @@ def _differentiate_plainly(
     known = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items() if x is not None}
     with with_autograd():
         given = Options(**{**vars(options), "bias": known.get("bias"), "sinks": known.get("sinks")})
+        q, k, v = (known[x] for x in "qkv")
         part, part_lse = math_kernel.forward(
-            known["q"], known["k"], known["v"], call.bounds, scale=call.scale, options=given
+            q, k, v, call.bounds, scale=call.scale, options=given, wide_lse=True
         )
         # A row that sees nothing has lse -inf, whose derivative is none.
         known_lse = part_lse.masked_fill(part_lse == -torch.inf, 0.0)
-    weight = (part_lse - lse).exp().masked_fill(part_lse == -torch.inf, 0.0).detach()
+    weight = (part_lse.to(lse.dtype) - lse).exp().masked_fill(part_lse == -torch.inf, 0.0).detach()
     weight = weight.to(dtype)
     slack = (dout.to(dtype) * (part.detach().to(dtype) - out.to(dtype))).sum(-1)
     slack = slack if dlse is None else slack + dlse

@@ -250,9 +250,7 @@ def _warn_once(message: str) -> None:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     device = q.device.type
-    # Not asked where it is known: Dynamo of torch 2.11 cannot trace the question.
-    known = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
-    if not known or not torch.is_autocast_enabled(device):
+    if not math_kernel.has_autocast(device) or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))

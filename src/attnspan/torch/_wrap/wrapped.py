@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError
+from ...kernels.math import has_autocast
 from ...masks import Mask
 from .._attention import Layout
 from .._checkpoint import save_also
@@ -100,7 +101,7 @@ class Wrapped:
 
     def _autocasted(self, values: list[Any]) -> list[Any]:
         device = values[self._cast.index(True)].device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if not has_autocast(device) or not torch.is_autocast_enabled(device):
             return values
         dtype = torch.get_autocast_dtype(device) if self._autocast is True else self._autocast
         return [
