@@ -64,7 +64,14 @@ class Spans:
         object.__setattr__(self, "_k_len", self._k_len_as_data())
 
     def _check_k_len(self) -> None:
-        # Symbols of sizes, which compilers have, are of other types.
+        # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
+        if (
+            is_array(self.k_len)
+            and self.k_len.ndim == 0
+            and is_integer(self.k_len)
+            and self._arrays.concrete(self.k_len)
+        ):
+            object.__setattr__(self, "k_len", int(self.k_len))
         if isinstance(self.k_len, (bool, float, str)) or self.k_len is None or is_array(self.k_len):
             raise DtypeError(
                 "Spans: k_len",
