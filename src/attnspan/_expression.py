@@ -446,7 +446,7 @@ def _check_fit(spans: Spans, q_len: int, own_k_len: int, k_len: int, batch: int,
         raise ShapeError(
             "prepared mask",
             expected=f"spans for batch {batch}, heads {heads}, q_len {q_len}, k_len {k_len}",
-            got=repr(spans),
+            got=f"spans for batch {shape[0]}, heads {shape[1]}, q_len {shape[2]}, k_len {own_k_len}",
             remedy="Prepare the mask for the problem it is used in",
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .arrays import is_array, is_bool
-from .errors import DtypeError, UsageError
+from .errors import DtypeError, UsageError, shown
 
 _CAUSAL = "Pass mask=causal(), which aligns the last query with the last key"
 _BOOLEANS = (
@@ -171,7 +171,7 @@ def _meant(value: Any) -> tuple[str, str]:
     """What a value that is no mask is, and the mask that was probably meant."""
     kind = type(value).__name__
     if is_array(value):
-        got = f"{kind} of {str(value.dtype).removeprefix('torch.')}, shape {tuple(value.shape)}"
+        got = f"{kind} of {str(value.dtype).removeprefix('torch.')}, shape {shown(tuple(value.shape))}"
         if is_bool(value):
             return got, "Wrap booleans, True where a key is seen, in from_dense(...)"
         if len(value.shape) == 5:

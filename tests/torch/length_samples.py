@@ -189,7 +189,8 @@ MASKS = (
     Sample("prefix, one for documents", lambda n, cu: a.prefix(2, cu), _cu),
     Sample("groups", lambda n, ids: a.causal() | a.groups(ids), _groups),
     Sample("key_padding", lambda n, lengths: a.key_padding(lengths), _lengths),
-    Sample("key_padding, of the length", lambda n: a.key_padding(n // 2)),
+    # Of an even length: torch does not know that n // 2 <= n.
+    Sample("key_padding, of the length", lambda n: a.key_padding(n // 2), multiple=2),
     Sample("key_padding, left", lambda n, lengths: a.key_padding(lengths, side="left"), _lengths),
     Sample(
         "key_padding, both",
@@ -232,8 +233,8 @@ MASKS = (
     Sample(
         "vision_cross_attention", lambda n, x: lib.vision_cross_attention(x, n // 2), _intervals, multiple=2
     ),
-    Sample("spatial_heads", lambda n: lib.spatial_heads(2, n // 4, 0.8)),
-    Sample("temporal_heads", lambda n: lib.temporal_heads(0, 4, n // 4, 1.5)),
+    Sample("spatial_heads", lambda n: lib.spatial_heads(2, n // 4, 0.8), multiple=4),
+    Sample("temporal_heads", lambda n: lib.temporal_heads(0, 4, n // 4, 1.5), multiple=4),
     Sample("selected_blocks", lambda n, chosen: lib.selected_blocks(chosen, 4), _chosen),
     Sample("per_row", lambda n, cu: lib.per_row([a.causal(), a.documents(cu)]), _cu, batch=2),
     Sample("per_head", lambda n, x: lib.per_head([a.window(2)] * 3 + [a.causal() | a.prefix(x)]), _lengths),
