@@ -1,9 +1,9 @@
 // Forward for few query rows over many keys (decoding): a read of K and V, which should take as long as that read.
 //
 // Rows of all query heads that share a key head are worked on together, so that each key is fetched once. Many keys are
-// cut into chunks, by the problem's shape alone. Each chunk leaves sums relative to its own maximum, and a last loop
-// merges them in a fixed order. Threads take shares of consecutive chunks where heads alone do not keep them busy: how
-// many threads there are does not change a bit.
+// cut into chunks, by the problem's shape and mask alone. Each chunk leaves sums relative to its own maximum, and a
+// last loop merges them in a fixed order. Threads take shares of consecutive chunks where heads alone do not keep them
+// busy: how many threads there are does not change a bit.
 #pragma once
 
 #include "attention.h"
@@ -34,8 +34,9 @@ class FewQueries {
         k_plane(block * depth),
         v_plane(v_cols * block),
         p_plane(E::strip * ldp),
+        reach(longest_reach()),
         chunk(choose_chunk()),
-        chunks(most(1, (a.k_len + chunk - 1) / chunk)),
+        chunks((reach + chunk - 1) / chunk + 1),
         shares(choose_shares(threads)),
         record(v_cols + panel),
         changes(args.options.change_weights()),
@@ -59,8 +60,9 @@ class FewQueries {
       const int64_t head = item / shares;
       share_of_keys(head, item % shares, lay_out(carver), all);
     });
-    parallel(heads(), [&](int64_t head, int) {
-      for (int64_t m = 0; m < rows; ++m) merge(head, m, all.seen[head], records_of(all, head));
+    parallel(heads() * rows, [&](int64_t item, int) {
+      const int64_t head = item / rows;
+      merge(head, item % rows, all.seen[head], records_of(all, head));
     });
   }
 
@@ -116,19 +118,31 @@ class FewQueries {
     return o;
   }
 
-  // Keys of a chunk, whole blocks of them: a function of the shape, because what is summed with what decides the last
-  // bits. Small enough to keep many threads busy, with few heads as with many, and large enough that merging is cheap.
+  // The most keys from the first to the last that a head's rows see.
+  int64_t longest_reach() const {
+    int64_t longest = 0;
+    for (int64_t b = 0; b < a.bounds.batches; ++b)
+      for (int64_t hk = 0; hk < (a.bounds.heads == 1 ? 1 : a.kv_heads); ++hk) {
+        const Hull hull = hull_of_head(b * a.kv_heads + hk);
+        longest = most(longest, hull.hi - hull.lo);
+      }
+    return longest;
+  }
+
+  // Keys of a chunk, whole blocks of them: the same on any number of threads, because what is summed with what decides
+  // the last bits. Small enough to keep many threads busy, with few heads as with many, and large enough that merging
+  // is cheap: a row of a chunk leaves about as much as four keys take, and tiles are soon done with a chunk.
   int64_t choose_chunk() const {
     constexpr int64_t least_cut = 8 * row_keys, most_chunks = 1024;
-    const int64_t least_chunk = (rows >= tile_rows ? 4 : 2) * row_keys;  // tiles are soon done with a chunk
-    if (a.k_len < least_cut) return round_up(most(1, a.k_len), row_keys);
-    const int64_t of_a_head = most(1, most_chunks / most(1, heads()));
-    return round_up(most(least_chunk, (a.k_len + of_a_head - 1) / of_a_head), row_keys);
+    if (reach < least_cut) return round_up(most(1, a.k_len), row_keys);
+    const int64_t least_chunk = most((rows >= tile_rows ? 4 : 2) * row_keys, 4 * rows),
+                  of_a_head = most(1, most_chunks / most(1, heads()));
+    return round_up(most(least_chunk, (reach + of_a_head - 1) / of_a_head), row_keys);
   }
 
   // Enough shares of each head to keep the threads nine tenths busy, of a few blocks each.
   int64_t choose_shares(int threads) const {
-    const int64_t limit = most(1, least(least(a.k_len / (4 * row_keys), chunks), 4 * threads));
+    const int64_t limit = most(1, least(least(reach / (4 * row_keys), chunks), 4 * threads));
     for (int64_t n = 1; n <= limit; ++n) {
       const int64_t units = heads() * n, rounds = (units + threads - 1) / threads;
       if (units * 10 >= rounds * threads * 9) return n;
@@ -170,7 +184,7 @@ class FewQueries {
         widened = true;
         by_rows(head, x, first, last, fetched, o);
       }
-      write_records(o, tiles, records_of(all, head) + n * rows * record);
+      write_records(o, tiles, records_of(all, head) + (n - seen.begin) * rows * record);
     }
   }
 
@@ -323,7 +337,7 @@ class FewQueries {
   void merge(int64_t head, int64_t m, ChunkRange seen, const float* records) const {
     const Row row = row_of(head, m);
     const int64_t b = head / a.kv_heads;
-    const auto record_of = [&](int64_t n) { return records + (n * rows + m) * record; };
+    const auto record_of = [&](int64_t n) { return records + ((n - seen.begin) * rows + m) * record; };
     float top = -infinity;
     for (int64_t n = seen.begin; n < seen.end; ++n) top = larger_or_nan(top, record_of(n)[v_cols]);
     alignas(64) float out[max_dim] = {};
@@ -346,7 +360,8 @@ class FewQueries {
   }
 
   const ForwardArgs& a;
-  const int64_t rows, padded_rows, depth, v_cols, q_plane, k_plane, v_plane, p_plane, chunk, chunks, shares, record;
+  const int64_t rows, padded_rows, depth, v_cols, q_plane, k_plane, v_plane, p_plane, reach, chunk, chunks, shares,
+      record;
   const bool changes, drops;
 };
 

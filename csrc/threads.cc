@@ -80,7 +80,8 @@ GompParallel find_runtime() {
 #endif
 }
 
-// The threads of an OpenMP runtime do not survive a fork, but the runtime of the child waits for them.
+// The threads of an OpenMP runtime do not survive a fork, but the runtime of the child waits for them: a forked child
+// starts threads of its own for each call.
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int fork_handlers = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
@@ -106,10 +107,10 @@ struct Loop {
 };
 
 void work_together(Loop& loop, int threads) {
-  const int team = forked ? 1 : static_cast<int>(loop.items < threads ? loop.items : threads);
+  const int team = static_cast<int>(loop.items < threads ? loop.items : threads);
   if (team <= 1) return loop.work();
   // All threads even for fewer items: a team of another size would end and start threads of the pool.
-  if (const GompParallel parallel = find_runtime())
+  if (const GompParallel parallel = forked ? nullptr : find_runtime())
     return parallel(&Loop::enter, &loop, static_cast<unsigned>(threads), 0);
   std::vector<std::thread> helpers;
   try {
@@ -132,8 +133,6 @@ void run(void*, int threads, int64_t items, void (*body)(void*, int64_t, int), v
 
 Parallel make_parallel(int threads) { return {threads < 1 ? 1 : threads, nullptr, run}; }
 
-const char* threading_name() {
-  return forked ? "one thread" : find_runtime() != nullptr ? "OpenMP of the process" : "own threads";
-}
+const char* threading_name() { return !forked && find_runtime() != nullptr ? "OpenMP of the process" : "own threads"; }
 
 }  // namespace attnspan

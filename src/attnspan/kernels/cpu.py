@@ -356,7 +356,7 @@ def isa_levels() -> list[str]:
 def threading() -> str:
     """Return whose threads run the loops: the process's OpenMP (torch's) or the kernel's own.
 
-    In a forked child, where the threads of its parent are missing, it is "one thread".
+    A forked child, where the threads of its parent are missing, has its own.
 
     Example:
         >>> threading() in ("OpenMP of the process", "own threads")
