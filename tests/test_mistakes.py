@@ -213,3 +213,17 @@ def test_explain_takes_all_arguments_of_a_call():
             set(inspect.signature(x).parameters) for x in (function.attention, function.explain)
         )
         assert attention == explain
+
+
+def test_a_module_refuses_them_when_it_is_made():
+    with pytest.raises(TypeError, match="got causal="):
+        attnspan.torch.Attention(causal=True)
+    with pytest.raises(TypeError, match="Write scale="):
+        attnspan.torch.Attention(sclae=1.0)
+
+
+def test_return_lse_is_read_as_a_truth_value():
+    x = torch.randn(1, 1, 4, 8)
+    out, lse = attnspan.torch.attention(x, x, x, return_lse=1)
+    assert out.shape == x.shape
+    assert lse.shape == (1, 1, 4)

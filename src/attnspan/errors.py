@@ -1,6 +1,7 @@
 """One error style for every front end: what was expected, what came, how to mend it."""
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 __all__ = [
     "BackendError",
@@ -42,8 +43,19 @@ def shown(value: object) -> str:
     return f"({sizes},)" if len(value) == 1 else f"({sizes})"
 
 
+def _restored(kind: type[Exception], args: tuple[str, ...]) -> Exception:
+    return kind.__new__(kind, *args)
+
+
 class _Explained(Exception):
     """Builds the message, so that no error can leave out one of its three parts."""
+
+    # The class that users know, where a compiler made another from it.
+    public: ClassVar[type[Exception] | None] = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worker processes send errors back; the class cannot be called with the text alone.
+        return _restored, (self.public or type(self), self.args)
 
     def __init__(self, what: str, *, expected: str, got: str, remedy: str) -> None:
         text = f"{what}: expected {expected}, got {got}. {remedy}."

@@ -103,7 +103,9 @@ class Spans:
 
     def __repr__(self) -> str:
         batch, heads, q_len, runs, _ = self.bounds.shape
-        return f"Spans(B={batch}, H={heads}, q_len={q_len}, k_len={shown(self.k_len)}, R={runs})"
+        # The number is one that torch's compiler cannot write, where it is a symbol.
+        keys = "" if self._arrays.tracing() else f"k_len={self.k_len}, "
+        return f"Spans(B={batch}, H={heads}, q_len={q_len}, {keys}R={runs})"
 
     @property
     def q_len(self) -> int:

@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG005  (functions of a fixed signature)
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,35 @@ def test_values_that_a_compiled_program_lacks_are_named() -> None:
     function, inputs = CALLS["library, values"]
     got = _error(torch.compile(function, fullgraph=True, backend="eager"), inputs())
     assert str(got).startswith("tree: depth: expected")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_prepared_mask_shows_itself_without_a_length_that_is_a_symbol(dynamic: bool) -> None:
+    compiled = torch.compile(
+        lambda mask: mask and a.causal(), fullgraph=True, backend="eager", dynamic=dynamic
+    )
+    with pytest.raises(a.errors.UsageError, match=r"^bool\(Prepared\(B=1.*Write a & b or a \| b"):
+        compiled(_prepared(Q_LEN, K_LEN))
+
+
+def test_a_compiled_error_survives_pickling() -> None:
+    function, inputs = CALLS["sinks"]
+    error = _error(torch.compile(function, fullgraph=True, backend="eager"), inputs())
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is a.errors.ShapeError
+    assert str(back) == str(error)
+
+
+def test_under_fullgraph_the_error_is_caught_around_the_call() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def attempt(q: Tensor) -> Tensor:
+        try:
+            return attention(q, q, q, softcap=-1.0)
+        except ValueError:
+            return q
+
+    with pytest.raises(a.errors.OptionError, match="softcap: expected"):
+        attempt(_q())
 
 
 def test_without_fullgraph_the_error_is_the_eager_one() -> None:

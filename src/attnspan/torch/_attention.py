@@ -177,7 +177,7 @@ def attention(
         softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     )
     if plain and dropout_p == 0.0 and not torch.compiler.is_compiling() and backend in (None, "cpu"):
-        found = _eager.attend(q, k, v, mask, scale, layout, return_lse)
+        found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse))
         if found is not None:
             return found  # type: ignore[no-any-return]
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)

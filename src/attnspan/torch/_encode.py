@@ -1,5 +1,6 @@
 """The operator ``attnspan::encode``: booleans that a compiled program made, as spans."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def _raise_now(kind: type[Exception], text: str) -> None:
     raise _traced(kind)(text)
 
 
+@cache
 def _traced(kind: type[Exception]) -> type[Exception]:
     """`kind` as an error that the compiler hands on as it is; without fullgraph it breaks the graph."""
     from torch._dynamo.exc import Unsupported  # Loaded by the compiler alone: it takes seconds.
@@ -81,7 +83,7 @@ def _traced(kind: type[Exception]) -> type[Exception]:
     def initialise(self: Any, text: str) -> None:
         Unsupported.__init__(self, text)
 
-    body = {"__module__": kind.__module__, "__init__": initialise}
+    body = {"__module__": kind.__module__, "__init__": initialise, "public": kind}
     return type(kind.__name__, (kind, Unsupported), body)
 
 
