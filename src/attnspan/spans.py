@@ -65,13 +65,9 @@ class Spans:
 
     def _check_k_len(self) -> None:
         # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
-        if (
-            is_array(self.k_len)
-            and self.k_len.ndim == 0
-            and is_integer(self.k_len)
-            and self._arrays.concrete(self.k_len)
-        ):
-            object.__setattr__(self, "k_len", int(self.k_len))
+        k_len: Any = self.k_len
+        if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and self._arrays.concrete(k_len):
+            object.__setattr__(self, "k_len", int(k_len))
         if isinstance(self.k_len, (bool, float, str)) or self.k_len is None or is_array(self.k_len):
             raise DtypeError(
                 "Spans: k_len",

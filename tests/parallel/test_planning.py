@@ -49,7 +49,7 @@ def test_the_indices_that_a_mask_was_prepared_with_stay() -> None:
 
 PER_HEAD = attnspan.spans(np.zeros((1, 8, 32, 1, 2), np.int32))
 REFUSED = {
-    "a tensor": (lambda: torch.ones(32, 32, dtype=torch.bool), DtypeError, "Tensor. Wrap a boolean array"),
+    "a tensor": (lambda: torch.ones(32, 32, dtype=torch.bool), DtypeError, "Tensor of bool.*Wrap booleans"),
     "nothing": (lambda: None, DtypeError, "got NoneType"),
     "other rows": (lambda: causal().prepare(31, 32), ShapeError, "expected 32 rows and 32 keys"),
     "other keys": (lambda: full().spans(32, 31), ShapeError, "expected 32 rows and 32 keys"),

@@ -72,7 +72,7 @@ def _raise(kind: type[Exception], text: str) -> None:
 # Run by the compiler as it reads the call: what it reads would lose the text.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _raise_now(kind: type[Exception], text: str) -> None:
-    raise _traced(kind)(text)
+    raise _traced(kind)(text)  # type: ignore[arg-type]
 
 
 @cache
