@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ._intervals import sweep
+from ._mistakes import refuse_operand, refuse_truth
 from .arrays import Array, Arrays, arrays_for, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError, shown
 
@@ -35,6 +36,9 @@ class Spans:
         >>> causal().spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2], [0, 3]]
     """
+
+    # NumPy then leaves its operators to those below, instead of calling them for each element.
+    __array_ufunc__ = None
 
     bounds: Array
     k_len: int
@@ -104,6 +108,18 @@ class Spans:
     def __repr__(self) -> str:
         batch, heads, q_len, runs, _ = self.bounds.shape
         return f"Spans(B={batch}, H={heads}, q_len={q_len}, k_len={shown(self.k_len)}, R={runs})"
+
+    def __bool__(self) -> NoReturn:
+        refuse_truth(self)
+
+    # A mask is the subject of the error, anything else may be long.
+    def __and__(self, other: object) -> NoReturn:
+        refuse_operand("&", self if is_array(other) else other, self)
+
+    def __or__(self, other: object) -> NoReturn:
+        refuse_operand("|", self if is_array(other) else other, self)
+
+    __rand__, __ror__ = __and__, __or__
 
     @property
     def q_len(self) -> int:
