@@ -102,10 +102,6 @@ def test_a_prepared_mask_in_an_expression() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.skipif(
-    torch.utils._pytree.SUPPORTED_NODES[Prepared].flatten_with_keys_fn is None,
-    reason="masks cannot be inputs of exported programs",
-)
 def test_exported_programs_check_it_too() -> None:
     class Block(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, mask: Prepared) -> Tensor:
