@@ -180,7 +180,7 @@ def refuse_truth_of_bias(bias: Any) -> NoReturn:
         f"bool({bias!r})",
         expected="one bias, which is neither true nor false",
         got="a test for truth, as `and`, `or`, `not` and `if` make",
-        remedy="Test for a bias that may be missing by `bias is None`; add two as tensors by dense_bias(a + b)",
+        remedy="Test for a bias that may be missing by `bias is None`; add two by dense_bias(a + b)",
     )
 
 

@@ -154,7 +154,14 @@ class Spans:
         """
         arrays = self._arrays
         index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
-        return Spans(arrays.take(self.bounds, index, 2), self.k_len)
+        bounds = arrays.take(self.bounds, index, 2)
+        if not arrays.tracing():
+            return Spans(bounds, self.k_len)
+        # Past __init__, which reads the number of keys: it would be a constant.
+        spans: Spans = object.__new__(Spans)
+        for name in ("bounds", "k_len", "_k_len"):
+            object.__setattr__(spans, name, bounds if name == "bounds" else getattr(self, name))
+        return spans
 
     def take_keys(self, index: Array) -> Spans:
         """The mask on some of the keys: as many spans, and exact.
