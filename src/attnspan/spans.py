@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -93,6 +94,7 @@ class Spans:
         def __getattr__(self, name: str) -> Any:
             # Torch's pytrees put spans together from arrays alone: the number is read when it is asked for.
             if name == "k_len" and self.__dict__.get("_k_len") is not None:
+                _refuse_mapped(self._k_len)
                 object.__setattr__(self, "k_len", int(self._k_len))
                 return self.k_len
             if name == "_k_len" and "k_len" in self.__dict__:
@@ -401,6 +403,20 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
                 remedy="Call it outside the compiled function; inside, mask.spans(...) lowers a mask without "
                 "reading values",
             )
+
+
+def _refuse_mapped(k_len: Array) -> None:
+    """Raise where torch.func.vmap maps over stacked spans, each of which has a number of keys."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if torch._C._functorch.is_batchedtensor(k_len):
+        raise OptionError(
+            "Spans: k_len",
+            expected="one number",
+            got="one for each call under torch.func.vmap",
+            remedy="Map over the bounds, and make the mask of each call by spans(bounds)",
+        )
 
 
 def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
