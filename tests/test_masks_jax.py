@@ -133,3 +133,18 @@ def test_arrays_that_a_jitted_function_closes_over(wide):
         want = mask.spans(4, 4, batch=2, like=like)
         got = jax.jit(lambda like: mask.spans(4, 4, batch=2, like=like).bounds)(like)
     np.testing.assert_array_equal(a.Spans(got, 4).dense(), want.dense())
+
+
+def test_a_prepared_mask_beside_other_rows_is_refused_or_illegal():
+    prepared = a.causal().prepare(16, 24, like=jnp.zeros(1))
+    first = jnp.arange(16)
+
+    def lower(mask, q_index):
+        return (mask & a.window(3)).spans(16, 24, q_index=q_index).bounds
+
+    for own in (prepared, a.causal().prepare(16, 24, q_index=first + 8)):
+        with pytest.raises(ValueError, match="q_index of a prepared mask: expected the rows that it was"):
+            lower(own, first)
+        assert (jax.jit(lower)(own, first) == jnp.array([0, -1])).all()
+        want = (a.causal() & a.window(3)).spans(16, 24).bounds
+        np.testing.assert_array_equal(jax.jit(lower)(own, first + 8), want)

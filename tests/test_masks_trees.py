@@ -28,22 +28,58 @@ _OTHERS = (
     "window and sinks",
 )
 _TREES = 60
+_OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"
+
+Convert = Callable[..., object]
+
+
+def _last_rows(q_len: int) -> np.ndarray:
+    return np.tile(np.arange(KEYS - q_len, KEYS), (BATCH, 1))
+
+
+#: What may be passed as q_index; by default the rows are the last of the keys, or those of a cache.
+_ROWS: dict[str, Callable[[int], np.ndarray]] = {
+    "last": _last_rows,
+    "first": lambda q_len: np.tile(np.arange(q_len), (BATCH, 1)),
+    "of the cache": _BY_NAME["cache"].default_q_index,
+}
 
 
 class Tree:
-    """A mask expression as nested tuples, with the dense definition that goes with it."""
+    """A mask expression as nested tuples, with the dense definition that goes with it.
 
-    def __init__(self, random: np.random.Generator, depth: int) -> None:
+    Args:
+        random: decides what it is.
+        depth: of nested operators, at most.
+        prepares: some subtrees are prepared, for rows of their own, and some leaves are caches.
+        root: it is an operator.
+    """
+
+    def __init__(
+        self, random: np.random.Generator, depth: int, *, prepares: bool = False, root: bool = False
+    ) -> None:
         self.operands: list[Tree | Sample]
-        if depth == 0 or random.random() < 0.25:
+        self.rows: str | None = None
+        if prepares and not root and random.random() < 0.4:
+            self.kind = "prepare"
+            self.operands = [Tree(random, depth, prepares=prepares, root=True)]
+            self.rows = str(random.choice(list(_ROWS))) if random.random() < 0.5 else None
+        elif depth == 0 or (not root and random.random() < 0.25):
             names = _PER_BATCH if random.random() < 0.5 else _OTHERS
-            self.kind, self.operands = "leaf", [_BY_NAME[str(random.choice(names))]]
+            name = "cache" if prepares and random.random() < 0.15 else str(random.choice(names))
+            self.kind, self.operands = "leaf", [_BY_NAME[name]]
         else:
             self.kind = str(random.choice(["&", "|"]))
-            self.operands = [Tree(random, depth - 1) for _ in range(random.integers(2, 4))]
+            count = random.integers(2, 4)
+            self.operands = [Tree(random, depth - 1, prepares=prepares) for _ in range(count)]
 
-    def mask(self, convert: Callable[..., object]) -> a.Mask:
-        first, *others = [x.mask(convert) for x in self.operands]
+    def mask(self, convert: Convert, q_len: int = 0) -> a.Mask:
+        first, *others = [
+            x.mask(convert) if isinstance(x, Sample) else x.mask(convert, q_len) for x in self.operands
+        ]
+        if self.kind == "prepare":
+            rows = None if self.rows is None else convert(_ROWS[self.rows](q_len))
+            return first.prepare(q_len, KEYS, batch=BATCH, q_index=rows, like=convert(np.zeros(1)))
         for other in others:
             first = first & other if self.kind == "&" else first | other
         return first
@@ -53,7 +89,43 @@ class Tree:
             x.dense(q_index, np.arange(KEYS)) if isinstance(x, Sample) else x.dense(q_index)
             for x in self.operands
         ]
-        return (np.logical_and if self.kind == "&" else np.logical_or).reduce(parts)
+        return (np.logical_or if self.kind == "|" else np.logical_and).reduce(parts)
+
+    def default_rows(self) -> str | None:
+        """Which rows the expression is for by default: a cache's, a prepared mask's, or the last."""
+        if "cache" in self._leaves():
+            return "of the cache"
+        return next((rows for rows in self.prepared_rows() if rows is not None), None)
+
+    def prepared_rows(self) -> list[str | None]:
+        """Which rows the outermost prepared masks are for."""
+        if self.kind == "prepare":
+            (operand,) = self.operands
+            return [self.rows or operand.default_rows()]
+        trees = [x for x in self.operands if isinstance(x, Tree)]
+        return [rows for tree in trees for rows in tree.prepared_rows()]
+
+    def inner_is_consistent(self, q_len: int) -> bool:
+        """Whether all that is prepared inside can be prepared."""
+        trees = [x for x in self.operands if isinstance(x, Tree)]
+        if not all(tree.inner_is_consistent(q_len) for tree in trees):
+            return False
+        return self.kind != "prepare" or not trees[0].other_rows(self.rows, q_len).any()
+
+    def other_rows(self, rows: str | None, q_len: int) -> np.ndarray:
+        """Bool (B, q_len): the rows that are not those of a prepared mask."""
+        index = self.q_index(rows, q_len)
+        others = [_ROWS[x or "last"](q_len) != index for x in self.prepared_rows()]
+        return np.logical_or.reduce([np.zeros_like(index, bool), *others])
+
+    def q_index(self, rows: str | None, q_len: int) -> np.ndarray:
+        return _ROWS[rows or self.default_rows() or "last"](q_len)
+
+    def _leaves(self) -> list[str]:
+        """Names of the leaves that are not prepared."""
+        if self.kind == "prepare":
+            return []
+        return [name for x in self.operands for name in ([x.name] if isinstance(x, Sample) else x._leaves())]
 
 
 def _trees(seed: int, count: int = _TREES) -> list[Tree]:
@@ -61,8 +133,26 @@ def _trees(seed: int, count: int = _TREES) -> list[Tree]:
     return [Tree(random, 2) for _ in range(count)]
 
 
-def _last_rows(q_len: int) -> np.ndarray:
-    return np.tile(np.arange(KEYS - q_len, KEYS), (BATCH, 1))
+def _trees_that_prepare(seed: int, count: int) -> list[tuple[Tree, str | None]]:
+    """Trees with the rows that they are lowered for."""
+    random = np.random.default_rng(seed)
+    trees = [Tree(random, 2, prepares=True, root=True) for _ in range(count)]
+    return [(tree, str(random.choice(list(_ROWS))) if random.random() < 0.5 else None) for tree in trees]
+
+
+def _traceable_trees(q_len: int) -> list[tuple[Tree, str | None]]:
+    """Two whose prepared masks are for other rows, and two whose are not; all can be prepared inside."""
+    found: dict[bool, list[tuple[Tree, str | None]]] = {False: [], True: []}
+    for tree, rows in _trees_that_prepare(11, _TREES):
+        if tree.inner_is_consistent(q_len) and None in tree.prepared_rows():
+            found[bool(tree.other_rows(rows, q_len).any())].append((tree, rows))
+    return found[False][:2] + found[True][:2]
+
+
+def _once(convert: Convert) -> Convert:
+    """Of one array one only: masks that share their array share their rows."""
+    known: dict[int, tuple[np.ndarray, object]] = {}
+    return lambda x: known.setdefault(id(x), (x, convert(x)))[1]
 
 
 def _check(spans: a.Spans, want: np.ndarray) -> None:
@@ -71,13 +161,41 @@ def _check(spans: a.Spans, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.broadcast_to(np.asarray(spans.dense()), want.shape), want)
 
 
+def _check_traced(bounds: object, tree: Tree, rows: str | None, q_len: int) -> None:
+    """Where values cannot be read, the rows that a prepared mask is not for are illegal, and no others."""
+    found = np.asarray(bounds)
+    found = np.broadcast_to(found, (BATCH, *found.shape[1:]))
+    illegal = (found == (0, -1)).all((-2, -1))[:, 0]
+    np.testing.assert_array_equal(illegal, tree.other_rows(rows, q_len))
+    legal = np.where(illegal[:, None, :, None, None], 0, found).astype(np.int32)
+    want = tree.dense(tree.q_index(rows, q_len)) & ~illegal[:, None, :, None]
+    _check(a.Spans(legal, KEYS), want)
+
+
 @pytest.mark.parametrize("q_len", [1, 5, KEYS])
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
-def test_trees_are_their_definitions(convert: Callable[..., object], q_len: int) -> None:
+def test_trees_are_their_definitions(convert: Convert, q_len: int) -> None:
     for tree in _trees(seed=q_len):
         mask, want = tree.mask(convert), tree.dense(_last_rows(q_len))
         _check(mask.spans(q_len, KEYS, batch=BATCH), want)
         _check(mask.prepare(q_len, KEYS, batch=BATCH).lowered, want)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, KEYS])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_prepared_subtrees_are_their_definitions_or_refused(convert: Convert, q_len: int) -> None:
+    refused = 0
+    for tree, rows in _trees_that_prepare(q_len, 2 * _TREES):
+        own = _once(convert)
+        q_index = None if rows is None else own(_ROWS[rows](q_len))
+        if tree.inner_is_consistent(q_len) and not tree.other_rows(rows, q_len).any():
+            spans = tree.mask(own, q_len).spans(q_len, KEYS, batch=BATCH, q_index=q_index)
+            _check(spans, tree.dense(tree.q_index(rows, q_len)))
+            continue
+        refused += 1
+        with pytest.raises(ValueError, match=_OTHER_ROWS):
+            tree.mask(own, q_len).spans(q_len, KEYS, batch=BATCH, q_index=q_index)
+    assert _TREES // 4 < refused < 2 * _TREES - _TREES // 4
 
 
 def test_trees_under_jax_jit() -> None:
@@ -86,6 +204,16 @@ def test_trees_under_jax_jit() -> None:
     for tree in _trees(seed=7, count=5):
         spans = jax.jit(lambda mask: mask.spans(5, KEYS, batch=BATCH))(tree.mask(jax.numpy.asarray))
         _check(spans, tree.dense(_last_rows(5)))
+
+
+def test_prepared_subtrees_under_jax_jit() -> None:
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("attnspan.jax")
+    for tree, rows in _traceable_trees(5):
+        own = _once(jax.numpy.asarray)
+        q_index = None if rows is None else own(_ROWS[rows](5))
+        lower = jax.jit(lambda mask, q_index: mask.spans(5, KEYS, batch=BATCH, q_index=q_index).bounds)
+        _check_traced(lower(tree.mask(own, 5), q_index), tree, rows, 5)
 
 
 def test_trees_while_a_compiler_traces() -> None:
@@ -98,6 +226,18 @@ def test_trees_while_a_compiler_traces() -> None:
         )
         bounds = compiled(tree.mask(torch.from_numpy), torch.zeros(1))
         _check(a.Spans(bounds, KEYS), tree.dense(_last_rows(5)))
+
+
+def test_prepared_subtrees_while_a_compiler_traces() -> None:
+    def lower(mask: a.Mask, q_index: torch.Tensor | None) -> torch.Tensor:
+        return mask.spans(5, KEYS, batch=BATCH, q_index=q_index).bounds
+
+    for tree, rows in _traceable_trees(5):
+        torch._dynamo.reset()
+        own = _once(torch.from_numpy)
+        q_index = None if rows is None else own(_ROWS[rows](5))
+        compiled = torch.compile(lower, backend="eager", fullgraph=True)
+        _check_traced(compiled(tree.mask(own, 5), q_index), tree, rows, 5)
 
 
 _LENGTHS = np.array([2, 4])

@@ -227,3 +227,71 @@ def test_return_lse_is_read_as_a_truth_value():
     out, lse = attnspan.torch.attention(x, x, x, return_lse=1)
     assert out.shape == x.shape
     assert lse.shape == (1, 1, 4)
+
+
+SPANS = causal().spans(4, 4)
+
+
+@pytest.mark.parametrize("spans", [SPANS, causal().spans(4, 4, like=X)], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda spans: spans and segments(IDS),
+        lambda spans: spans or segments(IDS),
+        lambda spans: not spans,
+        lambda spans: 1 if spans else 2,
+    ],
+)
+def test_spans_are_neither_true_nor_false(spans, use):
+    with pytest.raises(TypeError, match=r"bool\(Spans\(.*expected masks combined by & and \|"):
+        use(spans)
+
+
+@pytest.mark.parametrize("other", [SPANS, causal(), VISIBLE, VISIBLE.numpy(), 1, None], ids=repr)
+def test_spans_are_wrapped_before_they_are_combined(other):
+    for use in (
+        lambda: SPANS & other,
+        lambda: SPANS | other,
+        lambda: other & SPANS,
+        lambda: other | SPANS,
+    ):
+        with pytest.raises(
+            TypeError, match=r"[&|] \.\.\.: expected two masks, got Spans\(.*Wrap it in spans"
+        ):
+            use()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x and window(2),
+        lambda x: not x,
+        lambda x: x & window(2),
+        lambda x: x | x,
+        lambda x: VISIBLE & x,
+    ],
+)
+def test_a_sharded_mask_is_made_of_one_mask(use):
+    pytest.importorskip("jax")
+    from attnspan.parallel.context import ContextParallel
+    from attnspan.parallel.spmd._sharded import Sharded
+
+    for kind in (ContextParallel, Sharded):
+        remedy = r"Combine masks by & and \| before they are sharded; .* by `mask is None`"
+        with pytest.raises(TypeError, match=f"{kind.__name__}: expected one mask, .*{remedy}"):
+            use(object.__new__(kind))
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        attnspan.alibi([0.5, 0.25]),
+        attnspan.relative(np.zeros((2, 3), np.float32)),
+        attnspan.dense_bias(torch.zeros(4, 4)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("use", [lambda x: x and causal(), lambda x: x or x, lambda x: not x, bool])
+def test_a_bias_is_neither_true_nor_false(bias, use):
+    with pytest.raises(TypeError, match=r"bool\(.*expected one bias, .*Test for .* by `bias is None`"):
+        use(bias)

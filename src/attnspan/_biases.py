@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from ._mistakes import refuse_truth_of_bias
 from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, own
 from .errors import DtypeError, OptionError, ShapeError, shown
 
@@ -61,6 +62,9 @@ class Bias:
             ([[0.5, 0.25]], 1)
         """
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
+
+    def __bool__(self) -> NoReturn:
+        refuse_truth_of_bias(self)
 
     def _arrays(self, like: Array) -> Arrays:
         own = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]

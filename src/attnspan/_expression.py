@@ -336,6 +336,7 @@ class Prepared(Mask):
         lowered: the spans.
         q_index: int32 (B|1, q_len), the rows' global indices; None where they are the last of the keys.
         k_index: int32 (1, k_len), the keys' global indices; None where they are 0..k_len-1.
+        bare: it came as spans, which do not say where their rows are: they fit any other rows.
 
     Example:
         >>> from attnspan import causal
@@ -346,6 +347,7 @@ class Prepared(Mask):
     lowered: Spans
     q_index: Array | None = None
     k_index: Array | None = None
+    bare: bool = False
 
     def placed(
         self,
@@ -388,6 +390,8 @@ class Prepared(Mask):
         return None if self.q_index is None else ("prepared", self.q_index)
 
     def _anchor_index(self, low: Lowering) -> Array:
+        if self.q_index is None:
+            return low.last_rows()
         return low.per_batch("prepared mask: q_index", self.q_index, "int32")[:, None]
 
     def _knows_k_len_as_data(self) -> bool:
@@ -407,12 +411,13 @@ class Prepared(Mask):
         illegal = Spans(bounds, low.top)._illegal_rows()
         if traced:
             illegal = illegal | (low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
-        if self.q_index is not None:
-            illegal = either_illegal(illegal, self._other_rows(low))
+        illegal = either_illegal(illegal, self._other_rows(low))
         return Rows(_split(bounds[..., 0], bounds[..., 1]), illegal)
 
     def _other_rows(self, low: Lowering) -> Array | None:
         """Rows that the other operands take for those of other indices."""
+        if self.q_index is None and (self.bare or low.counted_back):
+            return None
         return low.broken(
             "q_index of a prepared mask",
             self._anchor_index(low) != low.q_index,

@@ -60,6 +60,10 @@ class Lowering:
         self.lowered.append((mask, lowered))
         return lowered
 
+    def last_rows(self) -> Array:
+        """int32 (1, 1, q_len): the indices of rows that are the last of the keys."""
+        return self.arrays.arange(self.q_len)[None, None] + (self.top - self.q_len)
+
     def per_batch(self, what: str, x: Array, dtype: str) -> Array:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""
         x = self.arrays.to_int32(x) if dtype == "int32" else self.arrays.asarray(x, dtype)

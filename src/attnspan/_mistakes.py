@@ -167,6 +167,44 @@ def refuse_truth(mask: Any) -> NoReturn:
     )
 
 
+def refuse_truth_of_bias(bias: Any) -> NoReturn:
+    """Raise for a bias that is tested for truth.
+
+    Args:
+        bias: The bias.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"bool({bias!r})",
+        expected="one bias, which is neither true nor false",
+        got="a test for truth, as `and`, `or`, `not` and `if` make",
+        remedy="Test for a bias that may be missing by `bias is None`; add two by dense_bias(a + b)",
+    )
+
+
+class OneMask:
+    """A mask that is used as it is: it has no `&` and `|`, and is neither true nor false."""
+
+    # NumPy then leaves its operators to those below, instead of calling them for each element.
+    __array_ufunc__ = None
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UsageError(
+            type(self).__name__,
+            expected="one mask, which is not combined with others",
+            got="`&`, `|`, or a test for truth, as `and`, `or`, `not` and `if` make",
+            remedy="Combine masks by & and | before they are sharded; test for one that may be missing by "
+            "`mask is None`",
+        )
+
+    def __bool__(self) -> NoReturn:
+        self._refuse()
+
+    __and__ = __rand__ = __or__ = __ror__ = _refuse
+
+
 def _meant(value: Any) -> tuple[str, str]:
     """What a value that is no mask is, and the mask that was probably meant."""
     kind = type(value).__name__

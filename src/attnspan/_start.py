@@ -57,7 +57,6 @@ def _key_len(leaves: list[Any], k_len: int, sharded: bool, tracing: bool) -> int
 
 
 def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) -> None:
-    arrays = low.arrays
     if q_index is not None:
         low.q_index = _checked_q_index(low, q_index)
         return
@@ -85,7 +84,7 @@ def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) ->
             )
         low.q_index = k_index[k_index.shape[0] - low.q_len :][None, None]
     else:
-        low.q_index = arrays.arange(low.q_len)[None, None] + (low.top - low.q_len)
+        low.q_index = low.last_rows()
         low.tail, low.counted_back = low.q_len <= low.top, True
 
 

@@ -274,7 +274,7 @@ def spans(bounds: Array) -> Mask:
         [[True, False], [True, True]]
     """
     if isinstance(bounds, Spans):
-        return Prepared(bounds)
+        return Prepared(bounds, bare=True)
     return Explicit(Spans(bounds, 0).bounds)
 
 

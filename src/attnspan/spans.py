@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ._intervals import sweep
+from ._mistakes import refuse_operand, refuse_truth
 from .arrays import Array, Arrays, arrays_for, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError, shown
 
@@ -35,6 +37,9 @@ class Spans:
         >>> causal().spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2], [0, 3]]
     """
+
+    # NumPy then leaves its operators to those below, instead of calling them for each element.
+    __array_ufunc__ = None
 
     bounds: Array
     k_len: int
@@ -85,6 +90,7 @@ class Spans:
         def __getattr__(self, name: str) -> Any:
             # Torch's pytrees put spans together from arrays alone: the number is read when it is asked for.
             if name == "k_len" and self.__dict__.get("_k_len") is not None:
+                _refuse_mapped(self._k_len)
                 object.__setattr__(self, "k_len", int(self._k_len))
                 return self.k_len
             if name == "_k_len" and "k_len" in self.__dict__:
@@ -102,6 +108,18 @@ class Spans:
         # The number is one that torch's compiler cannot write, where it is a symbol.
         keys = "" if self._arrays.tracing() else f"k_len={self.k_len}, "
         return f"Spans(B={batch}, H={heads}, q_len={q_len}, {keys}R={runs})"
+
+    def __bool__(self) -> NoReturn:
+        refuse_truth(self)
+
+    # A mask is the subject of the error, anything else may be long.
+    def __and__(self, other: object) -> NoReturn:
+        refuse_operand("&", self if is_array(other) else other, self)
+
+    def __or__(self, other: object) -> NoReturn:
+        refuse_operand("|", self if is_array(other) else other, self)
+
+    __rand__, __ror__ = __and__, __or__
 
     @property
     def q_len(self) -> int:
@@ -136,7 +154,14 @@ class Spans:
         """
         arrays = self._arrays
         index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
-        return Spans(arrays.take(self.bounds, index, 2), self.k_len)
+        bounds = arrays.take(self.bounds, index, 2)
+        if not arrays.tracing():
+            return Spans(bounds, self.k_len)
+        # Past __init__, which reads the number of keys: it would be a constant.
+        spans: Spans = object.__new__(Spans)
+        for name in ("bounds", "k_len", "_k_len"):
+            object.__setattr__(spans, name, bounds if name == "bounds" else getattr(self, name))
+        return spans
 
     def take_keys(self, index: Array) -> Spans:
         """The mask on some of the keys: as many spans, and exact.
@@ -376,6 +401,20 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
                 remedy="Call it outside the compiled function; inside, mask.spans(...) lowers a mask without "
                 "reading values",
             )
+
+
+def _refuse_mapped(k_len: Array) -> None:
+    """Raise where torch.func.vmap maps over stacked spans, each of which has a number of keys."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if torch._C._functorch.is_batchedtensor(k_len):
+        raise OptionError(
+            "Spans: k_len",
+            expected="one number",
+            got="one for each call under torch.func.vmap",
+            remedy="Map over the bounds, and make the mask of each call by spans(bounds)",
+        )
 
 
 def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:

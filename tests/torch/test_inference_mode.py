@@ -13,6 +13,9 @@ LENGTH = 6
 _SLOPES = torch.tensor([0.5, 0.25])
 _IDS = torch.tensor([[0, 0, 1, 1, 1, 1]])
 
+CPU = {"backend": "cpu"}
+COMPILED = ("prepared", "spans", "of inference ids", "dropout_seed", "dropout_seeds")
+
 #: Makes the keywords of a call.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "prepared": lambda: {"mask": (a.causal() & a.segments(_IDS)).prepare(LENGTH, LENGTH)},
@@ -25,22 +28,31 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "mask": a.causal().prepare(LENGTH, LENGTH, q_index=torch.arange(LENGTH)),
         "bias": a.alibi(_SLOPES),
     },
-    "dropout_seed": lambda: {"mask": a.causal(), "dropout_p": 0.5, "dropout_seed": torch.tensor(3)},
+    "dropout_seed": lambda: {"mask": a.causal(), "dropout_p": 0.5, "dropout_seed": torch.tensor(3), **CPU},
+    "dropout_seeds": lambda: {"dropout_p": 0.5, "dropout_seed": torch.tensor([[3, 4]]), **CPU},
+    "alibi": lambda: {"bias": a.alibi(_SLOPES.clone()), **CPU},
+    "relative": lambda: {"bias": a.relative(torch.arange(22.0).view(2, 11)), **CPU},
+    "dense bias": lambda: {"bias": torch.eye(LENGTH), **CPU},
+    "sinks": lambda: {"sinks": torch.ones(2), **CPU},
 }
 
 
-def _gradient(call: dict[str, Any], compiled: bool) -> torch.Tensor:
+def _gradient(call: dict[str, Any], backend: str | None) -> torch.Tensor:
     q = torch.randn(1, 2, LENGTH, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    function = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    function = torch.compile(attention, fullgraph=True, backend=backend) if backend else attention
     (gradient,) = torch.autograd.grad(function(q, q, q, **call).square().sum(), q)
     return gradient
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"),
-    [*((name, False) for name in CALLS), *((x, True) for x in ("prepared", "spans", "of inference ids"))],
+    ("name", "backend"),
+    [
+        *((name, None) for name in CALLS),
+        *((name, "aot_eager") for name in COMPILED),
+        ("dropout_seed", "inductor"),
+    ],
 )
-def test_gradients_are_those_of_an_ordinary_mask(name: str, compiled: bool) -> None:
+def test_gradients_are_those_of_an_ordinary_mask(name: str, backend: str | None) -> None:
     with torch.inference_mode():
         call = CALLS[name]()
-    torch.testing.assert_close(_gradient(call, compiled), _gradient(CALLS[name](), False))
+    torch.testing.assert_close(_gradient(call, backend), _gradient(CALLS[name](), None))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from attnspan import Prepared, Spans, causal, full, window
+from attnspan.library import per_head, per_row
 from attnspan.torch import attention
 
 MISFIT = r"mask: expected spans over k_len=8 keys \(as k\), got spans over {}. Lower the mask for these keys"
@@ -102,10 +103,6 @@ def test_a_prepared_mask_in_an_expression() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.skipif(
-    torch.utils._pytree.SUPPORTED_NODES[Prepared].flatten_with_keys_fn is None,
-    reason="masks cannot be inputs of exported programs",
-)
 def test_exported_programs_check_it_too() -> None:
     class Block(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, mask: Prepared) -> Tensor:
@@ -166,3 +163,28 @@ def test_pytrees_of_other_numbers_have_one_structure() -> None:
     others, other = torch.utils._pytree.tree_flatten(full().prepare(8, 12, like=torch.zeros(0)))
     assert spec == other
     assert torch.utils._pytree.tree_unflatten(others, spec).lowered.k_len == 12
+
+
+_COMBINED: dict[str, Any] = {
+    "per_head": lambda mask: per_head([mask, window(2)]),
+    "per_row": lambda mask: per_row([mask]),
+    "per_head in an expression": lambda mask: window(5) & per_head([window(2), mask | window(1)]),
+    "rows": lambda mask: mask.lowered.take_queries(torch.arange(8).flip(0)),
+}
+
+
+@pytest.mark.parametrize("kind", _COMBINED)
+def test_prepared_masks_inside_of_others_are_one_program(kind: str) -> None:
+    def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
+        return attention(q, k, k, mask=_COMBINED[kind](mask))
+
+    counter = CompileCounter()
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for k_len in range(8, 12):
+        q, k = _inputs(k_len)
+        torch._dynamo.mark_dynamic(k, 2)
+        mask = causal().prepare(8, k_len, like=q)
+        torch.testing.assert_close(compiled(q, k, mask), run(q, k, mask))
+    with pytest.raises(ValueError, match=r"mask bounds: .* row 0|got spans over 12"):
+        compiled(q, k, full().prepare(8, 12, like=q))
+    assert counter.frame_count == 1

@@ -73,3 +73,17 @@ def test_a_cache_is_no_buffer_of_several_calls() -> None:
     with pytest.raises(ValueError, match=r"cache: update under vmap"):
         vmap(lambda counts: cache.update(new[0], new[0], counts=counts)[0])(torch.ones(CALLS, BATCH).int())
     assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_stacked_masks_name_what_can_be_mapped_over(lowered: bool) -> None:
+    masks = [a.segments(ids).prepare(LENGTH, LENGTH, batch=BATCH) for ids in _IDS]
+    stacked = torch.utils._pytree.tree_map(
+        lambda *x: torch.stack(x), *((x.lowered if lowered else x) for x in masks)
+    )
+    q = torch.ones(CALLS, BATCH, HEADS, LENGTH, DIM)
+    with pytest.raises(ValueError, match=r"Spans: k_len: expected one number, .*vmap.*spans\(bounds\)"):
+        vmap(lambda q, mask: attention(q, q, q, mask=mask))(q, stacked)
+    bounds = stacked.bounds if lowered else stacked.lowered.bounds
+    found = vmap(lambda q, bounds: attention(q, q, q, mask=a.spans(bounds)))(q, bounds)
+    torch.testing.assert_close(found, torch.stack([attention(*[q[0]] * 3, mask=x) for x in masks]))

@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 
+from .._mistakes import OneMask
 
-class ShardedMask:
+
+class ShardedMask(OneMask):
     """A mask together with which device holds which part of the problem: `attention` hands its calls to it.
 
     `attnspan.jax.shard` makes one.

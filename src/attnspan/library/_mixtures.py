@@ -39,6 +39,9 @@ class Mixture(Leaf):
     def _key_len(self) -> Any:
         return next((n for n in (leaf._key_len() for leaf in self._inner()) if n is not None), None)
 
+    def _knows_k_len_as_data(self) -> bool:
+        return any(leaf._knows_k_len_as_data() for leaf in self._inner())
+
     def _row_len(self) -> Any:
         return next((n for n in (leaf._row_len() for leaf in self._inner()) if n is not None), None)
 
@@ -52,6 +55,8 @@ class Mixture(Leaf):
         name = ("batch", "heads")[self.axis]
         low.check_axis(self.called, name, len(self.masks), (low.batch, low.heads)[self.axis])
         for leaf in self._inner():
+            if low.arrays.tracing() and leaf._knows_k_len_as_data():
+                continue  # It compares the length itself: read here, it would be a constant.
             if leaf._key_len() not in (None, low.k_len):
                 raise ShapeError(
                     repr(leaf),

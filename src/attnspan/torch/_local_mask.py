@@ -142,7 +142,7 @@ class _Cutter:
             bounds = self.part("bounds of the mask", mask.lowered.bounds, 0, 1)
             rows = mask.q_index
             rows = None if rows is None else self.part("q_index of the mask", rows, 0, None)
-            return Prepared(Spans(bounds, mask.lowered.k_len), rows)
+            return Prepared(Spans(bounds, mask.lowered.k_len), rows, bare=mask.bare)
         if isinstance(mask, Predicate) and {BATCH, HEADS} & set(self.places.roles):
             raise OptionError(
                 f"mask {mask!r}",

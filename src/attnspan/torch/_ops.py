@@ -47,7 +47,6 @@ _library.define(  # type: ignore[no-untyped-call]
 NO_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None, None, None)
 # Which of them are tensors: bias, sinks, dropout_seed, q_index, k_index.
 _TENSORS = (1, 3, 5, 6, 7)
-_INTEGERS = (5, 6, 7)
 # Where the bias is among the inputs of an autograd function: behind the keyset, q, k, v, bounds and scale.
 _BIAS_AT = 7
 
@@ -213,7 +212,7 @@ class _Forward(torch.autograd.Function):
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         given = _all_options(inputs[5 : 5 + len(NO_OPTIONS)])
-        tensors = (savable(given[i]) if i in _INTEGERS else given[i] for i in _TENSORS)
+        tensors = (savable(given[i]) for i in _TENSORS)
         ctx.save_for_backward(*inputs[:3], savable(inputs[3]), out, lse, *tensors)
         ctx.scale = inputs[4]
         ctx.given = tuple(None if i in _TENSORS else x for i, x in enumerate(given))

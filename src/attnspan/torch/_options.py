@@ -172,7 +172,12 @@ def _lower_dropout(dropout_p: Any, seed: Any, q: Tensor) -> Tensor | None:
     batch, heads = q.shape[0], q.shape[1]
     _check_seed(seed, batch, heads)
     _check_device("dropout_seed", seed, q)
-    return None if dropout_p == 0 else seed.to(torch.int64)
+    if dropout_p == 0:
+        return None
+    seed = seed.to(torch.int64)
+    # Compiled code saves it, and cannot ask whether it was made in inference mode. A copy was not; of this
+    # kind it is not made anew in the backward pass.
+    return seed[None].cumsum(0)[0] if torch.compiler.is_compiling() else seed
 
 
 def _check_seed(seed: Any, batch: int | None = None, heads: int | None = None) -> None:

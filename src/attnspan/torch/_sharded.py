@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .._mistakes import OneMask
 
-class ShardedMask:
+
+class ShardedMask(OneMask):
     """A mask together with who holds which part of the problem: `attention` hands its calls to it.
 
     `attnspan.parallel.ContextParallel` is one.
