@@ -100,8 +100,8 @@ class Backward {
     float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
     float* delta;
     double* whole_lse;
-    float* base;  // of each query's biases, see `Scores::base_of`
-    bool* exact;  // off the tiles: is the query's weight taken in double?
+    float* base;  // of each query's biases, see `HeadBias::base_of`
+    bool* exact;  // are the query's weights taken in double, off the tiles?
     Columns mask;
     Hull* block_hulls;     // of each query block: most of them see nothing of a key block
     float* dq;             // transposed: [query block][dim][query]
@@ -136,8 +136,10 @@ class Backward {
     float kept_weight;
     bool deep = false;  // does a row's bias have a base?
   };
-  // What a head has large: nothing; biases alone, in some rows; scores too, which floats in tiles do not serve.
-  enum class Depth { none, biases, scores };
+  // What a head has large.
+  struct Large {
+    int64_t biases = 0, exact = 0;  // rows with a base; rows with scores that floats in tiles do not serve
+  };
 
   Own lay_out(Carver& carver) const {
     Own o;
@@ -206,11 +208,10 @@ class Backward {
   int64_t partial_dq() const { return shares == 1 ? 0 : a.batch * a.q_heads * shares * head_dq; }
 
   // The largest magnitude of a head's scaled scores, which decides how its softcap is computed.
-  float largest_score(int64_t b, int64_t h) const {
-    if (a.options.softcap <= 0.0f) return 0.0f;
+  float largest_score(int64_t b, int64_t h) const { return largest_of_head(b, h, std::fabs(a.scale)); }
+  float largest_of_head(int64_t b, int64_t h, float factor) const {
     return largest_product(largest_norm(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim),
-                           largest_norm(at<T>(a.k, b, h / a.group(), 0), a.k.row, a.k_len, a.head_dim),
-                           std::fabs(a.scale));
+                           largest_norm(at<T>(a.k, b, h / a.group(), 0), a.k.row, a.k_len, a.head_dim), factor);
   }
 
   Changes changes_of(int64_t b, int64_t h, int64_t share, const Own& o, const Partial& partial) const {
@@ -225,14 +226,15 @@ class Backward {
                            finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
     for (int64_t g = 0; g < a.group(); ++g) {
       const int64_t h = hk * a.group() + g;
-      const Depth large = prepare(b, h, o);
-      const bool tiles = large != Depth::scores && a.q_len >= few_rows && finite_kv &&
-                         finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
-                         finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
-      if (!tiles && a.wide_lse == nullptr) find_exact_lse(b, h, o);
+      const Large large = prepare(b, h, o);
+      const bool numbers = finite_kv && finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
+                           finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
+      const bool tiles =
+          a.q_len >= few_rows && numbers && (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
+      if (large.exact > 0 && a.wide_lse == nullptr) find_exact_lse(b, h, o);
       float* dq = shares == 1 ? o.dq : partial.dq + ((b * a.q_heads + h) * shares + share) * head_dq;
       Changes change = changes_of(b, h, share, o, partial);
-      change.deep = large == Depth::biases;
+      change.deep = large.biases > 0;
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
       BlockSpan seen;
       int64_t chunk = -1;
@@ -248,7 +250,9 @@ class Backward {
           chunk = kb / chunks.key_blocks;
           seen = pack_queries(b, h, chunk, o);
         }
-        tiles ? key_block(b, hk, kb, seen, o, change, dq, dk, dv) : key_block_by_rows(b, h, kb, o, change, dq, dk, dv);
+        if (tiles) key_block(b, hk, kb, seen, o, change, dq, dk, dv);
+        for (int64_t i = 0; i < a.q_len; ++i)
+          if (!tiles || (large.exact > 0 && o.exact[i])) row_of_key_block(b, h, kb, i, numbers, o, change, dq, dk, dv);
         if (g + 1 == a.group()) write_key_block(b, hk, kb, dk, dv);
       }
       change.bias.finish();
@@ -266,12 +270,15 @@ class Backward {
     return static_cast<float>(sum);
   }
 
-  Depth prepare(int64_t b, int64_t h, const Own& o) const {
+  Large prepare(int64_t b, int64_t h, const Own& o) const {
     const T* dout = at<T>(a.dout, b, h, 0);
     const int64_t row = (b * a.q_heads + h) * a.q_len;
-    Depth large = Depth::none;
+    const HeadBias bias(a, b, h);
+    const bool any_base = may_cancel(b, h);
+    Large large;
     for (int64_t i = 0; i < a.q_len; ++i) {
-      large = std::max(large, prepare_lse(b, h, i, o));
+      prepare_lse(b, h, i, bias, any_base, o);
+      large.biases += o.base[i] != 0.0f, large.exact += o.exact[i];
       o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
     for (int64_t i = a.q_len; i < queries; ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = o.base[i] = 0.0f;
@@ -286,38 +293,51 @@ class Backward {
     return large;
   }
 
+  // May biases cancel scores, so that a small lse says nothing of the sizes of either? To find the base of a dense
+  // bias, a pass over it, is worth it only then; the others look for theirs in no time.
+  bool may_cancel(int64_t b, int64_t h) const {
+    if (a.options.bias.kind != BiasKind::dense) return true;
+    const float cap = a.options.softcap;
+    return !((cap > 0.0f && cap <= HeadBias::most_plain_bias) ||
+             static_cast<double>(largest_score(b, h)) <= most_lse_of_tiles - 2 * HeadBias::most_plain_bias);
+  }
+
   // The lse of a row, less the base of its biases. A float of a large one has lost what the row's weights differ by:
   // it is computed anew, but for that of a whole, whose other keys are elsewhere.
-  Depth prepare_lse(int64_t b, int64_t h, int64_t i, const Own& o) const {
+  void prepare_lse(int64_t b, int64_t h, int64_t i, const HeadBias& bias, bool any_base, const Own& o) const {
     const int64_t row = (b * a.q_heads + h) * a.q_len + i;
-    const double given = a.wide_lse != nullptr ? a.wide_lse[row] : static_cast<double>(a.lse[row]);
-    const bool large = given != -HUGE_VAL && std::fabs(given) > most_plain_lse,
-               biased = large && a.options.bias.kind != BiasKind::none, part = a.wide_lse != nullptr;
-    double lse = given, base = 0.0;
-    o.base[i] = 0.0f;
-    if (biased) {
-      const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
-      o.base[i] = options.base_key(), base = options.base();
-      lse = part ? given - base : lse_of_row(b, h, i, options);
-    }
-    bool scores = large && std::fabs(lse) > most_lse_of_tiles;
-    if (scores && part) {
-      const double own = lse_of_row(b, h, i, RowOptions::make<T>(a, b, h, i, 1.0f));
-      scores = !(lse - own > 200.0);  // else all weight is elsewhere
-      lse = !scores ? HUGE_VAL : std::fabs(lse) > most_lse_of_parts ? NAN : lse;
+    const bool part = a.wide_lse != nullptr;
+    const double given = part ? a.wide_lse[row] : static_cast<double>(a.lse[row]);
+    const bool sees = given != -HUGE_VAL, look = any_base || std::fabs(given) > HeadBias::most_plain_bias;
+    o.base[i] = sees && look ? bias.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2) : 0.0f;
+    const double base = bias.value_of_base(o.base[i]);
+    double lse = given - base;
+    const auto anew = [&] { return lse_of_row(b, h, i, RowOptions::make<T>(a, b, h, i, 1.0f)); };
+    if (!part && base != 0.0 && std::fabs(given) > most_lse_of_tiles) lse = anew();
+    o.exact[i] = sees && std::fabs(lse) > most_lse_of_tiles;
+    if (o.exact[i] && part) {
+      o.exact[i] = !(lse - anew() > 200.0);  // else all weight is elsewhere
+      lse = !o.exact[i] ? HUGE_VAL : std::fabs(lse) > most_lse_of_parts ? NAN : lse;
     }
     o.whole_lse[i] = lse + base;
-    o.exact[i] = scores || biased;
-    // A row that sees nothing: its weights are 2^-infinity.
+    // On the tiles, the weights of rows that see nothing and of those that are worked on by themselves are 2^-infinity.
     const double exponent = lse * 1.44269504088896340736;
-    o.lse[i] = lse == -HUGE_VAL ? infinity : static_cast<float>(std::nearbyint(exponent));
+    o.lse[i] = !sees || o.exact[i] ? infinity : static_cast<float>(std::nearbyint(exponent));
     o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(exponent - static_cast<double>(o.lse[i])) : 0.0f;
-    return scores ? Depth::scores : o.base[i] != 0.0f ? Depth::biases : Depth::none;
   }
-  // Scores of this size differ by 2^-14 from one order of summation to the next; where they are larger, a row is worked
-  // on by itself, in double. Forward's own scores are out of reach of a call that has a part of the row's keys: beyond
-  // the second size its weights would be wrong by more than a hundredth, and are NaN.
-  static constexpr double most_lse_of_tiles = 1024.0, most_lse_of_parts = 65536.0;
+  // Forward's own scores are out of reach of a call that has a part of the row's keys: beyond this size its weights
+  // would be wrong by more than a hundredth, and are NaN.
+  static constexpr double most_lse_of_parts = 65536.0;
+
+  // Are exponents of exact rows finite in tiles too, where their weights become 0?
+  bool within_tiles(int64_t b, int64_t h) const {
+    constexpr float most = 0x1p100f;
+    const float product = largest_of_head(b, h, 1.0f);
+    if (!(product <= most && product * std::fabs(a.scale) <= most)) return false;
+    if (a.options.bias.kind != BiasKind::distance) return true;  // others are below 64, or less their largest
+    const DistanceTable table = HeadBias(a, b, h).table_of_head();
+    return *std::max_element(table.values, table.values + table.size()) <= most;
+  }
 
   double lse_of_row(int64_t b, int64_t h, int64_t i, const RowOptions& options) const {
     const int64_t hk = h / a.group();
@@ -540,36 +560,37 @@ class Backward {
     }
   }
 
-  void key_block_by_rows(int64_t b, int64_t h, int64_t kb, const Own& o, const Changes& change, float* dq, float* dk,
-                         float* dv) const {
+  // Row i and the keys of a block, straight from the arrays. On top of tiles, whose weights for the row are 0.
+  void row_of_key_block(int64_t b, int64_t h, int64_t kb, int64_t i, bool numbers, const Own& o, const Changes& change,
+                        float* dq, float* dk, float* dv) const {
     const int64_t hk = h / a.group(), first = kb * block, last = least(first + block, a.k_len);
+    const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
+    if (const Hull seen = hull_of(spans, 1, a.runs); seen.lo >= last || seen.hi <= first) return;
     const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
     const bool recorded = change.bias.present() && change.bias.wants_gradient();
-    for (int64_t i = 0; i < a.q_len; ++i) {
-      alignas(64) float row[max_dim] = {};
-      const double lse = o.whole_lse[i];
-      const auto by = [&](const auto& weigh) {
-        const auto record = [&](int64_t j, float ds) {
-          if (recorded) change.bias.record(i, j, ds);
-        };
-        backward_row(at<T>(a.q, b, h, i), x, at<T>(a.dout, b, h, i), a.bounds.slice(b, h) + i * a.runs * 2, a.runs,
-                     first, last, a.scale, o.delta[i], weigh, record, row, dk, cols, dv, v_cols);
+    alignas(64) float row[max_dim] = {};
+    const double lse = o.whole_lse[i];
+    const auto by = [&](const auto& weigh) {
+      const auto record = [&](int64_t j, float ds) {
+        if (recorded) change.bias.record(i, j, ds);
       };
-      if (o.exact[i]) {
-        const ExactRow<T> exact(a, b, h, i);
-        by([&](int64_t j, float) { return exact.weigh(j, lse); });
-      } else if (changes) {
-        const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
-        const auto own = static_cast<float>(lse - options.base());
-        by([&](int64_t j, float score) { return options.weigh(j, score, own); });
-      } else {
-        by([&, own = static_cast<float>(lse)](int64_t, float score) {
-          return PairWeight{std::exp(score - own), 1.0f, 1.0f};
-        });
-      }
-      float* column = dq + i / block * dim_rows * block + i % block;
-      for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
+      backward_row(at<T>(a.q, b, h, i), x, at<T>(a.dout, b, h, i), spans, a.runs, first, last, a.scale, o.delta[i],
+                   numbers, weigh, record, row, dk, cols, dv, v_cols);
+    };
+    if (o.exact[i]) {
+      const ExactRow<T> exact(a, b, h, i);
+      by([&](int64_t j, float) { return exact.weigh(j, lse); });
+    } else if (changes) {
+      const RowOptions options = RowOptions::make<T>(a, b, h, i, 1.0f);
+      const auto own = static_cast<float>(lse - options.base());
+      by([&](int64_t j, float score) { return options.weigh(j, score, own); });
+    } else {
+      by([&, own = static_cast<float>(lse)](int64_t, float score) {
+        return PairWeight{std::exp(score - own), 1.0f, 1.0f};
+      });
     }
+    float* column = dq + i / block * dim_rows * block + i % block;
+    for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
   }
 
   void write_key_block(int64_t b, int64_t hk, int64_t kb, const float* dk, const float* dv) const {

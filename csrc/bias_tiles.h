@@ -14,7 +14,7 @@ namespace attnspan::ATTNSPAN_ISA {
 struct Tile {
   float* data;
   int64_t ld, key, keys, query, queries;
-  const float* base;  // of each query of the head, see `Scores::base_of`; null where all are 0, but for dense biases
+  const float* base;  // of each query of the head, see `HeadBias::base_of`; null where all are 0, but for dense biases
   float* row(int64_t j) const { return data + j * ld; }
 };
 

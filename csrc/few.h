@@ -354,7 +354,8 @@ class FewQueries {
     if (!sees) std::memset(out, 0, sizeof out);  // whatever the bias of hidden keys was
     const double base = changes ? RowOptions::make<T>(a, b, row.h, row.i, 1.0f).base() : 0.0;
     RowEnd end = end_of_row(top, sees ? total : 0.0f, sink_of(a, row.h), kept_weight_of(a), base);
-    if (sees && is_lost(a, end.lse, base)) end = {1.0f, ExactRow<T>(a, b, row.h, row.i).forward(out)};
+    if (sees && is_lost<T>(a, b, row.h, row.i, end.lse, base))
+      end = {1.0f, ExactRow<T>(a, b, row.h, row.i).forward(out)};
     write_row<T>(out, end.factor, a.out, b, row.h, row.i, a.v_dim);
     write_lse(a, b, row.h, row.i, end.lse);
   }

@@ -183,7 +183,7 @@ class Forward {
       alignas(64) float sum_v[max_dim] = {};
       const RowEnd end = forward_row(q_row(b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale, rows,
                                      sink_of(a, h), kept_weight_of(a), base, sum_v);
-      if (is_lost(a, end.lse, base)) return exact_row(b, h, i);
+      if (is_lost<T>(a, b, h, i, end.lse, base)) return exact_row(b, h, i);
       write_row<T>(sum_v, end.factor, a.out, b, h, i, a.v_dim);
       write_lse(a, b, h, i, end.lse);
     };
@@ -437,7 +437,7 @@ class Forward {
     const double base = changes ? Scores::value_of_base(a, b, h, s.base[r]) : 0.0;
     const RowEnd end =
         plain_ends ? end_of_row(maximum, sum) : end_of_row(maximum, sum, sink_of(a, h), kept_weight_of(a), base);
-    if (sees && is_lost(a, end.lse, base)) return exact_row(b, h, i);
+    if (sees && is_lost<T>(a, b, h, i, end.lse, base)) return exact_row(b, h, i);
     if (!sees) std::memset(s.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
     write_row<T>(s.out + r * v_cols, end.factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);

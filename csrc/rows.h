@@ -210,17 +210,18 @@ struct PairWeight {
 
 // One row's share of the gradients through keys [first, last), whose accumulators `dk` and `dv` start at key `first`.
 // As in the tiles, dq and dk lack the factor `scale`. `weigh` makes a PairWeight of a key and its score, `record` is
-// given the gradient of its exponent.
+// given the gradient of its exponent. Where all numbers are finite, pairs without a weight are left out.
 template <class T, class Weigh, class Record>
 void backward_row(const T* q, const KeyValues<T>& x, const T* dout, const int32_t* spans, int64_t runs, int64_t first,
-                  int64_t last, float scale, float delta, const Weigh& weigh, const Record& record, float* dq,
-                  float* dk, int64_t dk_stride, float* dv, int64_t dv_stride) {
+                  int64_t last, float scale, float delta, bool finite, const Weigh& weigh, const Record& record,
+                  float* dq, float* dk, int64_t dk_stride, float* dv, int64_t dv_stride) {
   alignas(64) float query[max_dim], grad[max_dim];
   widen(q, query, x.dim);
   widen(dout, grad, x.v_dim);
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t j = most(spans[2 * r], first); j < least(spans[2 * r + 1], last); ++j) {
       const PairWeight w = weigh(j, dot(query, x.key(j), x.dim) * scale);
+      if (finite && w.p == 0.0f) continue;
       const float ds = w.p * (w.kept * dot(grad, x.value(j), x.v_dim) - delta);
       record(j, ds);
       add_scaled(ds * w.slope, x.key(j), dq, x.dim);
