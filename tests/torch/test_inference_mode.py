@@ -44,6 +44,7 @@ def _gradient(call: dict[str, Any], backend: str | None) -> torch.Tensor:
     return gradient
 
 
+@pytest.mark.filterwarnings("ignore:.*(script_method|jit.script):DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

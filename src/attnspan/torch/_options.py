@@ -177,7 +177,7 @@ def _lower_dropout(dropout_p: Any, seed: Any, q: Tensor) -> Tensor | None:
     seed = seed.to(torch.int64)
     # Compiled code saves it, and cannot ask whether it was made in inference mode. A copy was not; of this
     # kind it is not made anew in the backward pass.
-    return seed[None].cumsum(0)[0] if torch.compiler.is_compiling() else seed
+    return seed[None].cumsum(0)[0] if torch.compiler.is_compiling() else seed  # type: ignore[no-any-return]
 
 
 def _check_seed(seed: Any, batch: int | None = None, heads: int | None = None) -> None:
