@@ -149,8 +149,8 @@ def test_scores_up_to_the_end_of_floats(largest: float, rows: str, dtype: torch.
         assert error(got[name], exact[name]) <= 4 * eps, (name, error(got[name], exact[name]))
     if dtype == FLOAT and abs(largest) <= 1e20:
         # One key has all weight, so that dS is dlse, of rms 1, beside two products of n = v_dim terms that
-        # cancel. Each of their 2 n additions rounds a sum of rms sqrt(n / 2) by eps / sqrt(12) of it, a walk of
-        # eps n / sqrt(12).
+        # cancel. Each of their 2 n additions rounds a sum of rms sqrt(n / 2) by eps / sqrt(12) of it: a walk
+        # of eps n / sqrt(12).
         walk = eps * case.v_dim / 12**0.5
         for name in ("dq", "dk"):
             assert error(got[name], exact[name]) <= walk, (name, error(got[name], exact[name]))

@@ -51,9 +51,17 @@ struct EmptyCall {
     const ForwardArgs f{p, of_queries(out), lse.data()};
     expect(forward(f, isa_active(), parallel).status == Status::ok, "an empty call runs forward");
     expect(all_zero(out), "nothing to see: the output is 0");
-    const BackwardArgs b{p,           of_queries(out), of_queries(queries), of_queries(dq),
-                         of_keys(dk), of_keys(dv),     lse.data(),          nullptr,
-                         {},          dsinks.data()};
+    const BackwardArgs b{p,
+                         of_queries(out),
+                         of_queries(queries),
+                         of_queries(dq),
+                         of_keys(dk),
+                         of_keys(dv),
+                         lse.data(),
+                         nullptr,
+                         nullptr,
+                         {},
+                         dsinks.data()};
     expect(backward(b, isa_active(), parallel).status == Status::ok, "an empty call runs backward");
     expect(all_zero(dq) && all_zero(dk) && all_zero(dv), "nothing to see: gradients are 0");
     expect(all_zero(dsinks), "nothing to see: the sinks' gradients are 0");

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <thread>
 #include <vector>
@@ -33,6 +35,11 @@ struct Array {
     for (size_t i = 0; i < bytes.size(); ++i)
       bytes[i] = static_cast<char>(i % element_size(dtype) ? 0x3c : random_bits());
     tensor = {bytes.data(), length * heads * dim, dim, heads * dim};
+  }
+  void spoil(Dtype dtype) {  // with a NaN somewhere
+    if (bytes.empty()) return;
+    const size_t size = element_size(dtype), at = random_bits() % (bytes.size() / size) * size;
+    std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), size, static_cast<char>(0xff));
   }
 };
 
@@ -80,6 +87,7 @@ struct RandomOptions {
     const int64_t rows = pick({1, p.batch});
     values.resize(static_cast<size_t>(rows * length));
     for (auto& x : values) x = static_cast<int32_t>(random_bits() % 3000);
+    if (pick({0, 0, 0, 1}) && !values.empty()) values[0] = static_cast<int32_t>(pick({-INT32_MAX, INT32_MAX}));
     return {values.data(), rows == 1 ? 0 : length};
   }
 
@@ -95,10 +103,22 @@ struct RandomOptions {
     b.head = b.heads == 1 ? 0 : b.rows * width, b.batch = b.batches == 1 ? 0 : b.heads * b.rows * width;
     const int64_t size = b.batches * b.heads * b.rows * width;
     bias.assign(static_cast<size_t>(size) * element_size(b.dtype), 0x3c);
+    magnify(b.dtype, pick({0, 0, 1, 2}), pick({-1, 1}));
     dbias.resize(static_cast<size_t>(size));
     b.data = bias.data();
     p.options.bias = b;
     gradient = {dbias.data(), b.batch, b.head, b.row};
+  }
+
+  // Makes none of the biases large, all, or every third one.
+  void magnify(Dtype dtype, int64_t which, int64_t sign) {
+    const size_t size = element_size(dtype), step = which == 1 ? 1 : 3;
+    const auto whole = static_cast<float>(sign) * 1e6f;
+    const uint16_t half = sign < 0 ? 0xfb00 : 0x7b00;  // of float16, about 57,000
+    const char* from = dtype == Dtype::f16    ? reinterpret_cast<const char*>(&half)
+                       : dtype == Dtype::bf16 ? reinterpret_cast<const char*>(&whole) + 2
+                                              : reinterpret_cast<const char*>(&whole);
+    for (size_t i = 0; which != 0 && i < bias.size() / size; i += step) std::memcpy(&bias[i * size], from, size);
   }
 };
 
@@ -146,8 +166,10 @@ bool run_one(Isa level) {
   p.batch = pick({1, 2}), p.kv_heads = pick({1, 2, 3}), p.q_heads = p.kv_heads * pick({1, 2, 4});
   p.q_len = pick({1, 3, 8, 16, 33, 97, 130, 200, 385}), p.k_len = pick({0, 1, 31, 64, 193, 257, 520});
   p.head_dim = pick({1, 7, 16, 40, 64, 80, 128, 256}), p.v_dim = pick({1, 8, 33, 64, 128, 256});
+  if (p.q_len <= 16 && pick({0, 1}))  // keys in several parts
+    p.batch = p.kv_heads = 1, p.q_heads = pick({1, 2, 4}), p.k_len = pick({2100, 2100, 9000});
   p.runs = pick({1, 1, 2, 4}),
-  p.scale = static_cast<float>(pick({-1, 0, 1, 1})) / std::sqrt(static_cast<float>(p.head_dim));
+  p.scale = static_cast<float>(pick({-1, 0, 1, 1}) * pick({1, 1, 1000000})) / std::sqrt(static_cast<float>(p.head_dim));
   const int64_t batches = pick({1, p.batch}), heads = pick({1, p.q_heads}), slice = p.q_len * p.runs * 2;
   std::vector<int32_t> bounds = spans_of(batches * heads, p);
   p.bounds = {bounds.data(), batches == 1 ? 0 : heads * slice, heads == 1 ? 0 : slice, batches, heads};
@@ -156,20 +178,25 @@ bool run_one(Isa level) {
   Array q = queries(p.head_dim), k = keys(p.head_dim), v = keys(p.v_dim), out = queries(p.v_dim),
         dout = queries(p.v_dim);
   Array dq = queries(p.head_dim), dk = keys(p.head_dim), dv = keys(p.v_dim);
+  if (pick({0, 0, 0, 0, 0, 0, 0, 1})) (pick({0, 1}) ? k : v).spoil(p.dtype);
   p.q = q.tensor, p.k = k.tensor, p.v = v.tensor;
-  std::vector<float> lse(static_cast<size_t>(p.batch * p.q_heads * p.q_len));
+  const auto all_rows = static_cast<size_t>(p.batch * p.q_heads * p.q_len);
+  const bool wide = pick({0, 1});
+  std::vector<float> lse(wide ? 0 : all_rows);
+  std::vector<double> wide_lse(wide ? all_rows : 0);
   RandomOptions options;
   if (pick({0, 1})) options.fill(p);
   if (pick({0, 1})) options.gradient = {};  // not wanted
   const Parallel parallel = make_parallel(static_cast<int>(pick({1, 2, 5})));
-  ForwardArgs f{p, out.tensor, lse.data()};
+  ForwardArgs f{p, out.tensor, wide ? nullptr : lse.data(), wide ? wide_lse.data() : nullptr};
   BackwardArgs b{p,
                  out.tensor,
                  dout.tensor,
                  dq.tensor,
                  dk.tensor,
                  dv.tensor,
-                 lse.data(),
+                 f.lse,
+                 f.wide_lse,
                  nullptr,
                  options.gradient,
                  p.options.sinks == nullptr ? nullptr : options.dsinks.data()};
