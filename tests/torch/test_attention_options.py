@@ -21,6 +21,7 @@ from attnspan import (
     reference,
     relative,
     segments,
+    spans,
 )
 from attnspan.kernels import cpu
 from attnspan.options import ALIBI, Options
@@ -347,8 +348,12 @@ def test_explain_names_the_options() -> None:
 def test_bare_spans_do_not_say_where_their_rows_are() -> None:
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
     mask, bias = causal(), relative(torch.randn(2, 9))
-    with pytest.raises(ValueError, match=r"q_index: expected the rows' indices beside bare spans.*placed"):
-        attention(q, k, k, mask=mask.spans(3, 9, like=q), bias=bias)
+    bare = mask.spans(3, 9, like=q)
+    for given in (bare, spans(bare)):
+        with pytest.raises(
+            ValueError, match=r"q_index: expected the rows' indices beside bare spans.*placed"
+        ):
+            attention(q, k, k, mask=given, bias=bias)
     wanted = attention(q, k, k, mask=mask, bias=bias)
     for lowered in (mask.placed(3, 9, like=q), mask.prepare(3, 9, like=q)):
         torch.testing.assert_close(attention(q, k, k, mask=lowered, bias=bias), wanted)

@@ -94,7 +94,7 @@ def lower_options(
             _index("q_index", given.q_index, q, q.shape[2], placed.q_index),
             _index("k_index", given.k_index, q, k.shape[2], placed.k_index),
         )
-    if bare and positional and given.q_index is None and q.shape[2] != k.shape[2]:
+    if (bare or placed.bare) and positional and given.q_index is None and q.shape[2] != k.shape[2]:
         raise OptionError(
             "q_index",
             expected="the rows' indices beside bare spans, as an option needs positions",

@@ -67,7 +67,7 @@ def lower_options(
     if fixed and (given.q_index is not None or given.k_index is not None):
         _check_read(positional)
         placed = _placed_anew(placed, given, q, k)
-    if bare and positional and given.q_index is None and q.shape[2] != k.shape[2]:
+    if (bare or placed.bare) and positional and given.q_index is None and q.shape[2] != k.shape[2]:
         raise OptionError(
             "q_index",
             expected="the rows' indices beside bare spans, as an option needs positions",
