@@ -60,9 +60,12 @@ class FewQueries {
       const int64_t head = item / shares;
       share_of_keys(head, item % shares, lay_out(carver), all);
     });
-    parallel(heads() * rows, [&](int64_t item, int) {
-      const int64_t head = item / rows;
-      merge(head, item % rows, all.seen[head], records_of(all, head));
+    // Enough rows at once that handing them out costs less than merging them.
+    const int64_t together = most(1, 64 / chunks), parts = (rows + together - 1) / together;
+    parallel(heads() * parts, [&](int64_t item, int) {
+      const int64_t head = item / parts, first = item % parts * together;
+      for (int64_t m = first; m < least(first + together, rows); ++m)
+        merge(head, m, all.seen[head], records_of(all, head));
     });
   }
 
@@ -133,9 +136,9 @@ class FewQueries {
   // the last bits. Small enough to keep many threads busy, with few heads as with many, and large enough that merging
   // is cheap: a row of a chunk leaves about as much as four keys take, and tiles are soon done with a chunk.
   int64_t choose_chunk() const {
-    constexpr int64_t least_cut = 8 * row_keys, most_chunks = 1024;
+    constexpr int64_t least_cut = 16 * row_keys, most_chunks = 256;
     if (reach < least_cut) return round_up(most(1, a.k_len), row_keys);
-    const int64_t least_chunk = most((rows >= tile_rows ? 4 : 2) * row_keys, 4 * rows),
+    const int64_t least_chunk = most((rows >= tile_rows ? 8 : 4) * row_keys, 4 * rows),
                   of_a_head = most(1, most_chunks / most(1, heads()));
     return round_up(most(least_chunk, (reach + of_a_head - 1) / of_a_head), row_keys);
   }
