@@ -16,12 +16,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from attnspan import causal, segments
 from attnspan.torch import SpecializedShapesWarning, attention, call_jax
-from attnspan.torch._call_jax import operators
+from attnspan.torch._call_jax import call, operators
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 functions = pytest.importorskip("attnspan.torch._call_jax.functions")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+compiles = pytest.mark.skipif(
+    not call._TELLS_FUNCTIONS_APART, reason="compilers of torch before 2.13 do not tell functions apart"
+)
 
 
 def mix(x: Any, w: Any, *, k: float = 1.0) -> Any:
@@ -38,6 +41,7 @@ def _step(x: Tensor, w: Tensor, k: float = 2.0) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@compiles
 def test_compiled_is_eager(backend: str) -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
     want = torch.autograd.grad(_step(x, w), (x, w))
@@ -61,6 +65,7 @@ print("ok")
 
 
 @pytest.mark.slow
+@compiles
 def test_the_first_call_of_a_process_is_compiled() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FIRST],
@@ -76,6 +81,14 @@ def scale_by(s: Any) -> Callable[[Any], Any]:
     return lambda x: x * s
 
 
+def test_a_compiler_that_tells_no_functions_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "_TELLS_FUNCTIONS_APART", False)
+    step = torch.compile(lambda x: call_jax(jnp.sin, x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"call_jax in a compiled function: expected torch 2\.13 or newer"):
+        step(_randn(5))
+
+
+@compiles
 def test_functions_of_one_code_are_told_apart() -> None:
     x = _randn(5)
     step = torch.compile(lambda x, fn: call_jax(fn, x), fullgraph=True, backend="aot_eager")
@@ -92,6 +105,7 @@ class Holder(nn.Module):
         return call_jax(self.fn, x)
 
 
+@compiles
 def test_a_function_that_is_replaced_is_seen() -> None:
     x, module = _randn(5), Holder(scale_by(2.0))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -112,6 +126,7 @@ class Scaled(nn.Module):
         return call_jax(self.fn, x)
 
 
+@compiles
 def test_methods_in_a_graph() -> None:
     x, chain = _randn(5, requires_grad=True), nn.Sequential(Scaled(2.0), Scaled(3.0))
     out = torch.compile(chain, fullgraph=True, backend="aot_eager")(x)
@@ -122,6 +137,7 @@ def test_methods_in_a_graph() -> None:
         torch.testing.assert_close(step(x, Scaled(s)), x * s)
 
 
+@compiles
 def test_static_numbers_that_change() -> None:
     step = torch.compile(_step, fullgraph=True, backend="aot_eager")
     x, w = _randn(5, 3), _randn(3, 4, seed=1)
@@ -129,6 +145,7 @@ def test_static_numbers_that_change() -> None:
         torch.testing.assert_close(step(x, w, k), _step(x, w, k))
 
 
+@compiles
 def test_masks_in_a_graph() -> None:
     def bounds(like: Any, *, mask: Any) -> Any:
         return mask.spans(5, 5, batch=1, like=like).bounds
@@ -144,6 +161,7 @@ def test_masks_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@compiles
 def test_the_attention_of_jax_through_the_bridge(compiled: bool) -> None:
     attend = pytest.importorskip("attnspan.jax").attention
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
@@ -168,6 +186,7 @@ class Pair(NamedTuple):
     b: Any
 
 
+@compiles
 def test_results_that_a_graph_cannot_hold_are_refused() -> None:
     step = torch.compile(lambda x: call_jax(lambda x: Pair(x, x), x), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="arrays in tuples, lists and dicts, got a Pair"):
@@ -182,6 +201,7 @@ def _shaped(x: Any) -> Any:
     return (jnp.sin(x) * x.shape[0]).reshape(-1), halves.sum(1)
 
 
+@compiles
 def test_one_graph_for_all_sizes() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(lambda x: call_jax(_shaped, x), fullgraph=True, backend=counter)
@@ -197,6 +217,7 @@ def test_one_graph_for_all_sizes() -> None:
     assert counter.frame_count == 1
 
 
+@compiles
 def test_attention_of_jax_is_one_graph_for_all_lengths() -> None:
     from attnspan.jax import attention as attend
 
@@ -217,6 +238,7 @@ def test_attention_of_jax_is_one_graph_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+@compiles
 def test_one_function_in_graphs_of_fixed_and_of_free_sizes() -> None:
     # Of fixed sizes what backward needs is stored, of free ones it is computed again: one name, two ways.
     def fn(x: Any, y: Any) -> Any:
@@ -232,6 +254,7 @@ def test_one_function_in_graphs_of_fixed_and_of_free_sizes() -> None:
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (x, y)), want)
 
 
+@compiles
 def test_sizes_that_jax_cannot_take_as_symbols_are_numbers() -> None:
     def fn(x: Any) -> Any:
         return x * sum(range(x.shape[0]))
@@ -275,6 +298,7 @@ def test_fake_tensors_run_nothing() -> None:
         assert torch.autograd.grad(out[1], x)[0].shape == (5, 3)
 
 
+@compiles
 def test_what_a_graph_calls_lives_on() -> None:
     import gc
 
@@ -327,6 +351,7 @@ def test_checkpointing(way: str) -> None:
     assert calls.names.count("call_jax_backward") == 1
 
 
+@compiles
 def test_checkpointing_compiled() -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
     want = torch.autograd.grad(_step(x, w), (x, w))

@@ -116,8 +116,19 @@ def _leaf_key(i: int, x: Any) -> Hashable:
         ) from None
 
 
+# Older ones take functions of one code for one, and would run the first for the second.
+_TELLS_FUNCTIONS_APART = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     """The call as Dynamo traces it: the function is a constant of the graph, guarded by its identity."""
+    if not _TELLS_FUNCTIONS_APART:
+        raise OptionError(
+            "call_jax in a compiled function",
+            expected="torch 2.13 or newer, whose compiler guards which function it was given",
+            got=torch.__version__,
+            remedy="Call it outside, or under torch.compiler.disable",
+        )
     leaves, spec = pytree.tree_flatten((args, static))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     others = tuple([_TENSOR if isinstance(x, Tensor) else _number(x) for x in leaves])
