@@ -75,15 +75,15 @@ def test_no_compilation_is_due_to_k_len() -> None:
 
 
 def test_spans_that_a_compiled_function_makes_itself() -> None:
-    def run(q: Tensor, k: Tensor, cut: bool) -> Tensor:
+    def run(q: Tensor, k: Tensor, cut: int) -> Tensor:
         spans = causal().spans(q.shape[2], k.shape[2] - cut, like=q)
         return attention(q, k, k, mask=spans)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     q, k = _inputs(9)
-    torch.testing.assert_close(compiled(q, k, cut=False), run(q, k, cut=False))
+    torch.testing.assert_close(compiled(q, k, cut=0), run(q, k, cut=0))
     with pytest.raises(ValueError, match=r"k_len=9 keys .* got spans over 8"):
-        compiled(q, k, cut=True)
+        compiled(q, k, cut=1)
 
 
 def test_a_prepared_mask_in_an_expression() -> None:
