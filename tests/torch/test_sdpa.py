@@ -215,6 +215,10 @@ def test_what_heads_share_is_encoded_once() -> None:
     assert _mask(visible.expand(3, 1, 8, 9), q, k, q.shape[:-2]).visible.shape == (3, 1, 8, 9)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="torch's own function, which ours is held to, divides by zero and ends the process in 2.11",
+)
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "whole mask", "additive", "gqa"])
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=["3 dims", "4 dims", "5 dims"])
 def test_sizes_of_zero(lead: tuple[int, ...], kind: str) -> None:
