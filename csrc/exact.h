@@ -133,7 +133,7 @@ class ExactRow {
 
 // The same question, of most rows answered by their lse alone.
 template <class T>
-bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse, double base) {
+[[gnu::always_inline]] inline bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse, double base) {
   return !(std::fabs(lse - base) <= most_lse_of_tiles) && ExactRow<T>(a, b, h, i).is_lost(lse, base);
 }
 

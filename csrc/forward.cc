@@ -195,7 +195,7 @@ class Forward {
     }
   }
 
-  void exact_row(int64_t b, int64_t h, int64_t i) const {
+  [[gnu::noinline, gnu::cold]] void exact_row(int64_t b, int64_t h, int64_t i) const {
     alignas(64) float out[max_dim] = {};
     const double lse = ExactRow<T>(a, b, h, i).forward(out);
     write_row<T>(out, 1.0f, a.out, b, h, i, a.v_dim);
