@@ -149,10 +149,14 @@ void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse) 
     args.lse = lse ? rows_of("lse", *lse, args) : nullptr;
 }
 
+void fill_option_gradients(BackwardArgs& args, const std::optional<Array>& dbias, const std::optional<Array>& dsinks) {
+  args.dbias = bias_gradient_of(dbias, args);
+  if (args.options.sinks != nullptr && dsinks)
+    args.dsinks = static_cast<float*>(packed("dsinks", *dsinks, code_f32, {args.q_heads}).data);
+}
+
 void fill(BackwardArgs& args, const GradientArrays& given) {
-  args.dbias = bias_gradient_of(given.dbias, args);
-  if (args.options.sinks != nullptr && given.dsinks)
-    args.dsinks = static_cast<float*>(packed("dsinks", *given.dsinks, code_f32, {args.q_heads}).data);
+  fill_option_gradients(args, given.dbias, given.dsinks);
   const int dtype = static_cast<int>(args.dtype);
   args.dout = tensor_of("dout", given.dout, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
   args.out = tensor_of("out", given.out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});

@@ -28,6 +28,7 @@ Options options_of(const OptionArrays& given, const Problem& p);
 float* rows_of(const char* name, const Array& a, const Problem& p);  // (batch, q_heads, q_len), float
 void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse);
 void fill(BackwardArgs& args, const GradientArrays& given);
+void fill_option_gradients(BackwardArgs& args, const std::optional<Array>& dbias, const std::optional<Array>& dsinks);
 
 // What went wrong in a call whose arrays fit, and how to mend it.
 std::string failure_text(const Result& result, const Problem& p, Direction direction, Isa isa);

@@ -166,12 +166,22 @@ bool fits(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bound
   return p.batch * p.q_heads * p.q_len * p.k_len > 0;
 }
 
+// Sets the options of a problem; false for arrays that the kernel cannot take as they are.
+bool set_options(Problem& p, nb::handle options) {
+  try {
+    p.options = options_of(options, p);
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+  return true;
+}
+
 // The whole of a small call in one: (out, lse or None), or None for arrays that the kernel cannot take as they are.
 // Whoever calls has another way to go then, which names what is wrong.
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len, nb::handle scale,
-                  int threads, nb::handle empty_strided, nb::handle float32, bool want_lse) {
+                  int threads, nb::handle empty_strided, nb::handle float32, bool want_lse, nb::handle options) {
   ForwardArgs args{};
-  if (!fits(args, q, k, v, bounds) || args.k_len != k_len) return nb::none();
+  if (!fits(args, q, k, v, bounds) || args.k_len != k_len || !set_options(args, options)) return nb::none();
   args.scale = scale.is_none() ? static_cast<float>(1.0 / std::sqrt(static_cast<double>(args.head_dim)))
                                : nb::cast<float>(scale);
   nb::object out = new_bshd(empty_strided, q.attr("dtype"), args.batch, args.q_heads, args.q_len, args.v_dim);
@@ -193,12 +203,16 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, i
   return nb::make_tuple(out, lse);
 }
 
-// (dq, dk, dv) of what `attend` took, or None for arrays that the kernel cannot take as they are.
+// (dq, dk, dv) of what `attend` took, or None for arrays that the kernel cannot take as they are. Writes `dbias` and
+// `dsinks` where they are given.
 nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-                     nb::handle bounds, float scale, int threads, nb::handle empty_strided) {
+                     nb::handle bounds, float scale, int threads, nb::handle empty_strided, nb::handle options,
+                     nb::handle dbias, nb::handle dsinks) {
   BackwardArgs args{};
   try {
     static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
+    args.options = options_of(options, args);
+    fill_option_gradients(args, given(dbias), given(dsinks));
     const int dtype = static_cast<int>(args.dtype);
     args.dout = tensor_of("dout", array_of(dout), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
     args.out = tensor_of("out", array_of(out), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
@@ -314,16 +328,17 @@ NB_MODULE(_core, m) {
         nb::arg("dsinks").none() = nb::none());
   m.def(
       "fits",
-      [](nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len) {
+      [](nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len, nb::handle options) {
         Problem p{};
-        return fits(p, q, k, v, bounds) && p.k_len == k_len;
+        return fits(p, q, k, v, bounds) && p.k_len == k_len && set_options(p, options);
       },
-      nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"));
+      nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"), nb::arg("options").none());
   m.def("attend", &attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"),
         nb::arg("scale").none(), nb::arg("num_threads"), nb::arg("empty_strided"), nb::arg("float32"),
-        nb::arg("want_lse"));
+        nb::arg("want_lse"), nb::arg("options").none());
   m.def("gradients", &gradients, nb::arg("dout"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
-        nb::arg("lse"), nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("empty_strided"));
+        nb::arg("lse"), nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("empty_strided"),
+        nb::arg("options").none(), nb::arg("dbias").none(), nb::arg("dsinks").none());
   m.def("move_rows", &move_rows, nb::arg("target"), nb::arg("to").none(), nb::arg("source"), nb::arg("from").none(),
         nb::arg("add"), nb::arg("threads"));
   // As XLA registers them: capsules of handlers, by the name of the custom call's target.

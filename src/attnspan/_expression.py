@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -124,14 +123,17 @@ class Mask:
         """
         with outside_inference_mode():
             low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
-            rows = low.lower(self)
-            los, his = materialise(low.arrays, rows.intervals, q_len, low.top)
-            spans = Spans(_bounds(low.arrays, los, his, rows.illegal), low.top)
+            spans = Spans(self._bounds(low), low.top)
             rows_at = None if low.counted_back else low.q_index[:, 0]
             if k_index is None:
                 return Prepared(spans, rows_at)
             k_index = low.arrays.asarray(k_index, "int32")
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
+
+    def _bounds(self, low: Lowering) -> Array:
+        rows = low.lower(self)
+        los, his = materialise(low.arrays, rows.intervals, low.q_len, low.top)
+        return _bounds(low.arrays, los, his, rows.illegal)
 
     def prepare(
         self,
@@ -193,8 +195,8 @@ class Mask:
     def _lower(self, low: Lowering) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
-    def _leaves(self) -> Iterator[Mask]:
-        yield self
+    def _leaves(self) -> list[Mask]:
+        return [self]
 
     # Sizes may be symbolic while a compiler reads this code; int() would fix them to one value.
 
@@ -248,9 +250,11 @@ class And(Mask):
 
     operands: tuple[Mask, ...]
 
-    def _leaves(self) -> Iterator[Mask]:
+    def _leaves(self) -> list[Mask]:
+        leaves: list[Mask] = []
         for operand in self.operands:
-            yield from operand._leaves()
+            leaves += operand._leaves()
+        return leaves
 
     def _lower(self, low: Lowering) -> Rows:
         clip, wide = Rows((FULL,)), []
@@ -289,9 +293,11 @@ class Or(Mask):
 
     operands: tuple[Mask, ...]
 
-    def _leaves(self) -> Iterator[Mask]:
+    def _leaves(self) -> list[Mask]:
+        leaves: list[Mask] = []
         for operand in self.operands:
-            yield from operand._leaves()
+            leaves += operand._leaves()
+        return leaves
 
     def _lower(self, low: Lowering) -> Rows:
         return self._lower_within(low, Rows((FULL,)))

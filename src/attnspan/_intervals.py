@@ -76,7 +76,7 @@ def intersect_interval(arrays: Arrays, a: Interval, b: Interval) -> Interval:
 def clip_rows(arrays: Arrays, rows: Rows, clip: Rows) -> Rows:
     """Intersect with rows of a single interval each: the number of intervals stays."""
     (by,) = clip.intervals
-    intervals = tuple(intersect_interval(arrays, x, by) for x in rows.intervals)
+    intervals = tuple([intersect_interval(arrays, x, by) for x in rows.intervals])
     return Rows(intervals, either_illegal(rows.illegal, clip.illegal))
 
 

@@ -46,10 +46,9 @@ class Lowering:
     lowered: list[tuple[object, Rows]] = field(default_factory=list)
     document_rows: list[tuple[object, DocumentRows]] = field(default_factory=list)
 
-    @property
-    def top(self) -> int:
-        """A bound on key indices, exclusive."""
-        return INT32_MAX if self.k_len is None else self.k_len
+    def __post_init__(self) -> None:
+        # A bound on key indices, exclusive.
+        self.top = INT32_MAX if self.k_len is None else self.k_len
 
     def lower(self, mask: Any) -> Rows:
         """Lower a sub-expression, once."""

@@ -5,6 +5,10 @@ Shapes: b batch (1 or B), n table entries, s keys, q queries.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from .arrays import NUMPY, Array, Arrays
 
 
@@ -22,57 +26,47 @@ def find_runs(
         `max_runs` pairs lo, hi of int32 (b, q), ascending, the empty ones last as (0, 0); and bool (b, q):
         the id has more runs than that.
     """
+    if arrays is NUMPY:
+        ends, broken = _find_on_host(q_ids, kv_ids, max_runs)
+        return [(lo, hi) for lo, hi in ends], broken
     if not (arrays.concrete(q_ids) and arrays.concrete(kv_ids)):
         return _look_up(arrays, _table(arrays, kv_ids), q_ids, max_runs)
-    if arrays.name == "jax":  # Under jit, what JAX makes of arrays that can be read could not be read.
-        return _find_by_numpy(arrays, q_ids, kv_ids, max_runs)
-    batch = max(q_ids.shape[0], kv_ids.shape[0])
-    rows = [
-        _find_in_row(arrays, q_ids[b % len(q_ids)], kv_ids[b % len(kv_ids)], max_runs) for b in range(batch)
-    ]
-    if batch == 1:
-        pairs, broken = rows[0]
-        return [(lo[None], hi[None]) for lo, hi in pairs], broken[None]
-    pairs = [
-        (_rows(arrays, [row[0][r][0] for row in rows]), _rows(arrays, [row[0][r][1] for row in rows]))
-        for r in range(max_runs)
-    ]
-    return pairs, _rows(arrays, [row[1] for row in rows])
-
-
-def _find_by_numpy(
-    arrays: Arrays, q_ids: Array, kv_ids: Array, max_runs: int
-) -> tuple[list[tuple[Array, Array]], Array]:
     keys = arrays.to_numpy(kv_ids)
-    pairs, broken = find_runs(NUMPY, keys if q_ids is kv_ids else arrays.to_numpy(q_ids), keys, max_runs)
-    ends = [(arrays.asarray(lo, "int32"), arrays.asarray(hi, "int32")) for lo, hi in pairs]
-    return ends, arrays.asarray(broken, "bool")
+    ends, broken = _find_on_host(keys if q_ids is kv_ids else arrays.to_numpy(q_ids), keys, max_runs)
+    pairs = [(arrays.asarray(lo, "int32"), arrays.asarray(hi, "int32")) for lo, hi in ends]
+    return pairs, arrays.asarray(broken, "bool")
 
 
-def _rows(arrays: Arrays, rows: list[Array]) -> Array:
-    return arrays.stack(rows).swapaxes(0, 1)
+_Host = np.ndarray[Any, Any]
 
 
-def _find_in_row(
-    arrays: Arrays, q_ids: Array, kv_ids: Array, max_runs: int
-) -> tuple[list[tuple[Array, Array]], Array]:
-    """The same for one batch row whose values can be read: sorts and looks up runs instead of tokens."""
-    start, length = _run_lengths(arrays, kv_ids)
-    q_start, q_length = (start, length) if q_ids is kv_ids else _run_lengths(arrays, q_ids)
-    ids = kv_ids[start]
-    order = arrays.argsort(ids)
-    start, end = start[order], (start + length)[order]
-    table = (ids[order], arrays.cast(start, "int32"), arrays.cast(end, "int32"))
-    pairs, broken = _look_up(arrays, table, q_ids[q_start], max_runs)
-    spread = [(arrays.repeat(lo, q_length), arrays.repeat(hi, q_length)) for lo, hi in pairs]
-    return spread, arrays.repeat(broken, q_length)
+def _find_on_host(
+    q_ids: _Host, kv_ids: _Host, max_runs: int
+) -> tuple[_Host, _Host]:
+    """The ends (max_runs, 2, b, q) and the mark where values can be read: sorts and looks up runs, not tokens."""
+    batch, rows = max(len(q_ids), len(kv_ids)), q_ids.shape[1]
+    ends, broken = np.zeros((max_runs, 2, batch, rows), np.int32), np.zeros((batch, rows), bool)
+    for b in range(batch):
+        keys, queries = kv_ids[b % len(kv_ids)], q_ids[b % len(q_ids)]
+        start, length = _run_lengths(keys)
+        q_start, q_length = (start, length) if q_ids is kv_ids else _run_lengths(queries)
+        order = np.argsort(keys[start], kind="stable")
+        ids, start, length = keys[start][order], start[order], length[order]
+        wanted = queries[q_start]
+        first = np.searchsorted(ids, wanted)
+        count = np.searchsorted(ids, wanted, side="right") - first
+        broken[b] = np.repeat(count > max_runs, q_length)
+        for r in range(max_runs):
+            run, exists = np.minimum(first + r, len(ids) - 1), count > r
+            ends[r, 0, b] = np.repeat(start[run] * exists, q_length)
+            ends[r, 1, b] = np.repeat((start[run] + length[run]) * exists, q_length)
+    return ends, broken
 
 
-def _run_lengths(arrays: Arrays, ids: Array) -> tuple[Array, Array]:
+def _run_lengths(ids: _Host) -> tuple[_Host, _Host]:
     """Start and length of each run of equal neighbours in (s,)."""
-    zero, whole = arrays.full((1,), 0, "int64"), arrays.full((1,), ids.shape[0], "int64")
-    start = arrays.concat([zero, arrays.nonzero(ids[1:] != ids[:-1]) + 1])
-    return start, arrays.concat([start[1:], whole]) - start
+    start = np.flatnonzero(np.concatenate([np.ones(min(len(ids), 1), bool), ids[1:] != ids[:-1]]))
+    return start, np.diff(start, append=len(ids))
 
 
 def _table(arrays: Arrays, kv_ids: Array) -> tuple[Array, Array, Array]:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from ._lowering import Lowering
-from .arrays import INT32_MAX, Array, arrays_for, is_array, is_integer
+from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError, shown
 from .spans import check_index
 
@@ -15,9 +15,23 @@ def begin(
     mask: Any, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
 ) -> Lowering:
     """Choose the framework, find the length of the global key sequence, and give the rows their indices."""
-    leaves = list(mask._leaves())
+    leaves = mask._leaves()
     values = [getattr(leaf, f.name) for leaf in leaves for f in fields(leaf)]
     arrays = arrays_for([*values, *(leaf._example() for leaf in leaves), q_index, k_index], like)
+    return begin_in(arrays, leaves, q_len, k_len, batch, heads, q_index, k_index)
+
+
+def begin_in(
+    arrays: Arrays,
+    leaves: list[Any],
+    q_len: int,
+    k_len: int,
+    batch: int,
+    heads: int,
+    q_index: Any = None,
+    k_index: Any = None,
+) -> Lowering:
+    """The same in a framework that is known."""
     if not arrays.tracing():
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if isinstance(size, int) and not 0 <= size <= INT32_MAX:

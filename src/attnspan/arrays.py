@@ -202,13 +202,6 @@ class Arrays:
         ranks = [np.searchsorted(t, r, side=side) for t, r in zip(tables, rows, strict=True)]
         return np.stack(ranks).reshape(*lead, values.shape[-1])
 
-    def nonzero(self, x: Array) -> Array:
-        """Positions of the true elements of a 1-D array. The result's length depends on data."""
-        return self.xp.flatnonzero(x)
-
-    def repeat(self, x: Array, counts: Array) -> Array:
-        return self.xp.repeat(x, counts)
-
     def scatter_add(self, size: int, index: Array, values: Array) -> Array:
         """A 1-D int64 array of `size` zeros with `values` added at `index`."""
         # float64 weights are exact here: sums of block remainders stay far below 2**53.
@@ -402,12 +395,6 @@ class TorchArrays(Arrays):
             values = values.expand(*lead, values.shape[-1])
         return self.torch.searchsorted(table.contiguous(), values.contiguous(), right=right)
 
-    def nonzero(self, x: Array) -> Array:
-        return self.torch.nonzero(x).squeeze(-1)
-
-    def repeat(self, x: Array, counts: Array) -> Array:
-        return self.torch.repeat_interleave(x, counts)
-
     def scatter_add(self, size: int, index: Array, values: Array) -> Array:
         zeros = self.torch.zeros(size, dtype=self.torch.int64, device=self.device)
         return zeros.index_add(0, index.to(self.torch.int64), values.to(self.torch.int64))
@@ -456,7 +443,7 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
     Args:
         candidates: anything; entries that are not arrays are passed over. NumPy arrays go with those of any
             other framework.
-        like: decides when there is no array among the candidates; NumPy without it.
+        like: decides where the candidates are arrays of NumPy, or none are arrays; without it, NumPy does.
         what: names the argument that they are of.
 
     Raises:
@@ -480,7 +467,7 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
                     remedy="Move them to one place first, from one framework to another by its from_dlpack",
                 )
             found = other
-    if found is None:
+    if found is None or (found is NUMPY and like is not None):
         if like is not None and not is_array(like):
             raise DtypeError(
                 "like",

@@ -68,6 +68,13 @@ class Spans:
         self._check_k_len()
         object.__setattr__(self, "_k_len", self._k_len_as_data())
 
+    @classmethod
+    def _checked(cls, bounds: Array, k_len: int) -> Spans:
+        """Spans of bounds that this package made, past the checks for those of its users."""
+        spans: Spans = object.__new__(cls)
+        vars(spans).update(bounds=bounds, k_len=k_len)
+        return spans
+
     def _check_k_len(self) -> None:
         # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
         k_len: Any = self.k_len

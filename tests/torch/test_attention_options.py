@@ -305,11 +305,37 @@ def test_second_derivatives_raise_by_name() -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_go_the_ordinary_way(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(_eager, "attend", lambda *_: pytest.fail("the short way knows no options"))
-    q, k, v = _qkv()
-    attention(q, k, v, **OPTIONS[name](B, H, S, S))
+def test_the_short_way_gives_the_bits_of_the_ordinary_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, return_lse: bool
+) -> None:
+    def run() -> list[Tensor]:
+        q, k, v = (x.requires_grad_() for x in _qkv())
+        torch.manual_seed(1)
+        options = OPTIONS[name](B, H, S, S)
+        found = attention(q, k, v, mask=causal(), return_lse=return_lse, **options)
+        outs = list(found) if return_lse else [found]
+        wanted = [q, k, v, *parameters(options)]
+        with torch.no_grad():
+            outs.append(attention(q, k, v, mask=causal(), **options))
+        return [*outs, *torch.autograd.grad(sum(x.square().sum() for x in outs[:-1]), wanted)]
+
+    taken: list[bool] = []
+    original = _eager.attend
+
+    def spy(*args: Any) -> Any:
+        found = original(*args)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(_eager, "attend", spy)
+    short = run()
+    monkeypatch.setattr(_eager, "attend", lambda *_: None)
+    for a, b in zip(short, run(), strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+    assert taken == [True, True]
 
 
 def test_the_module_keeps_the_tensors_of_its_options() -> None:

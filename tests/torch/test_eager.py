@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan import Mask, causal, full, global_keys, segments, window
 from attnspan.kernels import cpu
-from attnspan.torch import _eager, _static, attention
+from attnspan.torch import _eager, attention, dropout_seeds
 
 SHAPE = (2, 4, 24, 16)
 MASKS = {
@@ -220,16 +220,6 @@ def test_second_derivatives_are_refused_by_name() -> None:
     (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         dq.sum().backward()
-
-
-def test_a_mask_without_data_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _static.prepared(causal() & window(3), 7, 9) is _static.prepared(causal() & window(3), 7, 9)
-    assert _static.prepared(causal() & window(3), 7, 9) is not _static.prepared(causal() & window(4), 7, 9)
-    assert _static.prepared(causal() & window(3), 7, 9) is not _static.prepared(causal() | window(3), 7, 9)
-    assert _static.prepared(causal(), 7, 9) is not _static.prepared(causal(), 9, 9)
-    assert _static.prepared(segments(torch.zeros(4, dtype=torch.int32)), 4, 4) is None
-    assert _static.prepared(causal() & segments(torch.zeros(4, dtype=torch.int32)), 4, 4) is None
-    assert _static.prepared(None, 4, 4) is None
 
 
 def test_a_mask_lowered_in_inference_mode_serves_training() -> None:

@@ -18,6 +18,7 @@ from ..options import Bias, Options
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager, _sharding
+from ._lowered import lowered
 from ._local_mask import check_lowered, has_dtensors, lower_parts
 from ._ops import check_k_len, forward_op
 from ._options import Given, check_indices, lower_options
@@ -32,6 +33,7 @@ Layout = Literal["bhsd", "bshd", "thd"]
 AnyMask = Mask | Prepared | Spans | ShardedMask
 
 _FULL = full()
+_NO_OPTIONS = Given()
 _warned: set[str] = set()
 
 
@@ -174,13 +176,15 @@ def attention(
             backend=backend,
         )
     plain = (
-        softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
+        softcap is bias is sinks is dropout_seed is q_index is k_index is None
+        and isinstance(dropout_p, float)
+        and dropout_p == 0.0
     )
-    if plain and dropout_p == 0.0 and not torch.compiler.is_compiling() and backend in (None, "cpu"):
-        found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse))
+    given = _NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    if not torch.compiler.is_compiling() and backend in (None, "cpu"):
+        found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), None if plain else given)
         if found is not None:
             return found  # type: ignore[no-any-return]
-    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     q, k, v, bounds, problem, options = lower_call(q, k, v, mask, given, layout)
     check_scale(scale)
     choice = choose(problem, BACKENDS, backend)
@@ -283,12 +287,24 @@ def _lower(
         indices = {"q_index": given.q_index, "k_index": given.k_index}
         if places is not None and (parts or any(map(is_dtensor, indices.values()))):
             return lower_parts(mask, places, q, k_len, **indices)
+        if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
+            return known
         placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
     else:
         raise not_a_mask(mask)
     if _can_read_k_len(placed.lowered):
         check_k_len(placed.lowered.k_len, k_len)
     return placed
+
+
+def _may_remember(given: Given, q: Tensor) -> bool:
+    """Whether a mask means here what it means in other calls, and tensors are what they seem."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and given.q_index is None is given.k_index
+        and not _eager.is_watched()
+    )
 
 
 def _can_read_k_len(spans: Spans) -> bool:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._dropout import threshold
 from ..kernels import cpu
 from ..masks import Prepared
+from ..options import Options
 from ..problem import check_scale
-from ._ops import backward_op, savable
-from ._static import prepared
+from ._lowered import lowered
+from ._ops import backward_op
+from ._options import Given, lower_options
 
 # The compiled module reads such tensors without a Python call; those of an older torch go the ordinary way.
 _READABLE = hasattr(Tensor, "__dlpack_c_exchange_api__")
@@ -29,7 +32,9 @@ _tracer = torch._C._get_tracing_state
 _profiler = torch._C._autograd._profiler_enabled
 
 
-def attend(q: Any, k: Any, v: Any, mask: Any, scale: float | None, layout: str, return_lse: bool) -> Any:
+def attend(
+    q: Any, k: Any, v: Any, mask: Any, scale: float | None, layout: str, return_lse: bool, given: Given | None
+) -> Any:
     """The result of `attention`, or None where the call must take the ordinary way.
 
     Args:
@@ -40,33 +45,63 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: float | None, layout: str, 
         scale: Factor of the scores; None for 1/sqrt(D).
         layout: "bhsd" and "bshd" go the short way.
         return_lse: Give (out, lse) instead of out.
+        given: The options; None for a plain call.
 
     Raises:
-        ValueError: Illegal bounds, or a scale that is no finite number.
+        ValueError: Illegal bounds or options, or a scale that is no finite number.
 
     Example:
         >>> from attnspan import causal
         >>> x = torch.ones(1, 1, 2, 8)
-        >>> out = attend(x, x, x, causal(), None, "bhsd", return_lse=False)
+        >>> out = attend(x, x, x, causal(), None, "bhsd", False, None)
         >>> out is None or out.shape == x.shape
         True
     """
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _is_watched():
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or is_watched():
         return None
-    if layout == "bshd" and q.dim() == k.dim() == v.dim() == 4:
+    core = cpu.compiled()
+    if core is None or not _READABLE or not (q.dim() == k.dim() == v.dim() == 4):
+        return None
+    if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     elif layout != "bhsd":
         return None
-    if type(mask) is not Prepared:
-        mask = prepared(mask, q.shape[-2], k.shape[-2]) if q.dim() == k.dim() == 4 and q.is_cpu else None
+    own = type(mask) is Prepared
+    if not own:
+        # Indices that the call gives are those of the mask too.
+        placed = given is None or given.q_index is None is given.k_index
+        mask = lowered(mask, q, k) if placed and q.is_cpu else None
         if mask is None:
             return None
-    core = cpu.compiled()
-    if core is None or not _READABLE:
+    bounds, k_len = mask.lowered.bounds, mask.lowered.k_len
+    if type(bounds) is not Tensor or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     if scale is not None:
         check_scale(scale)
-    found = _run(core, q, k, v, mask.lowered, scale, return_lse)
+    options = None
+    if given is not None:
+        if not given.is_plain(_PLAIN) or not core.fits(q, k, v, bounds, k_len, None):
+            return None
+        options = lower_options(given, q, k, mask, own)
+    wants = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (options is not None and _wants_gradient(options))
+    )
+    if not wants:
+        found = core.attend(
+            *(q, k, v, bounds, k_len, scale, torch.get_num_threads(), torch.empty_strided, torch.float32),
+            *(return_lse, None if options is None else _arguments(options)),
+        )
+    # The kernel runs inside the node, where a refusal would come too late to take another way.
+    elif core.fits(q, k, v, bounds, k_len, None if options is None else _arguments(options)):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
+        found = _record(q, k, v, bias, sinks, bounds, scale, return_lse, options)  # type: ignore[no-untyped-call]
+        found = found if return_lse else (found, None)
+    else:
+        return None
     if found is None:
         return None
     out, lse = found
@@ -74,33 +109,7 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: float | None, layout: str, 
     return (out, lse) if return_lse else out
 
 
-def _run(
-    core: Any, q: Tensor, k: Tensor, v: Tensor, spans: Any, scale: float | None, return_lse: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    bounds = spans.bounds
-    if type(bounds) is not Tensor or q.is_neg() or k.is_neg() or v.is_neg():
-        return None
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        # The kernel runs inside, where a refusal would come too late to take another way.
-        if not core.fits(q, k, v, bounds, spans.k_len):
-            return None
-        found = _record(q, k, v, bounds, q.shape[3] ** -0.5 if scale is None else scale, return_lse)  # type: ignore[no-untyped-call]
-        return found if return_lse else (found, None)
-    return core.attend(  # type: ignore[no-any-return]
-        q,
-        k,
-        v,
-        bounds,
-        spans.k_len,
-        scale,
-        torch.get_num_threads(),
-        torch.empty_strided,
-        torch.float32,
-        return_lse,
-    )
-
-
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Would someone miss the operator: a transform, a mode, autocast, a tracer, a profiler, a dual level?"""
     return (
         _functorch()
@@ -113,56 +122,75 @@ def _is_watched() -> bool:
     )
 
 
+def _wants_gradient(options: Options) -> bool:
+    bias, sinks = options.bias, options.sinks
+    return (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+
+
+def _arguments(o: Options) -> tuple[Any, ...]:
+    """The options as the compiled module takes them."""
+    dropped = threshold(o.dropout_p) if o.dropout_p else 0
+    return o.softcap, o.bias, o.bias_kind, o.sinks, dropped, o.dropout_seed, o.q_index, o.k_index
+
+
 class _Attend(torch.autograd.Function):
     """The operators' derivative, without the operators."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, return_lse: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        bounds: Tensor,
+        scale: float,
+        return_lse: bool,
+        options: Options | None,
     ) -> Any:
+        arguments = None if options is None else _arguments(options)
         out, lse = cpu.compiled().attend(
-            q,
-            k,
-            v,
-            bounds,
-            k.shape[2],
-            scale,
-            torch.get_num_threads(),
-            torch.empty_strided,
-            torch.float32,
-            True,
+            *(q, k, v, bounds, k.shape[2], scale, torch.get_num_threads(), torch.empty_strided, torch.float32),
+            *(True, arguments),
         )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, savable(bounds), out, lse)
-        ctx.scale = scale
+        saved = [q, k, v, bounds, out, lse, bias, sinks, *(() if arguments is None else arguments[5:])]
+        ctx.save_for_backward(*[x.clone() if x is not None and x.is_inference() else x for x in saved])
+        ctx.scale, ctx.numbers = scale, None if options is None else (options.softcap, options.bias_kind)
+        ctx.dropout_p = 0.0 if options is None else options.dropout_p
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, bounds, out, lse = ctx.saved_tensors
+        q, k, v, bounds, out, lse, bias, sinks, *rest = ctx.saved_tensors
         if dout is None and dlse is None:
-            return None, None, None, None, None, None
+            return (None,) * 9
         dout = torch.zeros_like(out) if dout is None else dout
+        needed = ctx.needs_input_grad
+        given: tuple[Any, ...] = ()
+        arguments = dbias = dsinks = None
+        if ctx.numbers is not None:
+            softcap, kind = ctx.numbers
+            given = (softcap, bias, kind, sinks, ctx.dropout_p, *rest, needed[3])
+            arguments = _arguments(Options(softcap, bias, kind, sinks, ctx.dropout_p, *rest))
+            dbias = torch.empty(bias.shape) if needed[3] else None
+            dsinks = None if sinks is None else torch.empty(sinks.shape)
         # The operator takes what is unusual: higher derivatives, which it refuses by name, whoever watches,
         # and incoming gradients that need a copy.
         plain = type(dout) is Tensor and dlse is None and dout.stride(-1) == 1 and not dout.is_neg()
-        gradients = None
-        if plain and not torch.is_grad_enabled() and not _is_watched():
-            gradients = cpu.compiled().gradients(
-                dout, q, k, v, out, lse, bounds, ctx.scale, torch.get_num_threads(), torch.empty_strided
+        found = None
+        if plain and not torch.is_grad_enabled() and not is_watched():
+            found = cpu.compiled().gradients(
+                *(dout, q, k, v, out, lse, bounds, ctx.scale, torch.get_num_threads(), torch.empty_strided),
+                *(arguments, dbias, dsinks),
             )
-        if gradients is None:
-            gradients = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale)
-        needed = ctx.needs_input_grad
-        dq, dk, dv = gradients[:3]
-        return (
-            dq if needed[0] else None,
-            dk if needed[1] else None,
-            dv if needed[2] else None,
-            None,
-            None,
-            None,
-        )
+        if found is None:
+            *found, dbias, dsinks = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given)
+        if needed[3]:  # A dense bias may have q's dtype; its gradient is summed in float32.
+            dbias = dbias.to(bias.dtype)
+        gradients = (*found, dbias, dsinks)
+        return *(x if need else None for x, need in zip(gradients, needed[:5], strict=True)), *(None,) * 4
 
 
 # That of Function would ask functorch once more.

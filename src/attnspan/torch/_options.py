@@ -27,6 +27,15 @@ class Given:
     q_index: Tensor | None = None
     k_index: Tensor | None = None
 
+    def is_plain(self, kinds: tuple[type, ...]) -> bool:
+        """Whether every tensor is of one of these types."""
+        bias = self.bias
+        parts = [getattr(bias, field.name) for field in fields(bias)] if isinstance(bias, Bias) else [bias]
+        for x in (*parts, self.sinks, self.dropout_seed, self.q_index, self.k_index):
+            if isinstance(x, Tensor) and type(x) not in kinds:
+                return False
+        return True
+
     def __str__(self) -> str:
         """The options in words, for `explain`."""
         words = [f"softcap {self.softcap:g}"] if self.softcap is not None else []
@@ -59,10 +68,12 @@ def lower_options(
         TypeError: Kinds of values do not fit.
     """
     wide = q.dtype == torch.float64
-    check_softcap(given.softcap)
-    bias, kind = _lower_bias(given.bias, q, k, wide)
-    sinks = _lower_sinks(given.sinks, q, wide)
-    seed = _lower_dropout(given.dropout_p, given.dropout_seed, q)
+    if given.softcap is not None:
+        check_softcap(given.softcap)
+    bias, kind = (None, 0) if given.bias is None else _lower_bias(given.bias, q, k, wide)
+    sinks = None if given.sinks is None else _lower_sinks(given.sinks, q, wide)
+    plain = given.dropout_seed is None and isinstance(given.dropout_p, float) and given.dropout_p == 0.0
+    seed = None if plain else _lower_dropout(given.dropout_p, given.dropout_seed, q)
     positional = seed is not None or kind not in (0, DENSE)
     if fixed and (given.q_index is not None or given.k_index is not None):
         _check_read(positional)
@@ -123,9 +134,7 @@ def _as_bias(bias: Any) -> Bias:
     )
 
 
-def _lower_bias(bias: Any, q: Tensor, k: Tensor, wide: bool) -> tuple[Tensor | None, int]:
-    if bias is None:
-        return None, 0
+def _lower_bias(bias: Any, q: Tensor, k: Tensor, wide: bool) -> tuple[Tensor, int]:
     bias = _as_bias(bias)
     for field in fields(bias):
         _check_device(f"bias: {field.name}", getattr(bias, field.name), q)
@@ -138,9 +147,7 @@ def _lower_bias(bias: Any, q: Tensor, k: Tensor, wide: bool) -> tuple[Tensor | N
     return lowered, kind
 
 
-def _lower_sinks(sinks: Any, q: Tensor, wide: bool) -> Tensor | None:
-    if sinks is None:
-        return None
+def _lower_sinks(sinks: Any, q: Tensor, wide: bool) -> Tensor:
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         got = str(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
         raise DtypeError(

@@ -1,0 +1,194 @@
+"""Masks lowered once: what layers share that are given one mask, or masks without data that mean the same.
+
+Lowering is arithmetic on small arrays. On the CPU it is done by NumPy, whose calls cost a fraction of torch's.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._expression import And, Or
+from .._leaves import Causal, Full, GlobalKeys, Window
+from .._start import begin_in
+from ..arrays import NUMPY
+from ..masks import Mask, Prepared
+from ..spans import Spans
+
+_WITHOUT_DATA = (Causal, Full, Window, GlobalKeys, And, Or)
+_NUMBERS = (int, type(None))
+_STATIC = (bool, int, str, type(None))
+# Sizes for which one mask is remembered: kinds of layers, prefill and decoding.
+_MOST_SIZES = 4
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Known:
+    """One lowering, and what the mask's arrays held then."""
+
+    sizes: tuple[int, ...]
+    device: torch.device
+    lowered: Prepared
+    tensors: list[Tensor] = field(default_factory=list)
+    tensor_values: list[Any] = field(default_factory=list)  # copies on the host, version counters on devices
+    arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    array_values: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    def holds(self, sizes: tuple[int, ...], device: torch.device) -> bool:
+        """Whether this is the lowering for these sizes, and nobody has written into the arrays since."""
+        return (
+            self.sizes == sizes
+            and self.device == device
+            and all(map(_unchanged, self.tensors, self.tensor_values))
+            and all(map(np.array_equal, self.arrays, self.array_values))
+        )
+
+
+_memory: WeakKeyDictionary[Mask, list[_Known]] = WeakKeyDictionary()
+
+
+def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
+    """The mask lowered for a call with the default indices, from memory where it was lowered before.
+
+    Values decide for arrays on the host: a copy of them is kept. For tensors on a device, their version
+    counters do, which writes through ``.data`` do not advance.
+
+    Args:
+        mask: What `attention` was given.
+        q: Shape (B, H, Sq, D), a plain tensor.
+        k: Shape (B, Hkv, Sk, D), likewise.
+
+    Returns:
+        The lowered mask, or None for one that cannot be remembered: a function, a subclass of tensors, what is
+        lowered already, or an error, which the general way reports.
+
+    Example:
+        >>> from attnspan import causal, segments
+        >>> mask, q = causal() & segments(torch.tensor([0, 0, 1])), torch.ones(1, 1, 3, 8)
+        >>> lowered(mask, q, q) is lowered(mask, q, q)
+        True
+    """
+    sizes = q.shape[2], k.shape[2], q.shape[0], q.shape[1]
+    known = _memory.get(mask) if isinstance(mask, Mask) else None
+    if known is None:
+        if (key := _key(mask)) is not None:
+            return _without_data(key, sizes[0], sizes[1]) if q.is_cpu else None
+        return _remember(mask, q, sizes, [])
+    for one in known:
+        if one.holds(sizes, q.device):
+            return one.lowered
+    return _remember(mask, q, sizes, known)
+
+
+def _unchanged(x: Tensor, value: Any) -> bool:
+    return torch.equal(x, value) if x.is_cpu else x._version == value
+
+
+class _UnknowableError(Exception):
+    """Values cannot tell whether a part of the mask has changed: a function, or an array of another kind."""
+
+
+def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known]) -> Prepared | None:
+    sources: dict[int, tuple[Any, Any]] = {}
+    try:
+        twin = _twin(mask, sources)
+    except _UnknowableError:
+        return None
+    host = q.is_cpu
+    for x, on_host in sources.values():
+        host = host and on_host is not None
+        if x is not on_host and (x.device != q.device or (x.is_inference() and not x.is_cpu)):
+            return None  # for the general way to refuse, or without a version counter
+    try:
+        found = _by_numpy(twin, sizes) if host else _on_device(mask, q, sizes)
+    except (ValueError, TypeError):
+        return None
+    entry = _Known(sizes, q.device, found)
+    for x, on_host in sources.values():
+        if x is on_host:
+            entry.arrays.append(x)
+            entry.array_values.append(x.copy())
+        else:
+            entry.tensors.append(x)
+            entry.tensor_values.append(x.clone() if x.is_cpu else x._version)
+    # Those whose arrays were written into are of no more use.
+    others = [x for x in known if x.sizes != sizes or x.device != q.device] if known else ()
+    _memory[mask] = [entry, *others[: _MOST_SIZES - 1]]
+    return found
+
+
+def _twin(mask: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
+    """The expression with arrays of NumPy. Gathers by id each array, and its twin: None on a device.
+
+    An array that stands in two places stays one, as it must: the lowering knows arrays by identity.
+    """
+    if not isinstance(mask, Mask) or isinstance(mask, Prepared):
+        raise _UnknowableError
+    twin = object.__new__(type(mask))
+    for name, x in vars(mask).items():
+        if type(x) is Tensor or type(x) is np.ndarray:
+            if id(x) not in sources:
+                sources[id(x)] = x, (x if type(x) is np.ndarray else x.numpy() if x.is_cpu else None)
+            x = sources[id(x)][1]
+        elif isinstance(x, Mask):
+            x = _twin(x, sources)
+        elif type(x) is tuple:
+            parts = []
+            for part in x:
+                parts.append(part if type(part) in _STATIC else _twin(part, sources))  # noqa: PERF401  (a frame less)
+            x = tuple(parts)
+        elif type(x) not in _STATIC:
+            raise _UnknowableError
+        vars(twin)[name] = x
+    return twin
+
+
+def _by_numpy(mask: Mask, sizes: tuple[int, ...]) -> Prepared:
+    low = begin_in(NUMPY, mask._leaves(), *sizes)
+    bounds = mask._bounds(low)
+    if bounds.shape[3] > 1:
+        bounds = Spans._checked(bounds, low.top).compact().bounds
+    with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
+        q_index = None if low.counted_back else torch.from_numpy(np.array(low.q_index[:, 0]))
+        return Prepared(Spans._checked(torch.from_numpy(bounds), low.top), q_index)
+
+
+def _on_device(mask: Mask, q: Tensor, sizes: tuple[int, ...]) -> Prepared:
+    q_len, k_len, batch, heads = sizes
+    return mask.placed(q_len, k_len, batch=batch, heads=heads, like=q)
+
+
+def _key(mask: Any) -> tuple[Any, ...] | None:
+    """What two masks without data share exactly if they mean the same; None for any other mask."""
+    kind = type(mask)
+    if kind is Causal or kind is Full:
+        return (kind,)
+    if kind is Window and type(mask.left) in _NUMBERS and type(mask.right) in _NUMBERS:
+        return kind, mask.left, mask.right
+    if kind is GlobalKeys and type(mask.n) is int:
+        return kind, mask.n
+    if kind is And or kind is Or:
+        keys = []
+        for operand in mask.operands:
+            if type(operand) not in _WITHOUT_DATA or (key := _key(operand)) is None:
+                return None
+            keys.append(key)
+        return kind, tuple(keys)
+    return None
+
+
+def _mask(key: tuple[Any, ...]) -> Mask:
+    kind, *rest = key
+    if kind is And or kind is Or:
+        return kind(tuple([_mask(operand) for operand in rest[0]]))  # type: ignore[no-any-return]
+    return kind(*rest)  # type: ignore[no-any-return]
+
+
+# Bounds take 8 bytes for a row and run: 16 masks of 65,536 rows are 8 MiB.
+@lru_cache(maxsize=16)
+def _without_data(key: tuple[Any, ...], q_len: int, k_len: int) -> Prepared:
+    return _by_numpy(_mask(key), (q_len, k_len, 1, 1))

@@ -1,0 +1,209 @@
+"""Masks that eager calls lower once: when they are remembered, and that memory never lies."""
+
+import copy
+import gc
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from library_samples import SAMPLES as LIBRARY
+from mask_samples import BATCH, KEYS, SAMPLES
+from test_masks_trees import Tree
+from torch import Tensor
+
+from attnspan import Mask, causal, from_predicate, segments, window
+from attnspan.torch import attention
+from attnspan.torch._lowered import _memory, lowered
+
+S = 16
+
+
+def _qkv(q_len: int = S, heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, heads, q_len, 8), torch.randn(2, heads, S, 8), torch.randn(2, heads, S, 8)
+
+
+def _ids(batch: int = 2) -> Tensor:
+    return (torch.arange(S) // 5).repeat(batch, 1)
+
+
+def _visible(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    found = mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
+    return found.dense()
+
+
+def test_layers_share_one_lowering() -> None:
+    q, k, _ = _qkv()
+    mask = causal() & segments(_ids())
+    first = lowered(mask, q, k)
+    assert first is not None
+    assert lowered(mask, q, k) is first
+    assert lowered(mask, q[:1], k[:1]) is None  # two rows of ids for one of q: the general way says so
+    short = lowered(mask, q[:, :, :3], k)
+    assert short is not None
+    assert short.lowered.q_len == 3
+    assert lowered(mask, q, k) is first
+
+
+def _write(ids: Any) -> None:
+    ids[1, 3:] = 9
+
+
+WRITES: dict[str, Callable[[Tensor], None]] = {
+    "in place": _write,
+    "through data": lambda ids: _write(ids.data),
+    "through NumPy": lambda ids: _write(ids.numpy()),
+    "through a view": lambda ids: _write(ids.view(2, S)),
+    "copy_": lambda ids: ids.copy_(_ids().flip(1)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writing_into_the_ids_lowers_again(write: str) -> None:
+    q, k, v = _qkv()
+    ids = _ids()
+    mask = causal() & segments(ids)
+    attention(q, k, v, mask=mask)
+    WRITES[write](ids)
+    again = attention(q, k, v, mask=mask)
+    assert torch.equal(again, attention(q, k, v, mask=causal() & segments(ids.clone())))
+    assert not torch.equal(again, attention(q, k, v, mask=causal() & segments(_ids())))
+
+
+def test_writing_into_arrays_of_numpy_lowers_again() -> None:
+    q, k, _ = _qkv()
+    ids = _ids().numpy()
+    mask = segments(ids)
+    first = lowered(mask, q, k)
+    assert lowered(mask, q, k) is first
+    _write(ids)
+    again = lowered(mask, q, k)
+    assert again is not None
+    assert torch.equal(again.lowered.dense(), _visible(segments(torch.from_numpy(ids)), q, k))
+
+
+def test_ids_of_inference_mode_have_no_version_and_are_compared() -> None:
+    q, k, v = _qkv()
+    with torch.inference_mode():
+        ids = _ids()
+        mask = causal() & segments(ids)
+        attention(q, k, v, mask=mask)
+        _write(ids)
+        again = attention(q, k, v, mask=mask)
+    wanted = attention(q.requires_grad_(), k, v, mask=causal() & segments(ids.clone()))
+    assert torch.equal(again, wanted)
+    wanted.sum().backward()
+
+
+def test_what_a_function_reads_cannot_be_known() -> None:
+    q, k, v = _qkv()
+    limit = torch.tensor(3)
+    mask = from_predicate(lambda b, h, i, j: j < limit)
+    assert lowered(mask, q, k) is None
+    before = attention(q, k, v, mask=mask)
+    limit.fill_(5)
+    assert not torch.equal(before, attention(q, k, v, mask=mask))
+
+
+def test_memory_is_bounded_and_dies_with_the_mask() -> None:
+    q, k, _ = _qkv()
+    mask = causal() & segments(_ids())
+    for q_len in range(1, S):
+        lowered(mask, q[:, :, :q_len], k)
+    assert len(_memory[mask]) == 4
+    before, alive = len(_memory), weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert alive() is None
+    assert len(_memory) == before - 1
+
+
+def test_a_copy_has_a_memory_of_its_own() -> None:
+    q, k, _ = _qkv()
+    mask = causal() & segments(_ids())
+    size = len(pickle.dumps(mask))
+    first = lowered(mask, q, k)
+    assert len(pickle.dumps(mask)) == size
+    assert lowered(copy.deepcopy(mask), q, k) is not first
+
+
+@pytest.mark.parametrize("sample", [*SAMPLES, *LIBRARY], ids=lambda sample: sample.name)
+@pytest.mark.parametrize("convert", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
+def test_it_is_what_the_general_way_lowers(sample: Any, convert: Any) -> None:
+    keys = getattr(sample, "keys", KEYS)
+    for q_len in (keys, 7, 1):
+        mask = sample.mask(convert)
+        q, k = torch.zeros(BATCH, 4, q_len, 8), torch.zeros(BATCH, 4, keys, 8)
+        try:
+            wanted = mask.placed(q_len, keys, batch=BATCH, heads=4, like=q)
+        except ValueError:
+            assert lowered(mask, q, k) is None
+            continue
+        found = lowered(mask, q, k)
+        if found is None:  # a function, or blocks
+            continue
+        assert torch.equal(found.lowered.dense(), wanted.lowered.dense())
+        assert (found.q_index is None) == (wanted.q_index is None)
+        if wanted.q_index is not None:
+            assert torch.equal(found.q_index, wanted.q_index)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trees(seed: int) -> None:
+    tree = Tree(np.random.default_rng(seed), 3, root=True)
+    mask = tree.mask(torch.from_numpy)
+    q, k = torch.zeros(BATCH, 2, KEYS, 8), torch.zeros(BATCH, 2, KEYS, 8)
+    found = lowered(mask, q, k)
+    assert found is not None
+    wanted = torch.from_numpy(tree.dense(np.tile(np.arange(KEYS), (BATCH, 1))))
+    assert torch.equal(found.lowered.dense().expand_as(wanted), wanted)
+
+
+def test_masks_without_data_are_lowered_once_however_often_they_are_made() -> None:
+    q, k, _ = _qkv(7)
+    assert lowered(causal() & window(3), q, k) is lowered(causal() & window(3), q, k)
+    assert lowered(causal() & window(3), q, k) is not lowered(causal() & window(4), q, k)
+    assert lowered(causal() & window(3), q, k) is not lowered(causal() | window(3), q, k)
+    assert lowered(causal(), q, k) is not lowered(causal(), k, k)
+    assert lowered(None, q, k) is None
+
+
+def _calls_of_ours(function: Callable[[], object]) -> int:
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        del arg
+        nonlocal count
+        count += event == "call" and "/attnspan/" in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+MASKS: dict[str, Callable[[], Any]] = {
+    "no mask": lambda: None,
+    "causal": causal,
+    "prepared": lambda: (causal() & segments(_ids())).prepare(S, S, batch=2),
+    "causal & segments": lambda: causal() & segments(_ids()),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("name", MASKS)
+def test_few_python_calls_stand_before_the_kernel(name: str, options: Any, gradient: bool) -> None:
+    q, k, v = (x.requires_grad_(gradient) for x in _qkv())
+    mask = MASKS[name]()
+    if name == "causal & segments":
+        assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 60
+    attention(q, k, v, mask=mask, **options)
+    assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 15
