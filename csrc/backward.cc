@@ -251,7 +251,8 @@ class Backward {
           seen = pack_queries(b, h, chunk, o);
         }
         if (tiles) key_block(b, hk, kb, seen, o, change, dq, dk, dv);
-        // Not looked for in vain: of packed documents, a pass over all rows costs as much as a key block's few products.
+        // Not looked for in vain: of packed documents, a pass over all rows costs as much as a key block's few
+        // products.
         for (int64_t i = 0; i < a.q_len && !(tiles && large.exact == 0); ++i)
           if (!tiles || o.exact[i]) row_of_key_block(b, h, kb, i, numbers, o, change, dq, dk, dv);
         if (g + 1 == a.group()) write_key_block(b, hk, kb, dk, dv);

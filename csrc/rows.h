@@ -47,7 +47,8 @@ inline void write_row(const float* x, float factor, T* y, int64_t n) {
 
 // The same as row i of a result.
 template <class T>
-[[gnu::always_inline]] inline void write_row(const float* x, float factor, const Tensor& to, int64_t b, int64_t h, int64_t i, int64_t n) {
+[[gnu::always_inline]] inline void write_row(const float* x, float factor, const Tensor& to, int64_t b, int64_t h,
+                                             int64_t i, int64_t n) {
   if (to.wide)
     write_row(x, factor, at<float>(to, b, h, i), n);
   else

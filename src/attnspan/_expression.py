@@ -257,21 +257,24 @@ class And(Mask):
         return leaves
 
     def _lower(self, low: Lowering) -> Rows:
-        clip, wide = Rows((FULL,)), []
+        clip: Rows | None = None
+        wide = []
         for operand in self._flat():
             rows = low.lower(operand)
-            if len(rows.intervals) == 1:
-                clip = clip_rows(low.arrays, rows, clip)
-            else:
+            if len(rows.intervals) > 1:
                 wide.append((operand, rows))
+            else:
+                clip = rows if clip is None else clip_rows(low.arrays, rows, clip)
+        if clip is None:
+            clip = Rows((FULL,))
+        if not wide:
+            return clip
         # Single intervals go into the operands of each `|` first: many of those then have unions known to be
         # one.
         lowered = [
             operand._lower_within(low, clip) if isinstance(operand, Or) else clip_rows(low.arrays, rows, clip)
             for operand, rows in wide
         ]
-        if not lowered:
-            return clip
         result = lowered[0]
         for rows in lowered[1:]:
             result = _intersect(low, result, rows)

@@ -127,16 +127,13 @@ def materialise(
         lo = arrays.full((1, 1, q_len), lo) if isinstance(lo, int) else lo
         hi = arrays.full((1, 1, q_len), hi) if x.hi is None or isinstance(hi, int) else hi
         lo = arrays.clip(lo, 0, top)
-        if _shared_by_rows(lo) and _shared_by_rows(hi):
+        # A symbol of a size, which is no int to JAX, is the number of rows.
+        n, m = lo.shape[-1], hi.shape[-1]
+        if isinstance(n, int) and isinstance(m, int) and n == 1 and m == 1:
             lo = arrays.broadcast_to(lo, (*lo.shape[:-1], q_len))
         los.append(lo)
         his.append(arrays.maximum(arrays.clip(hi, 0, top), lo))
     return los, his
-
-
-def _shared_by_rows(end: Array) -> bool:
-    # A symbol of a size, which is no int to JAX, is the number of rows.
-    return isinstance(end.shape[-1], int) and end.shape[-1] == 1
 
 
 def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: int) -> tuple[Array, Array]:

@@ -110,7 +110,7 @@ def _id_rows(
         intervals.append(Interval(lo, hi, anchored))
     if nobody is not None:
         broken = broken & ~nobody
-    return Rows(tuple(intervals), either_illegal(broken, beyond)[:, None])  # type: ignore[index]
+    return Rows(tuple(intervals), (broken if beyond is None else broken | beyond)[:, None])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -28,7 +28,7 @@ def find_runs(
     """
     if arrays is NUMPY:
         ends, broken = _find_on_host(q_ids, kv_ids, max_runs)
-        return [(lo, hi) for lo, hi in ends], broken
+        return list(map(tuple, ends)), broken
     if not (arrays.concrete(q_ids) and arrays.concrete(kv_ids)):
         return _look_up(arrays, _table(arrays, kv_ids), q_ids, max_runs)
     keys = arrays.to_numpy(kv_ids)
@@ -40,10 +40,8 @@ def find_runs(
 _Host = np.ndarray[Any, Any]
 
 
-def _find_on_host(
-    q_ids: _Host, kv_ids: _Host, max_runs: int
-) -> tuple[_Host, _Host]:
-    """The ends (max_runs, 2, b, q) and the mark where values can be read: sorts and looks up runs, not tokens."""
+def _find_on_host(q_ids: _Host, kv_ids: _Host, max_runs: int) -> tuple[_Host, _Host]:
+    """The ends (max_runs, 2, b, q) and the mark, from values: sorts and looks up runs instead of tokens."""
     batch, rows = max(len(q_ids), len(kv_ids)), q_ids.shape[1]
     ends, broken = np.zeros((max_runs, 2, batch, rows), np.int32), np.zeros((batch, rows), bool)
     for b in range(batch):

@@ -32,7 +32,8 @@ def begin_in(
     k_index: Any = None,
 ) -> Lowering:
     """The same in a framework that is known."""
-    if not arrays.tracing():
+    tracing = arrays.tracing()
+    if not tracing:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if isinstance(size, int) and not 0 <= size <= INT32_MAX:
                 raise OptionError(name, expected=f"0 to {INT32_MAX}", got=shown(size), remedy="Use fewer")
@@ -45,7 +46,7 @@ def begin_in(
                 got=shown(k_index.shape[0]),
                 remedy="Pass the global indices of the keys that are here",
             )
-    keys = _key_len(leaves, k_len, k_index is not None, arrays.tracing())
+    keys = _key_len(leaves, k_len, k_index is not None, tracing)
     low = Lowering(arrays, q_len, keys, batch, heads)
     _index_rows(low, leaves, q_index, k_index)
     return low
@@ -75,9 +76,10 @@ def _index_rows(low: Lowering, leaves: list[Any], q_index: Any, k_index: Any) ->
         low.q_index = _checked_q_index(low, q_index)
         return
     anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
-    # A prepared mask compares its rows with those that are chosen, so that it need not be the same array.
-    others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
-    anchored = others or anchored[:1]
+    if len(anchored) > 1:
+        # A prepared mask compares its rows with those that are chosen, so that it need not be the same array.
+        others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
+        anchored = others or anchored[:1]
     for leaf in anchored[1:]:
         if not _same_anchor(leaf, anchored[0]):
             raise OptionError(

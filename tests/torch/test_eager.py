@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan import Mask, causal, full, global_keys, segments, window
 from attnspan.kernels import cpu
-from attnspan.torch import _eager, attention, dropout_seeds
+from attnspan.torch import _eager, attention
 
 SHAPE = (2, 4, 24, 16)
 MASKS = {

@@ -103,7 +103,7 @@ def test_ids_of_inference_mode_have_no_version_and_are_compared() -> None:
 def test_what_a_function_reads_cannot_be_known() -> None:
     q, k, v = _qkv()
     limit = torch.tensor(3)
-    mask = from_predicate(lambda b, h, i, j: j < limit)
+    mask = from_predicate(lambda b, h, i, j: j < limit)  # noqa: ARG005
     assert lowered(mask, q, k) is None
     before = attention(q, k, v, mask=mask)
     limit.fill_(5)

@@ -18,8 +18,8 @@ from ..options import Bias, Options
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager, _sharding
-from ._lowered import lowered
 from ._local_mask import check_lowered, has_dtensors, lower_parts
+from ._lowered import lowered
 from ._ops import check_k_len, forward_op
 from ._options import Given, check_indices, lower_options
 from ._placements import Places, is_dtensor, places_of
@@ -176,10 +176,9 @@ def attention(
             backend=backend,
         )
     plain = (
-        softcap is bias is sinks is dropout_seed is q_index is k_index is None
-        and isinstance(dropout_p, float)
-        and dropout_p == 0.0
+        softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     )
+    plain = plain and isinstance(dropout_p, float) and dropout_p == 0.0
     given = _NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     if not torch.compiler.is_compiling() and backend in (None, "cpu"):
         found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), None if plain else given)

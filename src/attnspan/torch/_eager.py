@@ -78,11 +78,12 @@ def attend(
         return None
     if scale is not None:
         check_scale(scale)
-    options = None
+    options = arguments = None
     if given is not None:
         if not given.is_plain(_PLAIN) or not core.fits(q, k, v, bounds, k_len, None):
             return None
         options = lower_options(given, q, k, mask, own)
+        arguments = None if options is None else _arguments(options)
     wants = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -92,13 +93,14 @@ def attend(
     if not wants:
         found = core.attend(
             *(q, k, v, bounds, k_len, scale, torch.get_num_threads(), torch.empty_strided, torch.float32),
-            *(return_lse, None if options is None else _arguments(options)),
+            *(return_lse, arguments),
         )
     # The kernel runs inside the node, where a refusal would come too late to take another way.
-    elif core.fits(q, k, v, bounds, k_len, None if options is None else _arguments(options)):
+    elif core.fits(q, k, v, bounds, k_len, arguments):
         scale = q.shape[3] ** -0.5 if scale is None else scale
         bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
-        found = _record(q, k, v, bias, sinks, bounds, scale, return_lse, options)  # type: ignore[no-untyped-call]
+        dropout_p = 0.0 if options is None else options.dropout_p
+        found = _record(core, q, k, v, bias, sinks, bounds, scale, return_lse, dropout_p, arguments)  # type: ignore[no-untyped-call]
         found = found if return_lse else (found, None)
     else:
         return None
@@ -139,6 +141,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        core: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -147,34 +150,44 @@ class _Attend(torch.autograd.Function):
         bounds: Tensor,
         scale: float,
         return_lse: bool,
-        options: Options | None,
+        dropout_p: float,
+        arguments: tuple[Any, ...] | None,
     ) -> Any:
-        arguments = None if options is None else _arguments(options)
-        out, lse = cpu.compiled().attend(
-            *(q, k, v, bounds, k.shape[2], scale, torch.get_num_threads(), torch.empty_strided, torch.float32),
+        out, lse = core.attend(
+            *(
+                q,
+                k,
+                v,
+                bounds,
+                k.shape[2],
+                scale,
+                torch.get_num_threads(),
+                torch.empty_strided,
+                torch.float32,
+            ),
             *(True, arguments),
         )
         ctx.set_materialize_grads(False)
         saved = [q, k, v, bounds, out, lse, bias, sinks, *(() if arguments is None else arguments[5:])]
         ctx.save_for_backward(*[x.clone() if x is not None and x.is_inference() else x for x in saved])
-        ctx.scale, ctx.numbers = scale, None if options is None else (options.softcap, options.bias_kind)
-        ctx.dropout_p = 0.0 if options is None else options.dropout_p
+        ctx.scale, ctx.dropout_p = scale, dropout_p
+        ctx.numbers = None if arguments is None else (arguments[0], arguments[2])
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, bounds, out, lse, bias, sinks, *rest = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 9
+            return (None,) * 11
         dout = torch.zeros_like(out) if dout is None else dout
         needed = ctx.needs_input_grad
         given: tuple[Any, ...] = ()
         arguments = dbias = dsinks = None
         if ctx.numbers is not None:
             softcap, kind = ctx.numbers
-            given = (softcap, bias, kind, sinks, ctx.dropout_p, *rest, needed[3])
+            given = (softcap, bias, kind, sinks, ctx.dropout_p, *rest, needed[4])
             arguments = _arguments(Options(softcap, bias, kind, sinks, ctx.dropout_p, *rest))
-            dbias = torch.empty(bias.shape) if needed[3] else None
+            dbias = torch.empty(bias.shape) if needed[4] else None
             dsinks = None if sinks is None else torch.empty(sinks.shape)
         # The operator takes what is unusual: higher derivatives, which it refuses by name, whoever watches,
         # and incoming gradients that need a copy.
@@ -187,10 +200,11 @@ class _Attend(torch.autograd.Function):
             )
         if found is None:
             *found, dbias, dsinks = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given)
-        if needed[3]:  # A dense bias may have q's dtype; its gradient is summed in float32.
-            dbias = dbias.to(bias.dtype)
+        if needed[4]:  # A dense bias may have q's dtype; its gradient is summed in float32.
+            dbias = dbias.to(bias.dtype)  # type: ignore[union-attr]
         gradients = (*found, dbias, dsinks)
-        return *(x if need else None for x, need in zip(gradients, needed[:5], strict=True)), *(None,) * 4
+        wanted = (x if need else None for x, need in zip(gradients, needed[1:6], strict=True))
+        return None, *wanted, *(None,) * 5
 
 
 # That of Function would ask functorch once more.

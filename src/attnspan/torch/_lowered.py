@@ -1,6 +1,6 @@
 """Masks lowered once: what layers share that are given one mask, or masks without data that mean the same.
 
-Lowering is arithmetic on small arrays. On the CPU it is done by NumPy, whose calls cost a fraction of torch's.
+Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls cost a fraction of torch's.
 """
 
 from dataclasses import dataclass, field
@@ -63,8 +63,8 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
         k: Shape (B, Hkv, Sk, D), likewise.
 
     Returns:
-        The lowered mask, or None for one that cannot be remembered: a function, a subclass of tensors, what is
-        lowered already, or an error, which the general way reports.
+        The lowered mask, or None for one that cannot be remembered (a function, a subclass of tensors), is
+        lowered already, or is wrong, which the general way reports.
 
     Example:
         >>> from attnspan import causal, segments
@@ -94,8 +94,9 @@ class _UnknowableError(Exception):
 
 def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known]) -> Prepared | None:
     sources: dict[int, tuple[Any, Any]] = {}
+    leaves: list[Mask] = []
     try:
-        twin = _twin(mask, sources)
+        twin = _twin(mask, sources, leaves)
     except _UnknowableError:
         return None
     host = q.is_cpu
@@ -104,7 +105,7 @@ def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known])
         if x is not on_host and (x.device != q.device or (x.is_inference() and not x.is_cpu)):
             return None  # for the general way to refuse, or without a version counter
     try:
-        found = _by_numpy(twin, sizes) if host else _on_device(mask, q, sizes)
+        found = _by_numpy(twin, leaves, sizes) if host else _on_device(mask, q, sizes)
     except (ValueError, TypeError):
         return None
     entry = _Known(sizes, q.device, found)
@@ -121,25 +122,30 @@ def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known])
     return found
 
 
-def _twin(mask: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
-    """The expression with arrays of NumPy. Gathers by id each array, and its twin: None on a device.
+def _twin(mask: Any, sources: dict[int, tuple[Any, Any]], leaves: list[Mask] | None) -> Any:
+    """The expression with arrays of NumPy. Gathers its leaves, and by id each array with its twin.
 
-    An array that stands in two places stays one, as it must: the lowering knows arrays by identity.
+    A tensor on a device has None for a twin. An array that stands in two places stays one, as it must: the
+    lowering knows arrays by identity.
     """
     if not isinstance(mask, Mask) or isinstance(mask, Prepared):
         raise _UnknowableError
     twin = object.__new__(type(mask))
+    if not isinstance(mask, And | Or):
+        if leaves is not None:
+            leaves.append(twin)
+        leaves = None  # what a leaf holds is its own affair
     for name, x in vars(mask).items():
         if type(x) is Tensor or type(x) is np.ndarray:
             if id(x) not in sources:
-                sources[id(x)] = x, (x if type(x) is np.ndarray else x.numpy() if x.is_cpu else None)
+                sources[id(x)] = x, x if isinstance(x, np.ndarray) else x.numpy() if x.is_cpu else None
             x = sources[id(x)][1]
         elif isinstance(x, Mask):
-            x = _twin(x, sources)
+            x = _twin(x, sources, leaves)
         elif type(x) is tuple:
             parts = []
             for part in x:
-                parts.append(part if type(part) in _STATIC else _twin(part, sources))  # noqa: PERF401  (a frame less)
+                parts.append(part if type(part) in _STATIC else _twin(part, sources, leaves))  # noqa: PERF401  (a frame less)
             x = tuple(parts)
         elif type(x) not in _STATIC:
             raise _UnknowableError
@@ -147,8 +153,8 @@ def _twin(mask: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
     return twin
 
 
-def _by_numpy(mask: Mask, sizes: tuple[int, ...]) -> Prepared:
-    low = begin_in(NUMPY, mask._leaves(), *sizes)
+def _by_numpy(mask: Mask, leaves: list[Mask], sizes: tuple[int, ...]) -> Prepared:
+    low = begin_in(NUMPY, leaves, *sizes)
     bounds = mask._bounds(low)
     if bounds.shape[3] > 1:
         bounds = Spans._checked(bounds, low.top).compact().bounds
@@ -172,12 +178,11 @@ def _key(mask: Any) -> tuple[Any, ...] | None:
     if kind is GlobalKeys and type(mask.n) is int:
         return kind, mask.n
     if kind is And or kind is Or:
-        keys = []
         for operand in mask.operands:
-            if type(operand) not in _WITHOUT_DATA or (key := _key(operand)) is None:
+            if type(operand) not in _WITHOUT_DATA:
                 return None
-            keys.append(key)
-        return kind, tuple(keys)
+        keys = tuple([_key(operand) for operand in mask.operands])
+        return None if None in keys else (kind, keys)
     return None
 
 
@@ -191,4 +196,5 @@ def _mask(key: tuple[Any, ...]) -> Mask:
 # Bounds take 8 bytes for a row and run: 16 masks of 65,536 rows are 8 MiB.
 @lru_cache(maxsize=16)
 def _without_data(key: tuple[Any, ...], q_len: int, k_len: int) -> Prepared:
-    return _by_numpy(_mask(key), (q_len, k_len, 1, 1))
+    mask = _mask(key)
+    return _by_numpy(mask, mask._leaves(), (q_len, k_len, 1, 1))

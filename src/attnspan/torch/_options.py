@@ -30,7 +30,7 @@ class Given:
     def is_plain(self, kinds: tuple[type, ...]) -> bool:
         """Whether every tensor is of one of these types."""
         bias = self.bias
-        parts = [getattr(bias, field.name) for field in fields(bias)] if isinstance(bias, Bias) else [bias]
+        parts = list(vars(bias).values()) if isinstance(bias, Bias) else [bias]
         for x in (*parts, self.sinks, self.dropout_seed, self.q_index, self.k_index):
             if isinstance(x, Tensor) and type(x) not in kinds:
                 return False
