@@ -63,7 +63,7 @@ $(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
 	@touch $@
 
 test-torch: $(TORCH_VENV)/.ready
-	$(TORCH_VENV)/bin/python -m pytest tests/torch $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest tests/torch tests/docs $(ARGS)
 
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
 XLA_VENV := .venv-xla

@@ -1,7 +1,6 @@
 """Descriptions of biases: what they lower to, in every framework, and what is refused."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -221,14 +220,3 @@ def test_an_unreadable_bucket_outside_the_table_fails_in_torch():
         with pytest.raises((IndexError, RuntimeError), match="out of"):
             lower(torch.ones(4, 3), torch.tensor([0, outside, 2]))
     torch._dynamo.reset()
-
-
-def test_the_examples_of_the_page_run():
-    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
-    examples = page.split("```python\n")[1:]
-    assert len(examples) == 10
-    names: dict = {}
-    for example in examples:
-        exec(example.partition("```")[0], names)
-        out = names.get("out")
-        assert out is None or out.isfinite().all()

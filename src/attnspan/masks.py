@@ -68,7 +68,9 @@ def causal() -> Mask:
 
 
 def window(left: int | None, right: int | None = 0) -> Mask:
-    """Query i sees key j iff i - left <= j <= i + right, in global indices.
+    """Hugging Face's sliding_window=W is window(W - 1); flash-attn's (l, r) is window(l, r), None for -1.
+
+    Query i sees key j iff i - left <= j <= i + right, in global indices.
 
     Args:
         left: keys before the query that it sees; None for all.

@@ -1,7 +1,6 @@
 """Key-value caches: whatever comes in whatever pieces, the result is that of attention over the whole."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -241,27 +240,3 @@ def test_a_model_moves_its_caches_and_does_not_save_them() -> None:
     assert layer.cache.keys.dtype == torch.bfloat16
     assert layer.cache.lengths.dtype == torch.int32
     assert "kv_heads=2, slots=24" in repr(layer)
-
-
-def test_the_code_of_the_page_runs_and_agrees_with_no_cache() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "caches.md").read_text()
-    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "docs/caches.md", "exec"), names)
-    prompts, counts, generated, model = (names[name] for name in ("prompts", "counts", "generated", "model"))
-    for b, count in enumerate(counts.tolist()):
-        ids = torch.cat([prompts[b, 12 - count :], generated[b]])[None]
-        for t in range(20):
-            caches = [StaticCache(1, 2, 64, 16, layout="bshd") for _ in range(2)]
-            with torch.no_grad():
-                assert model(ids[:, : count + t], caches).argmax() == ids[0, count + t]
-    assert names["rolling"][0].lengths.tolist() == [32, 27]
-    assert names["cache"].lengths.tolist() == [4 + 3, 2 + 2]
-    caches = [StaticCache(2, 2, 64, 16, layout="bshd") for _ in range(2)]
-    with torch.no_grad():
-        torch.testing.assert_close(names["in_pieces"], model(prompts, caches, counts))
-    k, before = names["k"], names["before"]
-    keys = names["cache"].keys
-    for b, nodes in enumerate([[0, 2, 4], [0, 1]]):
-        assert torch.equal(keys[b, :, before[b] : before[b] + len(nodes)], k[b, :, nodes])
