@@ -116,7 +116,7 @@ def read(path: Path, device: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except Exception as error:  # Whatever a file holds, attention works without it.
-        _log(path, error)
+        _log(f"{path}: {error}. Run `attnspan tune` to replace the file")
         return []
 
 
@@ -145,11 +145,10 @@ def load(core: Any) -> None:
         choices = [[config.get(name, 0) for name in CONFIG_FIELDS] for config in found.values()]
         core.set_tuned([(*astuple(key)[1:], *choice) for key, choice in zip(found, choices, strict=True)])
     except ValueError as error:  # an illegal ATTNSPAN_ISA or a name that the core does not know
-        _log("the configurations of the CPU kernel", error)
+        _log(f"configurations of the CPU kernel: {error}")
 
 
-def _log(what: object, problem: Exception) -> None:
+def _log(problem: str) -> None:
     import logging
 
-    text = f"{what}: {problem}. Kernels make their own choice. Run `attnspan tune` to replace the file."
-    logging.getLogger("attnspan").warning(text)
+    logging.getLogger("attnspan").warning(f"{problem.removesuffix('.')}. Kernels make their own choice.")

@@ -117,8 +117,8 @@ def test_time_of_this_process_and_idle_time_do_not_count(monkeypatch: pytest.Mon
 def test_time_and_interrupts_end_a_run_and_the_next_one_continues(path: Path) -> None:
     backend = FakeBackend()
     backend.candidates = 2000
-    found = backend.run(CASES, path, minutes=1.2 / 60)
-    assert backend.now < 1.2 + 0.25, "the last case has what time is left"
+    found = backend.run(CASES, path, minutes=0.8 / 60)
+    assert backend.now < 0.8 + 0.2, "the last case has what time is left"
     assert 2 <= len(found) < 4
     backend.opened.clear()
     backend.interrupt_at = 512

@@ -170,10 +170,11 @@ class Queue:
         return None
 
 
-def test_an_asynchronous_device_is_waited_for() -> None:
-    machine = Machine({0: 0.01, 1: 0.012, 2: 0.007})
+@pytest.mark.parametrize("fast", [1, 2, 3])
+def test_an_asynchronous_device_is_waited_for(fast: int) -> None:
+    machine = Machine({0: 0.01, 1: 0.012, 2: 0.012, 3: 0.012} | {fast: 0.007})
     queue = Queue(machine)
     meter = Meter(clock=lambda: machine.now, cpu_clock=lambda: machine.now)
-    found = search(queue.make_call, [1, 2], 0, seconds=5.0, device=queue, meter=meter)
-    assert found.config == 2
+    found = search(queue.make_call, [1, 2, 3], 0, seconds=5.0, device=queue, meter=meter)
+    assert found.config == fast
     assert found.default_seconds[0] == pytest.approx(0.01, rel=0.03)

@@ -69,7 +69,7 @@ def grid(dtypes: str, head_dims: str, lengths: str, masks: str, modes: str) -> l
 
 def _listed(name: str, text: str, legal: Sequence[Any]) -> list[Any]:
     values = [int(word) if word.isdecimal() else word for word in text.replace(" ", "").split(",")]
-    if all(value in legal for value in values):
+    if all(type(value) is type(legal[0]) and value in legal for value in values):
         return values
     expected = f"numbers from {legal[0]} on" if isinstance(legal, range) else f"some of {', '.join(legal)}"
     raise OptionError(f"--{name}", expected=expected, got=repr(text), remedy="Separate them by commas")

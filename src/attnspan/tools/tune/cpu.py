@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,8 @@ class CpuBackend:
         scale = case.head_dim**-0.5
 
         def make_call(config: CpuConfig) -> Callable[[], tuple[Tensor, ...]]:
-            # A configuration of zeros would make the core look into its table.
-            explicit = asdict(replace(config, threads=config.threads or self.threads))
-            options = {"scale": scale, "num_threads": self.threads, "config": explicit}
+            # The core does not look into its table if there is a configuration, even one of zeros.
+            options = {"scale": scale, "num_threads": self.threads, "config": asdict(config)}
 
             def call() -> tuple[Tensor, ...]:
                 if case.direction == "forward":
