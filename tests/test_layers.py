@@ -36,7 +36,8 @@ ROOMS = [
     {"xla"},
     {"integrations"},
     {"train"},
-    {"bench", "tune", "doctor"},
+    {"bench", "doctor"},
+    {"tools"},
     {"report"},
     {"cli"},
     {"__main__"},
@@ -105,7 +106,7 @@ def test_only_the_front_ends_know_a_framework():
         "integrations",
         "train",
         "bench",
-        "tune",
+        "tools",
         "doctor",
         "cli",
     }

@@ -73,6 +73,8 @@ def build_app() -> "typer.Typer":
     """
     import typer
 
+    from attnspan.tools.tune.command import tune
+
     app = typer.Typer(
         help="Attention whose mask is data.",
         no_args_is_help=True,
@@ -89,7 +91,7 @@ def build_app() -> "typer.Typer":
     app.command("train", help="Train a language model on packed documents.")(_train_command())
     app.command("sample", help="Continue a text with a trained model.")(_sample_command())
     app.command("show", help="Draw a mask.")(_show_command())
-    app.command("tune", help="Find the fastest configurations on this machine.")(_tune_command())
+    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
     app.command("bench", help="Measure attention beside its peers on this machine.")(_bench_command())
     app.command("simulate", help="Predict how strategies compare over many ranks.")(_simulate_command())
     return app
@@ -176,12 +178,6 @@ def _show_command() -> Callable[..., None]:
         print(svg)
 
     return show
-
-
-def _tune_command() -> Callable[..., None]:
-    from attnspan.tune.command import command
-
-    return command(_write_page)
 
 
 def _bench_command() -> Callable[..., None]:

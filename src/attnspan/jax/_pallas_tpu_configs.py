@@ -1,22 +1,11 @@
 """How many rows and keys a tile has: what fits, what is worth trying, and what tuning found here."""
 
-import sys
-import warnings
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import jax
 
-from ..kernels.tuned import (
-    Key,
-    TuningCacheWarning,
-    cache_path,
-    installed_version,
-    length_bucket,
-    mask_kind,
-    parse_cache,
-)
+from ..kernels.tuned import Key, length_bucket, lookup, mask_kind
 from ..problem import Problem
 from ._contract import Static
 
@@ -147,8 +136,6 @@ def device_kind() -> str | None:
 def tuned(device: str) -> Mapping[Key, Mapping[str, int]]:
     """The tuned configurations of a kind of device, read once, by key.
 
-    Whatever is wrong with the file, calls go on with defaults, and one `TuningCacheWarning` says why.
-
     Args:
         device: Of `device_kind`.
 
@@ -156,38 +143,11 @@ def tuned(device: str) -> Mapping[Key, Mapping[str, int]]:
         >>> dict(tuned("a device that was never tuned"))
         {}
     """
-    path = cache_path(device)
-    if path is None:
-        return {}
-    try:
-        entries, version = parse_cache(path.read_bytes(), device), installed_version()
-        return dict(_usable(entry) for entry in entries if _is_ours(entry, version))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        _warn(f"{path}: {error}. Kernels for TPUs take their own choice")
-        return {}
+    return {key: config for key, config in lookup("pallas", device).items() if _is_legal(config)}
 
 
-def _is_ours(entry: Mapping[str, Any], version: str) -> bool:
-    ours = entry["key"]["backend"] == "pallas" and entry["version"] == version
-    return ours and any(entry["config"].values())
-
-
-def _usable(entry: Mapping[str, Any]) -> tuple[Key, Mapping[str, int]]:
-    config = entry["config"]
-    if set(config) != set(FIELDS) or any(x <= 0 or x % LANES for x in config.values()):
-        raise ValueError(
-            f"an entry's config: expected block_q and block_k, multiples of {LANES}, got {config}"
-        )
-    return Key.from_json(entry["key"]), config
-
-
-def _warn(message: str) -> None:
-    try:
-        warnings.warn(message, TuningCacheWarning, stacklevel=3)
-    except TuningCacheWarning:
-        print(f"TuningCacheWarning: {message}", file=sys.stderr)
+def _is_legal(config: Mapping[str, int]) -> bool:
+    return set(config) == set(FIELDS) and all(x > 0 and x % LANES == 0 for x in config.values())
 
 
 def _sizes(length: int) -> tuple[int, ...]:

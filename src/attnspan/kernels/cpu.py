@@ -44,7 +44,7 @@ except (
 ) as error:  # A machine without a compiler: the other backends still work, and `supports` says why.
     _core, _core_error = None, str(error)
 else:
-    tuned.load_once(_core)
+    tuned.load(_core)
 
 
 def supports(problem: Problem) -> str | None:

@@ -1,69 +1,38 @@
-"""What `attnspan tune` found on this machine, read once and handed to the compiled module.
+"""The configurations that `attnspan tune` found on this machine, for backends to look up.
 
-The file is a convenience: whatever is wrong with it, importing and calling go on with the kernel's own
-choices, and one `TuningCacheWarning` says why. Only what a start without a file needs is imported at the top.
+Reading never raises: a file that cannot be used is logged, and kernels make their own choice.
 """
 
 import os
 import re
-import sys
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "CONFIG_FIELDS",
-    "SCHEMA",
     "Key",
-    "Loaded",
-    "TuningCacheWarning",
     "cache_path",
     "device_name",
-    "in_use",
-    "installed_version",
+    "header",
     "length_bucket",
     "load",
-    "load_once",
+    "lookup",
     "mask_kind",
-    "parse_cache",
-    "rows",
+    "read",
 ]
 
-#: Version of the file's form. A file with another one is ignored, and replaced by the next `attnspan tune`.
-SCHEMA = 1
-
-#: What the CPU kernel lets a caller choose, in the order of the compiled module. 0 is its own choice.
+#: What a caller may choose for the CPU kernel, in the core's order. 0 is the kernel's own choice.
 CONFIG_FIELDS = ("block_q", "block_k", "threads")
 
-_VARIABLE = "ATTNSPAN_TUNE_CACHE"
-_REMEDY = f"Run `attnspan tune` to replace it, or set {_VARIABLE}=off"
-
-
-class TuningCacheWarning(UserWarning):
-    """The file of tuned configurations is not used, and why.
-
-    Where warnings are errors it is a line on stderr instead: a bad cache file must not break an import.
-
-    Example:
-        >>> issubclass(TuningCacheWarning, UserWarning)
-        True
-    """
+_SCHEMA = 2  # version of the file format
+# What identifies a processor in /proc/cpuinfo. Virtual machines hide the name, hence the numbers.
+_PROCESSOR = "model name|cpu family|model|stepping|CPU (?:implementer|part|variant|revision)"
 
 
 @dataclass(frozen=True)
 class Key:
     """The calls that share a configuration.
-
-    Attributes:
-        backend: Name of the backend, such as ``"cpu"``.
-        direction: ``"forward"`` or ``"backward"``.
-        isa: Instruction-set level or architecture, such as ``"avx2"``.
-        dtype: Name of the element type of q, k and v.
-        head_dim: Elements of one query.
-        length_bucket: See `length_bucket`.
-        mask_kind: See `mask_kind`.
 
     Example:
         >>> str(Key("cpu", "forward", "avx2", "float32", 64, length_bucket(1000), "half"))
@@ -71,62 +40,25 @@ class Key:
     """
 
     backend: str
-    direction: str
-    isa: str
+    direction: str  # "forward" or "backward"
+    isa: str  # instruction-set level or architecture
     dtype: str
     head_dim: int
     length_bucket: int
     mask_kind: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.backend} {self.direction} {self.isa} {self.dtype} D={self.head_dim} "
-            f"S<={2**self.length_bucket} {self.mask_kind}"
-        )
-
-    @classmethod
-    def from_json(cls, value: Any) -> "Key":
-        """Read a JSON object with the fields of a key.
-
-        Raises:
-            ValueError: It is something else.
-
-        Example:
-            >>> Key.from_json({"backend": "cpu"})
-            Traceback (most recent call last):
-            ValueError: a key: expected backend, direction, isa, dtype, head_dim, length_bucket, mask_kind, \
-got {'backend': 'cpu'}
-        """
-        types = {each.name: each.type for each in fields(cls)}
-        if not isinstance(value, dict) or {name: type(x) for name, x in value.items()} != types:
-            raise ValueError(f"a key: expected {', '.join(types)}, got {_short(value)}")
-        if not (0 <= value["length_bucket"] < 32 and 0 < value["head_dim"] < 2**31):
-            raise ValueError(f"a key: expected head_dim > 0 and length_bucket < 32, got {_short(value)}")
-        return cls(**value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+        names = f"{self.backend} {self.direction} {self.isa} {self.dtype}"
+        return f"{names} D={self.head_dim} S<={2**self.length_bucket} {self.mask_kind}"
 
 
 def length_bucket(k_len: int) -> int:
-    """ceil(log2(k_len)): calls with up to twice as many keys share a configuration.
-
-    Example:
-        >>> [length_bucket(n) for n in (0, 1, 2, 3, 1024, 1025)]
-        [0, 0, 1, 2, 10, 11]
-    """
+    """ceil(log2(k_len)), as in the core; 0 for no keys."""
     return max(k_len - 1, 0).bit_length()
 
 
 def mask_kind(q_len: int, k_len: int, pairs: float) -> str:
-    """How much of its rectangle a mask shows: "dense" from 3/4, "half" from 1/4, else "sparse"; or "decode".
-
-    Args:
-        q_len: Query rows; up to 16 of them are "decode", whatever the mask.
-        k_len: Keys.
-        pairs: Visible pairs of one head, the mean over the distinct slices of the mask.
+    """The kind of a mask with ``pairs`` visible pairs per head, as in the core.
 
     Example:
         >>> mask_kind(64, 64, 64 * 65 / 2), mask_kind(1, 4096, 4096), mask_kind(64, 64, 64)
@@ -134,261 +66,89 @@ def mask_kind(q_len: int, k_len: int, pairs: float) -> str:
     """
     if q_len <= 16:
         return "decode"
-    if 4 * pairs >= 3 * q_len * k_len:
-        return "dense"
-    return "half" if 4 * pairs >= q_len * k_len else "sparse"
+    share = 4 * pairs / max(q_len * k_len, 1)
+    return "dense" if share >= 3 else "half" if share >= 1 else "sparse"
 
 
 def device_name(isa: str) -> str:
-    """The machine as far as the best configuration depends on it: processor, threads, instruction set.
-
-    Args:
-        isa: The level in use.
-
-    Example:
-        >>> device_name("avx2").endswith("avx2")
-        True
-    """
-    return f"{_processor()}, {_usable_threads()} threads, {isa}"
-
-
-def _processor() -> str:
-    """The processor's name; with its numbers where there are some, as virtual machines hide the name."""
+    """The machine, as far as the best configuration depends on it: processor, usable threads, ``isa``."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             first = file.read(4096).partition("\n\n")[0]
     except OSError:
-        import platform
-
-        return platform.processor() or platform.machine()
-    found = dict(re.findall(r"^([^\t:]+?)\s*: (.+)$", first, re.MULTILINE))
-    if "model name" in found and "model" in found:
-        numbers = (found.get("cpu family", "?"), found["model"], found.get("stepping", "?"))
-        return f"{found['model name']} {'-'.join(numbers)}"
-    named = ("model name", "CPU implementer", "CPU part", "CPU variant", "CPU revision")
-    return " ".join(found[name] for name in named if name in found) or os.uname().machine
-
-
-def _usable_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        first = ""
+    processor = " ".join(re.findall(rf"(?m)^(?:{_PROCESSOR})\s*: (.+)$", first)) or os.uname().machine
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{processor}, {threads} threads, {isa}"
 
 
 def cache_path(device: str) -> Path | None:
-    """Where the configurations of a device are kept.
+    """The file of a device in the folder ``ATTNSPAN_TUNE_CACHE``; None if that is "off".
 
-    Args:
-        device: Of `device_name`.
-
-    Returns:
-        ``tuned-<device>.json`` in the folder that ``ATTNSPAN_TUNE_CACHE`` names, or the file that it names;
-        without it in ``$XDG_CACHE_HOME/attnspan`` or ``~/.cache/attnspan``. None where the variable is "off"
-        or there is no home folder.
-
-    Example:
-        >>> path = cache_path("Some CPU, 2 threads, avx2")
-        >>> path is None or path.suffix == ".json"
-        True
+    The default is ``$XDG_CACHE_HOME/attnspan``, else ``~/.cache/attnspan``; None without a home folder.
     """
-    name = f"tuned-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-    given = os.environ.get(_VARIABLE, "")
-    if given.lower() == "off":
-        return None
-    if given:
-        path = Path(os.path.expanduser(given))
-        return path / name if path.is_dir() or given.endswith(("/", os.sep)) else path
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # a relative one is to be ignored, says the XDG specification
-        base = os.path.expanduser("~/.cache")
-    return Path(base, "attnspan", name) if os.path.isabs(base) else None
+    given, base = os.environ.get("ATTNSPAN_TUNE_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative folder.
+    default = os.path.join(base if os.path.isabs(base) else "~/.cache", "attnspan")
+    folder = os.path.expanduser(given or default)
+    name = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
+    return None if given.lower() == "off" or folder[0] == "~" else Path(folder, f"tuned-{name}.json")
 
 
-def parse_cache(content: bytes, device: str) -> list[dict[str, Any]]:
-    """The entries of a file, each with "key", "config", "version", and whatever else was stored beside them.
+def header(device: str) -> dict[str, Any]:
+    """What a file must say of itself to be read."""
+    from importlib.metadata import version
 
-    Args:
-        content: The file's bytes.
-        device: Whose file it should be.
-
-    Raises:
-        ValueError: It is damaged, of another schema, or of another device.
-
-    Example:
-        >>> parse_cache(b'{"schema": 1, "device": "a", "entries": []}', "a")
-        []
-        >>> parse_cache(b'{"schema": 0}', "a")
-        Traceback (most recent call last):
-        ValueError: expected schema 1, got 0
-    """
-    import json
-
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON, got what does not parse ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {_short(value)}")
-    if type(value.get("schema")) is not int or value["schema"] != SCHEMA:
-        raise ValueError(f"expected schema {SCHEMA}, got {_short(value.get('schema'))}")
-    if value.get("device") != device:
-        raise ValueError(f"expected configurations of {device!r}, got those of {_short(value.get('device'))}")
-    if not isinstance(value.get("entries"), list):
-        raise ValueError(f"expected a list of entries, got {_short(value.get('entries'))}")
-    for entry in value["entries"]:
-        _check_entry(entry)
-    return value["entries"]  # type: ignore[no-any-return]
+    return {"schema": _SCHEMA, "version": version("attnspan"), "device": device}
 
 
-def _check_entry(entry: Any) -> None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("version"), str):
-        raise ValueError(f"an entry: expected an object with a version, got {_short(entry)}")
-    Key.from_json(entry.get("key"))
-    config = entry.get("config")
-    if not isinstance(config, dict) or not all(type(x) is int and 0 <= x < 2**31 for x in config.values()):
-        raise ValueError(f"an entry's config: expected whole numbers from 0 on, got {_short(config)}")
-
-
-def rows(entries: Iterable[Mapping[str, Any]], version: str) -> list[tuple[Any, ...]]:
-    """The table that the compiled module takes: what differs from its own choice, found by this version.
-
-    Args:
-        entries: Of `parse_cache`, of any back end.
-        version: The attnspan that runs.
-
-    Returns:
-        Tuples (direction, isa, dtype, head_dim, length_bucket, mask_kind, block_q, block_k, threads).
-
-    Raises:
-        ValueError: A configuration has a field that the CPU kernel does not know.
-
-    Example:
-        >>> key = Key("cpu", "forward", "avx2", "float32", 64, 10, "half")
-        >>> rows([{"key": vars(key), "config": {"block_q": 96}, "version": "1"}], "1")
-        [('forward', 'avx2', 'float32', 64, 10, 'half', 96, 0, 0)]
-    """
-    found = []
-    for entry in entries:
-        key, config = entry["key"], entry["config"]
-        if key["backend"] != "cpu" or entry["version"] != version or not any(config.values()):
-            continue
-        if not set(config) <= set(CONFIG_FIELDS):
-            raise ValueError(f"an entry's config: expected {', '.join(CONFIG_FIELDS)}, got {_short(config)}")
-        place = (
-            key[name] for name in ("direction", "isa", "dtype", "head_dim", "length_bucket", "mask_kind")
-        )
-        found.append((*place, *(config.get(name, 0) for name in CONFIG_FIELDS)))
-    return found
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What the compiled module was given.
-
-    Attributes:
-        path: The file that was looked for; None where there is none to look for.
-        configurations: How many keys do not take the kernel's own choice.
-        problem: Why the file, or a part of it, is not used; empty where all is well.
-
-    Example:
-        >>> Loaded(None, 0, "").configurations
-        0
-    """
-
-    path: Path | None
-    configurations: int
-    problem: str
-
-
-_loaded: Loaded | None = None
-
-
-def in_use() -> Loaded | None:
-    """What `load_once` loaded, for a record of the environment; None before it.
-
-    Example:
-        >>> isinstance(in_use(), Loaded | None)
-        True
-    """
-    return _loaded
-
-
-def load_once(core: Any) -> None:
-    """Hand the tuned configurations of this machine to the compiled module; later calls do nothing.
-
-    Never raises for what is wrong with the file: one `TuningCacheWarning` names it.
-
-    Args:
-        core: The compiled module.
-
-    Example:
-        >>> from attnspan.kernels import cpu
-        >>> load_once(cpu._core)
-        >>> in_use() is not None
-        True
-    """
-    global _loaded
-    if _loaded is not None:
-        return
-    _loaded = load(core)
-    if not _loaded.problem:
-        return
-    message = f"{_loaded.path}: {_loaded.problem}. Kernels take their own choice. {_REMEDY}."
-    try:
-        warnings.warn(message, TuningCacheWarning, stacklevel=2)
-    except TuningCacheWarning:
-        print(f"TuningCacheWarning: {message}", file=sys.stderr)
-
-
-def load(core: Any) -> Loaded:
-    """As `load_once`, each time, without the warning.
-
-    Args:
-        core: The compiled module.
-
-    Example:
-        >>> class Core:
-        ...     def active_isa(self):
-        ...         return "a level that no machine has"
-        >>> load(Core()).configurations
-        0
-    """
-    try:
-        device = device_name(core.active_isa())
-    except ValueError:  # An illegal ATTNSPAN_ISA is reported by the first call, which cannot run.
-        return Loaded(None, 0, "")
-    path = cache_path(device)
-    if path is None:
-        return Loaded(None, 0, "")
+def read(path: Path, device: str) -> list[dict[str, Any]]:
+    """The well-formed entries of a file; none if it is missing, or of another format, version or device."""
     try:
         content = path.read_bytes()
+        import json  # Most processes have no file to parse.
+
+        value, expected = json.loads(content), header(device)
+        got = {name: value.get(name) for name in expected}
+        if got != expected:
+            raise ValueError(f"expected {expected}, got {got}")
+        return [entry for entry in value["entries"] if _well_formed(entry)]
     except FileNotFoundError:
-        return Loaded(path, 0, "")
-    except OSError as error:
-        return Loaded(path, 0, f"expected a readable file, got {error.strerror}")
+        return []
+    except Exception as error:  # Whatever a file holds, attention works without it.
+        _log(f"{path}: {error}. Run `attnspan tune` to replace the file")
+        return []
+
+
+def _well_formed(entry: Any) -> bool:
     try:
-        entries, version = parse_cache(content, device), installed_version()
-        table = rows(entries, version)
-        core.set_tuned(table)
-    except (ValueError, TypeError, OverflowError) as error:
-        return Loaded(path, 0, str(error).removesuffix("."))
-    problem = ""
-    if entries and not any(entry["version"] == version for entry in entries):
-        others = ", ".join(sorted({entry["version"] for entry in entries}))
-        problem = f"expected entries of attnspan {version}, got those of {others}"
-    return Loaded(path, len(table), problem)
+        *names, head_dim, bucket, kind = astuple(Key(**entry["key"]))
+        numbers = (head_dim, bucket, *entry["config"].values())
+        legal = all(type(x) is int and 0 <= x < 2**31 for x in numbers) and bucket < 32
+        return legal and {type(x) for x in (*names, kind)} == {str}
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
-def installed_version() -> str:
-    """The version of attnspan that runs, as entries record it; "unknown" from bare sources.
+def lookup(backend: str, device: str) -> dict[Key, dict[str, int]]:
+    """The configurations of a backend on a device that differ from the kernel's own choice."""
+    path = cache_path(device)
+    entries = read(path, device) if path else []
+    found = {Key(**entry["key"]): entry["config"] for entry in entries if any(entry["config"].values())}
+    return {key: config for key, config in found.items() if key.backend == backend}
 
-    Example:
-        >>> installed_version() != ""
-        True
-    """
-    from importlib.metadata import PackageNotFoundError, version
 
+def load(core: Any) -> None:
+    """Hand the configurations of this machine to the compiled module."""
     try:
-        return version("attnspan")
-    except PackageNotFoundError:  # run from its sources
-        return "unknown"
+        found = lookup("cpu", device_name(core.active_isa()))
+        choices = [[config.get(name, 0) for name in CONFIG_FIELDS] for config in found.values()]
+        core.set_tuned([(*astuple(key)[1:], *choice) for key, choice in zip(found, choices, strict=True)])
+    except ValueError as error:  # an illegal ATTNSPAN_ISA or a name that the core does not know
+        _log(f"configurations of the CPU kernel: {error}")
+
+
+def _log(problem: str) -> None:
+    import logging
+
+    logging.getLogger("attnspan").warning(f"{problem.removesuffix('.')}. Kernels make their own choice.")
