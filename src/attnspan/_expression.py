@@ -82,8 +82,8 @@ class Mask:
             k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here.
                 Default: 0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global
                 sequence.
-            like: an array in whose framework, and on whose device, a mask without arrays is lowered. Default:
-                NumPy.
+            like: an array in whose framework, and on whose device, the mask is lowered, also if its arrays are
+                NumPy's. Default: the framework of the mask's arrays, or NumPy.
 
         Returns:
             Spans whose R depends on the mask's structure, not on data, except for `from_dense` and
@@ -148,10 +148,11 @@ class Mask:
     ) -> Prepared:
         """Lower the mask once, with the smallest R its data need, to be shared by all layers.
 
-        Use it outside the model, per batch: a mask passed as it is would be lowered in every layer, which for
-        `from_dense` and `from_predicate` is O(q_len * k_len) work each time; and illegal data are reported
-        here, by row, on every device. It reads values, so it waits for the device. Where R varies from batch
-        to batch, so does the shape that a compiler sees: prefer `spans` for such masks there.
+        Use it outside the model, per batch, in a data loader for instance. Illegal data are reported here, by
+        row, on every device. Eager calls of attention remember the lowering of a mask that is passed as it
+        is; compiled code lowers it in every layer, as eager code does with `from_predicate`: O(q_len * k_len)
+        work each time. It reads values, so it waits for the device. Where R varies from batch to batch, so
+        does the shape that a compiler sees: prefer `spans` for such masks there.
 
         Args and raises are those of `spans`; besides, OptionError for rows whose data break a promise.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnspan import Mask, causal, from_predicate, segments, window
 from attnspan.torch import attention
-from attnspan.torch._lowered import _memory, lowered
+from attnspan.torch._lowered import _memory, as_tensors, lowered
 
 S = 16
 
@@ -98,6 +98,32 @@ def test_ids_of_inference_mode_have_no_version_and_are_compared() -> None:
     wanted = attention(q.requires_grad_(), k, v, mask=causal() & segments(ids.clone()))
     assert torch.equal(again, wanted)
     wanted.sum().backward()
+
+
+def test_a_mask_prepared_in_numpy_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _qkv()
+    mask = (causal() & segments(_ids().numpy())).prepare(S, S, batch=2)
+    assert isinstance(mask.lowered.bounds, np.ndarray)
+    wanted = attention(q, k, v, mask=causal() & segments(_ids()))
+    assert torch.equal(attention(q, k, v, mask=mask), wanted)
+    first = as_tensors(mask, q.device)
+    assert torch.equal(
+        attention(q, k, v, mask=mask, backend="math"), attention(q, k, v, mask=first, backend="math")
+    )
+    assert as_tensors(mask, q.device) is first
+    mask.lowered.bounds[..., 3, :, :] = 0  # a row that sees nothing
+    assert (attention(q, k, v, mask=mask)[:, :, 3] == 0).all()
+    assert as_tensors(mask, q.device) is not first
+
+
+@pytest.mark.parametrize("make", [causal, lambda: causal() & segments(_ids().numpy())])
+def test_like_decides_the_framework(make: Callable[[], Mask]) -> None:
+    for found in (
+        make().spans(S, S, batch=2, like=torch.zeros(1)),
+        make().prepare(S, S, batch=2, like=torch.zeros(1)).lowered,
+    ):
+        assert isinstance(found.bounds, Tensor)
+    assert isinstance(make().spans(S, S, batch=2).bounds, np.ndarray)
 
 
 def test_what_a_function_reads_cannot_be_known() -> None:

@@ -19,7 +19,7 @@ from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager, _sharding
 from ._local_mask import check_lowered, has_dtensors, lower_parts
-from ._lowered import lowered
+from ._lowered import as_tensors, lowered
 from ._ops import check_k_len, forward_op
 from ._options import Given, check_indices, lower_options
 from ._placements import Places, is_dtensor, places_of
@@ -280,6 +280,8 @@ def _lower(
         if places is not None:
             check_lowered(mask, places)
         placed = mask if isinstance(mask, Prepared) else Prepared(mask)
+        if isinstance(placed.lowered.bounds, np.ndarray) and _may_remember(given, q) and placed is mask:
+            placed = as_tensors(placed, q.device)
     elif isinstance(mask, Mask):
         if layout == "thd":
             _check_packed(mask)

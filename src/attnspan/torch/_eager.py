@@ -7,6 +7,7 @@ if every condition below holds; any other call, and every error, takes the ordin
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -16,7 +17,7 @@ from ..kernels import cpu
 from ..masks import Prepared
 from ..options import Options
 from ..problem import check_scale
-from ._lowered import lowered
+from ._lowered import as_tensors, lowered
 from ._ops import backward_op
 from ._options import Given, lower_options
 
@@ -67,7 +68,9 @@ def attend(
     elif layout != "bhsd":
         return None
     own = type(mask) is Prepared
-    if not own:
+    if own and type(mask.lowered.bounds) is np.ndarray:
+        mask = as_tensors(mask, q.device)
+    elif not own:
         # Indices that the call gives are those of the mask too.
         placed = given is None or given.q_index is None is given.k_index
         mask = lowered(mask, q, k) if placed and q.is_cpu else None

@@ -84,6 +84,32 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     return _remember(mask, q, sizes, known)
 
 
+def as_tensors(mask: Prepared, device: torch.device) -> Prepared:
+    """A mask that was prepared in NumPy, for calls on a device: converted once.
+
+    Example:
+        >>> from attnspan import causal
+        >>> mask = causal().prepare(3, 3)
+        >>> as_tensors(mask, torch.device("cpu")).lowered.bounds.dtype
+        torch.int32
+    """
+    known = _memory.get(mask, [])
+    for one in known:
+        if one.holds((), device):
+            return one.lowered
+    arrays = [x for x in (mask.lowered.bounds, mask.q_index, mask.k_index) if x is not None]
+    copies = [np.array(x) for x in arrays]
+    with torch.inference_mode(False):
+        found: list[Any] = [
+            None if x is None else torch.tensor(x, device=device)
+            for x in (mask.lowered.bounds, mask.q_index, mask.k_index)
+        ]
+        lowered = Prepared(Spans._checked(found[0], mask.lowered.k_len), found[1], found[2], mask.bare)
+    others = [x for x in known if x.device != device]
+    _memory[mask] = [_Known((), device, lowered, arrays=arrays, array_values=copies), *others]
+    return lowered
+
+
 def _unchanged(x: Tensor, value: Any) -> bool:
     return torch.equal(x, value) if x.is_cpu else x._version == value
 
