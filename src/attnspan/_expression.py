@@ -82,8 +82,8 @@ class Mask:
             k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here.
                 Default: 0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global
                 sequence.
-            like: an array in whose framework, and on whose device, the mask is lowered, also if its arrays are
-                NumPy's. Default: the framework of the mask's arrays, or NumPy.
+            like: an array in whose framework, and on whose device, the mask is lowered, also if its arrays
+                are of NumPy. Default: the framework of the mask's arrays, or NumPy.
 
         Returns:
             Spans whose R depends on the mask's structure, not on data, except for `from_dense` and
