@@ -19,6 +19,8 @@ _CU = np.array([0, 5, 5, 16, 22])
 _CU_TWO_ROWS = np.array([[0, 5, 24], [0, 20, 21]])
 _GROUPS = np.array([-1] * 4 + [2] * 6 + [-1] * 2 + [0] * 3 + [-2] + [9] * 8)
 _LENGTHS = np.array([9, 24])
+_PART = np.array([8, 0])
+_VALID = np.stack([np.isin(np.arange(24), x) for x in ([0, 1, 9, 10, 11, 23], [2, 3, 5, 17, 18, 20])])
 _PREFIXES = np.array([2, 1, 0, 30])
 
 
@@ -123,6 +125,36 @@ SAMPLES = [
         (_LENGTHS,),
         lambda lengths: a.key_padding(lengths, side="left"),
         lambda b, i, j: j >= KEYS - _LENGTHS[b],
+    ),
+    Sample(
+        "key_padding, of a part",
+        (_PART,),
+        lambda lengths: a.key_padding(lengths, start=3, stop=11),
+        lambda b, i, j: not 3 + _PART[b] <= j < 11,
+        runs=2,
+    ),
+    Sample(
+        "key_padding, before the end of a part",
+        (_PART,),
+        lambda lengths: a.key_padding(lengths, "left", start=3, stop=11),
+        lambda b, i, j: not 3 <= j < 11 - _PART[b],
+        runs=2,
+    ),
+    Sample(
+        "key_padding, of the first keys",
+        (_PART,),
+        lambda lengths: a.key_padding(lengths, side="left", stop=11),
+        lambda b, i, j: j >= 11 - _PART[b],
+    ),
+    Sample(
+        "key_padding, of the last keys",
+        (_PART,),
+        lambda lengths: a.key_padding(lengths, start=5),
+        lambda b, i, j: j < 5 + _PART[b],
+    ),
+    Sample("keys", (_VALID[0],), lambda valid: a.keys(valid, 3), lambda b, i, j: _VALID[0, j], runs=3),
+    Sample(
+        "keys, per batch row", (_VALID,), lambda valid: a.keys(valid, 4), lambda b, i, j: _VALID[b, j], runs=4
     ),
     Sample("cache", (_LENGTHS,), a.cache, lambda b, i, j: j < _LENGTHS[b]),
     Sample(

@@ -146,6 +146,7 @@ def test_plans_name_what_is_no_mask():
         ("enable_gqa", r"Leave it out: query heads share"),
         ("softmax_scale", "scale="),
         ("alibi_slopes", r"bias=alibi\(slopes\)"),
+        ("sliding_window", r"mask=window\(sliding_window - 1\)"),
         ("key_padding_mask", r"mask=key_padding\(lengths\)"),
         ("logits_soft_cap", "softcap="),
         ("segment_ids", r"mask=segments\("),
@@ -295,3 +296,13 @@ def test_a_sharded_mask_is_made_of_one_mask(use):
 def test_a_bias_is_neither_true_nor_false(bias, use):
     with pytest.raises(TypeError, match=r"bool\(.*expected one bias, .*Test for .* by `bias is None`"):
         use(bias)
+
+
+@pytest.mark.parametrize("name", ["attention", "explain"])
+def test_attention_has_the_name_of_a_framework(name):
+    with pytest.raises(
+        ImportError, match=rf"attnspan\.{name}: expected .* Write `from attnspan\.torch import {name}`"
+    ):
+        exec(f"from attnspan import {name}", {})
+    with pytest.raises(AttributeError, match="has no attribute 'attend'"):
+        attnspan.attend  # noqa: B018

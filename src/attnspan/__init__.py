@@ -1,5 +1,7 @@
 """attnspan: attention whose mask is data."""
 
+from typing import NoReturn as _NoReturn
+
 from .spans import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
 from .masks import Mask as Mask
 from .masks import Prepared as Prepared
@@ -14,6 +16,7 @@ from .masks import full as full
 from .masks import global_keys as global_keys
 from .masks import groups as groups
 from .masks import key_padding as key_padding
+from .masks import keys as keys
 from .masks import parse as parse
 from .masks import prefix as prefix
 from .masks import segments as segments
@@ -45,6 +48,7 @@ __all__ = [
     "global_keys",
     "groups",
     "key_padding",
+    "keys",
     "parse",
     "prefix",
     "relative",
@@ -53,3 +57,13 @@ __all__ = [
     "t5_buckets",
     "window",
 ]
+
+
+def __getattr__(name: str) -> _NoReturn:
+    if name in ("attention", "explain"):
+        # An ImportError, as `from attnspan import ...` replaces the text of an AttributeError by its own.
+        raise ImportError(
+            f"attnspan.{name}: expected the name of a framework, got none. Write `from attnspan.torch import "
+            f"{name}`, or `from attnspan.jax import {name}`"
+        )
+    raise AttributeError(f"module 'attnspan' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import INT32_MAX, Array, is_array, is_integer
+from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer
 from .errors import DtypeError, OptionError, ShapeError, shown
 
 
@@ -54,6 +54,14 @@ def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
         raise DtypeError(what, expected="an integer array", got=got, remedy="Convert it to int32 or int64")
     rank(what, x, ranks)
     return x
+
+
+def booleans(what: str, x: Any) -> None:
+    if not is_array(x) or not is_bool(x):
+        got = str(x.dtype) if is_array(x) else type(x).__name__
+        raise DtypeError(
+            what, expected="a bool array", got=got, remedy="Compare: scores > -inf, or mask != 0"
+        )
 
 
 def lengths_of(what: str, x: Any, ranks: tuple[int, ...]) -> int | Array:

@@ -9,8 +9,7 @@ from . import _arguments as checked
 from ._blocks import BlockLists
 from ._expression import Mask
 from ._tables import Blocks, Dense, Predicate
-from .arrays import Array, is_array, is_bool
-from .errors import DtypeError
+from .arrays import Array
 
 
 def from_dense(visible: Array, max_runs: int | None = None) -> Mask:
@@ -32,11 +31,7 @@ def from_dense(visible: Array, max_runs: int | None = None) -> Mask:
         >>> from_dense(np.array([[True, False, True]])).spans(1, 3).bounds[0, 0, 0].tolist()
         [[0, 1], [2, 3]]
     """
-    if not is_array(visible) or not is_bool(visible):
-        got = str(visible.dtype) if is_array(visible) else type(visible).__name__
-        raise DtypeError(
-            "from_dense", expected="a bool array", got=got, remedy="Compare: scores > -inf, or mask != 0"
-        )
+    checked.booleans("from_dense", visible)
     checked.rank("from_dense", visible, (2, 3, 4))
     return Dense(visible, checked.runs("from_dense: max_runs", max_runs))
 

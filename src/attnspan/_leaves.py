@@ -183,23 +183,36 @@ class Prefix(Mask):
 class KeyPadding(Mask):
     lengths: int | Array
     side: str = "right"
+    start: int = 0
+    stop: int | None = None
 
     def __repr__(self) -> str:
         return super().__repr__().replace("keypadding", "key_padding")
 
     def _lower(self, low: Lowering) -> Rows:
-        if self.side == "right":
-            lengths, illegal = _lengths(low, "key_padding", self.lengths, below=low.top)
-            return Rows((Interval(None, lengths),), illegal)
-        if low.k_len is None:
+        if self.stop is None and self.side == "left" and low.k_len is None:
             raise OptionError(
                 "key_padding",
                 expected='the length of the global key sequence, which side="left" counts from',
                 got="k_index alone",
                 remedy="Lower it over all keys, then use Spans.take_keys",
             )
-        lengths, illegal = _lengths(low, "key_padding", self.lengths, below=low.top)
-        return Rows((Interval(low.top - lengths, None),), illegal)
+        end = low.top if self.stop is None else self.stop
+        # The number of keys may be a symbol: it is compared only where a part was named.
+        if (self.start > 0 or self.stop is not None) and not self.start <= end <= low.top:
+            raise OptionError(
+                "key_padding: start, stop",
+                expected=f"a part of the {low.top} keys",
+                got=f"keys {self.start} to {end}",
+                remedy="Pass where the part that may be padded begins and ends",
+            )
+        lengths, illegal = _lengths(low, "key_padding", self.lengths, below=end - self.start)
+        # The valid keys of the part join those before it, or those after it.
+        if self.side == "right":
+            valid, rest = Interval(None, self.start + lengths), Interval(end, None)
+            return Rows((valid,) if self.stop is None else (valid, rest), illegal)
+        rest, valid = Interval(None, self.start), Interval(end - lengths, None)
+        return Rows((valid,) if self.start == 0 else (rest, valid), illegal)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,10 +11,13 @@ from .errors import DtypeError, UsageError, shown
 
 _CAUSAL = "Pass mask=causal(), which aligns the last query with the last key"
 _BOOLEANS = (
-    "Pass mask=from_dense(visible) for booleans of shape (B|1, H|1, Sq, Sk), True where a key is seen, or "
-    "bias= for numbers that are added to the scores"
+    "Pass mask=from_dense(visible) for booleans of shape (B|1, H|1, Sq, Sk), True where a key is seen, "
+    "mask=keys(valid) for booleans of shape (B, Sk), or bias= for numbers that are added to the scores"
 )
-_PADDING = "Pass mask=key_padding(lengths), with the number of valid keys of each batch row"
+_PADDING = (
+    "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or mask=keys(valid), with "
+    "booleans of shape (B, Sk), True for valid keys"
+)
 _OFFSETS = "Pass mask=documents(cu_seqlens_q, cu_seqlens_k), combined by & with causal() for a causal mask"
 _LONGEST = "Leave it out: documents(cu_seqlens) knows the lengths"
 _WINDOW = "Pass mask=window(left, right), with None where -1 stood for all keys of a side"
@@ -39,7 +42,8 @@ REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(("cu_seq_q", "cu_seq_k", "cu_seq_lens_q", "cu_seq_lens_k"), _OFFSETS),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"), _LONGEST),
     **dict.fromkeys(("max_q", "max_k", "max_length_q", "max_length_k"), _LONGEST),
-    **dict.fromkeys(("window_size", "local_window_size", "sliding_window", "window"), _WINDOW),
+    **dict.fromkeys(("window_size", "local_window_size", "window"), _WINDOW),
+    "sliding_window": "Pass mask=window(sliding_window - 1): the number of keys before the query, itself apart",
     **dict.fromkeys(("segment_ids", "q_segment_ids", "kv_segment_ids", "document_ids", "doc_ids"), _SEGMENTS),
     **dict.fromkeys(("cache_seqlens", "seqused_k", "kv_lens"), _CACHE),
     "score_mod": (

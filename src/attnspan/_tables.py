@@ -14,6 +14,7 @@ from ._expression import Mask, _split
 from ._intervals import Interval, Rows
 from ._lowering import Lowering
 from ._predicates import call, call_traced, name_of
+from ._runs import find_runs
 from .arrays import Array
 from .errors import OptionError
 from .spans import Spans
@@ -71,6 +72,28 @@ class Dense(Mask):
 
     def __repr__(self) -> str:
         return f"from_{super().__repr__()}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Keys(Mask):
+    valid: Array
+    max_runs: int | None = None
+
+    def _key_len(self) -> Any:
+        return self.valid.shape[-1]
+
+    def _lower(self, low: Lowering) -> Rows:
+        valid = low.per_batch("keys: valid", self.valid, "int64")
+        if valid.shape[-1] == 0:
+            return Rows((Interval(0, 0),))
+        if not _is_traced(low, self.valid):
+            bounds = encode(low.arrays.to_numpy(valid != 0)[:, None, None], self.max_runs, "keys")
+            ends = low.arrays.asarray(bounds, "int32")
+            return Rows(_split(ends[..., 0], ends[..., 1]))
+        runs = TRACED_RUNS if self.max_runs is None else self.max_runs
+        marked = low.arrays.full((valid.shape[0], 1), 1, "int64")
+        pairs, broken = find_runs(low.arrays, marked, valid, runs)
+        return Rows(tuple([Interval(lo[:, None], hi[:, None]) for lo, hi in pairs]), broken[:, None])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -18,7 +18,7 @@ from ._given import from_block_mask, from_dense, from_predicate
 from ._leaves import Cache, Causal, Documents, Full, GlobalKeys, Groups, KeyPadding, Prefix, Segments, Window
 from ._parse import parse_with
 from ._pytrees import register
-from ._tables import Blocks, Dense, Explicit, Predicate
+from ._tables import Blocks, Dense, Explicit, Keys, Predicate
 from .arrays import Array
 from .errors import OptionError, ShapeError, shown
 from .spans import Spans
@@ -37,6 +37,7 @@ __all__ = [
     "global_keys",
     "groups",
     "key_padding",
+    "keys",
     "names",
     "parse",
     "prefix",
@@ -199,20 +200,30 @@ def groups(ids: Array) -> Mask:
     return Groups(checked.integers("groups: ids", ids, (1, 2)))
 
 
-def key_padding(lengths: int | Array, side: str = "right") -> Mask:
+def key_padding(lengths: int | Array, side: str = "right", start: int = 0, stop: int | None = None) -> Mask:
     """Only the valid keys of each batch row are seen.
 
+    With `start` or `stop`, the padding is in a part of the keys, as where padded text stands next to image
+    tokens; the other keys are seen by all rows.
+
     Args:
-        lengths: int or integer (B,), number of valid keys, at most k_len.
+        lengths: int or integer (B,), number of valid keys, at most k_len, or as many as the part has.
         side: where the padding is: "right" (valid keys come first) or "left".
+        start: first key of the part that may be padded.
+        stop: the key after its last; None for k_len.
+
+    Returns:
+        A mask with R = 1, or 2 where valid keys stand on both sides of the padding.
 
     Raises:
         DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank or negative,
-            or an unknown side.
+            an unknown side, or a part that the keys do not have.
 
     Example:
         >>> key_padding(2, side="left").spans(1, 3).bounds.tolist()
         [[[[[1, 3]]]]]
+        >>> key_padding(2, stop=4).spans(1, 7).bounds.tolist()  # 4 text tokens, 2 of them real, then an image
+        [[[[[0, 2], [4, 7]]]]]
     """
     if side not in ("right", "left"):
         raise OptionError(
@@ -221,7 +232,32 @@ def key_padding(lengths: int | Array, side: str = "right") -> Mask:
             got=repr(side),
             remedy="Name the side the padding is on",
         )
-    return KeyPadding(checked.lengths_of("key_padding: lengths", lengths, (0, 1)), side)
+    start = checked.count("key_padding: start", start)
+    stop = None if stop is None else checked.count("key_padding: stop", stop, least=start)
+    return KeyPadding(checked.lengths_of("key_padding: lengths", lengths, (0, 1)), side, start, stop)
+
+
+def keys(valid: Array, max_runs: int | None = None) -> Mask:
+    """Only the marked keys of each batch row are seen, wherever they stand.
+
+    Args:
+        valid: bool (k_len,) or (B, k_len); True: may be seen. An `attention_mask` of Hugging Face is `!= 0`.
+        max_runs: R, the most runs of marked keys that a row has, at least 1. None: as many as the data have;
+            8 in a traced program, where R cannot follow from data. A row with more raises when values can be
+            read, and is illegal elsewhere.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: for an array that is not bool or of a wrong rank, or
+            max_runs < 1.
+
+    Example:
+        >>> import numpy as np
+        >>> keys(np.array([True, False, True, True])).spans(1, 4).bounds.tolist()
+        [[[[[0, 1], [2, 4]]]]]
+    """
+    checked.booleans("keys", valid)
+    checked.rank("keys", valid, (1, 2))
+    return Keys(valid, checked.runs("keys: max_runs", max_runs))
 
 
 def cache(lengths: int | Array) -> Mask:
@@ -289,6 +325,7 @@ _BY_NAME: dict[str, Callable[..., Mask]] = {
     "prefix": prefix,
     "groups": groups,
     "key_padding": key_padding,
+    "keys": keys,
     "cache": cache,
     "global_keys": global_keys,
     "spans": spans,
@@ -342,7 +379,7 @@ def register_pytrees(registrar: Callable[[type, Callable[..., Any], Callable[...
         ()
     """
     register(registrar, Spans)
-    for cls in (And, Or, Prepared, Explicit, Dense, Predicate, Blocks):
+    for cls in (And, Or, Prepared, Explicit, Dense, Keys, Predicate, Blocks):
         register(registrar, cls)
     for leaf in (Cache, Causal, Documents, Full, GlobalKeys, Groups, KeyPadding, Prefix, Segments, Window):
         register(registrar, leaf)

@@ -52,6 +52,7 @@ MASKS: dict[str, Callable[[], attnspan.Mask]] = {
     "prefix": lambda: attnspan.causal() | attnspan.prefix(torch.tensor([4, 9])),
     "groups": lambda: attnspan.causal() | attnspan.groups(_ids([[4, 6, 14], [12, 2, 10]])),
     "key_padding": lambda: attnspan.key_padding(torch.tensor([20, 0])),
+    "keys": lambda: attnspan.keys(torch.arange(24) % 5 > torch.tensor([[1], [7]])),
     "cache": lambda: attnspan.causal() & attnspan.cache(torch.tensor([24, 13])),
     "global_keys": lambda: attnspan.causal() & (attnspan.window(3) | attnspan.global_keys(2)),
     "spans": lambda: attnspan.spans(_own_spans()),

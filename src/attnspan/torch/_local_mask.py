@@ -15,14 +15,14 @@ from torch import Tensor
 
 from .._expression import And, Or
 from .._leaves import Cache, Documents, Groups, KeyPadding, Prefix, Segments
-from .._tables import Dense, Explicit, Predicate
+from .._tables import Dense, Explicit, Keys, Predicate
 from ..errors import OptionError, ShapeError
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from ._placements import BATCH, HEADS, Places, is_dtensor, refuse_beside_plain
 
 #: Number of dims of an array that has one for batch rows, in front. Prefix: see `_batch_and_heads`.
-_RANKS: dict[type, int] = {Cache: 1, Documents: 2, Groups: 2, KeyPadding: 1, Segments: 2}
+_RANKS: dict[type, int] = {Cache: 1, Documents: 2, Groups: 2, KeyPadding: 1, Keys: 2, Segments: 2}
 
 
 def has_dtensors(mask: Any, places: Places | None) -> bool:
