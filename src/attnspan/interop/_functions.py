@@ -1,0 +1,302 @@
+"""Functions, their programs, and how long these live.
+
+As for `jax.jit`, a function is the same only if it is the same object. Its programs die with it; what
+compiled code has seen lives as long as the process, since nobody learns when a graph dies.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import secrets
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
+from typing import Any
+
+import jax
+import numpy as np
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ..errors import DtypeError
+from ._convert import check_devices, jax_dtype
+from ._errors import RetraceWarning, expect
+from ._programs import Derived, Flat, Forward
+
+# Bounds of the caches; the oldest entries make room. Keys are weak, but a program may hold its own function.
+MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256
+# From here on a function that is traced again and again is worth a warning.
+MANY_TRACES = 64
+
+
+class Programs:
+    """The programs of one function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.name, self._where = getattr(fn, "__qualname__", type(fn).__name__), _where(fn)
+        self._lock = threading.RLock()
+        self._made: dict[Hashable, Forward] = {}
+
+    def get(self, structure: Hashable, shapes: Hashable, make: Callable[[], Forward]) -> Forward:
+        """A program, made once however many threads ask."""
+        # First without the lock, which whoever traces another program holds for long.
+        found = self._made.get((structure, shapes))
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._made.get((structure, shapes))
+            if found is None:
+                _count(self._where, shapes)
+                found = self._made[structure, shapes] = make()
+                if len(self._made) > MOST_PROGRAMS:
+                    del self._made[next(iter(self._made))]
+        return found
+
+
+# Programs by the ids of what makes a function; an id may be taken again, so that the objects are compared.
+_programs: dict[tuple[int, ...], tuple[tuple[weakref.ref[Any], ...], Programs]] = {}
+_lock = threading.RLock()
+
+
+def programs_of(fn: Callable[..., Any]) -> Programs:
+    """The programs of a function object; of a method, those of its object and its function."""
+    # Each look at a bound method makes a new one; its parts live on.
+    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+    place = tuple(map(id, parts))
+    known = _programs.get(place)
+    if known is not None and all(ref() is x for ref, x in zip(known[0], parts, strict=True)):
+        return known[1]
+    with _lock:
+        known = _programs.get(place)
+        if known is not None and all(ref() is x for ref, x in zip(known[0], parts, strict=True)):
+            return known[1]
+        made = Programs(fn)
+        # What cannot be watched is traced at each call.
+        with contextlib.suppress(TypeError):
+            forget = functools.partial(_forget, place)
+            _programs[place] = tuple(weakref.ref(x, forget) for x in parts), made
+            if len(_programs) > MOST_FUNCTIONS:
+                del _programs[next(iter(_programs))]
+        return made
+
+
+def _forget(place: tuple[int, ...], ref: Any) -> None:
+    known = _programs.get(place)
+    if known is not None and any(x is ref for x in known[0]):
+        _programs.pop(place, None)
+
+
+_counts: Counter[Hashable] = Counter()
+
+
+def _count(where: str, shapes: Hashable) -> None:
+    """Warn, once, where one function of the source is traced anew though no shape is new."""
+    if len(_counts) > 4096:
+        _counts.clear()
+    _counts[where, shapes] += 1
+    if _counts[where, shapes] == MANY_TRACES:
+        warnings.warn(
+            f"call_jax: {where} was traced {MANY_TRACES} times for the same shapes, each time as a new "
+            "function object or for a new static argument. Make the function once, outside of what repeats, "
+            "and pass what changes as tensors.",
+            RetraceWarning,
+            stacklevel=2,
+        )
+
+
+def _where(fn: Any) -> str:
+    """The name of a function, and where it is written; of a callable without code, where its class is."""
+    for _ in range(16):  # What transforms, jit and partial are made of.
+        inner = getattr(fn, "__wrapped__", None) or getattr(fn, "func", None)
+        if not callable(inner):
+            break
+        fn = inner
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return f"{type(fn).__qualname__} of {type(fn).__module__}"
+    return f"{code.co_name} of {code.co_filename}:{code.co_firstlineno}"
+
+
+class Structure:
+    """Everything in the arguments of a call that is no tensor.
+
+    Args:
+        spec: Structure of (positional arguments, keyword arguments).
+        leaves: Their leaves, with None in the place of tensors.
+        places: Which leaves are tensors.
+    """
+
+    def __init__(self, spec: Any, leaves: list[Any], places: Sequence[int]) -> None:
+        self._spec, self._leaves, self._places = spec, leaves, tuple(places)
+        self.key = spec, self._places, tuple(itertools.starmap(_leaf_key, enumerate(leaves)))
+
+    def bind(self, fn: Callable[..., Any]) -> Flat:
+        """The function of the tensors alone."""
+
+        def flat(*arrays: Any) -> Any:
+            leaves = list(self._leaves)
+            for place, x in zip(self._places, arrays, strict=True):
+                leaves[place] = x
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            return fn(*args, **kwargs)
+
+        return flat
+
+
+@functools.cache
+def _tensors_alone(count: int) -> Structure:
+    leaves = [None] * count
+    return Structure(pytree.tree_structure((tuple(leaves), {})), leaves, range(count))
+
+
+def _leaf_key(i: int, x: Any) -> Hashable:
+    try:
+        return static_key(x)
+    except TypeError:
+        what, expected = (
+            f"argument leaf {i}",
+            "a tensor, or something hashable that the function is compiled for",
+        )
+        remedy = "Convert it (torch.from_numpy, torch.from_dlpack); in JAX, call the function itself"
+        raise DtypeError(what, expected=expected, got=f"a {type(x).__name__}", remedy=remedy) from None
+
+
+def static_key(x: Any) -> Hashable:
+    """A static value, such that 1, True and 1.0 differ and so do 0.0 and -0.0, wherever they are in it."""
+    hash(x)
+    if isinstance(x, jax.Array):  # Tracers may have a hash.
+        raise TypeError
+    if isinstance(x, float | complex | np.generic):
+        return type(x), repr(x)
+    if isinstance(x, tuple | frozenset):
+        return type(x), x, type(x)(map(static_key, x)) if type(x) is frozenset else tuple(map(static_key, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = [getattr(x, f.name) for f in dataclasses.fields(x) if f.compare]
+        return type(x), x, tuple(map(static_key, fields))
+    return type(x), x
+
+
+class Call:
+    """A function with the structure of its arguments: what the operators run.
+
+    Args:
+        fn: The function.
+        structure: Where the tensors go.
+        kinds: Element type, number of dims and device of each tensor.
+    """
+
+    def __init__(self, fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> None:
+        self._fn, self._structure, self.kinds = fn, structure, tuple(kinds)
+        self._programs = programs_of(fn)
+        self.name = self._programs.name
+        self.handle = ""
+        #: Structure of the results, as the program that was found last has it.
+        self.tree: Any = None
+
+    @classmethod
+    def of(cls, fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> tuple["Call", list[Tensor]]:
+        """The call without its tensors, and these."""
+        if not static and args and all(isinstance(x, Tensor) for x in args):
+            structure, tensors = _tensors_alone(len(args)), list(args)
+        else:
+            leaves, spec = pytree.tree_flatten((args, static))
+            places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+            tensors = [leaves[i] for i in places]
+            structure = Structure(spec, [None if isinstance(x, Tensor) else x for x in leaves], places)
+        remedy = "Call the function itself where no tensor is involved"
+        expect(len(tensors) > 0, "call_jax", "at least one tensor", "none", remedy)
+        return cls(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors]), tensors
+
+    def program(
+        self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool] = (), key: Hashable = None
+    ) -> Forward:
+        """The program for shapes, with what backward needs where gradients are wanted.
+
+        Args:
+            shapes: Of the tensors.
+            wanted: Which of them get a gradient; empty for results alone.
+            key: What stands for shapes that cannot be compared.
+        """
+        key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), _settings())
+        found = self._programs.get(self._structure.key, key, lambda: self._trace(shapes, wanted))
+        self.tree = found.tree
+        return found
+
+    def _trace(self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool]) -> Forward:
+        check_devices([device for _, _, device in self.kinds])
+        dtypes = [jax_dtype(f"tensor {i}", dtype) for i, (dtype, _, _) in enumerate(self.kinds)]
+        avals = list(itertools.starmap(jax.ShapeDtypeStruct, zip(shapes, dtypes, strict=True)))
+        flat = self._structure.bind(self._fn)
+        return Derived(flat, avals, wanted) if wanted else Forward(flat, avals)
+
+    def shapes_of(self, sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The shape of each tensor, of all sizes one after the other."""
+        left = iter(sizes)
+        return [tuple(itertools.islice(left, dims)) for _, dims, _ in self.kinds]
+
+    def results(self) -> Any:
+        """The structure of the results as nested tuples, which a compiler can hold and build."""
+        return self._nested(jax.tree_util.tree_unflatten(self.tree, range(self.tree.num_leaves)))
+
+    def _nested(self, x: Any) -> tuple[Any, ...]:
+        if type(x) is int or x is None:
+            return ("leaf", str(x)) if x is not None else ("none",)
+        if type(x) is dict:
+            return "dict", tuple(x), tuple(map(self._nested, x.values()))
+        what, expected = f"the result of {self.name} in compiled code", "arrays in tuples, lists and dicts"
+        remedy = "Return one of these and make the object of it outside"
+        expect(type(x) in (list, tuple), what, expected, f"a {type(x).__name__}", remedy, DtypeError)
+        return type(x).__name__, (), tuple(map(self._nested, x))
+
+
+def _settings() -> Hashable:
+    """Settings of JAX that change what a trace means."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+
+
+# Compiled code may be kept on disk, where a number would mean another function in the next process.
+_process = secrets.token_hex(6)
+_counter = itertools.count()
+_live: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
+_pinned: dict[str, Call] = {}
+_in_graphs: dict[Hashable, Call] = {}
+
+
+def register(call: Call) -> str:
+    """A name for the operators, which take no Python objects; it means the call as long as that lives."""
+    if not call.handle:
+        call.handle = f"{call.name}#{_process}{next(_counter):x}"
+        _live[call.handle] = call
+    return call.handle
+
+
+def pin(call: Call) -> str:
+    """Keep a call for the life of the process, for a graph that has its name."""
+    _pinned[register(call)] = call
+    return call.handle
+
+
+def find(handle: str) -> Call:
+    """The call of a name."""
+    found = _live.get(handle)
+    if found is None:
+        raise RuntimeError(
+            f"call_jax: expected a function of this process, got {handle}, which is none. A graph with "
+            "call_jax in it cannot be saved and loaded: trace it anew."
+        )
+    return found
+
+
+def pinned(fn: Any, spec: Any, leaves: list[Any], places: Sequence[int], kinds: Sequence[Any]) -> str:
+    """The name of a call for a graph that is being traced; the same one for the same call."""
+    structure = Structure(spec, leaves, places)
+    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+    key = tuple(map(id, parts)), structure.key, tuple(kinds)
+    if key not in _in_graphs:
+        _in_graphs[key] = Call(fn, structure, kinds)
+    return pin(_in_graphs[key])
