@@ -273,7 +273,9 @@ def test_sizes_that_jax_cannot_take_as_symbols_are_numbers() -> None:
 
 def test_opcheck() -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
-    call, _ = functions.Call.of(lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int)), (x, w), {})
+    kinds = [(t.dtype, t.dim(), t.device) for t in (x, w)]
+    fn = lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int))  # noqa: E731
+    call = functions.Call(fn, functions.tensors_alone(2), kinds)
     handle, wanted = functions.register(call), [True, True]
     torch.library.opcheck(bridge.call_op, ([x, w], handle))
     tensors = [x.detach(), w.detach()]

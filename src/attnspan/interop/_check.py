@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..masks import Mask, causal, documents, full
 from ..torch._attention import attention
-from ._errors import DeclarationError, expect
+from ._errors import expect_declared
 from ._outputs import address, as_tuple
 
 if TYPE_CHECKING:
@@ -53,37 +53,23 @@ class Report:
 
 def check_repeats(wrapped: "Wrapped", values: Sequence[Any]) -> None:
     """Refuse a kernel that writes to inputs, gives other bits the second time, or hands out memory twice."""
-    given, owner = (
-        [x.detach().clone() if isinstance(x, Tensor) else x for x in values],
-        wrapped.op._schema.name,
-    )
+    owner = wrapped.op._schema.name
+    given = [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
     with torch.no_grad():
         first = as_tuple(wrapped.op(*given))
         for name, x, before in zip(wrapped.parameters.names, given, values, strict=True):
             same = not isinstance(x, Tensor) or _equal(x, before)
-            what, expected = f"{owner}, input {name!r}", "an input that the kernel only reads"
-            expect(
-                same,
-                what,
-                expected,
-                "one that it changed",
-                "Let the kernel work on a clone",
-                DeclarationError,
-            )
+            expected, got = "an input that the kernel only reads", "one that it changed"
+            expect_declared(same, f"{owner}, input {name!r}", expected, got, "Let the kernel work on a clone")
         kept = [x.clone() for x in first]
         second = as_tuple(wrapped.op(*given))
     for a, b, before in zip(first, second, kept, strict=True):
-        own, expected = (
-            not a.numel() or address(a) != address(b),
-            "outputs in memory of their own at each call",
-        )
-        got, remedy = "the same memory in two calls", "Let the kernel return a clone of its buffer"
-        expect(own, owner, expected, got, remedy, DeclarationError)
+        own, expected = not a.numel() or address(a) != address(b), "outputs in new memory at each call"
+        remedy = "Let the kernel return a clone of its buffer"
+        expect_declared(own, owner, expected, "the same memory in two calls", remedy)
         expected, got = "the same result for the same arguments", "another one at the second call"
-        remedy = (
-            "Give what it draws on (a seed, a state) to the kernel as an argument: compilers run it again"
-        )
-        expect(_equal(before, b), owner, expected, got, remedy, DeclarationError)
+        remedy = "Pass what it draws on (a seed, a state) as an argument: compilers run it again"
+        expect_declared(_equal(before, b), owner, expected, got, remedy)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -181,9 +167,8 @@ def _mask_of(named: Mapping[str, Any]) -> Mask:
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
-    shape = f"shape {tuple(got.shape)}"
-    fits = got.shape == wanted.shape
-    expect(fits, "oracle", shape, f"{tuple(wanted.shape)}", "Check the layout", DeclarationError)
+    expected, found = f"shape {tuple(got.shape)}", f"{tuple(wanted.shape)}"
+    expect_declared(got.shape == wanted.shape, "oracle", expected, found, "Check the layout")
     norm = float(wanted.double().norm())
     difference = float((got.double() - wanted.double()).norm())
     return difference / norm if norm else difference

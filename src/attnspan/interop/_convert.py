@@ -40,16 +40,12 @@ def jax_dtype(name: str, dtype: torch.dtype) -> np.dtype[Any]:
     """The element type of the argument ``name`` as JAX calls it; refused if JAX would narrow it."""
     own, remedy = "an element type that JAX has", "Convert the tensor to an element type that JAX has"
     expect(dtype in _TO_JAX, name, own, str(dtype), remedy, DtypeError)
-    if dtype in _WIDE and not _wide():
+    config: Any = jax.config
+    if dtype in _WIDE and not config.jax_enable_x64:
         narrow = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
         remedy = 'Convert it (.int(), .float()), or set jax.config.update("jax_enable_x64", True)'
         raise DtypeError(name, expected=narrow, got=str(dtype), remedy=remedy)
     return _TO_JAX[dtype]
-
-
-def _wide() -> bool:
-    config: Any = jax.config
-    return bool(config.jax_enable_x64)
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ._errors import DeclarationError, expect
+from ._errors import expect, expect_declared
 from ._operators import below_autograd, differentiate, refuse_second_order, with_autograd
 from ._outputs import Outputs, address, as_tuple, names_wanted
 
@@ -32,7 +32,7 @@ class Derivative:
     def __init__(
         self, backward: Backward, kernel: Callable[..., Any], outputs: Outputs, names: Sequence[str] | None
     ) -> None:
-        self._kernel, self._outputs = kernel, outputs
+        self._kernel, self._outputs, self.owner = kernel, outputs, outputs.owner
         self._function: Callable[..., Any]
         parameters = outputs.parameters
         self.differentiable = parameters.required if names is None else tuple(names)
@@ -40,9 +40,8 @@ class Derivative:
         expected, got = f"names of tensor parameters ({', '.join(parameters.tensors)})", ", ".join(unknown)
         holds, remedy = bool(self.differentiable) and not unknown, "Name inputs that have a gradient"
         expect(holds, "differentiable", expected, got or "none", remedy)
-        remedy = 'Write backward=fn, with parameters named after what it needs ("dout", "q", "out", ...)'
-        known = backward == "recompute" or callable(backward)
-        expect(known, "backward", 'a function, "recompute" or None', repr(backward), remedy)
+        holds, remedy = backward == "recompute" or callable(backward), "Write a function of dout, q, ..."
+        expect(holds, "backward", 'a function, "recompute" or None', repr(backward), remedy)
         self.recomputes = not callable(backward)
         if callable(backward):
             gradients = tuple(f"d{name}" for name in outputs.names)
@@ -60,8 +59,7 @@ class Derivative:
         got = f"{len(as_tuple(found))}" if several else type(found).__name__
         expected = f"{len(names)} gradients (of {', '.join(names)})"
         remedy = "Return one for each, or name those that have one with differentiable=(...)"
-        whose = f"{self._outputs.owner}, backward"
-        expect(got == str(len(names)), whose, expected, got, remedy, DeclarationError)
+        expect_declared(got == str(len(names)), f"{self.owner}, backward", expected, got, remedy)
         taken = {address(x) for x in named.values() if isinstance(x, Tensor)}
         pairs = [(name, x) for name, x, want in zip(names, as_tuple(found), wanted, strict=True) if want]
         return [self._own(name, x, named[name], taken) for name, x in pairs]
@@ -70,8 +68,8 @@ class Derivative:
         if x is None:
             return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         expected, got = _described(like), _described(x)
-        what, remedy = f"{self._outputs.owner}, gradient of {name!r}", "Return gradients like their inputs"
-        expect(got == expected, what, f"{expected}, as the input", got, remedy, DeclarationError)
+        what, remedy = f"{self.owner}, gradient of {name!r}", "Return gradients like their inputs"
+        expect_declared(got == expected, what, f"{expected}, as the input", got, remedy)
         # The compiler was promised contiguous memory that nothing else owns.
         x = x.contiguous()
         own: Tensor = (x.clone() if address(x) in taken else x).detach()
@@ -86,16 +84,12 @@ class Derivative:
         with with_autograd():
             inputs = [values[name].detach().requires_grad_() for name in names]
             values.update(zip(names, inputs, strict=True))
-            found = zip(
-                self._outputs.names, as_tuple(parameters.call(self._kernel, values.values())), strict=True
-            )
-            pairs = [(x, named[f"d{name}"]) for name, x in found if x.requires_grad]
-            what, got = f"{self._outputs.owner}, backward='recompute'", "outputs without a grad_fn"
-            expected, remedy = (
-                "a kernel that autograd can differentiate",
-                "Give its own backward, as backward=fn",
-            )
-            expect(bool(pairs), what, expected, got, remedy, DeclarationError)
+            found = as_tuple(parameters.call(self._kernel, values.values()))
+            incoming = [named[f"d{name}"] for name in self._outputs.names]
+            pairs = [(x, dx) for x, dx in zip(found, incoming, strict=True) if x.requires_grad]
+            what, got = f"{self.owner}, backward='recompute'", "outputs without a grad_fn"
+            expected, remedy = "a kernel that autograd can differentiate", "Give its own: backward=fn"
+            expect_declared(bool(pairs), what, expected, got, remedy)
             ys, dys = zip(*pairs, strict=True)
             grads = iter(torch.autograd.grad(ys, inputs, dys, allow_unused=True))
         return [next(grads) if want else None for want in wanted]
@@ -103,10 +97,10 @@ class Derivative:
     def taken(self, grads: Mapping[str, Tensor | None]) -> list[Tensor | None]:
         """The gradients that the backward takes; one that it does not take must not be lost."""
         for name, grad in grads.items():
-            what, got = f"{self._outputs.owner}, gradient of output {name!r}", "a loss that depends on it"
+            what, got = f"{self.owner}, gradient of output {name!r}", "a loss that depends on it"
             expected = f"none, as its backward has no parameter d{name}"
             remedy = f"Use {name}.detach(), or give a backward that takes d{name}"
-            expect(grad is None or name in self.incoming, what, expected, got, remedy, DeclarationError)
+            expect_declared(grad is None or name in self.incoming, what, expected, got, remedy)
         return [grads[name] for name in self.incoming]
 
 
@@ -121,12 +115,8 @@ def register(
     expect(name.isidentifier(), "name", "an identifier", repr(name), "Take a name like flash")
     names = [name] if derivative is None else [name, f"{name}_backward"]
     for each in names:
-        expected, got = (
-            "one that no wrapped kernel has in this process",
-            f"{each!r}, which {NAMESPACE}::{each} has",
-        )
-        remedy = "Keep what wrap() returned and use it again, or take another name"
-        expect(each not in _libraries, "name", expected, got, remedy)
+        got, remedy = f"{each!r}, which {NAMESPACE}::{each} has", "Use what wrap() returned, or another name"
+        expect(each not in _libraries, "name", "one that no other kernel has", got, remedy)
     library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     try:
         forward = _define_forward(library, name, kernel, outputs, check)
@@ -218,11 +208,10 @@ def _node(
 
     def refuse(values: Sequence[Any]) -> None:
         expected = f"no gradient: its backward has those of {', '.join(differentiable)}"
-        remedy = "Give it detached, or name it in differentiable=(...)"
+        got, remedy = "a tensor that requires one", "Give it detached, or name it in differentiable=(...)"
         for name, x in zip(names, values, strict=True):
             lost = isinstance(x, Tensor) and x.requires_grad and name not in differentiable
-            what, got = f"{outputs.owner}, input {name!r}", "a tensor that requires one"
-            expect(not lost, what, expected, got, remedy, DeclarationError)
+            expect_declared(not lost, f"{outputs.owner}, input {name!r}", expected, got, remedy)
 
     class Node(torch.autograd.Function):
         @staticmethod

@@ -27,3 +27,8 @@ def expect(
     """Raise ``kind`` unless a rule holds."""
     if not holds:
         raise kind(what, expected=expected, got=got, remedy=remedy)
+
+
+def expect_declared(holds: bool, what: str, expected: str, got: str, remedy: str) -> None:
+    """Raise `DeclarationError` unless a kernel does what was declared of it."""
+    expect(holds, what, expected, got, remedy, DeclarationError)

@@ -90,8 +90,9 @@ class _Sizes:
         symbols = [n for shape in shapes for n in shape if isinstance(n, SymInt)]
         # Symbols first: a polynomial of known ones needs no variable of its own.
         for n in sorted(symbols, key=lambda n: not n.node.expr.is_Symbol):
-            if not _is_polynomial(n.node.expr, values):
-                values[n.node.expr] = n
+            x = n.node.expr
+            if not (x.is_polynomial(*x.free_symbols) and x.free_symbols <= values.keys()):
+                values.setdefault(x, n)
         self._values = {f"n{i}": n for i, n in enumerate(values.values())}
         least = [f"{name} >= 2" for name, n in self._values.items() if statically_known_true(n >= 2)]
         variables = export.symbolic_shape(", ".join(self._values) + ",", constraints=least)
@@ -114,15 +115,6 @@ class _Sizes:
         names = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b}
         names |= {"max": torch.sym_max, "min": torch.sym_min}
         return eval(str(n).replace("^", "**"), {"__builtins__": {}}, {**names, **self._values})
-
-
-def _is_polynomial(x: Any, known: dict[Any, Any]) -> bool:
-    """Whether it is sums, products and powers of known symbols."""
-    if x in known or x.is_Integer:
-        return True
-    if isinstance(x, sympy.Pow):
-        return bool(x.exp.is_Integer and x.exp > 0) and _is_polynomial(x.base, known)
-    return isinstance(x, sympy.Add | sympy.Mul) and all(_is_polynomial(part, known) for part in x.args)
 
 
 def _warn(bound: Call, error: Exception) -> None:

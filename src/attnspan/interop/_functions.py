@@ -7,6 +7,7 @@ compiled code has seen lives as long as the process, since nobody learns when a 
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import secrets
 import threading
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 import numpy as np
 import torch.utils._pytree as pytree
-from torch import Tensor
 
 from ..errors import DtypeError
 from ._convert import check_devices, jax_dtype
@@ -64,29 +64,34 @@ _lock = threading.RLock()
 
 def programs_of(fn: Callable[..., Any]) -> Programs:
     """The programs of a function object; of a method, those of its object and its function."""
-    # Each look at a bound method makes a new one; its parts live on.
-    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+    parts = _parts(fn)
     place = tuple(map(id, parts))
-    known = _programs.get(place)
-    if known is not None and all(ref() is x for ref, x in zip(known[0], parts, strict=True)):
-        return known[1]
+    found = _known(place, parts)
+    if found is not None:
+        return found
     with _lock:
-        known = _programs.get(place)
-        if known is not None and all(ref() is x for ref, x in zip(known[0], parts, strict=True)):
-            return known[1]
-        made = Programs(fn)
+        found = _known(place, parts) or Programs(fn)
         # What cannot be watched is traced at each call.
         with contextlib.suppress(TypeError):
             forget = functools.partial(_forget, place)
-            _programs[place] = tuple(weakref.ref(x, forget) for x in parts), made
+            _programs[place] = tuple(weakref.ref(x, forget) for x in parts), found
             if len(_programs) > MOST_FUNCTIONS:
                 del _programs[next(iter(_programs))]
-        return made
+        return found
+
+
+def _parts(fn: Any) -> tuple[Any, ...]:
+    # Each look at a bound method makes a new one; its parts live on.
+    return (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+
+
+def _known(place: tuple[int, ...], parts: tuple[Any, ...]) -> Programs | None:
+    refs, found = _programs.get(place, ((), None))
+    return found if refs and all(ref() is x for ref, x in zip(refs, parts, strict=True)) else None
 
 
 def _forget(place: tuple[int, ...], ref: Any) -> None:
-    known = _programs.get(place)
-    if known is not None and any(x is ref for x in known[0]):
+    if any(x is ref for x in _programs.get(place, ((),))[0]):
         _programs.pop(place, None)
 
 
@@ -110,11 +115,9 @@ def _count(where: str, shapes: Hashable) -> None:
 
 def _where(fn: Any) -> str:
     """The name of a function, and where it is written; of a callable without code, where its class is."""
-    for _ in range(16):  # What transforms, jit and partial are made of.
-        inner = getattr(fn, "__wrapped__", None) or getattr(fn, "func", None)
-        if not callable(inner):
-            break
-        fn = inner
+    fn = inspect.unwrap(fn)  # What transforms and jit are made of.
+    while isinstance(fn, functools.partial):
+        fn = inspect.unwrap(fn.func)
     code = getattr(fn, "__code__", None)
     if code is None:
         return f"{type(fn).__qualname__} of {type(fn).__module__}"
@@ -122,13 +125,7 @@ def _where(fn: Any) -> str:
 
 
 class Structure:
-    """Everything in the arguments of a call that is no tensor.
-
-    Args:
-        spec: Structure of (positional arguments, keyword arguments).
-        leaves: Their leaves, with None in the place of tensors.
-        places: Which leaves are tensors.
-    """
+    """Everything in the arguments of a call that is no tensor: leaves with None at the places of tensors."""
 
     def __init__(self, spec: Any, leaves: list[Any], places: Sequence[int]) -> None:
         self._spec, self._leaves, self._places = spec, leaves, tuple(places)
@@ -148,7 +145,8 @@ class Structure:
 
 
 @functools.cache
-def _tensors_alone(count: int) -> Structure:
+def tensors_alone(count: int) -> Structure:
+    """The structure of a call with tensors one after the other."""
     leaves = [None] * count
     return Structure(pytree.tree_structure((tuple(leaves), {})), leaves, range(count))
 
@@ -157,12 +155,9 @@ def _leaf_key(i: int, x: Any) -> Hashable:
     try:
         return static_key(x)
     except TypeError:
-        what, expected = (
-            f"argument leaf {i}",
-            "a tensor, or something hashable that the function is compiled for",
-        )
+        expected, got = "a tensor, or something hashable to compile for", f"a {type(x).__name__}"
         remedy = "Convert it (torch.from_numpy, torch.from_dlpack); in JAX, call the function itself"
-        raise DtypeError(what, expected=expected, got=f"a {type(x).__name__}", remedy=remedy) from None
+        raise DtypeError(f"argument leaf {i}", expected=expected, got=got, remedy=remedy) from None
 
 
 def static_key(x: Any) -> Hashable:
@@ -173,7 +168,7 @@ def static_key(x: Any) -> Hashable:
     if isinstance(x, float | complex | np.generic):
         return type(x), repr(x)
     if isinstance(x, tuple | frozenset):
-        return type(x), x, type(x)(map(static_key, x)) if type(x) is frozenset else tuple(map(static_key, x))
+        return type(x), x, (frozenset if isinstance(x, frozenset) else tuple)(map(static_key, x))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         fields = [getattr(x, f.name) for f in dataclasses.fields(x) if f.compare]
         return type(x), x, tuple(map(static_key, fields))
@@ -183,13 +178,12 @@ def static_key(x: Any) -> Hashable:
 class Call:
     """A function with the structure of its arguments: what the operators run.
 
-    Args:
-        fn: The function.
-        structure: Where the tensors go.
-        kinds: Element type, number of dims and device of each tensor.
+    Of each tensor, ``kinds`` has the element type, the number of dims and the device.
     """
 
     def __init__(self, fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> None:
+        remedy = "Call the function itself where no tensor is involved"
+        expect(len(kinds) > 0, "call_jax", "at least one tensor", "none", remedy)
         self._fn, self._structure, self.kinds = fn, structure, tuple(kinds)
         self._programs = programs_of(fn)
         self.name = self._programs.name
@@ -197,29 +191,12 @@ class Call:
         #: Structure of the results, as the program that was found last has it.
         self.tree: Any = None
 
-    @classmethod
-    def of(cls, fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> tuple["Call", list[Tensor]]:
-        """The call without its tensors, and these."""
-        if not static and args and all(isinstance(x, Tensor) for x in args):
-            structure, tensors = _tensors_alone(len(args)), list(args)
-        else:
-            leaves, spec = pytree.tree_flatten((args, static))
-            places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-            tensors = [leaves[i] for i in places]
-            structure = Structure(spec, [None if isinstance(x, Tensor) else x for x in leaves], places)
-        remedy = "Call the function itself where no tensor is involved"
-        expect(len(tensors) > 0, "call_jax", "at least one tensor", "none", remedy)
-        return cls(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors]), tensors
-
     def program(
         self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool] = (), key: Hashable = None
     ) -> Forward:
-        """The program for shapes, with what backward needs where gradients are wanted.
+        """The program for shapes, which ``key`` stands for where they cannot be compared.
 
-        Args:
-            shapes: Of the tensors.
-            wanted: Which of them get a gradient; empty for results alone.
-            key: What stands for shapes that cannot be compared.
+        Without gradients that are wanted, the program makes nothing for backward.
         """
         key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), _settings())
         found = self._programs.get(self._structure.key, key, lambda: self._trace(shapes, wanted))
@@ -240,17 +217,16 @@ class Call:
 
     def results(self) -> Any:
         """The structure of the results as nested tuples, which a compiler can hold and build."""
-        return self._nested(jax.tree_util.tree_unflatten(self.tree, range(self.tree.num_leaves)))
+        return self._nested(self.tree.unflatten(range(self.tree.num_leaves)))
 
     def _nested(self, x: Any) -> tuple[Any, ...]:
         if type(x) is int or x is None:
-            return ("leaf", str(x)) if x is not None else ("none",)
-        if type(x) is dict:
-            return "dict", tuple(x), tuple(map(self._nested, x.values()))
+            return "leaf", "" if x is None else str(x)
         what, expected = f"the result of {self.name} in compiled code", "arrays in tuples, lists and dicts"
-        remedy = "Return one of these and make the object of it outside"
-        expect(type(x) in (list, tuple), what, expected, f"a {type(x).__name__}", remedy, DtypeError)
-        return type(x).__name__, (), tuple(map(self._nested, x))
+        remedy, got = "Return one of these and make the object of it outside", f"a {type(x).__name__}"
+        expect(type(x) in (list, tuple, dict), what, expected, got, remedy, DtypeError)
+        parts = x.values() if isinstance(x, dict) else x
+        return type(x).__name__, tuple(x) if isinstance(x, dict) else (), tuple(map(self._nested, parts))
 
 
 def _settings() -> Hashable:
@@ -292,11 +268,9 @@ def find(handle: str) -> Call:
     return found
 
 
-def pinned(fn: Any, spec: Any, leaves: list[Any], places: Sequence[int], kinds: Sequence[Any]) -> str:
+def pinned(fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> str:
     """The name of a call for a graph that is being traced; the same one for the same call."""
-    structure = Structure(spec, leaves, places)
-    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
-    key = tuple(map(id, parts)), structure.key, tuple(kinds)
+    key = tuple(map(id, _parts(fn))), structure.key, tuple(kinds)
     if key not in _in_graphs:
         _in_graphs[key] = Call(fn, structure, kinds)
     return pin(_in_graphs[key])

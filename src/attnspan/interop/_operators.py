@@ -27,15 +27,9 @@ def differentiate(
 ) -> None:
     """Record ``function`` as the derivative of an operator.
 
-    Not by torch.library.register_autograd, which drops the tangents of dual tensors, and which torch.func
-    cannot differentiate.
-
-    Args:
-        library: Where the operator is defined.
-        op: The operator.
-        function: Its ``forward`` takes the keyset, the operator's inputs, and the tensors among them.
-        forward_mode: What to do instead of forward mode, for the error.
-        finish: Makes the operator's results of what ``function`` returns.
+    Its ``forward`` takes the keyset, the operator's inputs, and the tensors among them; ``finish`` makes the
+    operator's results of what it returns. Not by torch.library.register_autograd, which drops the tangents of
+    dual tensors, and which torch.func cannot differentiate.
     """
     # The base class's apply: that of Function would hand the call to torch.func once more.
     record = super(torch.autograd.Function, function).apply  # type: ignore[misc]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ._errors import DeclarationError, expect
+from ._errors import expect, expect_declared
 from ._parameters import Parameters
 
 Declaration = str | Callable[..., Tensor]
@@ -57,15 +57,7 @@ class _Maker(NamedTuple):
 
 
 class Outputs:
-    """The outputs of a kernel as functions of its inputs.
-
-    Args:
-        declared: A known name, a function, a sequence of known names, or a mapping of names to either.
-        parameters: The parameters of the kernel.
-        strides: The contract of the inputs' strides.
-        layout: Order of the dims of q, k, v.
-        owner: The operator, for errors.
-    """
+    """The outputs of a kernel as functions of its inputs; ``owner`` is its operator, for errors."""
 
     def __init__(
         self, declared: Declarations, parameters: Parameters, strides: str, layout: str, owner: str
@@ -90,22 +82,18 @@ class Outputs:
         if callable(declaration):
             return _Maker(declaration, names_wanted(declaration, self.parameters.traced, "outputs"))
         tensors = self.parameters.required
-        known, remedy = (
-            ("out", "out like q", "lse"),
-            "Give a function, for example lambda q: torch.empty_like(q)",
-        )
-        expected = f"one of {', '.join(map(repr, known))}, or a function of the inputs"
-        expect(declaration in known, "outputs", expected, repr(declaration), remedy)
+        expected, remedy = "one of 'out', 'out like q', 'lse', or a function of inputs", "Give one of these"
+        expect(declaration in ("out", "out like q", "lse"), "outputs", expected, repr(declaration), remedy)
         if declaration == "out like q":
             return _Maker(lambda **named: torch.empty_like(named[tensors[0]]), tensors[:1])
         if declaration == "lse":
             return _Maker(lambda **named: self._lse(named[tensors[0]]), tensors[:1], False)
         expected, got = "q, k, v as the first three tensors, which 'out' speaks of", ", ".join(tensors)
         expect(len(tensors) >= 3, "outputs", expected, got, "Give a function of the inputs")
-        q, _, v, *_ = tensors
-        return _Maker(
-            lambda **named: named[q].new_empty((*named[q].shape[:-1], named[v].shape[-1])), (q, v), False
-        )
+        return _Maker(lambda **named: self._out(*named.values()), (tensors[0], tensors[2]), False)
+
+    def _out(self, q: Tensor, v: Tensor) -> Tensor:
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
     def _lse(self, q: Tensor) -> Tensor:
         shape = q.shape[:-1] if self._layout == "bhsd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -120,12 +108,9 @@ class Outputs:
             if maker.reads_strides:  # The kernel sees inputs that conform, so "like q" speaks of those.
                 given = {key: conform(x, self._strides, self._layout) for key, x in given.items()}
             output = maker.make(**given)
-            what, remedy = (
-                f"{self.owner}, declaration of output {name!r}",
-                "Return for example q.new_empty(shape)",
-            )
-            is_tensor, expected = isinstance(output, Tensor), "a function that returns an empty tensor"
-            expect(is_tensor, what, expected, type(output).__name__, remedy, DeclarationError)
+            what, got = f"{self.owner}, declaration of output {name!r}", type(output).__name__
+            expected, remedy = "a function that returns a tensor", "Return for example q.new_empty(shape)"
+            expect_declared(isinstance(output, Tensor), what, expected, got, remedy)
             made.append(output)
         return made
 
@@ -142,19 +127,16 @@ class Outputs:
             if len(self._seen) >= _REMEMBERED:
                 self._seen.clear()
             with FakeTensorMode():
-                found = [
-                    (x.shape, x.stride(), x.dtype, x.device) for x in self.make(list(map(_fake, values)))
-                ]
-            self._seen[key] = found
+                made = self.make([_fake(x) for x in values])
+            found = self._seen[key] = [(x.shape, x.stride(), x.dtype, x.device) for x in made]
         return found
 
     def verify(self, returned: Any, values: Sequence[Any]) -> tuple[Tensor, ...]:
         """What the kernel returned, if it is what was declared, in memory of its own."""
         found = as_tuple(returned)
+        expected = f"{len(self.names)} ({', '.join(self.names)})"
         got = f"{len(found)} values" if isinstance(returned, tuple | list) else type(returned).__name__
-        self._expect(
-            len(found) == len(self.names), "outputs", f"{len(self.names)} ({', '.join(self.names)})", got
-        )
+        self._expect(len(found) == len(self.names), "outputs", expected, got)
         for name, x, want in zip(self.names, found, self.expected(values), strict=True):
             self._compare(f"output {name!r}", x, want)
         self._expect_own_memory(found, values)
@@ -169,14 +151,12 @@ class Outputs:
         self._expect(x.dtype == dtype, what, f"dtype {dtype}", f"{x.dtype}")
         self._expect(x.device == device, what, f"device {device}", f"{x.device}")
         # Strides of dims of one element, and of empty tensors, address nothing.
-        used = [
-            (a, b) for size, a, b in zip(shape, x.stride(), strides, strict=True) if size > 1 and x.numel()
-        ]
-        self._expect(all(a == b for a, b in used), what, f"strides {strides}", f"{x.stride()}")
+        moved = any(n > 1 and a != b for n, a, b in zip(shape, x.stride(), strides, strict=True))
+        self._expect(not (moved and x.numel()), what, f"strides {strides}", f"{x.stride()}")
 
     def _expect(self, holds: bool, what: str, expected: str, got: str) -> None:
         what, remedy = f"{self.owner}, {what}", "Declare what it returns with outputs=..., or mend the kernel"
-        expect(holds, what, f"{expected}, as declared", f"{got} from the kernel", remedy, DeclarationError)
+        expect_declared(holds, what, f"{expected}, as declared", f"{got} from the kernel", remedy)
 
     def _expect_own_memory(self, outputs: Iterable[Tensor], values: Sequence[Any]) -> None:
         named = [(f"input {name!r}", x) for name, x in zip(self.parameters.names, values, strict=True)]
@@ -184,10 +164,8 @@ class Outputs:
         for name, x in zip(self.names, outputs, strict=True):
             own = f"output {name!r}"
             other = owners.setdefault(address(x), own) if x.numel() else own
-            if other != own:
-                what, got = f"{self.owner}, {own}", f"memory that it shares with {other}"
-                remedy = "Let the kernel return a clone"
-                raise DeclarationError(what, expected="memory of its own", got=got, remedy=remedy)
+            what, got = f"{self.owner}, {own}", f"memory that it shares with {other}"
+            expect_declared(other == own, what, "memory of its own", got, "Let the kernel return a clone")
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

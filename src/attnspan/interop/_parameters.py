@@ -38,23 +38,18 @@ class Parameter(NamedTuple):
 
 
 class Parameters:
-    """All parameters of a kernel that its operator has, in order.
-
-    Attributes:
-        names: All names.
-        tensors: Names of those that take a tensor, optional ones included.
-        required: Names of the tensors that every call must give.
-        traced: Names of those that are known where a program is traced: all but varying numbers.
-        schema: The arguments of the operator; without defaults, which the wrapper fills in.
-        left_out: Optional parameters of the kernel whose type is unknown: the operator lacks them.
-    """
+    """All parameters of a kernel that its operator has, in order, and names of some kinds of them."""
 
     def __init__(self, items: Sequence[Parameter], left_out: Iterable[str]) -> None:
-        self.items, self.left_out = tuple(items), frozenset(left_out)
+        self.items = tuple(items)
+        #: Optional parameters of the kernel whose type is unknown: the operator lacks them.
+        self.left_out = frozenset(left_out)
         self.names = tuple(x.name for x in items)
         self.tensors = tuple(x.name for x in items if x.type.startswith("Tensor"))
         self.required = tuple(x.name for x in items if x.type == "Tensor")
+        # What is known where a program is traced.
         self.traced = tuple(x.name for x in items if not x.varying)
+        # Without defaults, which the wrapper fills in.
         types = (x.type.replace("float", "Tensor") if x.varying else x.type for x in items)
         self.schema = ", ".join(f"{kind} {name}" for kind, name in zip(types, self.names, strict=True))
 
@@ -98,10 +93,7 @@ def _from_schema(schema: str) -> list[Parameter]:
         text = str(x.type)
         inner = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
         _expect_type(inner in _SCHEMA, x.name, text)
-        what, remedy = (
-            f"parameter {x.name!r} of the kernel",
-            "Wrap a function that makes and returns its outputs",
-        )
+        what, remedy = f"parameter {x.name!r} of the kernel", "Wrap a function that returns its outputs"
         expect(x.alias_info is None, what, "one that the kernel only reads", "one that it writes", remedy)
         default = x.default_value if x.has_default_value() else REQUIRED
         items.append(Parameter(x.name, _SCHEMA[inner] + "?" * (inner != text), default, x.kwarg_only))
@@ -131,15 +123,8 @@ def _signature(kernel: Callable[..., Any]) -> inspect.Signature:
         except (NameError, SyntaxError):  # Annotations of names that exist for type checkers only.
             return inspect.signature(kernel)
     except (TypeError, ValueError):
-        what, expected = (
-            f"wrap({getattr(kernel, '__name__', kernel)!r})",
-            "a function whose signature Python can read",
-        )
-        got, remedy = (
-            "one without (an extension module's, or a ctypes function)",
-            "Give schema='Tensor q, ...'",
-        )
-        expect(False, what, expected, got, remedy)
+        expected, got = "a function whose signature Python can read", "one without, as extension modules have"
+        expect(False, f"wrap({kernel!r})", expected, got, "Give schema='Tensor q, Tensor k, Tensor v, ...'")
         raise
 
 

@@ -61,7 +61,12 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     """
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(fn, args, static)
-    call, tensors = _functions().Call.of(fn, args, static)
+    if not static and args and all(isinstance(x, Tensor) for x in args):
+        structure, tensors = _functions().tensors_alone(len(args)), list(args)
+    else:
+        *parts, tensors = _split(args, static)
+        structure = _functions().Structure(*parts)
+    call = _functions().Call(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors])
     if _is_watched() or not all(type(x) in _PLAIN for x in tensors):
         handle = _functions().register(call)
         if get_proxy_mode() is not None:
@@ -72,6 +77,14 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     else:
         results = call.program([x.shape for x in tensors])(tensors)
     return import_module("jax").tree_util.tree_unflatten(call.tree, results)
+
+
+def _split(args: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, list[Any], list[int], list[Tensor]]:
+    """The structure of arguments, their leaves with None in the place of tensors, these places, the tensors."""
+    leaves, spec = pytree.tree_flatten((args, static))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    others = [None if isinstance(x, Tensor) else x for x in leaves]
+    return spec, others, places, [leaves[i] for i in places]
 
 
 @functools.cache
@@ -101,14 +114,12 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     what, expected = "call_jax in a compiled function", "torch 2.13 or newer, which guards the function"
     remedy = "Call it outside, or under torch.compiler.disable"
     expect(_TELLS_FUNCTIONS_APART, what, expected, torch.__version__, remedy)
-    leaves, spec = pytree.tree_flatten((args, static))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    places = tuple([i for i, x in enumerate(leaves) if isinstance(x, Tensor)])
-    others = tuple([None if isinstance(x, Tensor) else _number(x) for x in leaves])
+    spec, leaves, places, tensors = _split(args, static)
+    others = tuple([_number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
     # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
     parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
-    handle = _handle_of(parts[0], parts[1], id(parts[0]), _described(spec), others, places, kinds)
+    handle = _handle_of(parts[0], parts[1], id(parts[0]), _described(spec), others, tuple(places), kinds)
     results = call_op(tensors, handle)
     return _rebuild(_results_of(handle), results)
 
@@ -134,7 +145,8 @@ def _handle_of(
 ) -> str:
     del number  # The identity of the function, so that it is guarded.
     fn = fn if method is None else MethodType(method, fn)
-    return _functions().pinned(fn, _spec(described), list(others), places, kinds)  # type: ignore[no-any-return]
+    structure = _functions().Structure(_spec(described), list(others), places)
+    return _functions().pinned(fn, structure, kinds)  # type: ignore[no-any-return]
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -144,15 +156,13 @@ def _results_of(handle: str) -> Any:
 
 def _rebuild(nested: tuple[Any, ...], results: list[Tensor]) -> Any:
     """The results in the structure that `_functions.Call.results` describes."""
-    kind = nested[0]
-    if kind == "none":
-        return None
-    if kind == "leaf":
-        return results[int(nested[1])]
-    parts = [_rebuild(x, results) for x in nested[2]]
-    if kind == "dict":
-        return dict(zip(nested[1], parts, strict=True))
-    return tuple(parts) if kind == "tuple" else parts
+    if nested[0] == "leaf":
+        return results[int(nested[1])] if nested[1] else None
+    kind, keys, children = nested
+    parts = [_rebuild(x, results) for x in children]
+    return (
+        dict(zip(keys, parts, strict=True)) if kind == "dict" else parts if kind == "list" else tuple(parts)
+    )
 
 
 # Operators.

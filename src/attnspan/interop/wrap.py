@@ -14,7 +14,7 @@ from ..torch._checkpoint import save_also
 from . import _check as checks
 from ._derivative import NAMESPACE, Backward, Derivative, register
 from ._errors import DeclarationError as DeclarationError
-from ._errors import expect
+from ._errors import expect, expect_declared
 from ._flops import read_flops, register_flops
 from ._outputs import Declarations, Outputs
 from ._parameters import REQUIRED, Parameters, read_parameters
@@ -156,7 +156,7 @@ class Wrapped:
         expected = f"errors of at most {within:g} times SDPA's against float64"
         got = ", ".join(f"{name}: {ratio:.3g} times" for name, ratio in worst.items())
         remedy = "Check mask, scale and layout of the call, or give oracle=fn"
-        expect(not worst, self.op._schema.name, expected, got, remedy, DeclarationError)
+        expect_declared(not worst, self.op._schema.name, expected, got, remedy)
         return checks.Report(report.errors, report.sdpa, checks.check_operator(self, values))
 
 
