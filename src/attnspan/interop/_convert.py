@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,18 +18,14 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import BackendError, DeviceError, DtypeError
 from ._errors import expect
 
-# Where NumPy has no such type: the type as JAX calls it, and one of its size through which to look at it.
-_EXTENDED: dict[torch.dtype, tuple[Any, torch.dtype]] = {
-    torch.bfloat16: (ml_dtypes.bfloat16, torch.int16),
-    torch.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, torch.uint8),
-    torch.float8_e5m2: (ml_dtypes.float8_e5m2, torch.uint8),
-}
-_PLAIN = (
+_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
 )
-_TO_JAX: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _PLAIN}
-_TO_JAX |= {x: np.dtype(own) for x, (own, _) in _EXTENDED.items()}
+_TO_JAX: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): jax.numpy.dtype(name) for name in _NAMES}
+# Where NumPy has no such type of its own: one of its size, through which to look at it.
+_SEEN_AS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 _TO_TORCH = {own: x for x, own in _TO_JAX.items()}
 # What JAX would silently narrow while its 64-bit mode is off.
 _WIDE = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
@@ -100,8 +95,8 @@ def _as_argument(x: Tensor) -> Any:
         x = x.contiguous()
     if not x.is_cpu:
         return jax.dlpack.from_dlpack(x)
-    extended = _EXTENDED.get(x.dtype)
-    array = x.numpy() if extended is None else x.view(extended[1]).numpy().view(extended[0])
+    seen_as = _SEEN_AS.get(x.dtype)
+    array = x.numpy() if seen_as is None else x.view(seen_as).numpy().view(_TO_JAX[x.dtype])
     # A view has no device of its own, and would be taken to an accelerator.
     return jax.device_put(array, _cpu(), may_alias=True) if _computes_elsewhere() else array
 

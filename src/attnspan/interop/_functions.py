@@ -76,7 +76,7 @@ def programs_of(fn: Callable[..., Any]) -> Programs:
             forget = functools.partial(_forget, place)
             _programs[place] = tuple(weakref.ref(x, forget) for x in parts), found
             if len(_programs) > MOST_FUNCTIONS:
-                del _programs[next(iter(_programs))]
+                _programs.pop(next(iter(_programs)), None)
         return found
 
 
@@ -109,7 +109,7 @@ def _count(where: str, shapes: Hashable) -> None:
             "function object or for a new static argument. Make the function once, outside of what repeats, "
             "and pass what changes as tensors.",
             RetraceWarning,
-            stacklevel=2,
+            stacklevel=5,  # The caller of `call_jax`; where gradients are recorded, a frame of ours.
         )
 
 
@@ -246,8 +246,9 @@ _in_graphs: dict[Hashable, Call] = {}
 def register(call: Call) -> str:
     """A name for the operators, which take no Python objects; it means the call as long as that lives."""
     if not call.handle:
-        call.handle = f"{call.name}#{_process}{next(_counter):x}"
-        _live[call.handle] = call
+        handle = f"{call.name}#{_process}{next(_counter):x}"
+        _live[handle] = call
+        call.handle = handle
     return call.handle
 
 

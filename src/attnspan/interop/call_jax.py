@@ -80,7 +80,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
 
 
 def _split(args: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, list[Any], list[int], list[Tensor]]:
-    """The structure of arguments, their leaves with None in the place of tensors, these places, the tensors."""
+    """The structure of arguments, their leaves with None for tensors, the places of tensors, and these."""
     leaves, spec = pytree.tree_flatten((args, static))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     others = [None if isinstance(x, Tensor) else x for x in leaves]
@@ -160,9 +160,9 @@ def _rebuild(nested: tuple[Any, ...], results: list[Tensor]) -> Any:
         return results[int(nested[1])] if nested[1] else None
     kind, keys, children = nested
     parts = [_rebuild(x, results) for x in children]
-    return (
-        dict(zip(keys, parts, strict=True)) if kind == "dict" else parts if kind == "list" else tuple(parts)
-    )
+    if kind == "dict":
+        return dict(zip(keys, parts, strict=True))
+    return parts if kind == "list" else tuple(parts)
 
 
 # Operators.

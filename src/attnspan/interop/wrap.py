@@ -45,14 +45,13 @@ class Wrapped:
     def __init__(
         self,
         kernel: Callable[..., Any],
-        op: torch._ops.OpOverload,
-        backward_op: torch._ops.OpOverload | None,
+        ops: tuple[torch._ops.OpOverload, torch._ops.OpOverload | None],
         parameters: Parameters,
         differentiable: tuple[str, ...],
         layout: Layout,
         autocast: bool | torch.dtype,
     ) -> None:
-        self.kernel, self.op, self.backward_op = kernel, op, backward_op
+        self.kernel, (self.op, self.backward_op) = kernel, ops
         self.parameters, self.differentiable, self.layout = parameters, differentiable, layout
         # Plain tuples, which a compiler reads without tracing through the parameters.
         self._names, self._autocast = parameters.names, autocast
@@ -237,8 +236,8 @@ def wrap(
     expect(holds, "differentiable", "None without a backward", repr(differentiable), remedy)
     derivative = None if backward is None else Derivative(backward, kernel, declared, differentiable)
     formula = read_flops(flops, parameters, layout)
-    op, backward_op = register(name, kernel, declared, derivative, check)
-    register_flops(op, backward_op, derivative, formula)
-    save_also(op)
+    ops = register(name, kernel, declared, derivative, check)
+    register_flops(*ops, derivative, formula)
+    save_also(ops[0])
     sources = () if derivative is None else derivative.differentiable
-    return Wrapped(kernel, op, backward_op, parameters, sources, layout, autocast)
+    return Wrapped(kernel, ops, parameters, sources, layout, autocast)
