@@ -64,6 +64,7 @@ $(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
 
 test-torch: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest tests/torch tests/docs $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest tests/interop $(ARGS)
 
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
 XLA_VENV := .venv-xla

@@ -24,8 +24,8 @@ from typing import Any
 import jax
 import torch
 
+from attnspan.interop._convert import as_arguments, as_tensors
 from attnspan.torch import call_jax
-from attnspan.torch._call_jax.convert import as_arguments, as_tensors
 
 TARGET, ROUNDS, REPEATS = 1.2, 31, 20
 # What is judged: the bridge, JAX alone, and the conversions alone.

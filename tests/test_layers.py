@@ -32,6 +32,7 @@ ROOMS = [
     {"_core"},
     {"kernels"},
     {"torch", "jax"},
+    {"interop"},
     {"parallel"},
     {"xla"},
     {"integrations"},
@@ -45,7 +46,13 @@ ROOMS = [
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 # Public names that a front end shows and a higher room implements; looked up when they are asked for.
-FACADES = {("jax/__init__.py", "attnspan.parallel.spmd"), ("masks.py", "attnspan.library")}
+FACADES = {
+    ("jax/__init__.py", "attnspan.interop.from_torch"),
+    ("jax/__init__.py", "attnspan.parallel.spmd"),
+    ("masks.py", "attnspan.library"),
+    ("torch/__init__.py", "attnspan.interop.call_jax"),
+    ("torch/__init__.py", "attnspan.interop.wrap"),
+}
 
 
 def _modules():
@@ -101,6 +108,7 @@ def test_only_the_front_ends_know_a_framework():
         "kernels",
         "torch",
         "jax",
+        "interop",
         "parallel",
         "xla",
         "integrations",
@@ -130,7 +138,7 @@ def test_kernels_do_not_import_each_other():
 
 def test_only_the_torch_rooms_register_operators():
     for path, parts in _modules():
-        if parts[0] not in ("torch", "xla"):
+        if parts[0] not in ("torch", "interop", "xla"):
             assert not any(name.startswith("torch.library") for name in _imports(path, parts)), path
 
 

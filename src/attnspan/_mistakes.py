@@ -15,8 +15,8 @@ _BOOLEANS = (
     "mask=keys(valid) for booleans of shape (B, Sk), or bias= for numbers that are added to the scores"
 )
 _PADDING = (
-    "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or mask=keys(valid), with "
-    "booleans of shape (B, Sk), True for valid keys"
+    "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or mask=keys(valid), "
+    "with booleans of shape (B, Sk), True for valid keys"
 )
 _OFFSETS = "Pass mask=documents(cu_seqlens_q, cu_seqlens_k), combined by & with causal() for a causal mask"
 _LONGEST = "Leave it out: documents(cu_seqlens) knows the lengths"
@@ -43,7 +43,7 @@ REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"), _LONGEST),
     **dict.fromkeys(("max_q", "max_k", "max_length_q", "max_length_k"), _LONGEST),
     **dict.fromkeys(("window_size", "local_window_size", "window"), _WINDOW),
-    "sliding_window": "Pass mask=window(sliding_window - 1): the number of keys before the query, itself apart",
+    "sliding_window": "Pass mask=window(sliding_window - 1): the keys before the query, without its own",
     **dict.fromkeys(("segment_ids", "q_segment_ids", "kv_segment_ids", "document_ids", "doc_ids"), _SEGMENTS),
     **dict.fromkeys(("cache_seqlens", "seqused_k", "kv_lens"), _CACHE),
     "score_mod": (

@@ -9,11 +9,11 @@ from ._choice import SlowPathWarning as SlowPathWarning
 from ._dpa import dot_product_attention as dot_product_attention
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
-from ._from_torch import from_torch as from_torch
 from ._ops import SAVE_NAMES as SAVE_NAMES
 from ._options import dropout_seeds as dropout_seeds
 
 if TYPE_CHECKING:
+    from ..interop.from_torch import from_torch as from_torch
     from ..parallel.spmd import shard as shard
 
 __all__ = [
@@ -30,7 +30,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The planning of meshes stands above this room; it is looked up when it is asked for.
+    # The bridge to torch and the planning of meshes stand above this room; they are looked up when asked for.
+    if name == "from_torch":
+        from ..interop.from_torch import from_torch
+
+        return from_torch
     if name == "shard":
         from ..parallel.spmd import shard
 

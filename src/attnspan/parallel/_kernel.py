@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..interop._operators import with_autograd
 from ..kernels import choose, cpu
 from ..kernels import math as math_kernel
 from ..options import Options
 from ..problem import describe
 from ..torch._attention import BACKENDS, warn_if_slow
-from ..torch._wrap.derivative import with_autograd
 
 
 class Call(NamedTuple):

@@ -1,5 +1,8 @@
 """attnspan for PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
 from . import _encode as _encode  # registers the operator that masks from booleans need
 from . import _pytrees as _pytrees  # registers the masks
@@ -7,9 +10,6 @@ from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
 from ._block_mask import to_block_mask as to_block_mask
 from ._cache import StaticCache as StaticCache
-from ._call_jax import RetraceWarning as RetraceWarning
-from ._call_jax import SpecializedShapesWarning as SpecializedShapesWarning
-from ._call_jax import call_jax as call_jax
 from ._checkpoint import SAVE_OPS as SAVE_OPS
 from ._checkpoint import checkpoint_policy as checkpoint_policy
 from ._explain import Explanation as Explanation
@@ -20,9 +20,14 @@ from ._module import Attention as Attention
 from ._options import dropout_seeds as dropout_seeds
 from ._rolling import RollingCache as RollingCache
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
-from ._wrap import DeclarationError as DeclarationError
-from ._wrap import Wrapped as Wrapped
-from ._wrap import wrap as wrap
+
+if TYPE_CHECKING:
+    from ..interop.call_jax import RetraceWarning as RetraceWarning
+    from ..interop.call_jax import SpecializedShapesWarning as SpecializedShapesWarning
+    from ..interop.call_jax import call_jax as call_jax
+    from ..interop.wrap import DeclarationError as DeclarationError
+    from ..interop.wrap import Wrapped as Wrapped
+    from ..interop.wrap import wrap as wrap
 
 __all__ = [
     "SAVE_OPS",
@@ -46,3 +51,15 @@ __all__ = [
     "to_block_mask",
     "wrap",
 ]
+
+_ABOVE = {
+    **dict.fromkeys(("RetraceWarning", "SpecializedShapesWarning", "call_jax"), "attnspan.interop.call_jax"),
+    **dict.fromkeys(("DeclarationError", "Wrapped", "wrap"), "attnspan.interop.wrap"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # What brings other people's code in stands above this room; it is looked up when it is asked for.
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ABOVE[name]), name)

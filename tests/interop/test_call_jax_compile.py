@@ -1,5 +1,6 @@
 """JAX functions under torch.compile, fake tensors, functionalisation, checkpointing."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -16,14 +17,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from attnspan import causal, segments
 from attnspan.torch import SpecializedShapesWarning, attention, call_jax
-from attnspan.torch._call_jax import call, operators
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-functions = pytest.importorskip("attnspan.torch._call_jax.functions")
+bridge = importlib.import_module("attnspan.interop.call_jax")
+functions = pytest.importorskip("attnspan.interop._functions")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
 compiles = pytest.mark.skipif(
-    not call._TELLS_FUNCTIONS_APART, reason="compilers of torch before 2.13 do not tell functions apart"
+    not bridge._TELLS_FUNCTIONS_APART, reason="compilers of torch before 2.13 do not tell functions apart"
 )
 
 
@@ -82,7 +83,7 @@ def scale_by(s: Any) -> Callable[[Any], Any]:
 
 
 def test_a_compiler_that_tells_no_functions_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "_TELLS_FUNCTIONS_APART", False)
+    monkeypatch.setattr(bridge, "_TELLS_FUNCTIONS_APART", False)
     step = torch.compile(lambda x: call_jax(jnp.sin, x), fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match=r"call_jax in a compiled function: expected torch 2\.13 or newer"):
         step(_randn(5))
@@ -267,27 +268,22 @@ def test_sizes_that_jax_cannot_take_as_symbols_are_numbers() -> None:
         torch.testing.assert_close(out, x * sum(range(n)))
 
 
-# The operators.
-
-
-def _bound(fn: Callable[..., Any], *tensors: Tensor) -> Any:
-    from attnspan.torch._call_jax.call import _bind
-
-    return _bind(fn, tensors, {})[0]
+# The bridge.
 
 
 def test_opcheck() -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
-    call = _bound(lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int)), x, w)
-    handle = functions.register(call)
-    torch.library.opcheck(operators.call_op, ([x, w], handle))
+    kinds = [(t.dtype, t.dim(), t.device) for t in (x, w)]
+    fn = lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int))  # noqa: E731
+    call = functions.Call(fn, functions.tensors_alone(2), kinds)
+    handle, wanted = functions.register(call), [True, True]
+    torch.library.opcheck(bridge.call_op, ([x, w], handle))
     tensors = [x.detach(), w.detach()]
-    derived = call.derived([t.shape for t in tensors], (True, True))
-    torch.library.opcheck(operators.vjp_op, (tensors, handle, [True, True], False))
-    made = operators.vjp_op(tensors, handle, [True, True], False)
-    saved = derived.saved_of(tensors, made)
+    torch.library.opcheck(bridge.vjp_op, (tensors, handle, wanted))
+    made = bridge.vjp_op(tensors, handle, wanted)
+    saved = call.program([t.shape for t in tensors], wanted).saved_of(tensors, made)
     grads = [torch.ones(5, 4), None, None]
-    torch.library.opcheck(operators.backward_op, (grads, saved, [5, 3, 3, 4], handle, [True, True], False))
+    torch.library.opcheck(bridge.backward_op, (grads, saved, [5, 3, 3, 4], handle, wanted, False))
 
 
 def test_fake_tensors_run_nothing() -> None:
@@ -309,7 +305,7 @@ def test_what_a_graph_calls_lives_on() -> None:
     step = make()
     step(_randn(5))
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: call_jax(scale_by(6.0), x))(_randn(5))
-    functions.table.clear()
+    functions._programs.clear()
     gc.collect()
     torch.testing.assert_close(step(_randn(5)), _randn(5) * 7)
     torch.testing.assert_close(graph(_randn(5)), _randn(5) * 6)
@@ -317,7 +313,7 @@ def test_what_a_graph_calls_lives_on() -> None:
 
 def test_a_name_of_another_process_is_refused() -> None:
     with pytest.raises(RuntimeError, match="expected a function of this process, got fn#1"):
-        operators.call_op([torch.ones(1)], "fn#1")
+        bridge.call_op([torch.ones(1)], "fn#1")
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -333,7 +329,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-SAVED = (operators.call_op, operators.vjp_op)
+SAVED = (bridge.call_op, bridge.vjp_op)
 
 
 @pytest.mark.parametrize("way", ["none", "full", "selective"])

@@ -6,8 +6,7 @@ import weakref
 
 import pytest
 import torch
-from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
-from samples import relative_error
+from foreign_kernel import QKV, Library, eager, fresh_name, inputs, relative_error, wrap_foreign
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
@@ -228,7 +227,7 @@ def test_flops(foreign: Library, backward: str, parts: float) -> None:
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(6, 6), (3, 7), (7, 3), (1, 5), (0, 4)])
 def test_causal_flops_count_what_is_seen(q_len: int, k_len: int) -> None:
-    from attnspan.torch._wrap.flops import attention_flops
+    from attnspan.interop._flops import attention_flops
 
     x = [torch.empty(1, 1, n, 1) for n in (q_len, k_len, k_len)]
     seen = torch.ones(q_len, k_len).tril(k_len - q_len).sum()

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from foreign_kernel import Library, fresh_name, inputs, wrap_foreign
-from samples import relative_error
+from foreign_kernel import Library, fresh_name, inputs, relative_error, wrap_foreign
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -19,7 +19,7 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 from_torch = pytest.importorskip("attnspan.jax").from_torch
-_torch_call = importlib.import_module("attnspan.jax._torch_call")
+_torch_calls = importlib.import_module("attnspan.interop._torch_calls")
 cpu = importlib.import_module("attnspan.kernels.cpu")
 if cpu.compiled() is None:
     pytest.skip("the compiled module is not built", allow_module_level=True)
@@ -70,7 +70,7 @@ def test_without_the_compiled_module_it_is_a_callback(monkeypatch: pytest.Monkey
         jax.jit(from_torch(lambda x: x.mul_(2), results=EIGHT))(_x()).block_until_ready()
 
 
-@pytest.mark.parametrize("dtype", sorted(_torch_call._TYPES.values()))
+@pytest.mark.parametrize("dtype", sorted(_torch_calls._TYPES.values()))
 def test_every_element_type(dtype: str) -> None:
     with jax.enable_x64(True):
         x = jnp.array([[1, 0, 3], [1, 1, 0]]).astype(dtype)
@@ -196,11 +196,11 @@ def test_functions_live_as_long_as_their_programs() -> None:
     jax.clear_caches()
     gc.collect()
     assert program(_x()).tolist() == (_x() + 1).tolist()
-    keys = set(_torch_call._functions)
+    keys = set(_torch_calls._functions)
     del program
     gc.collect()
     assert gone() is None
-    assert set(_torch_call._functions) < keys
+    assert set(_torch_calls._functions) < keys
 
 
 def test_jitted_functions_free_theirs() -> None:
@@ -214,7 +214,7 @@ def test_jitted_functions_free_theirs() -> None:
 
 
 def test_programs_of_other_processes_are_refused() -> None:
-    assert "got one of another" in str(_torch_call._on_buffers(-1, [], []))
+    assert "got one of another" in str(_torch_calls._on_buffers(-1, [], []))
 
 
 def test_threads() -> None:

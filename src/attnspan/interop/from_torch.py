@@ -11,7 +11,9 @@ import numpy as np
 
 from .._installed import require
 from ..errors import DtypeError, OptionError
-from . import _torch_call
+from . import _torch_calls
+
+__all__ = ["from_torch"]
 
 _Flat = Callable[..., list[Any]]
 
@@ -115,13 +117,13 @@ def _declared(results: Any, trees: list[Any]) -> list[Any] | None:
 
 def _inferred(flat: _Flat, arrays: Sequence[Any]) -> list[Any]:
     """Shapes and element types of the results, without running the function on data."""
-    torch, convert = _torch(), import_module("attnspan.torch._call_jax.convert")
+    torch, convert = _torch(), import_module("._convert", __package__)
     mode = import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         dtypes = [convert.torch_dtype("argument", x.dtype) for x in arrays]
         fakes = [torch.empty(x.shape, dtype=d) for x, d in zip(arrays, dtypes, strict=True)]
         found = [_checked(x) for x in flat(*fakes)]
-        _torch_call.check_unwritten(fakes)  # Before it spoils anything.
+        _torch_calls.check_unwritten(fakes)  # Before it spoils anything.
         return [jax.ShapeDtypeStruct(tuple(x.shape), convert.jax_dtype("result", x.dtype)) for x in found]
 
 
@@ -137,15 +139,15 @@ def _checked(x: Any) -> Any:
 
 
 def _run_at_once(flat: _Flat, arrays: Sequence[Any]) -> list[Any]:
-    tensors = _torch_call.tensors_of(arrays)
+    tensors = _torch_calls.tensors_of(arrays)
     found = _forward(flat, *tensors)
-    _torch_call.check_unwritten(tensors)
-    return _torch_call.arrays_of(found)
+    _torch_calls.check_unwritten(tensors)
+    return _torch_calls.arrays_of(found)
 
 
 def _traced(flat: _Flat, results: Sequence[Any]) -> Callable[..., list[Any]]:
     """The function where JAX traces, with its derivative."""
-    run = _torch_call.operation(functools.partial(_forward, flat), results)
+    run = _torch_calls.operation(functools.partial(_forward, flat), results)
 
     @jax.custom_vjp
     def call(*arrays: Any) -> list[Any]:
@@ -162,11 +164,11 @@ def _traced(flat: _Flat, results: Sequence[Any]) -> Callable[..., list[Any]]:
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x, want in zip(arrays, wanted, strict=True) if want
         ]
         gradients = functools.partial(_gradients, flat, wanted, there)
-        found = iter(_torch_call.operation(gradients, shapes)(*arrays, *given))
+        found = iter(_torch_calls.operation(gradients, shapes)(*arrays, *given))
         return tuple(next(found) if want else None for want in wanted)
 
     call.defvjp(forward, backward)
-    return lambda *arrays: call(*_torch_call.vary_alike(arrays))
+    return lambda *arrays: call(*_torch_calls.vary_alike(arrays))
 
 
 def _forward(flat: _Flat, *tensors: Any) -> list[Any]:

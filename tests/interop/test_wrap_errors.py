@@ -7,8 +7,8 @@ import torch
 from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
 from torch import Tensor
 
+from attnspan.interop import _derivative, _outputs
 from attnspan.torch import DeclarationError, wrap
-from attnspan.torch._wrap import operators, outputs
 
 # Contradictions in the description.
 
@@ -54,7 +54,7 @@ def test_a_name_is_given_once() -> None:
 def test_a_registration_that_fails_half_way_leaves_the_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
     name = fresh_name()
     with monkeypatch.context() as patch:
-        patch.setattr(operators, "_with_derivative", lambda *_: 1 / 0)
+        patch.setattr(_derivative, "_node", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:
             wrap(eager, name=name, backward="recompute")
     wrap(eager, name=name, backward="recompute")
@@ -129,7 +129,7 @@ def test_check_false_leaves_lies_alone() -> None:
 
 
 def test_what_was_verified_is_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "_REMEMBERED", 4)
+    monkeypatch.setattr(_outputs, "_REMEMBERED", 4)
     runs: list[int] = []
 
     def declared(q: Tensor) -> Tensor:

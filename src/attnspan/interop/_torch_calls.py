@@ -20,9 +20,9 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from ..errors import DtypeError, OptionError, ShapeError
+from ..jax import _ffi
+from ..jax._varying import axes_of, axes_of_types, spread
 from ..kernels import cpu
-from . import _ffi
-from ._varying import axes_of, axes_of_types, spread
 
 #: Of tensors; it returns tensors, and leaves the choice of a grad mode to nobody else.
 Run = Callable[..., Sequence[Any]]
@@ -88,7 +88,7 @@ def _torch() -> Any:
 
 def _convert() -> Any:
     """Conversions of the bridge the other way round; they need both frameworks."""
-    return import_module("attnspan.torch._call_jax.convert")
+    return import_module("._convert", __package__)
 
 
 def tensors_of(arrays: Sequence[Any]) -> list[Any]:

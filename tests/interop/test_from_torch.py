@@ -9,7 +9,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
-from_torch = pytest.importorskip("attnspan.jax._from_torch").from_torch
+from_torch = pytest.importorskip("attnspan.interop.from_torch").from_torch
 jnp = jax.numpy
 
 

@@ -1,24 +1,27 @@
-"""The public ``wrap`` and what it returns."""
+"""`wrap`: someone else's attention function as an operator that compilers and exporters understand."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ...errors import OptionError
-from ...kernels.math import has_autocast
-from ...masks import Mask
-from .._attention import Layout
-from .._checkpoint import save_also
-from . import oracle as checks
-from .derivative import Backward, Derivative, read_derivative
-from .errors import DeclarationError
-from .flops import read_flops, register_flops
-from .layouts import STRIDES, Strides
-from .operators import NAMESPACE, register
-from .outputs import Declarations, Outputs, read_outputs
-from .parameters import REQUIRED, Parameters, read_parameters
+from ..errors import UsageError
+from ..kernels.math import has_autocast
+from ..masks import Mask
+from ..torch._attention import Layout
+from ..torch._checkpoint import save_also
+from . import _check as checks
+from ._derivative import NAMESPACE, Backward, Derivative, register
+from ._errors import DeclarationError as DeclarationError
+from ._errors import expect, expect_declared
+from ._flops import read_flops, register_flops
+from ._outputs import Declarations, Outputs
+from ._parameters import REQUIRED, Parameters, read_parameters
+
+__all__ = ["DeclarationError", "Wrapped", "wrap"]
+
+Strides = Literal["any", "unit", "contiguous", "bshd", "bhsd"]
 
 
 class Wrapped:
@@ -28,6 +31,9 @@ class Wrapped:
         op: The operator ``attnspan_wrapped::name``, for checkpointing policies and graph passes.
         backward_op: ``attnspan_wrapped::name_backward``, or None without a derivative.
         kernel: The function that was wrapped.
+        parameters: Its parameters.
+        differentiable: Names of those that have gradients.
+        layout: Order of the dims of q, k, v.
 
     Example:
         >>> def attend(q, k, v, causal: bool = False):
@@ -39,24 +45,22 @@ class Wrapped:
     def __init__(
         self,
         kernel: Callable[..., Any],
-        op: torch._ops.OpOverload,
-        backward_op: torch._ops.OpOverload | None,
+        ops: tuple[torch._ops.OpOverload, torch._ops.OpOverload | None],
         parameters: Parameters,
-        derivative: Derivative | None,
+        differentiable: tuple[str, ...],
         layout: Layout,
         autocast: bool | torch.dtype,
     ) -> None:
-        self.kernel, self.op, self.backward_op = kernel, op, backward_op
-        self._parameters, self._layout, self._autocast = parameters, layout, autocast
-        self._differentiable = () if derivative is None else derivative.differentiable
-        # Plain tuples, which a compiler reads without tracing through dataclasses.
-        self._names = parameters.names
+        self.kernel, (self.op, self.backward_op) = kernel, ops
+        self.parameters, self.differentiable, self.layout = parameters, differentiable, layout
+        # Plain tuples, which a compiler reads without tracing through the parameters.
+        self._names, self._autocast = parameters.names, autocast
         self._defaults = tuple(item.default for item in parameters.items)
         self._varying = tuple(item.varying for item in parameters.items)
-        self._cast = tuple(name in parameters.required_tensors[:3] for name in self._names)
+        self._cast = tuple(name in parameters.required[:3] for name in self._names)
 
     def __repr__(self) -> str:
-        return f"<{self.op._schema.name}({self._parameters.schema})>"
+        return f"<{self.op._schema.name}({self.parameters.schema})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel: its positional arguments, its keywords, its defaults.
@@ -71,33 +75,33 @@ class Wrapped:
         return self.op(*self._bind(args, kwargs))
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        names = self._names
-        if len(args) > len(names):
-            raise TypeError(f"{self!r}: expected at most {len(names)} arguments, got {len(args)}.")
+        names, count = self._names, len(args)
         values = list(args)
-        for place in range(len(args), len(names)):
-            value = kwargs.get(names[place], self._defaults[place])
-            if value is REQUIRED:
-                raise TypeError(f"{self!r}: expected a value for {names[place]!r}, got none.")
-            values.append(value)
-        for name in kwargs:
-            if name not in names[len(args) :]:
-                raise self._unknown(name)
+        for name, default in zip(names[count:], self._defaults[count:], strict=True):
+            values.append(kwargs.get(name, default))
+        unknown = [name for name in kwargs if name not in names[count:]]
+        if count > len(names) or unknown or any(x is REQUIRED for x in values):
+            self._refuse(values, count, unknown)
         for place, varies in enumerate(self._varying):
             if varies and values[place] is not None and not isinstance(values[place], Tensor):
                 # A product, because compilers know how to leave the number of a product open.
                 values[place] = torch.ones((), dtype=torch.float64) * values[place]
         return self._autocasted(values) if self._autocast else values
 
-    def _unknown(self, name: str) -> TypeError:
-        if name in self._names:
-            return TypeError(f"{self!r}: expected {name!r} once, got it by position and by keyword.")
-        if name in self._parameters.left_out:
-            return TypeError(
-                f"{self!r}: expected a parameter whose type is known, got {name!r}, of which the kernel's "
-                "signature tells none. Annotate it, or describe all parameters with schema=..."
-            )
-        return TypeError(f"{self!r}: expected one of {', '.join(self._names)}, got {name!r}.")
+    def _refuse(self, values: list[Any], count: int, unknown: list[str]) -> None:
+        """Raise what is wrong with the arguments."""
+        names, what, remedy = self._names, repr(self), "Call it as the kernel"
+        got = f"{count}"
+        expect(count <= len(names), what, f"at most {len(names)} arguments", got, remedy, UsageError)
+        for name in unknown:
+            got = f"{name!r}, of which the kernel's signature tells none"
+            typed, how = name not in self.parameters.left_out, "Annotate it, or give schema=..."
+            expect(typed, what, "a parameter whose type is known", got, how, UsageError)
+            got = f"{name!r}"
+            expect(name in names, what, f"one of {', '.join(names)}", got, remedy, UsageError)
+            expect(False, what, f"{name!r} once", "it by position and by keyword", remedy, UsageError)
+        missing = [name for name, x in zip(names, values, strict=True) if x is REQUIRED]
+        expect(not missing, what, f"a value for {missing[0]!r}", "none", remedy, UsageError)
 
     def _autocasted(self, values: list[Any]) -> list[Any]:
         device = values[self._cast.index(True)].device.type
@@ -144,28 +148,15 @@ class Wrapped:
             >>> sorted(report.errors)
             ['dk', 'dq', 'dv', 'out']
         """
-        call = checks.Call(
-            self.op,
-            self._bind(args, kwargs),
-            self._names,
-            self._parameters.required_tensors[:3],
-            self._differentiable,
-            self._layout,
-            self.op._schema.name,
-            self._parameters,
-        )
-        checks.check_repeats(call)
-        errors, sdpa = checks.compare(call, mask, oracle)
-        report = checks.Report(errors, sdpa, {})
+        values = self._bind(args, kwargs)
+        checks.check_repeats(self, values)
+        report = checks.Report(*checks.compare(self, values, mask, oracle), {})
         worst = {name: ratio for name, ratio in report.ratios.items() if not ratio <= within}
-        if worst:
-            raise DeclarationError(
-                call.owner,
-                expected=f"errors of at most {within:g} times SDPA's against float64",
-                got=", ".join(f"{name}: {ratio:.3g} times" for name, ratio in worst.items()),
-                remedy="Check mask, scale and layout of the call, or give oracle=fn",
-            )
-        return checks.Report(errors, sdpa, checks.check_operator(call))
+        expected = f"errors of at most {within:g} times SDPA's against float64"
+        got = ", ".join(f"{name}: {ratio:.3g} times" for name, ratio in worst.items())
+        remedy = "Check mask, scale and layout of the call, or give oracle=fn"
+        expect_declared(not worst, self.op._schema.name, expected, got, remedy)
+        return checks.Report(report.errors, report.sdpa, checks.check_operator(self, values))
 
 
 def wrap(
@@ -235,21 +226,18 @@ def wrap(
         >>> torch.compile(flash, fullgraph=True, backend="aot_eager")(q, q, q, causal=True).shape
         torch.Size([1, 6, 2, 8])
     """
-    _check_choice("layout", layout, get_args(Layout))
-    _check_choice("strides", strides, STRIDES)
-    owner = f"{NAMESPACE}::{name}"
+    for what, value, choices in (("layout", layout, Layout), ("strides", strides, Strides)):
+        known = get_args(choices)
+        expect(value in known, what, f"one of {', '.join(known)}", repr(value), "Take one of them")
     parameters = read_parameters(kernel, schema, varying)
-    declared: Outputs = read_outputs(outputs, parameters, strides, layout, owner)
-    derivative = read_derivative(backward, kernel, parameters, declared, differentiable, owner)
+    declared = Outputs(outputs, parameters, strides, layout, f"{NAMESPACE}::{name}")
+    remedy = 'Give backward=fn or backward="recompute"'
+    holds = backward is not None or differentiable is None
+    expect(holds, "differentiable", "None without a backward", repr(differentiable), remedy)
+    derivative = None if backward is None else Derivative(backward, kernel, declared, differentiable)
     formula = read_flops(flops, parameters, layout)
-    op, backward_op = register(name, kernel, declared, derivative, check)
-    register_flops(op, backward_op, parameters, derivative, formula, backward == "recompute")
-    save_also(op)
-    return Wrapped(kernel, op, backward_op, parameters, derivative, layout, autocast)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise OptionError(
-            name, expected=f"one of {', '.join(choices)}", got=repr(value), remedy="Take one of them"
-        )
+    ops = register(name, kernel, declared, derivative, check)
+    register_flops(*ops, derivative, formula)
+    save_also(ops[0])
+    sources = () if derivative is None else derivative.differentiable
+    return Wrapped(kernel, ops, parameters, sources, layout, autocast)

@@ -1,0 +1,174 @@
+"""The check of a wrapped kernel on one call: as an operator, and against float64."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..masks import Mask, causal, documents, full
+from ..torch._attention import attention
+from ._errors import expect_declared
+from ._outputs import address, as_tuple
+
+if TYPE_CHECKING:
+    from .wrap import Wrapped
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Wrapped.check` found: errors of the kernel and of torch's own attention on the same inputs.
+
+    Attributes:
+        errors: For "out" and each gradient (dq, dk, dv) the norm of the difference from float64 over the norm
+            of the float64 result.
+        sdpa: The same of `torch.nn.functional.scaled_dot_product_attention`; not below the rounding of the
+            exact result to the dtype, which is the least that any kernel has.
+        opcheck: What `torch.library.opcheck` said of each of its tests.
+
+    Example:
+        >>> print(Report({"out": 3e-7}, {"out": 2e-7}, {"test_schema": "SUCCESS"}))
+        out       3.0e-07, SDPA 2.0e-07: 1.50 x
+        opcheck   test_schema
+    """
+
+    errors: Mapping[str, float]
+    sdpa: Mapping[str, float]
+    opcheck: Mapping[str, str]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The kernel's errors over SDPA's."""
+        return {name: error / self.sdpa[name] for name, error in self.errors.items()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name:<9} {self.errors[name]:.1e}, SDPA {self.sdpa[name]:.1e}: {ratio:.2f} x"
+            for name, ratio in self.ratios.items()
+        ]
+        return "\n".join([*lines, f"opcheck   {', '.join(self.opcheck)}"])
+
+
+def check_repeats(wrapped: "Wrapped", values: Sequence[Any]) -> None:
+    """Refuse a kernel that writes to inputs, gives other bits the second time, or hands out memory twice."""
+    owner = wrapped.op._schema.name
+    given = [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
+    with torch.no_grad():
+        first = as_tuple(wrapped.op(*given))
+        for name, x, before in zip(wrapped.parameters.names, given, values, strict=True):
+            same = not isinstance(x, Tensor) or _equal(x, before)
+            expected, got = "an input that the kernel only reads", "one that it changed"
+            expect_declared(same, f"{owner}, input {name!r}", expected, got, "Let the kernel work on a clone")
+        kept = [x.clone() for x in first]
+        second = as_tuple(wrapped.op(*given))
+    for a, b, before in zip(first, second, kept, strict=True):
+        own, expected = not a.numel() or address(a) != address(b), "outputs in new memory at each call"
+        remedy = "Let the kernel return a clone of its buffer"
+        expect_declared(own, owner, expected, "the same memory in two calls", remedy)
+        expected, got = "the same result for the same arguments", "another one at the second call"
+        remedy = "Pass what it draws on (a seed, a state) as an argument: compilers run it again"
+        expect_declared(_equal(before, b), owner, expected, got, remedy)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def check_operator(wrapped: "Wrapped", values: Sequence[Any]) -> dict[str, str]:
+    """Run torch's own checks of operators, with gradients where the kernel has them."""
+    given = [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
+    for name, x in zip(wrapped.parameters.names, given, strict=True):
+        if name in wrapped.differentiable and isinstance(x, Tensor):
+            x.requires_grad_()
+    return dict(torch.library.opcheck(wrapped.op, tuple(given)))
+
+
+def compare(
+    wrapped: "Wrapped", values: Sequence[Any], mask: Mask | None, oracle: Callable[..., Any] | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative errors of the kernel and of SDPA against float64, by name."""
+    parameters, layout = wrapped.parameters, wrapped.layout
+    named, roles = dict(zip(parameters.names, values, strict=True)), parameters.required[:3]
+    mask = _mask_of(named) if mask is None else mask
+    dtype, width = named[roles[0]].dtype, named[roles[0]].shape[-1]
+    scales = (named.get(name) for name in ("softmax_scale", "sm_scale", "scale"))
+    scale = next((float(x) for x in scales if x is not None), width**-0.5)
+
+    def attend(run: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
+        return _swap(run(*(_swap(given[name], layout) for name in roles), mask, scale), layout, back=True)
+
+    def exact(given: Mapping[str, Any]) -> Tensor:
+        if oracle is None:
+            return attend(_exact, given)
+        plain = parameters.plain(given.values())
+        return as_tuple(oracle(**dict(zip(given, plain, strict=True))))[0]  # type: ignore[no-any-return]
+
+    def kernel(given: Mapping[str, Any]) -> Tensor:
+        return as_tuple(wrapped.op(*given.values()))[0]  # type: ignore[no-any-return]
+
+    sources = [name for name in roles if name in wrapped.differentiable]
+    wanted = _results(exact, named, sources, torch.float64)
+    ours = _results(kernel, named, sources, None)
+    theirs = _results(lambda given: attend(_sdpa, given), named, sources, None)
+    errors = {name: _error(ours[name], x) for name, x in wanted.items()}
+    sdpa = {name: max(_error(theirs[name], x), _error(x.to(dtype), x)) for name, x in wanted.items()}
+    return errors, {name: error or torch.finfo(dtype).eps for name, error in sdpa.items()}
+
+
+def _results(
+    function: Callable[[Mapping[str, Any]], Tensor],
+    named: Mapping[str, Any],
+    sources: Sequence[str],
+    dtype: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """The output and the gradients of the sources, on inputs of another dtype if it is given."""
+    given = {
+        name: x.detach().to(dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
+        for name, x in named.items()
+    }
+    given |= {name: given[name].clone().requires_grad_() for name in sources}
+    with torch.set_grad_enabled(bool(sources)):
+        out = function(given)
+    generator = torch.Generator().manual_seed(0)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+    grads = torch.autograd.grad(out, [given[name] for name in sources], dout) if sources else ()
+    return {"out": out.detach(), **{f"d{name}": x for name, x in zip(sources, grads, strict=True)}}
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    out: Tensor = attention(q, k, v, mask=mask, scale=scale, backend="math")
+    return out
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Torch's own attention on the mask's dense form; a row that sees nothing gives 0, as in kernels."""
+    spans = mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
+    dense = torch.as_tensor(spans.dense(), device=q.device).expand(q.shape[0], q.shape[1], -1, -1)
+    blind, grouped = ~dense.any(-1, keepdim=True), q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=dense | blind, scale=scale, enable_gqa=grouped)
+    return out.masked_fill(blind, 0)
+
+
+def _swap(x: Tensor, layout: str, back: bool = False) -> Tensor:
+    """From a layout to "bhsd", or back."""
+    if layout == "thd":
+        return x[0].transpose(0, 1) if back else x.transpose(0, 1).unsqueeze(0)
+    return x.transpose(1, 2) if layout == "bshd" else x
+
+
+def _mask_of(named: Mapping[str, Any]) -> Mask:
+    """What the field's parameters say of the mask."""
+    mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
+    if isinstance(named.get("cu_seqlens_q"), Tensor):
+        return mask & documents(named["cu_seqlens_q"], named.get("cu_seqlens_k"))
+    return mask
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    expected, found = f"shape {tuple(got.shape)}", f"{tuple(wanted.shape)}"
+    expect_declared(got.shape == wanted.shape, "oracle", expected, found, "Check the layout")
+    norm = float(wanted.double().norm())
+    difference = float((got.double() - wanted.double()).norm())
+    return difference / norm if norm else difference

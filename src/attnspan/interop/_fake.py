@@ -1,0 +1,128 @@
+"""What the operators of `call_jax` return, without running them: shapes for whatever traces torch.
+
+Sizes that are symbols of torch become dimension variables of JAX, and sizes of results are read back as
+arithmetic on torch's symbols. Where JAX cannot trace a function for symbols, sizes are the numbers that they
+have in this trace, which compiles once for each.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from jax import export
+from torch import SymInt, Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ._errors import SpecializedShapesWarning
+from ._functions import Call, find, pin
+from ._programs import Forward
+
+
+def call(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:
+    """Of ``attnspan::call_jax`` and ``attnspan::call_jax_vjp``."""
+    bound = find(handle)
+    pin(bound)
+    # Residuals are those of the sizes in this trace; whoever records the call for symbols wants none.
+    program, read = (bound.program(_numbers(tensors), wanted), int) if wanted else trace(bound, tensors, ())
+    made = (*program.results, *program.new)
+    return [tensors[0].new_empty([read(n) for n in x.shape], dtype=x.dtype) for x in made]
+
+
+def backward(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Tensor],
+    sizes: Sequence[Any],
+    handle: str,
+    wanted: Sequence[bool],
+    recompute: bool,
+    anchor: Tensor | None = None,
+) -> list[Tensor]:
+    """Of ``attnspan::call_jax_backward``: as the arguments of which it is the gradient."""
+    del recompute, anchor
+    like = next(x for x in (*grads, *saved) if x is not None)
+    bound = find(handle)
+    given = zip(bound.kinds, bound.shapes_of(sizes), wanted, strict=True)
+    return [like.new_empty(shape, dtype=dtype) for (dtype, _, _), shape, want in given if want]
+
+
+def trace(
+    bound: Call, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Forward, Callable[[Any], Any]]:
+    """The traced program, and how to read the sizes of its results.
+
+    Which residuals there are depends on sizes in ways that symbols do not show, so that a program for symbols
+    is made for results alone.
+    """
+    shapes = [tuple(x.shape) for x in tensors]
+    if any(isinstance(n, SymInt) for shape in shapes for n in shape):
+        # A function may need sizes to be equal, as rows of keys and values are: then equal ones are joined.
+        for joined in (False, True):
+            if joined:
+                _join(shapes)
+            sizes = _Sizes(shapes)
+            try:
+                return bound.program(sizes.shapes, (), sizes.key), sizes.as_torch
+            except Exception as error:  # The trace with numbers below raises what is wrong beside symbols.
+                reason = error
+        _warn(bound, reason)
+    return bound.program(_numbers(tensors), wanted), int
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, x.shape)) for x in tensors]
+
+
+def _join(shapes: Sequence[tuple[Any, ...]]) -> None:
+    """Make symbols of equal values one symbol; other values are another graph's."""
+    first: dict[int, Any] = {}
+    for n in (n for shape in shapes for n in shape if isinstance(n, SymInt)):
+        known = first.setdefault(n.node.hint, n)
+        bool(n == known)  # Asked, it becomes a guard of the graph.
+
+
+class _Sizes:
+    """The sizes of a call's tensors as JAX traces with them."""
+
+    def __init__(self, shapes: Sequence[tuple[Any, ...]]) -> None:
+        values: dict[Any, SymInt] = {}
+        symbols = [n for shape in shapes for n in shape if isinstance(n, SymInt)]
+        # Symbols first: a polynomial of known ones needs no variable of its own.
+        for n in sorted(symbols, key=lambda n: not n.node.expr.is_Symbol):
+            x = n.node.expr
+            if not (x.is_polynomial(*x.free_symbols) and x.free_symbols <= values.keys()):
+                values.setdefault(x, n)
+        self._values = {f"n{i}": n for i, n in enumerate(values.values())}
+        least = [f"{name} >= 2" for name, n in self._values.items() if statically_known_true(n >= 2)]
+        variables = export.symbolic_shape(", ".join(self._values) + ",", constraints=least)
+        self._variables = dict(zip(values, variables, strict=True))
+        self.shapes = [tuple(self._as_jax(n) for n in shape) for shape in shapes]
+        self.key = (str(self.shapes), *least)
+
+    def _as_jax(self, n: Any) -> Any:
+        if not isinstance(n, SymInt):
+            return n
+        x = n.node.expr
+        known = {v: at for v, at in self._variables.items() if v.is_Symbol}
+        return self._variables[x] if x in self._variables else sympy.lambdify(list(known), x)(*known.values())
+
+    def as_torch(self, n: Any) -> Any:
+        """A size of JAX as arithmetic on torch's symbols."""
+        if isinstance(n, int):
+            return n
+        # Text is the only public form of JAX's expressions; it has no names but these.
+        names = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b}
+        names |= {"max": torch.sym_max, "min": torch.sym_min}
+        return eval(str(n).replace("^", "**"), {"__builtins__": {}}, {**names, **self._values})
+
+
+def _warn(bound: Call, error: Exception) -> None:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    warnings.warn(
+        f"call_jax: {bound.name} cannot be traced by JAX for sizes that are symbols ({reason}), so it "
+        "is compiled anew for each size. Write its sizes so that jax.export's shape polymorphism takes them, "
+        "or compile with dynamic=False.",
+        SpecializedShapesWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,277 @@
+"""Functions, their programs, and how long these live.
+
+As for `jax.jit`, a function is the same only if it is the same object. Its programs die with it; what
+compiled code has seen lives as long as the process, since nobody learns when a graph dies.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import secrets
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
+from typing import Any
+
+import jax
+import numpy as np
+import torch.utils._pytree as pytree
+
+from ..errors import DtypeError
+from ._convert import check_devices, jax_dtype
+from ._errors import RetraceWarning, expect
+from ._programs import Derived, Flat, Forward
+
+# Bounds of the caches; the oldest entries make room. Keys are weak, but a program may hold its own function.
+MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256
+# From here on a function that is traced again and again is worth a warning.
+MANY_TRACES = 64
+
+
+class Programs:
+    """The programs of one function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.name, self._where = getattr(fn, "__qualname__", type(fn).__name__), _where(fn)
+        self._lock = threading.RLock()
+        self._made: dict[Hashable, Forward] = {}
+
+    def get(self, structure: Hashable, shapes: Hashable, make: Callable[[], Forward]) -> Forward:
+        """A program, made once however many threads ask."""
+        # First without the lock, which whoever traces another program holds for long.
+        found = self._made.get((structure, shapes))
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._made.get((structure, shapes))
+            if found is None:
+                _count(self._where, shapes)
+                found = self._made[structure, shapes] = make()
+                if len(self._made) > MOST_PROGRAMS:
+                    del self._made[next(iter(self._made))]
+        return found
+
+
+# Programs by the ids of what makes a function; an id may be taken again, so that the objects are compared.
+_programs: dict[tuple[int, ...], tuple[tuple[weakref.ref[Any], ...], Programs]] = {}
+_lock = threading.RLock()
+
+
+def programs_of(fn: Callable[..., Any]) -> Programs:
+    """The programs of a function object; of a method, those of its object and its function."""
+    parts = _parts(fn)
+    place = tuple(map(id, parts))
+    found = _known(place, parts)
+    if found is not None:
+        return found
+    with _lock:
+        found = _known(place, parts) or Programs(fn)
+        # What cannot be watched is traced at each call.
+        with contextlib.suppress(TypeError):
+            forget = functools.partial(_forget, place)
+            _programs[place] = tuple(weakref.ref(x, forget) for x in parts), found
+            if len(_programs) > MOST_FUNCTIONS:
+                _programs.pop(next(iter(_programs)), None)
+        return found
+
+
+def _parts(fn: Any) -> tuple[Any, ...]:
+    # Each look at a bound method makes a new one; its parts live on.
+    return (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+
+
+def _known(place: tuple[int, ...], parts: tuple[Any, ...]) -> Programs | None:
+    refs, found = _programs.get(place, ((), None))
+    return found if refs and all(ref() is x for ref, x in zip(refs, parts, strict=True)) else None
+
+
+def _forget(place: tuple[int, ...], ref: Any) -> None:
+    if any(x is ref for x in _programs.get(place, ((),))[0]):
+        _programs.pop(place, None)
+
+
+_counts: Counter[Hashable] = Counter()
+
+
+def _count(where: str, shapes: Hashable) -> None:
+    """Warn, once, where one function of the source is traced anew though no shape is new."""
+    if len(_counts) > 4096:
+        _counts.clear()
+    _counts[where, shapes] += 1
+    if _counts[where, shapes] == MANY_TRACES:
+        warnings.warn(
+            f"call_jax: {where} was traced {MANY_TRACES} times for the same shapes, each time as a new "
+            "function object or for a new static argument. Make the function once, outside of what repeats, "
+            "and pass what changes as tensors.",
+            RetraceWarning,
+            stacklevel=5,  # The caller of `call_jax`; where gradients are recorded, a frame of ours.
+        )
+
+
+def _where(fn: Any) -> str:
+    """The name of a function, and where it is written; of a callable without code, where its class is."""
+    fn = inspect.unwrap(fn)  # What transforms and jit are made of.
+    while isinstance(fn, functools.partial):
+        fn = inspect.unwrap(fn.func)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return f"{type(fn).__qualname__} of {type(fn).__module__}"
+    return f"{code.co_name} of {code.co_filename}:{code.co_firstlineno}"
+
+
+class Structure:
+    """Everything in the arguments of a call that is no tensor: leaves with None at the places of tensors."""
+
+    def __init__(self, spec: Any, leaves: list[Any], places: Sequence[int]) -> None:
+        self._spec, self._leaves, self._places = spec, leaves, tuple(places)
+        self.key = spec, self._places, tuple(itertools.starmap(_leaf_key, enumerate(leaves)))
+
+    def bind(self, fn: Callable[..., Any]) -> Flat:
+        """The function of the tensors alone."""
+
+        def flat(*arrays: Any) -> Any:
+            leaves = list(self._leaves)
+            for place, x in zip(self._places, arrays, strict=True):
+                leaves[place] = x
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            return fn(*args, **kwargs)
+
+        return flat
+
+
+@functools.cache
+def tensors_alone(count: int) -> Structure:
+    """The structure of a call with tensors one after the other."""
+    leaves = [None] * count
+    return Structure(pytree.tree_structure((tuple(leaves), {})), leaves, range(count))
+
+
+def _leaf_key(i: int, x: Any) -> Hashable:
+    try:
+        return static_key(x)
+    except TypeError:
+        expected, got = "a tensor, or something hashable to compile for", f"a {type(x).__name__}"
+        remedy = "Convert it (torch.from_numpy, torch.from_dlpack); in JAX, call the function itself"
+        raise DtypeError(f"argument leaf {i}", expected=expected, got=got, remedy=remedy) from None
+
+
+def static_key(x: Any) -> Hashable:
+    """A static value, such that 1, True and 1.0 differ and so do 0.0 and -0.0, wherever they are in it."""
+    hash(x)
+    if isinstance(x, jax.Array):  # Tracers may have a hash.
+        raise TypeError
+    if isinstance(x, float | complex | np.generic):
+        return type(x), repr(x)
+    if isinstance(x, tuple | frozenset):
+        return type(x), x, (frozenset if isinstance(x, frozenset) else tuple)(map(static_key, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = [getattr(x, f.name) for f in dataclasses.fields(x) if f.compare]
+        return type(x), x, tuple(map(static_key, fields))
+    return type(x), x
+
+
+class Call:
+    """A function with the structure of its arguments: what the operators run.
+
+    Of each tensor, ``kinds`` has the element type, the number of dims and the device.
+    """
+
+    def __init__(self, fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> None:
+        remedy = "Call the function itself where no tensor is involved"
+        expect(len(kinds) > 0, "call_jax", "at least one tensor", "none", remedy)
+        self._fn, self._structure, self.kinds = fn, structure, tuple(kinds)
+        self._programs = programs_of(fn)
+        self.name = self._programs.name
+        self.handle = ""
+        #: Structure of the results, as the program that was found last has it.
+        self.tree: Any = None
+
+    def program(
+        self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool] = (), key: Hashable = None
+    ) -> Forward:
+        """The program for shapes, which ``key`` stands for where they cannot be compared.
+
+        Without gradients that are wanted, the program makes nothing for backward.
+        """
+        key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), _settings())
+        found = self._programs.get(self._structure.key, key, lambda: self._trace(shapes, wanted))
+        self.tree = found.tree
+        return found
+
+    def _trace(self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool]) -> Forward:
+        check_devices([device for _, _, device in self.kinds])
+        dtypes = [jax_dtype(f"tensor {i}", dtype) for i, (dtype, _, _) in enumerate(self.kinds)]
+        avals = list(itertools.starmap(jax.ShapeDtypeStruct, zip(shapes, dtypes, strict=True)))
+        flat = self._structure.bind(self._fn)
+        return Derived(flat, avals, wanted) if wanted else Forward(flat, avals)
+
+    def shapes_of(self, sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The shape of each tensor, of all sizes one after the other."""
+        left = iter(sizes)
+        return [tuple(itertools.islice(left, dims)) for _, dims, _ in self.kinds]
+
+    def results(self) -> Any:
+        """The structure of the results as nested tuples, which a compiler can hold and build."""
+        return self._nested(self.tree.unflatten(range(self.tree.num_leaves)))
+
+    def _nested(self, x: Any) -> tuple[Any, ...]:
+        if type(x) is int or x is None:
+            return "leaf", "" if x is None else str(x)
+        what, expected = f"the result of {self.name} in compiled code", "arrays in tuples, lists and dicts"
+        remedy, got = "Return one of these and make the object of it outside", f"a {type(x).__name__}"
+        expect(type(x) in (list, tuple, dict), what, expected, got, remedy, DtypeError)
+        parts = x.values() if isinstance(x, dict) else x
+        return type(x).__name__, tuple(x) if isinstance(x, dict) else (), tuple(map(self._nested, parts))
+
+
+def _settings() -> Hashable:
+    """Settings of JAX that change what a trace means."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+
+
+# Compiled code may be kept on disk, where a number would mean another function in the next process.
+_process = secrets.token_hex(6)
+_counter = itertools.count()
+_live: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
+_pinned: dict[str, Call] = {}
+_in_graphs: dict[Hashable, Call] = {}
+
+
+def register(call: Call) -> str:
+    """A name for the operators, which take no Python objects; it means the call as long as that lives."""
+    if not call.handle:
+        handle = f"{call.name}#{_process}{next(_counter):x}"
+        _live[handle] = call
+        call.handle = handle
+    return call.handle
+
+
+def pin(call: Call) -> str:
+    """Keep a call for the life of the process, for a graph that has its name."""
+    _pinned[register(call)] = call
+    return call.handle
+
+
+def find(handle: str) -> Call:
+    """The call of a name."""
+    found = _live.get(handle)
+    if found is None:
+        raise RuntimeError(
+            f"call_jax: expected a function of this process, got {handle}, which is none. A graph with "
+            "call_jax in it cannot be saved and loaded: trace it anew."
+        )
+    return found
+
+
+def pinned(fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> str:
+    """The name of a call for a graph that is being traced; the same one for the same call."""
+    key = tuple(map(id, _parts(fn))), structure.key, tuple(kinds)
+    if key not in _in_graphs:
+        _in_graphs[key] = Call(fn, structure, kinds)
+    return pin(_in_graphs[key])

@@ -1,0 +1,274 @@
+"""`call_jax`: a JAX function on torch tensors. JAX is imported by the first call, not by this module.
+
+The operators take a list of tensors and the name of a call (`_functions.register`): the function with
+everything that is no tensor.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from .._installed import require
+from ._errors import RetraceWarning as RetraceWarning
+from ._errors import SpecializedShapesWarning as SpecializedShapesWarning
+from ._errors import expect
+from ._operators import below_autograd, differentiate, refuse_second_order
+
+__all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
+    """A JAX function on torch tensors: one operator, in the tensors' memory, with JAX's derivative.
+
+    Args:
+        fn: A function of arrays that JAX can trace; jitted or not, it is compiled, once for each set of
+            shapes and static arguments. As for `jax.jit`, it is known by its identity: make it once, since a
+            closure or a transform that is made at each call is traced at each call (`RetraceWarning`).
+        args: Tensors on one device, in any structure that is a pytree of torch (masks are). Whatever is no
+            tensor is handed to ``fn`` as it is; it must be hashable, and each value is a trace of its own.
+        static: The same by keyword.
+
+    Returns:
+        What ``fn`` returns, with a tensor for each array. It shares the array's memory, and on a CPU each
+        contiguous tensor at an address that is a multiple of 64 is read where it is.
+
+    Raises:
+        TypeError: An element type that JAX has not or would narrow, or what is neither a tensor nor hashable;
+            ``fn`` returns what is no array.
+        ValueError: No tensors, several devices, or one that JAX does not see; in compiled code, torch before
+            2.13.
+        ImportError: JAX is not installed.
+        NotImplementedError: A second derivative; take the inner one in JAX.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> y = call_jax(lambda x: jnp.sum(x * x), x)
+        >>> y.backward()
+        >>> y.item(), x.grad.tolist()
+        (5.0, [2.0, 4.0])
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph(fn, args, static)
+    if not static and args and all(isinstance(x, Tensor) for x in args):
+        structure, tensors = _functions().tensors_alone(len(args)), list(args)
+    else:
+        *parts, tensors = _split(args, static)
+        structure = _functions().Structure(*parts)
+    call = _functions().Call(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors])
+    if _is_watched() or not all(type(x) in _PLAIN for x in tensors):
+        handle = _functions().register(call)
+        if get_proxy_mode() is not None:
+            _functions().pin(call)
+        results = call_op(tensors, handle)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        results = list(_record(None, call, *tensors))[:-1]  # type: ignore[no-untyped-call]
+    else:
+        results = call.program([x.shape for x in tensors])(tensors)
+    return import_module("jax").tree_util.tree_unflatten(call.tree, results)
+
+
+def _split(args: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, list[Any], list[int], list[Tensor]]:
+    """The structure of arguments, their leaves with None for tensors, the places of tensors, and these."""
+    leaves, spec = pytree.tree_flatten((args, static))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    others = [None if isinstance(x, Tensor) else x for x in leaves]
+    return spec, others, places, [leaves[i] for i in places]
+
+
+@functools.cache
+def _functions() -> Any:
+    require("jax", "attnspan.torch.call_jax", "jax")
+    return import_module("._functions", __package__)
+
+
+def _is_watched() -> bool:
+    """Whether someone would miss the operator: a transform, a mode, a tracer, a dual level."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+# Compiled code.
+
+# Older ones take functions of one code for one, and would run the first for the second.
+_TELLS_FUNCTIONS_APART = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """The call as Dynamo traces it: the function is a constant of the graph, guarded by its identity."""
+    what, expected = "call_jax in a compiled function", "torch 2.13 or newer, which guards the function"
+    remedy = "Call it outside, or under torch.compiler.disable"
+    expect(_TELLS_FUNCTIONS_APART, what, expected, torch.__version__, remedy)
+    spec, leaves, places, tensors = _split(args, static)
+    others = tuple([_number(x) for x in leaves])
+    kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
+    # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
+    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
+    handle = _handle_of(parts[0], parts[1], id(parts[0]), _described(spec), others, tuple(places), kinds)
+    results = call_op(tensors, handle)
+    return _rebuild(_results_of(handle), results)
+
+
+def _number(x: Any) -> Any:
+    """A static number as it is now, where the compiler would make a symbol of one that varies."""
+    return guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+
+
+def _described(spec: Any) -> tuple[Any, ...]:
+    """A tree's structure as constants, which Dynamo can hand on."""
+    return spec.type, spec._context, tuple([_described(x) for x in spec.children()])
+
+
+def _spec(described: tuple[Any, ...]) -> pytree.TreeSpec:
+    kind, context, children = described
+    return pytree.TreeSpec(kind, context, list(map(_spec, children))) if kind else pytree.treespec_leaf()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _handle_of(
+    fn: Any, method: Any, number: int, described: Any, others: tuple[Any, ...], places: Any, kinds: Any
+) -> str:
+    del number  # The identity of the function, so that it is guarded.
+    fn = fn if method is None else MethodType(method, fn)
+    structure = _functions().Structure(_spec(described), list(others), places)
+    return _functions().pinned(fn, structure, kinds)  # type: ignore[no-any-return]
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _results_of(handle: str) -> Any:
+    return _functions().find(handle).results()
+
+
+def _rebuild(nested: tuple[Any, ...], results: list[Tensor]) -> Any:
+    """The results in the structure that `_functions.Call.results` describes."""
+    if nested[0] == "leaf":
+        return results[int(nested[1])] if nested[1] else None
+    kind, keys, children = nested
+    parts = [_rebuild(x, results) for x in children]
+    if kind == "dict":
+        return dict(zip(keys, parts, strict=True))
+    return parts if kind == "list" else tuple(parts)
+
+
+# Operators.
+
+_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema in (
+    "call_jax(Tensor[] tensors, str handle) -> Tensor[]",
+    # The results, then what backward needs besides them and the arguments.
+    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]",
+    # Sizes: of all tensors of the forward call, one after the other. The anchor belongs to the forward call
+    # in autograd's graph, where what is saved does not show that it depends on the arguments.
+    "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
+    " bool recompute, Tensor? anchor=None) -> Tensor[]",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))  # type: ignore[no-untyped-call]
+
+call_op = torch.ops.attnspan.call_jax.default
+vjp_op = torch.ops.attnspan.call_jax_vjp.default
+backward_op = torch.ops.attnspan.call_jax_backward.default
+
+
+def _run(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:
+    return _functions().find(handle).program([x.shape for x in tensors], wanted)(tensors)  # type: ignore[no-any-return]
+
+
+def _run_backward(
+    grads: Sequence[Tensor | None],
+    saved: Sequence[Tensor],
+    sizes: Sequence[int],
+    handle: str,
+    wanted: Sequence[bool],
+    recompute: bool,
+    anchor: Tensor | None = None,
+) -> list[Tensor]:
+    del anchor
+    call = _functions().find(handle)
+    program = call.program(call.shapes_of(sizes), () if recompute else wanted)
+    return program.backward(grads, saved, wanted)  # type: ignore[no-any-return]
+
+
+class _Node(torch.autograd.Function):
+    """A call with a derivative: through the operator, or past it where nothing watches (``keyset`` None).
+
+    Its last result is no result of the function but the anchor: without elements, and with this node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, given: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        wanted = tuple(x.requires_grad for x in tensors)
+        ctx.program, ctx.wanted, ctx.recompute = None, wanted, False
+        if keyset is None:
+            call = given
+            program = ctx.program = call.program([x.shape for x in tensors], wanted)
+            made = program(tensors)
+        else:
+            call = _functions().find(given[1])
+            program, read = import_module("._fake", __package__).trace(call, tensors, wanted)
+            ctx.recompute = read is not int
+            op, also = (call_op, ()) if ctx.recompute else (vjp_op, (wanted,))
+            made = below_autograd(op, keyset, (list(tensors), call.handle, *also))
+        results = made[: len(program.results)]
+        ctx.mark_non_differentiable(*(x for x in results if not (x.is_floating_point() or x.is_complex())))
+        ctx.set_materialize_grads(False)
+        anchor = tensors[0].new_empty(0, dtype=torch.float32)
+        ctx.save_for_backward(*program.saved_of(tensors, made), anchor)
+        ctx.call, ctx.sizes = call, [n for x in tensors for n in x.shape]
+        return *results, anchor
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads = list(incoming[:-1])
+        if all(x is None for x in grads):
+            return (None,) * (2 + len(ctx.wanted))
+        *saved, anchor = ctx.saved_tensors
+        if ctx.program is not None and not torch.is_grad_enabled() and not _is_watched():
+            found = ctx.program.backward(grads, saved, ctx.wanted)
+        else:
+            handle = _functions().register(ctx.call)
+            held = anchor if torch.is_grad_enabled() else None
+            found = backward_op(grads, saved, ctx.sizes, handle, ctx.wanted, ctx.recompute, held)
+        made = iter(found)
+        return None, None, *(next(made) if want else None for want in ctx.wanted)
+
+
+# That of Function would ask functorch once more.
+_record = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
+
+for _op, _real, _name in (
+    (call_op, _run, "call"),
+    (vjp_op, _run, "call"),
+    (backward_op, _run_backward, "backward"),
+):
+    _library.impl(_op, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+    def _faked(*inputs: Any, name: str = _name) -> list[Tensor]:
+        return getattr(import_module("._fake", __package__), name)(*inputs)  # type: ignore[no-any-return]
+
+    torch.library.register_fake(_op, _faked, lib=_library)
+
+differentiate(
+    _library,
+    call_op,
+    _Node,
+    "Call call_jax(jax.jvp, ...) on a function that holds yours",
+    lambda made: list(made)[:-1],
+)
+refuse_second_order(
+    _library, backward_op, "call_jax", "Take the inner derivative in JAX: call_jax(jax.grad(fn), ...)"
+)

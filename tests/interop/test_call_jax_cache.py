@@ -1,0 +1,356 @@
+"""How often a function is traced, how long its programs live, and many threads at once."""
+
+# ruff: noqa: ARG005  (functions of a fixed signature, some of which need a part of it)
+
+import functools
+import gc
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attnspan.torch import RetraceWarning, call_jax
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+functions = pytest.importorskip("attnspan.interop._functions")
+
+PROGRAMS = functions.Forward, functions.Derived
+X = torch.arange(64.0)
+traced: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (traced.append(make.__name__), make(*given))[1]
+
+    for name in ("Forward", "Derived"):
+        monkeypatch.setattr(functions, name, counted(getattr(functions, name)))
+    for cache in (traced, functions._programs, functions._counts):
+        cache.clear()
+    yield
+    functions._programs.clear()
+    functions._counts.clear()
+
+
+def scale_by(s: Any) -> Callable[[Any], Any]:
+    def scaled(x: Any) -> Any:
+        return x * s
+
+    return scaled
+
+
+# Which calls share a trace.
+
+
+def test_the_same_function_is_traced_once_for_each_shape() -> None:
+    fn = scale_by(2.0)
+    for n in (1, 2, 1, 2):
+        assert torch.equal(call_jax(fn, torch.ones(n)), torch.full((n,), 2.0))
+    assert len(traced) == 2
+
+
+VALUES = [1, 1.0, True, 0.0, -0.0, 2**40 + 0.5, 3, float("inf"), 1 + 1j, 1 - 1j]
+
+
+def test_fresh_closures_are_traced_anew_and_never_confused() -> None:
+    for s in VALUES:
+        want = (torch.view_as_real(X * s) if isinstance(s, complex) else X * s).numpy()
+        got = call_jax(scale_by(s), X)
+        got = torch.view_as_real(got) if got.is_complex() else got
+        assert (got.numpy().view("uint32") == want.view("uint32")).all(), s
+    assert len(traced) == len(VALUES)
+
+
+FACTOR = 2.0
+STATE = {"s": 0.0}
+FRESH: dict[str, Callable[[float], Callable[[Any], Any]]] = {
+    "default": lambda s: lambda x, k=s: x * k,
+    "partial": lambda s: functools.partial(lambda k, x: x * k, s),
+    "global": lambda s: lambda x: x * FACTOR,
+    "dict": lambda s: lambda x: x * STATE["s"],
+    "array": lambda s: (lambda a: lambda x: x * a)(jnp.full(64, s)),
+    "vmap": lambda s: jax.vmap(lambda x: x * s),
+    "jit": lambda s: jax.jit(lambda x: x * FACTOR),
+}
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_what_a_fresh_function_reads_is_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for s in (2.0, 3.0, 4.0):
+        monkeypatch.setitem(globals(), "FACTOR", s)
+        monkeypatch.setitem(STATE, "s", s)
+        assert call_jax(FRESH[case](s), X)[1] == s
+
+
+class Model:
+    def __init__(self, s: float) -> None:
+        self.s = s
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.s
+
+    def method(self, x: Any) -> Any:
+        return x * self.s
+
+
+def test_objects_and_their_methods_count_as_themselves() -> None:
+    for s in (2.0, 3.0):
+        model = Model(s)
+        for _ in range(3):
+            assert call_jax(model, X)[1] == s
+            assert call_jax(model.method, X)[1] == s
+    assert len(traced) == 4
+    weak = weakref.ref(model)
+    del model
+    gc.collect()
+    assert weak() is None
+
+
+class Owner:
+    method: Any
+
+
+def _times(s: float) -> Callable[..., Any]:
+    return lambda _self, x: x * s
+
+
+def test_a_method_is_its_object_and_its_function() -> None:
+    owner = Owner()
+    for i in range(20):
+        method = MethodType(_times(float(i)), owner)
+        assert call_jax(method, X)[1] == i, "a fresh function, at an id that is taken again"
+        del method
+    for i in range(20):
+        Owner.method = _times(float(i))
+        assert call_jax(owner.method, X)[1] == i, "another function of the class"
+        del Owner.method
+    gc.collect()
+    assert not functions._programs, "forgotten with the function, though the object lives"
+
+
+def test_jax_settings_are_part_of_the_meaning() -> None:
+    def ones(x: Any) -> Any:
+        return jnp.ones(2) + x[0].astype(float)
+
+    assert call_jax(ones, X).dtype == torch.float32
+    with jax.enable_x64(True):
+        assert call_jax(ones, X).dtype == torch.float64
+    assert call_jax(ones, X).dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class Shown:
+    s: Any
+
+
+@dataclass(frozen=True)
+class Method:
+    s: Any
+    factor: ClassVar[float] = 1.0
+
+    def by(self, x: Any) -> Any:
+        return x * self.s
+
+
+def test_static_values_are_told_apart_by_bits_and_types() -> None:
+    def of(x: Any, s: Any) -> Any:
+        return x * s.s if isinstance(s, Shown | Method) else x / s[0]
+
+    ints = torch.ones(3, dtype=torch.int32)
+    for make in (Shown, Method):
+        dtypes = [call_jax(of, ints, s=make(s)).dtype for s in (1, 1.0, True, 1)]
+        assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
+    key = functions.static_key
+    for zero in (0.0, np.float32(0.0)):
+        assert key(zero) != key(-zero)
+        values = [
+            call_jax(of, torch.ones(3), s=Shown(frozenset({1})) and (z,))[0].item() for z in (zero, -zero)
+        ]
+        assert values == [float("inf"), float("-inf")]
+    assert key(frozenset({1})) != key(frozenset({True}))
+    assert key(((1,),)) == key(((1,),)) != key(((True,),))
+
+
+# How long they live.
+
+
+def test_programs_die_with_their_function() -> None:
+    state: list[float] = [2.0]
+
+    def fn(x: Any) -> Any:
+        return x * state[0]
+
+    x = X.clone().requires_grad_()
+    out = call_jax(fn, x)
+    weak = weakref.ref(fn), weakref.ref(functions.programs_of(fn))
+    del fn
+    gc.collect()
+    assert len(functions._programs) == 1, "the graph may still call it"
+    out.sum().backward()
+    assert (x.grad == 2).all(), "what backward needs lives on"
+    del out
+    gc.collect()
+    assert [w() for w in weak] == [None, None]
+    assert not functions._programs
+
+
+def test_an_id_that_is_taken_again_is_another_function() -> None:
+    seen: set[int] = set()
+    again = 0
+    for i in range(300):
+        fn = scale_by(float(i))
+        again += id(fn) in seen
+        seen.add(id(fn))
+        assert functions.programs_of(fn).name.endswith("scaled")
+        if i % 60 == 0:
+            assert call_jax(fn, X)[1] == i
+        del fn
+    assert again, "ids were taken again"
+
+
+@pytest.mark.filterwarnings("ignore::attnspan.torch.RetraceWarning")
+def test_fresh_closures_leave_nothing_behind() -> None:
+    x = X.clone().requires_grad_()
+    weak: list[weakref.ref[Any]] = []
+
+    def programs() -> int:
+        return sum(type(x) in PROGRAMS for x in gc.get_objects())
+
+    before = programs()
+
+    def step(i: int) -> None:
+        s = jnp.full(64, float(i))
+        weak.append(weakref.ref(s))
+        call_jax(scale_by(s), x).sum().backward()
+        assert x.grad[1] == i
+        x.grad = None
+
+    for i in range(70):
+        step(i)
+    gc.collect()
+    assert not functions._programs
+    assert [w() for w in weak] == [None] * len(weak), "what they closed over"
+    assert programs() == before, "nor any program"
+
+
+def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(functions, "MOST_FUNCTIONS", 2)
+    fn = scale_by(2.0)
+    for n in (1, 2, 3, 4, 4, 3, 2, 1):
+        assert call_jax(fn, torch.ones(n)).shape == (n,)
+    assert len(traced) == 5, "the oldest makes room"
+    kept = [scale_by(float(s)) for s in range(5)]
+    for s, fn in enumerate(kept):
+        assert call_jax(fn, X)[1] == s
+    assert len(functions._programs) == 2
+    assert call_jax(kept[0], X)[1] == 0
+
+
+# Warnings.
+
+
+class Caller:
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+def _apply(x: Any, fn: Any) -> Any:
+    return fn(x)
+
+
+RETRACED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "closure": (lambda i: call_jax(scale_by(2.0), X), "scaled of .*test_call_jax_cache"),
+    "transform": (lambda i: call_jax(jax.grad(_square), torch.ones(())), "_square of .*test_call_jax_cache"),
+    "object": (lambda i: call_jax(Caller(), X), "Caller of .*test_call_jax_cache"),
+    "static function": (lambda i: call_jax(_apply, X, fn=lambda x: x + 1), "_apply of .*test_call_jax_cache"),
+    "static number": (lambda i: call_jax(_scaled, X, k=i), "_scaled of .*test_call_jax_cache"),
+}
+
+
+def _square(x: Any) -> Any:
+    return x * x
+
+
+def _scaled(x: Any, k: float) -> Any:
+    return x * k
+
+
+@pytest.mark.parametrize("case", RETRACED)
+def test_what_is_traced_again_and_again_is_warned_of_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MANY_TRACES", 3)
+    run, name = RETRACED[case]
+    with pytest.warns(RetraceWarning, match=rf"{name}.* 3 times .*Make the function once.* tensors") as found:
+        [run(i) for i in range(9)]
+    assert len(found) == 1
+
+
+def test_new_shapes_are_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MANY_TRACES", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(1, 6):
+            call_jax(_square, torch.ones(n))
+
+
+# Threads.
+
+
+def _in_threads(run: Callable[[int], None], count: int) -> None:
+    errors: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def guarded(i: int) -> None:
+        start.wait()
+        try:
+            run(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_threads_share_one_trace() -> None:
+    fn = scale_by(2.0)
+
+    def run(i: int) -> None:
+        for k in range(10):
+            x = (X * (i + k)).requires_grad_()
+            out = call_jax(fn, x)
+            out.sum().backward()
+            assert torch.equal(out, x * 2)
+            assert (x.grad == 2).all()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        _in_threads(run, 8)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(traced) == 1
+
+
+def test_threads_with_functions_of_their_own() -> None:
+    def run(i: int) -> None:
+        for k in range(4):
+            s = float(i * 10 + k)
+            fn: Callable[[Any], Tensor] = scale_by(s)
+            assert call_jax(fn, X)[1] == s
+
+    _in_threads(run, 6)
