@@ -83,13 +83,14 @@ class Keys(Mask):
         return self.valid.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
-        valid = low.per_batch("keys: valid", self.valid, "int64")
-        if valid.shape[-1] == 0:
+        if self.valid.shape[-1] == 0:
             return Rows((Interval(0, 0),))
         if not _is_traced(low, self.valid):
-            bounds = encode(low.arrays.to_numpy(valid != 0)[:, None, None], self.max_runs, "keys")
-            ends = low.arrays.asarray(bounds, "int32")
+            values = np.atleast_2d(low.arrays.to_numpy(self.valid))
+            low.check_axis("keys: valid", "batch", len(values), low.batch)
+            ends = low.arrays.asarray(encode(values[:, None, None], self.max_runs, "keys"), "int32")
             return Rows(_split(ends[..., 0], ends[..., 1]))
+        valid = low.per_batch("keys: valid", self.valid, "int64")
         runs = TRACED_RUNS if self.max_runs is None else self.max_runs
         marked = low.arrays.full((valid.shape[0], 1), 1, "int64")
         pairs, broken = find_runs(low.arrays, marked, valid, runs)
