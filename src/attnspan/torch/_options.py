@@ -28,10 +28,11 @@ class Given:
     k_index: Tensor | None = None
 
     def is_plain(self, kinds: tuple[type, ...]) -> bool:
-        """Whether every tensor is of one of these types."""
-        bias = self.bias
-        parts = list(vars(bias).values()) if isinstance(bias, Bias) else [bias]
-        for x in (*parts, self.sinks, self.dropout_seed, self.q_index, self.k_index):
+        """Whether every array is a tensor of one of these types. A bias may hold NumPy arrays too."""
+        for x in (self.sinks, self.dropout_seed, self.q_index, self.k_index):
+            if x is not None and type(x) not in kinds:
+                return False
+        for x in vars(self.bias).values() if isinstance(self.bias, Bias) else (self.bias,):
             if isinstance(x, Tensor) and type(x) not in kinds:
                 return False
         return True
