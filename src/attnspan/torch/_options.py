@@ -32,8 +32,8 @@ class Given:
         for x in (self.sinks, self.dropout_seed, self.q_index, self.k_index):
             if x is not None and type(x) not in kinds:
                 return False
-        for x in vars(self.bias).values() if isinstance(self.bias, Bias) else (self.bias,):
-            if isinstance(x, Tensor) and type(x) not in kinds:
+        for part in vars(self.bias).values() if isinstance(self.bias, Bias) else (self.bias,):
+            if isinstance(part, Tensor) and type(part) not in kinds:
                 return False
         return True
 
