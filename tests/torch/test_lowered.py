@@ -126,6 +126,17 @@ def test_like_decides_the_framework(make: Callable[[], Mask]) -> None:
     assert isinstance(make().spans(S, S, batch=2).bounds, np.ndarray)
 
 
+def test_layers_share_a_lowering_under_autocast_and_a_profiler_too() -> None:
+    q, k, v = _qkv()
+    mask = causal() & segments(_ids())
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(q, k, v, mask=mask)
+    (known,) = _memory[mask]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        attention(q, k, v, mask=mask)
+    assert _memory[mask][0] is known
+
+
 def test_what_a_function_reads_cannot_be_known() -> None:
     q, k, v = _qkv()
     limit = torch.tensor(3)

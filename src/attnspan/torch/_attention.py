@@ -304,7 +304,7 @@ def _may_remember(given: Given, q: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(q) in (Tensor, torch.nn.Parameter)
         and given.q_index is None is given.k_index
-        and not _eager.is_watched()
+        and not _eager.is_transformed()
     )
 
 

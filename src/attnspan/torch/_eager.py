@@ -114,6 +114,11 @@ def attend(
     return (out, lse) if return_lse else out
 
 
+def is_transformed() -> bool:
+    """Are tensors not what they seem: a transform, a mode, a tracer?"""
+    return _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
+
+
 def is_watched() -> bool:
     """Would someone miss the operator: a transform, a mode, autocast, a tracer, a profiler, a dual level?"""
     return (
