@@ -145,6 +145,15 @@ def test_a_lazily_negated_tensor_is_read_with_its_sign() -> None:
     assert relative_error(attention(q, k, negated), -attention(q, k, v)) == 0
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_lazily_negated_options_are_read_with_their_sign(gradient: bool) -> None:
+    q, k, v = (x.requires_grad_(gradient) for x in _qkv())
+    sinks, bias = torch.randn(4), torch.randn(2, 4, 24, 24)
+    wanted = attention(q, k, v, sinks=-sinks, bias=-bias)
+    assert torch.equal(attention(q, k, v, sinks=torch._neg_view(sinks), bias=-bias), wanted)
+    assert torch.equal(attention(q, k, v, sinks=-sinks, bias=torch._neg_view(bias)), wanted)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -86,6 +86,9 @@ def attend(
         if not given.is_plain(_PLAIN) or not core.fits(q, k, v, bounds, k_len, None):
             return None
         options = lower_options(given, q, k, mask, own)
+        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
+        if (bias is not None and bias.is_neg()) or (sinks is not None and sinks.is_neg()):
+            return None
         arguments = None if options is None else _arguments(options)
     wants = torch.is_grad_enabled() and (
         q.requires_grad
@@ -195,8 +198,8 @@ class _Attend(torch.autograd.Function):
             softcap, kind = ctx.numbers
             given = (softcap, bias, kind, sinks, ctx.dropout_p, *rest, needed[4])
             arguments = _arguments(Options(softcap, bias, kind, sinks, ctx.dropout_p, *rest))
-            dbias = torch.empty(bias.shape) if needed[4] else None
-            dsinks = None if sinks is None else torch.empty(sinks.shape)
+            dbias = torch.empty(bias.shape, dtype=torch.float32) if needed[4] else None  # type: ignore[union-attr]
+            dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)
         # The operator takes what is unusual: higher derivatives, which it refuses by name, whoever watches,
         # and incoming gradients that need a copy.
         plain = type(dout) is Tensor and dlse is None and dout.stride(-1) == 1 and not dout.is_neg()

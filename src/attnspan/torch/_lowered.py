@@ -34,7 +34,7 @@ class _Known:
     device: torch.device
     lowered: Prepared
     tensors: list[Tensor] = field(default_factory=list)
-    tensor_values: list[Any] = field(default_factory=list)  # copies on the host, version counters on devices
+    tensor_values: list[Any] = field(default_factory=list)  # copies on the host, version counters elsewhere
     arrays: list[np.ndarray[Any, Any]] = field(default_factory=list)
     array_values: list[np.ndarray[Any, Any]] = field(default_factory=list)
 
@@ -98,13 +98,13 @@ def as_tensors(mask: Prepared, device: torch.device) -> Prepared:
         if one.holds((), device):
             return one.lowered
     arrays = [x for x in (mask.lowered.bounds, mask.q_index, mask.k_index) if x is not None]
+    # Tensors are made of the copies: another thread may write into the arrays meanwhile.
     copies = [np.array(x) for x in arrays]
     with torch.inference_mode(False):
-        found: list[Any] = [
-            None if x is None else torch.tensor(x, device=device)
-            for x in (mask.lowered.bounds, mask.q_index, mask.k_index)
-        ]
-        lowered = Prepared(Spans._checked(found[0], mask.lowered.k_len), found[1], found[2], mask.bare)
+        found = {id(x): torch.tensor(copy, device=device) for x, copy in zip(arrays, copies, strict=True)}
+        spans = Spans._checked(found[id(mask.lowered.bounds)], mask.lowered.k_len)
+        q_index, k_index = found.get(id(mask.q_index)), found.get(id(mask.k_index))
+        lowered = Prepared(spans, q_index, k_index, mask.bare)
     others = [x for x in known if x.device != device]
     _memory[mask] = [_Known((), device, lowered, arrays=arrays, array_values=copies), *others]
     return lowered
@@ -125,23 +125,23 @@ def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known])
         twin = _twin(mask, sources, leaves)
     except _UnknowableError:
         return None
+    tensors, tensor_values, arrays, array_values = [], [], [], []
     host = q.is_cpu
-    for x, on_host in sources.values():
-        host = host and on_host is not None
-        if x is not on_host and (x.device != q.device or (x.is_inference() and not x.is_cpu)):
+    for x, copy in sources.values():
+        host = host and copy is not None
+        if isinstance(x, np.ndarray):
+            arrays.append(x)
+            array_values.append(copy)
+        elif x.device != q.device or (x.is_inference() and copy is None):
             return None  # for the general way to refuse, or without a version counter
+        else:
+            tensors.append(x)
+            tensor_values.append(x._version if copy is None else torch.from_numpy(copy))
     try:
         found = _by_numpy(twin, leaves, sizes) if host else _on_device(mask, q, sizes)
     except (ValueError, TypeError):
         return None
-    entry = _Known(sizes, q.device, found)
-    for x, on_host in sources.values():
-        if x is on_host:
-            entry.arrays.append(x)
-            entry.array_values.append(x.copy())
-        else:
-            entry.tensors.append(x)
-            entry.tensor_values.append(x.clone() if x.is_cpu else x._version)
+    entry = _Known(sizes, q.device, found, tensors, tensor_values, arrays, array_values)
     # Those whose arrays were written into are of no more use.
     others = [x for x in known if x.sizes != sizes or x.device != q.device] if known else ()
     _memory[mask] = [entry, *others[: _MOST_SIZES - 1]]
@@ -149,10 +149,11 @@ def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known])
 
 
 def _twin(mask: Any, sources: dict[int, tuple[Any, Any]], leaves: list[Mask] | None) -> Any:
-    """The expression with arrays of NumPy. Gathers its leaves, and by id each array with its twin.
+    """The expression with NumPy copies of its arrays. Gathers its leaves, and by id each array and its copy.
 
-    A tensor on a device has None for a twin. An array that stands in two places stays one, as it must: the
-    lowering knows arrays by identity.
+    The copies are what is lowered: another thread may write into the arrays meanwhile. A tensor on a device
+    has None for a copy. An array that stands in two places stays one, as it must: the lowering knows arrays
+    by identity.
     """
     if not isinstance(mask, Mask) or isinstance(mask, Prepared):
         raise _UnknowableError
@@ -164,7 +165,8 @@ def _twin(mask: Any, sources: dict[int, tuple[Any, Any]], leaves: list[Mask] | N
     for name, x in vars(mask).items():
         if type(x) is Tensor or type(x) is np.ndarray:
             if id(x) not in sources:
-                sources[id(x)] = x, x if isinstance(x, np.ndarray) else x.numpy() if x.is_cpu else None
+                host = x if isinstance(x, np.ndarray) else x.numpy() if x.is_cpu else None
+                sources[id(x)] = x, None if host is None else np.array(host)
             x = sources[id(x)][1]
         elif isinstance(x, Mask):
             x = _twin(x, sources, leaves)
