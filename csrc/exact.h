@@ -40,9 +40,8 @@ class ExactRow {
         k_(at<T>(a.k, b, h / a.group(), 0)),
         v_(at<T>(a.v, b, h / a.group(), 0)) {}
 
-  // Has the row lost what matters in floats, given its large lse, and what has been taken from its biases? Scores
-  // beyond floats have. Scores that are large beside biases that are not, or below a base, have not: they are what they
-  // are without a bias.
+  // Has the row lost precision in floats, given its large lse and the base taken from its biases? Yes if a score is
+  // beyond floats. No if only the scores are large: floats hold them as well as they do without a bias.
   bool is_lost(double lse, double base) const {
     if (!std::isfinite(lse)) return lse != -HUGE_VAL && sees_numbers();
     const BiasKind kind = a_.options.bias.kind;

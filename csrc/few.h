@@ -60,7 +60,7 @@ class FewQueries {
       const int64_t head = item / shares;
       share_of_keys(head, item % shares, lay_out(carver), all);
     });
-    // Enough rows at once that handing them out costs less than merging them.
+    // A thread takes several rows at once: scheduling one costs more than merging it.
     const int64_t together = most(1, 64 / chunks), parts = (rows + together - 1) / together;
     parallel(heads() * parts, [&](int64_t item, int) {
       const int64_t head = item / parts, first = item % parts * together;

@@ -15,7 +15,7 @@ struct DistanceTable {
   int64_t size() const { return 2 * reach + 1; }
   int64_t clamp(int64_t distance) const { return most(0, least(2 * reach, distance + reach)); }
   float at(int64_t distance) const { return values[clamp(distance)]; }
-  // Of the distances from `distance` on, one after the other.
+  // The values of consecutive distances, from `distance` on.
   Vec ascending(int64_t distance) const {
     const int64_t i = distance + reach;
     if (i >= 0 && i + Vec::width <= size()) return load(values + i);
@@ -63,9 +63,9 @@ class HeadBias {
     with_dense(i, [&](const auto* row) { widen(row + j, to, n); });
   }
 
-  // What is taken from each bias of row i, because it changes nothing but the lse and may be large beside the scores:
-  // the largest bias of a key that the row sees, where that is a number. Of slopes it is given as the distance of that
-  // key. Of slopes and tables there is none where the biases are no larger than scores may be.
+  // The base of row i: the largest finite bias of the keys that it sees. It is subtracted from each bias of the row,
+  // which changes only the lse. For slopes it is given as a distance. It is 0 for slopes and tables whose biases are
+  // small.
   float base_of(int64_t i, const int32_t* spans) const {
     switch (a_->options.bias.kind) {
       case BiasKind::none:

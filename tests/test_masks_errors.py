@@ -194,3 +194,12 @@ def test_numbers_of_numpy_are_numbers():
     mask = a.segments([0, 0, 1], padding_id=np.int32(1))
     assert mask.spans(3, 3).cost()[0, 0].tolist() == [2, 2, 0]
     assert a.segments([[]]).spans(0, 0).q_len == 0
+
+
+@pytest.mark.parametrize("q_len", [4, 3])
+def test_a_predicate_that_reduces_an_axis_is_refused_even_where_its_shape_would_fit(q_len):
+    mask = a.from_predicate(lambda b, h, q, k: (q >= k).sum(-1) > 0)
+    with pytest.raises(
+        ValueError, match=rf"from_predicate.*: expected .*, got \(1, 1, {q_len}\)\. .*reduce no axis"
+    ):
+        mask.spans(q_len, 4)

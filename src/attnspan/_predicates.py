@@ -87,7 +87,8 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
             remedy="Pass like=, an array of that framework",
         )
     visible = low.arrays.asarray(visible, "bool")
-    shape = (*(1,) * (4 - visible.ndim), *visible.shape)
+    shape = tuple(visible.shape) or (1, 1, 1, 1)
+    # Indices have four axes, so fewer are left only by a reduction, which would put rows where keys belong.
     if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, wanted, strict=True)):
         raise ShapeError(
             what,

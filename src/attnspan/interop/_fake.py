@@ -64,7 +64,7 @@ def trace(
             sizes = _Sizes(shapes)
             try:
                 return bound.program(sizes.shapes, (), sizes.key), sizes.as_torch
-            except Exception as error:  # The trace with numbers below raises what is wrong beside symbols.
+            except Exception as error:  # An error that is not about symbols is raised by the trace below.
                 reason = error
         _warn(bound, reason)
     return bound.program(_numbers(tensors), wanted), int

@@ -1,7 +1,7 @@
 """Functions, their programs, and how long these live.
 
-As for `jax.jit`, a function is the same only if it is the same object. Its programs die with it; what
-compiled code has seen lives as long as the process, since nobody learns when a graph dies.
+As in `jax.jit`, a function is identified by its object, and its programs are freed with it. Programs that
+compiled code refers to live as long as the process: there is no signal when a graph is freed.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def static_key(x: Any) -> Hashable:
 class Call:
     """A function with the structure of its arguments: what the operators run.
 
-    Of each tensor, ``kinds`` has the element type, the number of dims and the device.
+    ``kinds`` holds the element type, the number of dims and the device of each tensor.
     """
 
     def __init__(self, fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> None:
