@@ -10,7 +10,7 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constrain
 .PHONY: help setup train test test-torch test-xla lint format bench wheel sanitize aarch64 clean
 
 help:
-	@echo "make train   train a small language model on real text, on two ranks, about five minutes"
+	@echo "make train   train a small language model on real text, on two ranks, five to nine minutes"
 	@echo "make test    run the tests"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
