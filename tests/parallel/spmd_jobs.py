@@ -21,8 +21,6 @@ from attnspan.parallel.spmd import Sharded, shard
 from attnspan.spans import Spans
 
 DIM = 8
-#: The most spans of a row among the samples, for one program under all of them.
-RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -170,11 +168,17 @@ def _wanted(name: str, heads: tuple[int, int]) -> Arrays:
     return oracle(inputs(heads), sample.mask())
 
 
+@functools.cache
+def _most_spans() -> int:
+    """The most spans of a row among the samples, for one program under all of them."""
+    return max(sample.mask().prepare(KEYS, KEYS, batch=BATCH).lowered.runs for sample in SAMPLES)
+
+
 def _two_rows(sample: Any) -> Prepared:
     """A sample for two batch rows, with as many spans as any has: the same program serves all."""
     placed = sample.mask().prepare(KEYS, KEYS, batch=BATCH)
     bounds = np.broadcast_to(placed.lowered.bounds, (BATCH, *placed.lowered.bounds.shape[1:]))
-    bounds = np.pad(bounds, [(0, 0)] * 3 + [(0, RUNS - bounds.shape[3]), (0, 0)])
+    bounds = np.pad(bounds, [(0, 0)] * 3 + [(0, _most_spans() - bounds.shape[3]), (0, 0)])
     index = placed.q_index
     return Prepared(Spans(bounds, KEYS), np.arange(KEYS, dtype=np.int32)[None] if index is None else index)
 
