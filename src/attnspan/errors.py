@@ -10,6 +10,7 @@ __all__ = [
     "OptionError",
     "ShapeError",
     "UsageError",
+    "expect",
     "register_raiser",
     "shown",
 ]
@@ -122,3 +123,35 @@ class UsageError(_Explained, TypeError):
 truth, as `and`, `or`, `not` and `if` make. Write a & b or a | b; test for a mask that may be missing \
 by `mask is None`.
     """
+
+
+def expect(
+    holds: Any,
+    what: str,
+    expected: str,
+    got: object,
+    remedy: str,
+    *values: object,
+    error: type[_Explained] = OptionError,
+) -> None:
+    """Raise ``error`` unless a rule holds: one line for each rule.
+
+    Texts are made only when the rule is broken. Pass sizes as they are: formatting a traced size makes it a
+    constant to a compiler.
+
+    Args:
+        holds: The rule.
+        what: The argument that it is about.
+        expected: What the argument must be, with ``{}`` for each of ``values``.
+        got: What came: a text, a size or a shape.
+        remedy: How to mend it, one sentence without a full stop.
+        *values: What stands in the places of ``expected``.
+        error: The class of the error.
+
+    Example:
+        >>> expect(2 == 3, "k", "{} heads", 3, "Repeat them", 2, error=ShapeError)
+        Traceback (most recent call last):
+        attnspan.errors.ShapeError: k: expected 2 heads, got 3. Repeat them.
+    """
+    if not holds:
+        raise error(what, expected=expected.format(*map(shown, values)), got=shown(got), remedy=remedy)
