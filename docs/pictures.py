@@ -15,15 +15,10 @@ from attnspan.picture import svg
 FOLDER = Path(__file__).parent / "images" / "library"
 
 GALLERY: dict[str, tuple[str, int, int]] = {
-    "sliding_window": ("sliding_window(5)", 24, 24),
     "dilated": ("dilated(8, 4)", 24, 24),
     "global_sliding": ("global_sliding(2, 3)", 24, 24),
     "prefix_lm": ("prefix_lm(8)", 24, 24),
-    "document": ("document([0, 5, 16, 24])", 24, 24),
-    "causal_document": ("causal_document([0, 5, 16, 24])", 24, 24),
     "shared_prefix": ("shared_prefix([0, 8, 14, 19, 24], [0, 0, 0, 0])", 24, 24),
-    "right_padding": ("right_padding(17)", 24, 24),
-    "left_padding": ("left_padding(17)", 24, 24),
     "block_causal": ("block_causal(6)", 24, 24),
     "block_diffusion": ("block_diffusion(12, 3)", 24, 24),
     "draft_blocks": ("draft_blocks(9, 5)", 24, 24),
@@ -42,7 +37,7 @@ GALLERY: dict[str, tuple[str, int, int]] = {
     ),
     "flamingo": ("flamingo([2, 7, 13], 6)", 20, 18),
     "vision_cross_attention": ("vision_cross_attention(np.array([[2, 12], [7, 12], [13, 20]]), 6)", 20, 18),
-    "per_row": ("per_row([causal(), left_padding(9)])", 16, 16),
+    "per_row": ("per_row([causal(), key_padding(9, 'left')])", 16, 16),
     "per_head": ("per_head([causal() & window(4), causal()])", 16, 16),
     "per_document": ("per_document(global_sliding(1, 2), [0, 7, 16, 24])", 24, 24),
     "batchify": ("batchify(prefix_lm(3), 8)", 24, 24),

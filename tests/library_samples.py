@@ -81,7 +81,6 @@ def _pairs(name: str) -> np.ndarray:
 
 
 SAMPLES = [
-    Sample("sliding_window", "", lambda: lib.sliding_window(3), lambda b, h, i, j: j <= i and i - j <= 3),
     Sample(
         "dilated",
         "",
@@ -143,20 +142,6 @@ SAMPLES = [
         arrays=(np.array([2, 2, 2, 2]), CU),
     ),
     Sample(
-        "document",
-        "",
-        lib.document,
-        lambda b, h, i, j: in_document(CU, i, j, lambda x, y: True),
-        arrays=(CU,),
-    ),
-    Sample(
-        "causal_document",
-        "",
-        lib.causal_document,
-        lambda b, h, i, j: in_document(CU_TWO_ROWS[b], i, j, lambda x, y: y <= x),
-        arrays=(CU_TWO_ROWS,),
-    ),
-    Sample(
         "shared_prefix",
         "",
         lib.shared_prefix,
@@ -171,16 +156,6 @@ SAMPLES = [
         lambda b, h, i, j: shares_prefix(CU_TWO_ROWS[b], [[2, 1, 2, 3], [0, 0, 0, 1]][b], i, j),
         runs=2,
         arrays=(CU_TWO_ROWS, np.array([[2, 1, 2, 3], [0, 0, 0, 1]])),
-    ),
-    Sample(
-        "right_padding", "", lib.right_padding, lambda b, h, i, j: j < (9, 24)[b], arrays=(np.array([9, 24]),)
-    ),
-    Sample(
-        "left_padding",
-        "",
-        lib.left_padding,
-        lambda b, h, i, j: j >= 24 - (9, 24)[b],
-        arrays=(np.array([9, 24]),),
     ),
     Sample("block_causal", "", lambda: lib.block_causal(5), lambda b, h, i, j: j // 5 <= i // 5),
     Sample(

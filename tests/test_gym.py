@@ -171,7 +171,7 @@ SCORES = [
         lambda slopes: {"bias": a.alibi(slopes, signed=True)},
         (SLOPES,),
         lambda b, h, i, j: SEQUENCE[i] == SEQUENCE[j],
-        lib.document(CU),
+        a.documents(CU),
     ),
     Score(
         "tanh softcap",  # attention-gym, softcapping; Gemma 2
@@ -300,7 +300,7 @@ def tiled_natten_mask(b, h, i, j):
 
 MASKS = {
     "causal": (causal, a.causal, S, S),
-    "sliding window": (lambda b, h, i, j: (i >= j) & (i - j <= 5), lambda: lib.sliding_window(5), S, S),
+    "sliding window": (lambda b, h, i, j: (i >= j) & (i - j <= 5), lambda: a.window(5), S, S),
     # The walkthrough's prefix includes key PREFIX_LENGTH itself.
     "prefix-LM": (lambda b, h, i, j: (j <= 6) | (i >= j), lambda: lib.prefix_lm(7), S, S),
     "documents by id": (
@@ -329,10 +329,10 @@ MASKS = {
         12,
         9,
     ),
-    "padding by tensor": (lambda b, h, i, j: PADDED[b, j], lambda: lib.right_padding(LENGTHS), S, S),
+    "padding by tensor": (lambda b, h, i, j: PADDED[b, j], lambda: a.key_padding(LENGTHS), S, S),
     "full by head, window by head": (
         lambda b, h, i, j: (i >= j) & ((h % 2 == 0) | (i - j <= 3)),
-        lambda: lib.per_head([a.causal(), lib.sliding_window(3)] * 2),
+        lambda: lib.per_head([a.causal(), a.window(3)] * 2),
         S,
         S,
     ),

@@ -23,7 +23,7 @@ def _pictures():
 
 
 pictures = _pictures()
-FUNCTIONS = sorted(set(library.__all__) - {"register_pytrees"})
+FUNCTIONS = sorted(library.__all__)
 MASKS = [name for name in FUNCTIONS if inspect.signature(getattr(library, name)).return_annotation == "Mask"]
 
 

@@ -14,7 +14,7 @@ ROWS = np.array([2, 5, 0])
 
 def test_indices_given_to_a_prepared_mask_are_refused() -> None:
     prepared = a.causal().prepare(3, 6)
-    for lower in (prepared.spans, prepared.placed, prepared.prepare):
+    for lower in (prepared.spans, prepared.spans, prepared.prepare):
         with pytest.raises(ValueError, match=r"q_index: expected None with a prepared mask, .*take_queries"):
             lower(3, 6, q_index=ROWS)
         with pytest.raises(ValueError, match=r"q_index: expected None with a prepared mask"):
@@ -28,7 +28,7 @@ def test_its_rows_are_those_of_the_expression(prepared_first: bool) -> None:
     want = other.spans(3, 6, q_index=ROWS).bounds
     np.testing.assert_array_equal(mask.spans(3, 6).bounds, want)
     np.testing.assert_array_equal(mask.spans(3, 6, q_index=ROWS).bounds, want)
-    np.testing.assert_array_equal(mask.placed(3, 6).q_index, ROWS[None])
+    np.testing.assert_array_equal(mask.spans(3, 6).q_index, ROWS[None])
 
 
 def test_a_cache_beside_its_own_prepared_mask() -> None:

@@ -40,7 +40,7 @@ def _front_ends():
         lambda mask: (mask & segments(IDS)) and window(2),
         lambda mask: (mask | segments(IDS)) and window(2),
         lambda mask: mask.prepare(4, 4) and window(2),
-        lambda mask: library.causal_document([0, 4]) and mask,
+        lambda mask: library.prefix_lm(2) and mask,
     ],
 )
 def test_a_mask_is_neither_true_nor_false(use):
@@ -230,10 +230,10 @@ def test_return_lse_is_read_as_a_truth_value():
     assert lse.shape == (1, 1, 4)
 
 
-SPANS = causal().spans(4, 4)
+SPANS = causal().spans(4, 4).lowered
 
 
-@pytest.mark.parametrize("spans", [SPANS, causal().spans(4, 4, like=X)], ids=["numpy", "torch"])
+@pytest.mark.parametrize("spans", [SPANS, causal().spans(4, 4, like=X).lowered], ids=["numpy", "torch"])
 @pytest.mark.parametrize(
     "use",
     [

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ._mistakes import refuse_truth_of_bias
+from ._pytrees import Node
 from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, own
 from .errors import DtypeError, OptionError, ShapeError, shown
 
@@ -20,7 +21,7 @@ HIDES = -2.36e38
 """Kinds of lowered biases; 0 is none."""
 
 
-class Bias:
+class Bias(Node):
     """What is added to the scores: an immutable description, free of any framework.
 
     Biases are made by `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
@@ -152,9 +153,6 @@ class DenseBias(Bias):
 
     def __repr__(self) -> str:
         return f"dense_bias({short(self.values)})"
-
-
-BIASES: tuple[type, ...] = (Alibi, Relative, DenseBias)
 
 
 def floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:

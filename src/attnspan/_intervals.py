@@ -136,6 +136,17 @@ def materialise(
     return los, his
 
 
+def split(lo: Array, hi: Array) -> tuple[Interval, ...]:
+    """Ends (..., R) as R intervals."""
+    return tuple(Interval(lo[..., r], hi[..., r]) for r in range(lo.shape[-1]))
+
+
+def common(arrays: Arrays, los: list[Array], his: list[Array]) -> tuple[Array, Array]:
+    """Ends as two arrays (..., R) of one shape."""
+    both = arrays.stack([*los, *his])
+    return both[..., : len(los)], both[..., len(los) :]
+
+
 def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: int) -> tuple[Array, Array]:
     """Where at least `depth` of the intervals overlap, as ascending disjoint intervals.
 

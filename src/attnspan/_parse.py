@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ._expression import Mask
 from .errors import OptionError
+from .expression import Mask
 
 _NUMBERS = (int, float, bool)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ._lowering import Lowering
 from .arrays import Array, arrays_for, is_array, is_bool
 from .errors import DtypeError, OptionError, ShapeError, shown
+from .lowering import Lowering
 
 Function = Callable[[Any, Any, Any, Any], Any]
 

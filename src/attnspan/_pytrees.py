@@ -1,23 +1,91 @@
-"""Masks as pytrees, for whichever framework asks."""
+"""Classes whose instances are pytrees, for whichever framework asks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from ._expression import Mask
 from .arrays import is_array
-from .spans import Spans
 
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
+
+_STATIC = (bool, int, float, str, type(None))
+
+_classes: list[type] = []
+_registrars: list[Registrar] = []
+
+
+class Node:
+    """Base of frozen dataclasses that are pytrees: arrays and other nodes are children, the rest is static.
+
+    A subclass is registered with every framework that is loaded, now or later.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        _classes.append(cls)
+        for registrar in _registrars:
+            registrar(cls, _flatten, partial(_unflatten, cls))
+
+    def _set(self, **values: Any) -> None:
+        """Set fields in `__post_init__`; instances are frozen afterwards."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def register_pytrees(registrar: Registrar) -> None:
+    """Register masks, spans and biases as pytrees of a framework, those that are defined later too.
+
+    Args:
+        registrar: called as registrar(cls, flatten, unflatten) for each class, with flatten(x) -> (children,
+            context) and unflatten(children, context) -> x; the context is hashable.
+
+    Example:
+        >>> from attnspan import global_keys
+        >>> seen = {}
+        >>> register_pytrees(lambda cls, flatten, unflatten: seen.update({cls.__name__: flatten}))
+        >>> seen["global_keys"](global_keys(4))
+        ((), ((), (('n', 4),)))
+    """
+    _registrars.append(registrar)
+    for cls in _classes:
+        registrar(cls, _flatten, partial(_unflatten, cls))
+
+
+def arrays_in(x: Any) -> list[Any]:
+    """The arrays of a node and of those in it."""
+    found = []
+    for value in (getattr(x, field.name) for field in fields(x)):
+        for part in value if type(value) is tuple else (value,):
+            if isinstance(part, Node):
+                found += arrays_in(part)
+            elif is_array(part):
+                found.append(part)
+    return found
+
+
+def static_key(x: Any) -> Any:
+    """A hashable key that two nodes without arrays and functions share if they mean the same, else None."""
+    parts: list[Any] = [type(x)]
+    for value in vars(x).values() if isinstance(x, Node) else x:
+        if type(value) in _STATIC:
+            parts.append((type(value), value))
+        elif isinstance(value, Node) or type(value) is tuple:
+            parts.append(static_key(value))
+            if parts[-1] is None:
+                return None
+        else:
+            return None
+    return tuple(parts)
 
 
 def _is_child(value: object) -> bool:
     if value is None or isinstance(value, (int, float, str)):  # Dynamo cannot ask these for their module.
         return False
-    several = isinstance(value, tuple) and all(isinstance(x, Mask) for x in value)
-    return several or isinstance(value, (Mask, Spans)) or is_array(value) or _is_placeholder(value)
+    several = isinstance(value, tuple) and all(isinstance(x, Node) for x in value)
+    return several or isinstance(value, Node) or is_array(value) or _is_placeholder(value)
 
 
 def _is_placeholder(value: object) -> bool:
@@ -32,15 +100,10 @@ def _flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(value for _, value in values if _is_child(value)), (names, static)
 
 
-def register(registrar: Registrar, cls: type) -> None:
-    """Hand `cls` to a framework's registrar, with functions that take it apart and put it together again."""
-
-    def unflatten(children: Any, context: Any) -> Any:
-        names, static = context
-        # Past __init__: frameworks also put placeholders where arrays were.
-        x: Any = object.__new__(cls)
-        for name, value in (*zip(names, children, strict=True), *static):
-            object.__setattr__(x, name, value)
-        return x
-
-    registrar(cls, _flatten, unflatten)
+def _unflatten(cls: type, children: Any, context: Any) -> Any:
+    names, static = context
+    # Past __init__: frameworks also put placeholders where arrays were.
+    x: Any = object.__new__(cls)
+    for name, value in (*zip(names, children, strict=True), *static):
+        object.__setattr__(x, name, value)
+    return x

@@ -7,16 +7,14 @@ has the formulas. Positions are global indices, as for masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import _arguments as checked
+from . import checks
 from ._biases import (
     ALIBI,
-    BIASES,
     DENSE,
     DISTANCE,
     SIGNED_ALIBI,
@@ -32,7 +30,6 @@ from ._biases import (
 )
 from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
-from ._pytrees import register
 from .arrays import Array
 from .errors import OptionError, ShapeError, shown
 
@@ -48,7 +45,6 @@ __all__ = [
     "dense_bias",
     "dropout_seeds",
     "dropout_threshold",
-    "register_pytrees",
     "relative",
     "t5_buckets",
 ]
@@ -123,7 +119,7 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         >>> alibi_slopes(4).tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    return make_slopes(checked.count("alibi_slopes: heads", heads, least=1))
+    return make_slopes(checks.count("alibi_slopes: heads", heads, least=1))
 
 
 def relative(table: Array, buckets: Array | None = None) -> Bias:
@@ -156,7 +152,7 @@ def relative(table: Array, buckets: Array | None = None) -> Bias:
                 remedy="Pass buckets, or an odd number of columns with that of distance 0 in the middle",
             )
         return Relative(table)
-    buckets = checked.integers("relative: buckets", readable(buckets), (1,))
+    buckets = checks.integers("relative: buckets", readable(buckets), (1,))
     check_buckets(table, buckets)
     return Relative(table, buckets)
 
@@ -185,8 +181,8 @@ def t5_buckets(
         [3, 3, 2, 1, 0, 5, 6, 7, 7]
     """
     least = 4 if bidirectional else 2
-    num_buckets = checked.count("t5_buckets: num_buckets", num_buckets, least=least)
-    max_distance = checked.count("t5_buckets: max_distance", max_distance, least=1)
+    num_buckets = checks.count("t5_buckets: num_buckets", num_buckets, least=least)
+    max_distance = checks.count("t5_buckets: max_distance", max_distance, least=1)
     exact = num_buckets // least
     if max_distance <= exact or (bidirectional and num_buckets % 2):
         raise OptionError(
@@ -215,19 +211,3 @@ def dense_bias(values: Array) -> Bias:
         dense_bias(float32[8, 1, 16])
     """
     return DenseBias(floats("dense_bias", values, (2, 3, 4)))
-
-
-def register_pytrees(registrar: Callable[[type, Callable[..., Any], Callable[..., Any]], None]) -> None:
-    """Register all biases as pytrees: arrays are children, the rest is static.
-
-    Args:
-        registrar: as for `attnspan.masks.register_pytrees`.
-
-    Example:
-        >>> seen = {}
-        >>> register_pytrees(lambda cls, flatten, unflatten: seen.update({cls.__name__: flatten}))
-        >>> sorted(seen)
-        ['Alibi', 'DenseBias', 'Relative']
-    """
-    for cls in BIASES:
-        register(registrar, cls)

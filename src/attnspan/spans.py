@@ -10,6 +10,7 @@ import numpy as np
 
 from ._intervals import sweep
 from ._mistakes import refuse_operand, refuse_truth
+from ._pytrees import Node
 from .arrays import Array, Arrays, arrays_for, is_array, is_integer
 from .errors import DtypeError, OptionError, ShapeError, shown
 
@@ -22,7 +23,7 @@ _PROMISES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class Spans(Node):
     """Which keys each query row may see: row i may see key j iff lo[r] <= j < hi[r] for some r.
 
     Attributes:

@@ -152,7 +152,7 @@ def test_vmap_over_rows_without_a_batch_axis(name: str) -> None:
 
 def test_vmap_over_masks(name: str) -> None:
     """Prepared masks, one for each mapped element, as pytrees."""
-    masks = [(causal() & segments(ids)).placed(LENGTH, LENGTH) for ids in IDS]
+    masks = [(causal() & segments(ids)).spans(LENGTH, LENGTH) for ids in IDS]
     stacked = jax.tree.map(lambda *x: np.stack(x), *masks)
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -27,7 +27,7 @@ def plain(mask: Any, **changes: Any) -> Prepared:
     [
         lambda mask: mask,
         lambda mask: mask.prepare(32, 32, batch=2),
-        lambda mask: mask.placed(32, 32, batch=2),
+        lambda mask: mask.spans(32, 32, batch=2),
         lambda mask: mask.spans(32, 32, batch=2),
     ],
     ids=["expression", "prepared", "placed", "spans"],
@@ -83,7 +83,7 @@ def test_what_is_no_mask_of_the_whole_problem(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses", "auto"])
 def test_rows_that_break_a_promise_are_named_even_in_a_mask_that_was_not_checked(strategy: str) -> None:
-    unchecked = segments(np.tile([0, 1], 16)).placed(32, 32)
+    unchecked = segments(np.tile([0, 1], 16)).spans(32, 32)
     with pytest.raises(OptionError, match="batch 0, head 0, row 0"):
         make_plan(lower(unchecked, 32, 32, 1, 4), Request(4, CALL, strategy))
 

@@ -236,10 +236,10 @@ def test_a_prepared_mask_is_placed_once() -> None:
     assert any(leaf is prepared.q_index for leaf in leaves)
     assert torch.equal(torch.utils._pytree.tree_unflatten(leaves, spec).q_index, prepared.q_index)
     # Restricted to some keys, the rows are still those of the whole.
-    some = causal().prepare(4, S, like=torch.empty(0)).placed(4, 12, k_index=torch.arange(0, S, 2))
+    some = causal().prepare(4, S, like=torch.empty(0)).spans(4, 12, k_index=torch.arange(0, S, 2))
     assert some.q_index.tolist() == [[20, 21, 22, 23]]
     assert some.k_index.tolist() == [list(range(0, S, 2))]
-    fewer = some.placed(4, 3, k_index=torch.tensor([1, 5, 11]))
+    fewer = some.spans(4, 3, k_index=torch.tensor([1, 5, 11]))
     assert fewer.k_index.tolist() == [[2, 10, 22]]
     assert fewer.q_index.tolist() == [[20, 21, 22, 23]]
     in_numpy = causal().prepare(4, S, q_index=np.arange(4))
@@ -376,12 +376,12 @@ def test_explain_names_the_options() -> None:
 def test_bare_spans_do_not_say_where_their_rows_are() -> None:
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
     mask, bias = causal(), relative(torch.randn(2, 9))
-    bare = mask.spans(3, 9, like=q)
+    bare = mask.spans(3, 9, like=q).lowered
     for given in (bare, spans(bare)):
         with pytest.raises(
-            ValueError, match=r"q_index: expected the rows' indices beside bare spans.*placed"
+            ValueError, match=r"q_index: expected the rows' indices beside bare spans.*prepare"
         ):
             attention(q, k, k, mask=given, bias=bias)
     wanted = attention(q, k, k, mask=mask, bias=bias)
-    for lowered in (mask.placed(3, 9, like=q), mask.prepare(3, 9, like=q)):
+    for lowered in (mask.spans(3, 9, like=q), mask.prepare(3, 9, like=q)):
         torch.testing.assert_close(attention(q, k, k, mask=lowered, bias=bias), wanted)

@@ -46,7 +46,7 @@ class Lowered:
         if self.sample.outside:
             return attention(q, k, k, mask=attnspan.spans(arrays[0]))
         mask = self.sample.build(k.shape[2], *arrays)
-        placed = mask.placed(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
+        placed = mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
         return placed.lowered.bounds
 
     def inputs(self, s: Sizes) -> tuple[Any, ...]:

@@ -177,7 +177,7 @@ def test_it_is_what_the_general_way_lowers(sample: Any, convert: Any) -> None:
         mask = sample.mask(convert)
         q, k = torch.zeros(BATCH, 4, q_len, 8), torch.zeros(BATCH, 4, keys, 8)
         try:
-            wanted = mask.placed(q_len, keys, batch=BATCH, heads=4, like=q)
+            wanted = mask.spans(q_len, keys, batch=BATCH, heads=4, like=q)
         except ValueError:
             assert lowered(mask, q, k) is None
             continue

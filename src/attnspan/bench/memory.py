@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from attnspan._leaves import Documents
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.cells import Workload
 from attnspan.bench.peers import Job, Peer, peers_by_name
@@ -22,6 +21,7 @@ from attnspan.bench.resident import forget_peak, resident_memory, resident_peak,
 from attnspan.bench.timing import MeasurementError
 from attnspan.bench.workloads import mask_of
 from attnspan.errors import OptionError
+from attnspan.masks import documents
 
 __all__ = ["cuda_peak", "high_water_refusal", "peak_here", "process_peak"]
 
@@ -131,7 +131,7 @@ def peak_here(peer: Peer, workload: Workload, mode: str) -> int:
         True
     """
     # Of the same kind: a peer may know documents and nothing else.
-    packed = any(isinstance(leaf, Documents) for leaf in mask_of(workload)._leaves())
+    packed = any(isinstance(leaf, documents) for leaf in mask_of(workload)._leaves())
     tiny = replace(workload, q_len=16, k_len=16, mask="packed(2)" if packed else "full")
     warm = peer.prepare(Job.make(tiny, mode, "cpu"))
     warm.device.synchronize(warm.call())

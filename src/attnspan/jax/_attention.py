@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._leaves import Causal, Full, GlobalKeys, Window
 from .._mistakes import not_a_mask, refuse_keywords
+from .._pytrees import static_key
 from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..masks import Mask, Prepared, full
@@ -247,7 +247,7 @@ def _lower(mask: AnyMask, q: _View, k: _View, given: Given, like: Array) -> Prep
         # program, where a constant of the size of the bounds would be copied into it.
         traced = like if isinstance(like, jax.core.Tracer) else None
         indices = {"q_index": given.q_index, "k_index": given.k_index}
-        placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=traced, **indices)
+        placed = mask.spans(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=traced, **indices)
     else:
         raise not_a_mask(mask)
     if placed.lowered.k_len != k_len:
@@ -263,7 +263,7 @@ def _lower(mask: AnyMask, q: _View, k: _View, given: Given, like: Array) -> Prep
 def _check_packed(mask: AnyMask) -> None:
     if not isinstance(mask, Mask) or isinstance(mask, Prepared):
         return
-    if all(isinstance(leaf, Causal | Full | GlobalKeys | Window) for leaf in mask._leaves()):
+    if static_key(mask) is not None:
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",

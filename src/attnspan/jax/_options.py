@@ -99,7 +99,7 @@ def lower_options(
             "q_index",
             expected="the rows' indices beside bare spans, as an option needs positions",
             got="None",
-            remedy="Lower the mask by prepare() or placed() instead of spans(), or pass q_index",
+            remedy="Pass what prepare() or spans() gives, which knows its rows, or pass q_index",
         )
     q_index, k_index = (
         None if x is None or not positional else jnp.asarray(own(x), jnp.int32)

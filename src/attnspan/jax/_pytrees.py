@@ -5,13 +5,11 @@ from typing import Any
 
 from jax.tree_util import register_pytree_node
 
-from .. import library, masks, options
+from .._pytrees import register_pytrees
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     register_pytree_node(cls, flatten, lambda context, children: unflatten(children, context))
 
 
-masks.register_pytrees(_register)
-library.register_pytrees(_register)
-options.register_pytrees(_register)
+register_pytrees(_register)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .._leaves import Causal, Full, Window
-from ..masks import Mask
+from ..masks import Mask, causal, full, window
 from ..problem import Problem
 from ._contract import MaskWords
 
@@ -24,15 +23,15 @@ def words_of(mask: object, problem: Problem, default_indices: bool) -> MaskWords
     if not isinstance(mask, Mask) or not default_indices:
         return None
     leaves = list(mask._leaves())
-    if all(isinstance(leaf, Full) for leaf in leaves):
+    if all(isinstance(leaf, full) for leaf in leaves):
         return ("full",)
     # Other libraries align the first query with the first key, we the last ones.
-    joined = repr(mask).count(" | ") == 0 and all(isinstance(x, Causal | Full | Window) for x in leaves)
+    joined = repr(mask).count(" | ") == 0 and all(isinstance(x, causal | full | window) for x in leaves)
     if problem.q_len != problem.k_len or not joined:
         return None
-    left = [x.left for x in leaves if isinstance(x, Window) and x.left is not None]
-    right = [x.right for x in leaves if isinstance(x, Window) and x.right is not None]
-    right += [0 for x in leaves if isinstance(x, Causal)]
+    left = [x.left for x in leaves if isinstance(x, window) and x.left is not None]
+    right = [x.right for x in leaves if isinstance(x, window) and x.right is not None]
+    right += [0 for x in leaves if isinstance(x, causal)]
     if not left and right == [0]:
         return ("causal",)
     return ("window", min(left, default=None), min(right, default=None))

@@ -3,41 +3,41 @@
 docs/library.md has a picture of each.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from .._pytrees import register as _register
-from . import _grids, _mixtures, _patterns
-from .generation import block_causal, block_diffusion, draft_blocks, tree
-from .grids import morton_natten, morton_order, natten, sasa, sta, tile_order, tiled_natten
-from .mixtures import batchify, per_document, per_head, per_row, reordered
-from .sequences import (
-    causal_document,
-    dilated,
-    document,
-    global_sliding,
-    left_padding,
-    prefix_lm,
-    right_padding,
-    shared_prefix,
-    sliding_window,
-    strided_order,
-)
-from .vision import flamingo, selected_blocks, spatial_heads, temporal_heads, vision_cross_attention
+from .generation import block_causal as block_causal
+from .generation import block_diffusion as block_diffusion
+from .generation import draft_blocks as draft_blocks
+from .generation import tree as tree
+from .grids import morton_natten as morton_natten
+from .grids import morton_order as morton_order
+from .grids import natten as natten
+from .grids import sasa as sasa
+from .grids import sta as sta
+from .grids import tile_order as tile_order
+from .grids import tiled_natten as tiled_natten
+from .mixtures import batchify as batchify
+from .mixtures import per_document as per_document
+from .mixtures import per_head as per_head
+from .mixtures import per_row as per_row
+from .mixtures import reordered as reordered
+from .sequences import dilated as dilated
+from .sequences import global_sliding as global_sliding
+from .sequences import prefix_lm as prefix_lm
+from .sequences import shared_prefix as shared_prefix
+from .sequences import strided_order as strided_order
+from .vision import flamingo as flamingo
+from .vision import selected_blocks as selected_blocks
+from .vision import spatial_heads as spatial_heads
+from .vision import temporal_heads as temporal_heads
+from .vision import vision_cross_attention as vision_cross_attention
 
 __all__ = [
     "batchify",
     "block_causal",
     "block_diffusion",
-    "causal_document",
     "dilated",
-    "document",
     "draft_blocks",
     "flamingo",
     "global_sliding",
-    "left_padding",
     "morton_natten",
     "morton_order",
     "natten",
@@ -45,13 +45,10 @@ __all__ = [
     "per_head",
     "per_row",
     "prefix_lm",
-    "register_pytrees",
     "reordered",
-    "right_padding",
     "sasa",
     "selected_blocks",
     "shared_prefix",
-    "sliding_window",
     "spatial_heads",
     "sta",
     "strided_order",
@@ -61,27 +58,3 @@ __all__ = [
     "tree",
     "vision_cross_attention",
 ]
-
-_LEAVES = (
-    *(_grids.Natten, _grids.Sasa, _grids.Sta),
-    *(_mixtures.Batchify, _mixtures.PerDocument, _mixtures.PerHead, _mixtures.PerRow, _mixtures.Reordered),
-    *(_patterns.BlockCausal, _patterns.BlockDiffusion, _patterns.Dilated, _patterns.DraftBlocks),
-    *(_patterns.Flamingo, _patterns.GlobalRows, _patterns.GlobalTokens, _patterns.PrefixOf),
-    *(_patterns.SelectedBlocks, _patterns.Stripes, _patterns.Tree, _patterns.VisionIntervals),
-)
-
-
-def register_pytrees(registrar: Callable[[type, Callable[..., Any], Callable[..., Any]], None]) -> None:
-    """Register the library's masks as pytrees, as `attnspan.masks.register_pytrees` does for the others.
-
-    Args:
-        registrar: as there.
-
-    Example:
-        >>> seen = {}
-        >>> register_pytrees(lambda cls, flatten, unflatten: seen.update({cls.__name__: flatten}))
-        >>> seen["BlockCausal"](block_causal(4))[0]
-        ()
-    """
-    for leaf in _LEAVES:
-        _register(registrar, leaf)

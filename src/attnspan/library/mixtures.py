@@ -2,21 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import _arguments as checked
-from .._expression import Mask
+from .. import checks
+from .._intervals import Interval, Rows, common, either_illegal, materialise, split
 from ..arrays import Array, arrays_for
-from ..errors import DtypeError, OptionError, ShapeError
-from ._mixtures import Batchify, PerDocument, PerHead, PerRow, Reordered
+from ..by_value import is_traced
+from ..errors import DtypeError, OptionError, ShapeError, expect
+from ..lowering import Lowering
+from ..masks import Mask
+from ._shared import warn_of_size
 
 __all__ = ["batchify", "per_document", "per_head", "per_row", "reordered"]
 
+_CHUNK_KEYS = 1 << 22
+"""(query, key) pairs that are put into a new order at once."""
 
-def per_row(masks: Sequence[Mask]) -> Mask:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mixture(Mask):
+    """Lowers each mask for its own batch row or head, and pads R to the largest."""
+
+    masks: Any
+
+    axis: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        self._set(masks=_several(type(self).__name__, self.masks))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}([{', '.join(map(repr, self.masks))}])"
+
+    def _inner(self) -> Iterator[Mask]:
+        for mask in self.masks:
+            yield from mask._leaves()
+
+    def _key_len(self, traced: bool = False) -> Any:
+        return next((n for n in (leaf._key_len(traced) for leaf in self._inner()) if n is not None), None)
+
+    def _row_len(self) -> Any:
+        return next((n for n in (leaf._row_len() for leaf in self._inner()) if n is not None), None)
+
+    def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
+        raise NotImplementedError
+
+    def _lower(self, low: Lowering) -> Rows:
+        name, own = (("batch", low.batch), ("heads", low.heads))[self.axis]
+        low.check_axis(type(self).__name__, name, len(self.masks), own)
+        for leaf in self._inner():
+            n = leaf._key_len(low.arrays.tracing())
+            if n is not None and n != low.k_len:
+                remedy = f"All masks of {type(self).__name__} are of one key sequence"
+                expected = "arrays that describe {} keys"
+                expect(False, repr(leaf), expected, n, remedy, low.k_len, error=ShapeError)
+        lowered = [self._each(low, low.q_index, number).lower(mask) for number, mask in enumerate(self.masks)]
+        runs = max(len(rows.intervals) for rows in lowered)
+        los, his, illegal = [], [], []
+        for rows in lowered:
+            padded = rows.intervals + (Interval(0, 0),) * (runs - len(rows.intervals))
+            lo, hi = common(low.arrays, *materialise(low.arrays, padded, low.q_len, low.top))
+            los.append(lo)
+            his.append(hi)
+            illegal.append(rows.illegal)
+        return Rows(split(self._join(low, los), self._join(low, his)), self._illegal(low, illegal))
+
+    def _join(self, low: Lowering, parts: list[Array]) -> Array:
+        """Arrays with 1 along the axis as one with all of them."""
+        return low.arrays.stack(parts).swapaxes(self.axis, -1)[..., 0]
+
+    def _illegal(self, low: Lowering, parts: list[Array | None]) -> Array | None:
+        if all(part is None for part in parts):
+            return None
+        nobody = low.arrays.full((1, 1, low.q_len), 0, "bool")
+        return self._join(low, [nobody if part is None else nobody | part for part in parts])
+
+
+class per_row(Mixture):
     """A mask of its own for each batch row. R is that of the largest.
 
     Args:
@@ -31,10 +97,31 @@ def per_row(masks: Sequence[Mask]) -> Mask:
         >>> per_row([causal(), full()]).spans(2, 2, batch=2).bounds[:, 0, :, 0].tolist()
         [[[0, 1], [0, 2]], [[0, 2], [0, 2]]]
     """
-    return PerRow(_several("per_row", masks))
+
+    axis = 0
+
+    def _anchor(self) -> tuple[Any, ...] | None:
+        anchors = [leaf._anchor() for leaf in self._inner()]
+        if all(anchor is None for anchor in anchors):
+            return None
+        return ("per_row", *(part for anchor in anchors for part in (anchor or (None,))))
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        expected, remedy = "the rows' indices, which differ from mask to mask", "Pass q_index with k_index"
+        expect(low.k_len is not None, "q_index", expected, "k_index alone", remedy)
+        found = []
+        for mask in self.masks:
+            own = replace(low, batch=1, lowered=[], document_rows=[])
+            own.index_rows(list(mask._leaves()), None, None)
+            found.append(own.q_index)
+        return self._join(low, [low.arrays.to_int32(x) for x in found])
+
+    def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
+        row = q_index[number : number + 1] if q_index.shape[0] > 1 else q_index
+        return replace(low, batch=1, q_index=row, lowered=[], document_rows=[])
 
 
-def per_head(masks: Sequence[Mask]) -> Mask:
+class per_head(Mixture):
     """A mask of its own for each query head: local and global heads, say. R is that of the largest.
 
     Args:
@@ -48,15 +135,31 @@ def per_head(masks: Sequence[Mask]) -> Mask:
         >>> per_head([causal(), window(0)]).spans(2, 2, heads=2).bounds[0, :, 1, 0].tolist()
         [[0, 2], [1, 2]]
     """
-    return PerHead(_several("per_head", masks))
+
+    axis = 1
+
+    def _anchor(self) -> tuple[Any, ...] | None:
+        for leaf in self._inner():
+            if leaf._anchor() is not None:
+                return leaf._anchor()
+        return None
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        own = replace(low, lowered=[], document_rows=[])
+        own.index_rows(list(self._inner()), None, None)
+        return own.q_index
+
+    def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
+        del number
+        return replace(low, heads=1, q_index=q_index, lowered=[], document_rows=[])
 
 
-def per_document(mask: Mask, cu_seqlens: Array) -> Mask:
-    """Packed documents with a mask inside each, whose indices count from the document's start. R is the
-    mask's.
+@dataclass(frozen=True, eq=False, repr=False)
+class per_document(Mask):
+    """Packed documents with a mask inside each, whose indices count from the document's start.
 
-    For masks that compare rows with keys, such as `causal()` and `window(w)`, it is `mask &
-    document(cu_seqlens)`; it differs where places count: `global_sliding`, `block_causal`, `prefix_lm(n)`.
+    R is the mask's. For masks that compare rows with keys, such as `causal()` and `window(w)`, it is `mask &
+    documents(cu_seqlens)`; it differs where places count: `global_sliding`, `block_causal`, `prefix_lm(n)`.
 
     Source: attention-gym's `generate_doc_mask_mod(mask_mod, offsets)`.
 
@@ -72,11 +175,22 @@ def per_document(mask: Mask, cu_seqlens: Array) -> Mask:
         >>> per_document(prefix_lm(2), [0, 3, 5]).spans(5, 5).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 2], [0, 3], [3, 5], [3, 5]]
     """
-    _check_inner("per_document", mask, None)
-    return PerDocument(mask, checked.offsets("per_document: cu_seqlens", cu_seqlens))
+
+    mask: Mask
+    cu_seqlens: Array
+
+    def __post_init__(self) -> None:
+        _check_inner("per_document", self.mask, None)
+        self._set(cu_seqlens=checks.offsets("per_document: cu_seqlens", self.cu_seqlens))
+
+    def _lower(self, low: Lowering) -> Rows:
+        own = low.documents("per_document: cu_seqlens", self.cu_seqlens)
+        rows = _inside(low, self.mask, own.lo, own.hi, None)
+        return Rows(rows.intervals, either_illegal(rows.illegal, own.illegal))
 
 
-def batchify(mask: Mask, size: int) -> Mask:
+@dataclass(frozen=True, eq=False, repr=False)
+class batchify(Mask):
     """A sequence of batches of one size, each with the mask, whose indices count from the batch's start.
 
     R is the mask's.
@@ -95,12 +209,46 @@ def batchify(mask: Mask, size: int) -> Mask:
         >>> batchify(causal(), 2).spans(4, 4).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2], [2, 3], [2, 4]]
     """
-    size = checked.count("batchify: size", size, 1)
-    _check_inner("batchify", mask, size)
-    return Batchify(mask, size)
+
+    mask: Mask
+    size: int
+
+    def __post_init__(self) -> None:
+        self._set(size=checks.count("batchify: size", self.size, 1))
+        _check_inner("batchify", self.mask, self.size)
+
+    def _lower(self, low: Lowering) -> Rows:
+        index = low.q_index
+        lo = index // self.size * self.size
+        # A row before the first key is in no batch: an empty span at its own index.
+        lo = low.arrays.where(index >= 0, lo, index)
+        hi = low.arrays.where(index >= 0, lo + self.size, index)
+        return _inside(low, self.mask, lo, hi, self.size)
 
 
-def reordered(mask: Mask, order: Array) -> Mask:
+def _inside(low: Lowering, mask: Mask, lo: Array, hi: Array, length: int | None) -> Rows:
+    """`mask` on indices counted from `lo`, and its keys within [lo, hi)."""
+    arrays = low.arrays
+    local = arrays.where(lo < hi, low.q_index - lo, 0)
+    own = replace(low, q_index=local, k_len=length, tail=False, lowered=[], document_rows=[])
+    rows = own.lower(mask)
+    intervals = []
+    for x in rows.intervals:
+        # Cut before they are shifted: ends may be anything up to int32's own.
+        first = lo if x.lo is None else lo + _cut(low, x.lo, hi - lo)
+        last = hi if x.hi is None else lo + _cut(low, x.hi, hi - lo)
+        intervals.append(Interval(first, last, x.anchored))
+    return Rows(tuple(intervals), rows.illegal)
+
+
+def _cut(low: Lowering, end: Any, size: Array) -> Array:
+    if isinstance(end, int):
+        return low.arrays.minimum(size, max(end, 0))
+    return low.arrays.maximum(low.arrays.minimum(end, size), 0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class reordered(Mask):
     """A mask for tokens that are stored in another order: place p holds token order[p].
 
     Rows and keys of the result count places; `mask` counts tokens. R depends on the order. It is found by
@@ -120,54 +268,102 @@ def reordered(mask: Mask, order: Array) -> Mask:
         >>> reordered(window(1), [0, 2, 1]).spans(3, 3).dense()[0, 0].astype(int).tolist()
         [[1, 0, 0], [0, 1, 1], [1, 0, 1]]
     """
-    (mask,) = _several("reordered", [mask])
-    order = checked.integers("reordered: order", order, (1,))
-    arrays = arrays_for([order])
-    if not arrays.tracing():
-        values = arrays.to_numpy(order)
-        if not np.array_equal(np.sort(values), np.arange(len(values))):
+
+    mask: Mask
+    order: Array
+
+    def __post_init__(self) -> None:
+        _several("reordered", [self.mask])
+        order = checks.integers("reordered: order", self.order, (1,))
+        arrays = arrays_for([order])
+        if not arrays.tracing():
+            values = arrays.to_numpy(order)
+            fits, n = np.array_equal(np.sort(values), np.arange(len(values))), len(values) - 1
+            remedy = "Pass the token at each place, each token once"
+            expect(fits, "reordered: order", "a permutation of 0..{}", "another array", remedy, n)
+        self._set(order=order)
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.order.shape[0]
+
+    def _lower(self, low: Lowering) -> Rows:
+        if is_traced(low, self.order) or is_traced(low, low.q_index):
             raise OptionError(
-                "reordered: order",
-                expected=f"a permutation of 0..{len(values) - 1}",
-                got="another array",
-                remedy="Pass the token at each place, each token once",
+                "reordered",
+                expected="values: the number of spans of such a mask depends on its order",
+                got="a traced array",
+                remedy="Lower it once outside the compiled function, with mask.prepare(...)",
             )
-    return Reordered(mask, order)
+        order = low.arrays.to_numpy(self.order).astype(np.int64)
+        index = low.arrays.to_numpy(low.q_index)[:, 0]
+        n = len(order)
+        inside = (index >= 0) & (index < n)
+        tokens = np.where(inside, order[np.clip(index, 0, n - 1)], 0).astype(np.int32)
+        rows = low.arrays.asarray(tokens, "int32")
+        found = self.mask.spans(low.q_len, n, batch=low.batch, heads=low.heads, q_index=rows)
+        bounds = low.arrays.to_numpy(found.lowered.compact().validate().bounds)
+        bounds = np.where(inside[:, None, :, None, None], bounds, 0)
+        place = np.empty(n, np.int64)
+        place[order] = np.arange(n)
+        placed = _places(bounds, place)
+        warn_of_size(low, placed.shape[3])
+        bounds = low.arrays.asarray(placed, "int32")
+        return Rows(split(bounds[..., 0], bounds[..., 1]))
+
+
+def _places(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Bounds (B, H, rows, R, 2) of tokens as bounds of the places where those tokens are."""
+    *lead, _, _ = bounds.shape
+    flat = bounds.reshape(-1, *bounds.shape[-2:])
+    cost = np.cumsum((flat[..., 1] - flat[..., 0]).sum(axis=-1))
+    cuts = np.searchsorted(cost, np.arange(_CHUNK_KEYS, cost[-1] if len(cost) else 0, _CHUNK_KEYS))
+    edges = np.unique(np.concatenate([[0], cuts + 1, [len(flat)]]))
+    chunks = [_places_of(flat[a:b], place) for a, b in pairwise(edges)]
+    runs = max((chunk.shape[1] for chunk in chunks), default=1)
+    chunks = [np.pad(x, ((0, 0), (0, runs - x.shape[1]), (0, 0))) for x in chunks]
+    empty = np.zeros((0, runs, 2), np.int32)
+    return np.concatenate([*chunks, empty]).reshape(*lead, runs, 2).astype(np.int32)
+
+
+def _places_of(flat: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same for rows (n, R, 2): list the keys, take them to their places, sort, and find the runs."""
+    n, k_len = len(flat), len(place)
+    lo, length = flat[..., 0].reshape(-1).astype(np.int64), (flat[..., 1] - flat[..., 0]).reshape(-1)
+    starts = np.repeat(lo - (np.cumsum(length) - length), length)
+    keys = starts + np.arange(length.sum())
+    row = np.repeat(np.repeat(np.arange(n), flat.shape[1]), length)
+    # A gap after each row keeps runs of two rows apart.
+    at = np.sort(row * (k_len + 1) + place[keys])
+    first = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+    last = np.append(first[1:], len(at)) - 1 if len(at) else first
+    run_row = at[first] // (k_len + 1)
+    count = np.bincount(run_row, minlength=n)
+    runs = max(int(count.max(initial=0)), 1)
+    bounds = np.zeros((n, runs, 2), np.int64)
+    slot = np.arange(len(first)) - np.repeat(np.cumsum(count) - count, count)
+    bounds[run_row, slot, 0] = at[first] % (k_len + 1)
+    bounds[run_row, slot, 1] = at[last] % (k_len + 1) + 1
+    return bounds
 
 
 def _several(what: str, masks: Any) -> tuple[Mask, ...]:
-    if not isinstance(masks, list | tuple) or not masks:
-        got = type(masks).__name__ if masks else "none"
-        raise DtypeError(what, expected="a list of masks", got=got, remedy="Pass one mask for each")
+    several = isinstance(masks, list | tuple) and len(masks) > 0
+    got = type(masks).__name__ if masks else "none"
+    expect(several, what, "a list of masks", got, "Pass one mask for each", error=DtypeError)
     for mask in masks:
-        if not isinstance(mask, Mask):
-            raise DtypeError(
-                what,
-                expected="masks",
-                got=type(mask).__name__,
-                remedy="Make them by the functions of attnspan",
-            )
+        remedy = "Make them by the functions of attnspan"
+        expect(isinstance(mask, Mask), what, "masks", type(mask).__name__, remedy, error=DtypeError)
     return tuple(masks)
 
 
 def _check_inner(what: str, mask: Any, size: int | None) -> None:
-    """Whether `mask` can be counted from the start of each of several stretches of keys."""
+    """Raise unless `mask` can be counted from the start of each of several stretches of keys."""
     (mask,) = _several(what, [mask])
+    remedy = "Leave it outside, and compose with &"
     for leaf in mask._leaves():
-        if leaf._anchor() is not None or leaf._row_len() is not None:
-            raise OptionError(
-                what,
-                expected="a mask that follows from indices alone",
-                got=repr(leaf),
-                remedy="Leave it outside, and compose with &",
-            )
-        n = leaf._key_len()
+        n, fixed = leaf._key_len(), leaf._anchor() is not None or leaf._row_len() is not None
+        if fixed:
+            expect(False, what, "a mask that follows from indices alone", repr(leaf), remedy)
         if n is not None and n != size:
-            raise ShapeError(
-                what,
-                expected="a mask without arrays for keys"
-                if size is None
-                else f"arrays that describe {size} keys",
-                got=repr(leaf),
-                remedy="Leave it outside, and compose with &",
-            )
+            expected = "a mask without arrays for keys" if size is None else "arrays that describe {} keys"
+            expect(False, what, expected, repr(leaf), remedy, size, error=ShapeError)

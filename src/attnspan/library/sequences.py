@@ -1,52 +1,26 @@
-"""Masks of text: windows, prefixes, documents, padding."""
+"""Masks of text: dilated and global windows, prefixes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import _arguments as checked
-from .. import masks
-from .._expression import Mask
-from ..arrays import Array, is_array, is_bool
-from ..errors import DtypeError, ShapeError, shown
-from ._patterns import Dilated, GlobalRows, GlobalTokens, PrefixOf
+from .. import checks, masks
+from .._intervals import Interval, Rows, either_illegal
+from .._runs import find_runs
+from ..arrays import INT32_MAX, Array, is_array, is_bool
+from ..errors import DtypeError, ShapeError, expect
+from ..lowering import Lowering
+from ..masks import Mask
+from ._shared import seen_by, warn_of_size
 
-__all__ = [
-    "causal_document",
-    "dilated",
-    "document",
-    "global_sliding",
-    "left_padding",
-    "prefix_lm",
-    "right_padding",
-    "shared_prefix",
-    "sliding_window",
-    "strided_order",
-]
+__all__ = ["dilated", "global_sliding", "prefix_lm", "shared_prefix", "strided_order"]
 
 
-def sliding_window(window: int) -> Mask:
-    """Query i sees itself and the `window` keys before it: i - window <= j <= i. R = 1.
-
-    Source: attention-gym's `sliding_window`; Mistral counts the query itself, so its window of w is w - 1
-    here.
-
-    Args:
-        window: keys before the query, at least 0.
-
-    Raises:
-        OptionError, DtypeError: for a window that is no such number.
-
-    Example:
-        >>> sliding_window(1).spans(3, 3).bounds[0, 0, :, 0].tolist()
-        [[0, 1], [0, 2], [1, 3]]
-    """
-    return masks.window(checked.count("sliding_window: window", window))
-
-
-def dilated(window: int, dilation: int, causal: bool = False) -> Mask:
+@dataclass(frozen=True, eq=False, repr=False)
+class dilated(Mask):
     """Query i sees key j iff |i - j| <= window and dilation divides i - j; causal: and j <= i.
 
     R = 2 * (window // dilation) + 1, or window // dilation + 1 if causal: one span for each key, so this mask
@@ -68,11 +42,26 @@ def dilated(window: int, dilation: int, causal: bool = False) -> Mask:
         >>> dilated(4, 2, causal=True).spans(1, 8).bounds[0, 0, 0].tolist()
         [[3, 4], [5, 6], [7, 8]]
     """
-    window = checked.count("dilated: window", window)
-    dilation = checked.count("dilated: dilation", dilation, 1)
-    if dilation == 1:
-        return masks.window(window, 0 if causal else window)
-    return Dilated(window, dilation, bool(causal))
+
+    window: int
+    dilation: int
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        window = checks.count("dilated: window", self.window)
+        dilation = checks.count("dilated: dilation", self.dilation, 1)
+        self._set(window=window, dilation=dilation, causal=bool(self.causal))
+
+    def _lower(self, low: Lowering) -> Rows:
+        if self.dilation == 1:
+            return masks.window(self.window, 0 if self.causal else self.window)._lower(low)
+        reach = self.window // self.dilation
+        steps = [self.dilation * t for t in range(-reach, 1 if self.causal else reach + 1)]
+        warn_of_size(low, len(steps))
+        # No key lies where the index must be held back for its neighbours to be int32.
+        far = INT32_MAX - self.window - 1
+        index = low.arrays.clip(low.q_index, -far, far)
+        return Rows(tuple(Interval(index + step, index + step + 1) for step in steps))
 
 
 def strided_order(length: int, stride: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -93,8 +82,8 @@ def strided_order(length: int, stride: int) -> np.ndarray[Any, np.dtype[np.int64
         >>> strided_order(5, 2).tolist()
         [0, 2, 4, 1, 3]
     """
-    length = checked.count("strided_order: length", length)
-    stride = checked.count("strided_order: stride", stride, 1)
+    length = checks.count("strided_order: length", length)
+    stride = checks.count("strided_order: stride", stride, 1)
     return np.argsort(np.arange(length) % stride, kind="stable")
 
 
@@ -121,22 +110,67 @@ def global_sliding(window: int, tokens: int | Array, rows: bool = True, max_runs
         >>> global_sliding(1, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
         [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]
     """
-    window = checked.count("global_sliding: window", window)
+    window = checks.count("global_sliding: window", window)
     local = masks.window(window, window)
     marked: Any = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
     if not is_array(marked):
-        n = checked.count("global_sliding: tokens", tokens)
+        n = checks.count("global_sliding: tokens", tokens)
         both = local | masks.global_keys(n)
-        return both | GlobalRows(n) if rows else both
-    if not is_bool(marked):
-        raise DtypeError(
-            "global_sliding: tokens",
-            expected="a number of tokens, or a bool array",
-            got=str(marked.dtype),
-            remedy="Mark the global tokens by True",
-        )
-    checked.rank("global_sliding: tokens", marked, (1, 2))
-    return local | GlobalTokens(marked, bool(rows), checked.count("global_sliding: max_runs", max_runs, 1))
+        return both | global_rows(n) if rows else both
+    what, expected, remedy = (
+        "global_sliding: tokens",
+        "a number of tokens, or a bool array",
+        "Mark them by True",
+    )
+    expect(is_bool(marked), what, expected, str(marked.dtype), remedy, error=DtypeError)
+    checks.rank(what, marked, (1, 2))
+    return local | global_tokens(marked, bool(rows), checks.count("global_sliding: max_runs", max_runs, 1))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class global_rows(Mask):
+    """The first n rows see everything."""
+
+    n: int
+
+    def _lower(self, low: Lowering) -> Rows:
+        arrays, index = low.arrays, low.q_index
+        mine = (index >= 0) & (index < self.n)
+        # A row that sees nothing is an empty span at its own index: still anchored.
+        lo, hi = arrays.where(mine, 0, index), arrays.where(mine, INT32_MAX, index)
+        return Rows((Interval(lo, hi, anchored=True),))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class global_tokens(Mask):
+    """The marked tokens see everything and are seen by all rows."""
+
+    marked: Array
+    rows: bool = True
+    max_runs: int = 1
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.marked.shape[-1]
+
+    def _lower(self, low: Lowering) -> Rows:
+        arrays = low.arrays
+        marked = low.per_batch("global_sliding: tokens", self.marked, "int64")
+        if marked.shape[-1] == 0:
+            return Rows((Interval(0, 0),))
+        one = arrays.full((marked.shape[0], 1), 1, "int64")
+        pairs, broken = find_runs(arrays, one, marked, self.max_runs)
+        intervals = [Interval(lo[:, None], hi[:, None]) for lo, hi in pairs]
+        illegal = broken[:, None]
+        if self.rows:
+            own, nowhere, beyond = low.take(marked)
+            whole = (own == 1 if nowhere is None else (own == 1) & ~nowhere)[:, None]
+            ends = [INT32_MAX] + [0] * (len(intervals) - 1)
+            intervals = [
+                Interval(arrays.where(whole, 0, x.lo), arrays.where(whole, end, x.hi))
+                for x, end in zip(intervals, ends, strict=True)
+            ]
+            illegal = either_illegal(illegal, None if beyond is None else beyond[:, None])
+        return Rows(tuple(intervals), illegal)
 
 
 def prefix_lm(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
@@ -160,45 +194,8 @@ def prefix_lm(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
     return both if cu_seqlens is None else both & masks.documents(cu_seqlens)
 
 
-def document(cu_seqlens: Array) -> Mask:
-    """Packed documents: a query sees its own, both ways. R = 1.
-
-    Source: attention-gym's `document_mask` with no inner mask; `per_document` takes an inner mask.
-
-    Args:
-        cu_seqlens: integer (n + 1,) or (B, n + 1), where each document starts and the last one ends.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: as `attnspan.documents`.
-
-    Example:
-        >>> document([0, 2, 3]).spans(3, 3).bounds[0, 0, :, 0].tolist()
-        [[0, 2], [0, 2], [2, 3]]
-    """
-    return masks.documents(cu_seqlens)
-
-
-def causal_document(cu_seqlens: Array) -> Mask:
-    """Packed documents, each causal. R = 1.
-
-    Source: attention-gym's `document_mask`, `generate_packed_causal_doc_mask_mod`.
-
-    Args:
-        cu_seqlens: as for `document`.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: as `attnspan.documents`.
-
-    Example:
-        >>> causal_document([0, 2, 3]).spans(3, 3).bounds[0, 0, :, 0].tolist()
-        [[0, 1], [0, 2], [2, 3]]
-    """
-    return masks.causal() & masks.documents(cu_seqlens)
-
-
 def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
-    """Prompts and their continuations in one pack: each document is causal, and sees all of its prefix
-    document.
+    """Prompts and their continuations in one pack: each document is causal, and sees its prefix document.
 
     A prompt with several answers is stored once. R = 2.
 
@@ -207,7 +204,7 @@ def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
     Args:
         cu_seqlens: integer (n + 1,) or (B, n + 1), where each document starts and the last one ends.
         prefix_of: integer (n,) or (B, n), the number of the document that each document continues; its own
-            number if none.
+            number if it continues none.
 
     Raises:
         OptionError, DtypeError, ShapeError: for arrays that do not fit, or numbers of no document.
@@ -216,49 +213,32 @@ def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
         >>> shared_prefix([0, 2, 3, 4], [0, 0, 0]).spans(4, 4).dense()[0, 0].astype(int).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
-    offsets = checked.offsets("shared_prefix: cu_seqlens", cu_seqlens)
-    table = checked.integers("shared_prefix: prefix_of", prefix_of, (1, 2))
-    if table.shape[-1] != offsets.shape[-1] - 1:
-        raise ShapeError(
-            "shared_prefix: prefix_of",
-            expected=f"one number per document, {offsets.shape[-1] - 1}",
-            got=shown(table.shape[-1]),
-            remedy="Give a document without a prefix its own number",
-        )
-    return (masks.causal() & masks.documents(offsets)) | PrefixOf(offsets, table)
+    offsets = checks.offsets("shared_prefix: cu_seqlens", cu_seqlens)
+    table = checks.integers("shared_prefix: prefix_of", prefix_of, (1, 2))
+    n, m = offsets.shape[-1] - 1, table.shape[-1]
+    what, remedy = "shared_prefix: prefix_of", "Give a document without a prefix its own number"
+    expect(n == m, what, "one number per document, {}", m, remedy, n, error=ShapeError)
+    return (masks.causal() & masks.documents(offsets)) | prefix_documents(offsets, table)
 
 
-def right_padding(lengths: int | Array) -> Mask:
-    """The first keys of each batch row are valid, and the rest is padding. R = 1.
+@dataclass(frozen=True, eq=False, repr=False)
+class prefix_documents(Mask):
+    """The keys of another document, which each document names; its own number: none."""
 
-    Source: FlexAttention's padding masks; the `attention_mask` of most tokenizers.
+    cu_seqlens: Array
+    prefix_of: Array
 
-    Args:
-        lengths: int or integer (B,), number of valid keys.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: as `attnspan.key_padding`.
-
-    Example:
-        >>> right_padding([2, 3]).spans(1, 3, batch=2).bounds[:, 0, 0, 0].tolist()
-        [[0, 2], [0, 3]]
-    """
-    return masks.key_padding(lengths, "right")
-
-
-def left_padding(lengths: int | Array) -> Mask:
-    """The last keys of each batch row are valid, as generation in batches pads its prompts. R = 1.
-
-    Source: FlexAttention's padding masks.
-
-    Args:
-        lengths: int or integer (B,), number of valid keys.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: as `attnspan.key_padding`.
-
-    Example:
-        >>> left_padding([2, 3]).spans(1, 3, batch=2).bounds[:, 0, 0, 0].tolist()
-        [[1, 3], [0, 3]]
-    """
-    return masks.key_padding(lengths, "left")
+    def _lower(self, low: Lowering) -> Rows:
+        arrays, what = low.arrays, "shared_prefix: prefix_of"
+        own = low.documents("shared_prefix: cu_seqlens", self.cu_seqlens)
+        low.check_int32(what, self.prefix_of)
+        table = low.per_batch(what, self.prefix_of, "int32")
+        cu = low.per_batch("shared_prefix: cu_seqlens", self.cu_seqlens, "int32")
+        n = cu.shape[-1] - 1
+        bad = arrays.any((table < 0) | (table >= n))[:, None, None]
+        remedy = "Give a document without a prefix its own number"
+        illegal = low.broken(what, bad, (self.prefix_of,), "numbers of documents, 0 to {}", remedy, n - 1)
+        named = arrays.clip(arrays.take_along(table, own.number), 0, n - 1)
+        rows = own.inside & (named != own.number)
+        lo, hi = arrays.take_along(cu, named)[:, None], arrays.take_along(cu, named + 1)[:, None]
+        return Rows((seen_by(low, rows[:, None], lo, hi),), either_illegal(own.illegal, illegal))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
-from .. import _arguments as checked
-from .. import masks
-from .._expression import Mask
+from .. import checks, masks
+from .._intervals import Interval, Rows
 from ..arrays import Array
-from ..errors import ShapeError, shown
-from ._patterns import Flamingo, GlobalRows, SelectedBlocks, Stripes, VisionIntervals
+from ..errors import ShapeError, expect
+from ..expression import RowNumbered
+from ..lowering import Lowering
+from ..masks import Mask
+from ._shared import seen_by, warn_of_size
+from .sequences import global_rows
 
 __all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vision_cross_attention"]
 
 
-def flamingo(positions: Array, image_length: int, earlier: bool = False) -> Mask:
+@dataclass(frozen=True, eq=False, repr=False)
+class flamingo(RowNumbered):
     """Cross attention from text to images: each text token sees the last image at or before it. R = 1.
 
     Rows are text, counted from 0 unless `q_index` is given; keys are the images' tokens, one image after the
@@ -37,11 +43,37 @@ def flamingo(positions: Array, image_length: int, earlier: bool = False) -> Mask
         >>> flamingo([1, 3], 2).spans(5, 4).bounds[0, 0, :, 0].tolist()
         [[0, 0], [0, 2], [0, 2], [2, 4], [2, 4]]
     """
-    positions = checked.integers("flamingo: positions", positions, (1, 2))
-    return Flamingo(positions, checked.count("flamingo: image_length", image_length, 1), bool(earlier))
+
+    positions: Array
+    image_length: int
+    earlier: bool = False
+
+    def __post_init__(self) -> None:
+        self._set(positions=checks.integers("flamingo: positions", self.positions, (1, 2)))
+        length = checks.count("flamingo: image_length", self.image_length, 1)
+        self._set(image_length=length, earlier=bool(self.earlier))
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.positions.shape[-1] * self.image_length
+
+    def _lower(self, low: Lowering) -> Rows:
+        arrays, what = low.arrays, "flamingo: positions"
+        low.check_int32(what, self.positions)
+        at = low.per_batch(what, self.positions, "int32")
+        bad = low.unordered(at, repeats=False)[:, None, None]
+        expected, remedy = (
+            "strictly ascending places of the images in the text",
+            "Sort the images by their place",
+        )
+        illegal = low.broken(what, bad, (self.positions,), expected, remedy)
+        seen = arrays.searchsorted(at, low.q_index[:, 0], right=True)
+        last = arrays.cast(seen, "int32")[:, None] * self.image_length
+        lo = 0 if self.earlier else arrays.maximum(last - self.image_length, 0)
+        return Rows((Interval(lo, last),), illegal)
 
 
-def vision_cross_attention(intervals: Array, image_length: int) -> Mask:
+@dataclass(frozen=True, eq=False, repr=False)
+class vision_cross_attention(RowNumbered):
     """Cross attention from text to images: each image is seen by an interval of the text.
 
     Rows and keys as for `flamingo`. R = number of images; `prepare` brings it down to the runs that there
@@ -60,23 +92,41 @@ def vision_cross_attention(intervals: Array, image_length: int) -> Mask:
     Example:
         >>> import numpy as np
         >>> mask = vision_cross_attention(np.array([[0, 3], [1, 3]]), 2)
-        >>> mask.prepare(4, 4).lowered.bounds[0, 0, :, 0].tolist()
+        >>> mask.prepare(4, 4).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 4], [0, 4], [0, 0]]
     """
-    intervals = checked.integers("vision_cross_attention: intervals", intervals, (2, 3))
-    if intervals.shape[-1] != 2 or intervals.shape[-2] == 0:
-        raise ShapeError(
-            "vision_cross_attention: intervals",
-            expected="shape (n, 2) or (B, n, 2), n at least 1",
-            got=shown(intervals.shape),
-            remedy="Pass the first text token of each image and the one after its last",
-        )
-    length = checked.count("vision_cross_attention: image_length", image_length, 1)
-    return VisionIntervals(intervals, length)
+
+    intervals: Array
+    image_length: int
+
+    def __post_init__(self) -> None:
+        what = "vision_cross_attention: intervals"
+        intervals = checks.integers(what, self.intervals, (2, 3))
+        fits = intervals.shape[-1] == 2 and intervals.shape[-2] != 0
+        remedy = "Pass the first text token of each image and the one after its last"
+        shape = tuple(intervals.shape)
+        expect(fits, what, "shape (n, 2) or (B, n, 2), n at least 1", shape, remedy, error=ShapeError)
+        length = checks.count("vision_cross_attention: image_length", self.image_length, 1)
+        self._set(intervals=intervals, image_length=length)
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.intervals.shape[-2] * self.image_length
+
+    def _lower(self, low: Lowering) -> Rows:
+        low.check_int32("vision_cross_attention: intervals", self.intervals)
+        ends = low.arrays.to_int32(self.intervals)
+        ends = ends[None] if ends.ndim == 2 else ends
+        low.check_axis("vision_cross_attention: intervals", "batch", ends.shape[0], low.batch)
+        found = []
+        for image in range(ends.shape[1]):
+            start, stop = ends[:, image, 0, None, None], ends[:, image, 1, None, None]
+            rows = (low.q_index >= start) & (low.q_index < stop)
+            found.append(seen_by(low, rows, image * self.image_length, (image + 1) * self.image_length))
+        return low.union(found)
 
 
 def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, multiple: int = 1) -> Mask:
-    """Heads of video that look within and near their own frame: a band, beside the prompt. R = 2.
+    """Heads of video that look within and near their own frame: a band, and the prompt. R = 2.
 
     Query i sees key j iff i or j is of the prompt (with `sink`: or j of the first frame), or |i - j| < w,
     where w is width * frame rounded down to a multiple.
@@ -97,23 +147,22 @@ def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, mul
         >>> spatial_heads(1, 2, 1).spans(5, 5).dense()[0, 0, 1:].astype(int).tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [1, 0, 0, 1, 1]]
     """
-    prompt, frame = (
-        checked.count("spatial_heads: prompt", prompt),
-        checked.count("spatial_heads: frame", frame, 1),
-    )
-    multiple = checked.count("spatial_heads: multiple", multiple, 1)
+    prompt = checks.count("spatial_heads: prompt", prompt)
+    frame = checks.count("spatial_heads: frame", frame, 1)
+    multiple = checks.count("spatial_heads: multiple", multiple, 1)
     band = math.floor(width * frame / multiple) * multiple
-    band = checked.count("spatial_heads: width * frame", band)
-    always = masks.global_keys(prompt + frame if sink else prompt) | GlobalRows(prompt)
+    band = checks.count("spatial_heads: width * frame", band)
+    always = masks.global_keys(prompt + frame if sink else prompt) | global_rows(prompt)
     return masks.window(band - 1, band - 1) | always if band else always
 
 
-def temporal_heads(prompt: int, frames: int, frame: int, width: float) -> Mask:
-    """Heads of video that look at the same place of every frame, beside the prompt. R = frames + 1.
+@dataclass(frozen=True, eq=False, repr=False)
+class temporal_heads(Mask):
+    """Heads of video that look at the same place of every frame, and at the prompt. R = frames + 1.
 
     Query i sees key j iff i or j is of the prompt, or their places within their frames differ by less than w
     = width * frame // frames. A span for each frame: with tokens in an order that puts the frames of a place
-    side by side, Sparse VideoGen's own remedy, the same mask is a band (`spatial_heads`).
+    next to each other, Sparse VideoGen's own remedy, the same mask is a band (`spatial_heads`).
 
     Source: attention-gym's `svg`, temporal heads; Sparse VideoGen (Xi et al. 2025, arXiv 2502.01776).
 
@@ -130,16 +179,41 @@ def temporal_heads(prompt: int, frames: int, frame: int, width: float) -> Mask:
         >>> temporal_heads(0, 2, 2, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
         [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
     """
-    prompt, frame = (
-        checked.count("temporal_heads: prompt", prompt),
-        checked.count("temporal_heads: frame", frame, 1),
-    )
-    frames = checked.count("temporal_heads: frames", frames, 1)
-    reach = checked.count("temporal_heads: width * frame", math.floor(width * frame / frames))
-    return Stripes(prompt, frames, frame, reach)
+
+    prompt: int
+    frames: int
+    frame: int
+    width: float
+
+    def __post_init__(self) -> None:
+        prompt = checks.count("temporal_heads: prompt", self.prompt)
+        frame = checks.count("temporal_heads: frame", self.frame, 1)
+        frames = checks.count("temporal_heads: frames", self.frames, 1)
+        self._set(prompt=prompt, frame=frame, frames=frames)
+        checks.count("temporal_heads: width * frame", self._reach())
+
+    def _reach(self) -> int:
+        return math.floor(self.width * self.frame / self.frames)
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.prompt + self.frames * self.frame
+
+    def _lower(self, low: Lowering) -> Rows:
+        arrays, index, end = low.arrays, low.q_index, self.prompt + self.frames * self.frame
+        prompted = (index >= 0) & (index < self.prompt)
+        inside = (index >= self.prompt) & (index < end)
+        first = arrays.where(prompted, end, arrays.where(inside, self.prompt, 0))
+        place, reach = (index - self.prompt) % self.frame, self._reach()
+        lo = arrays.clip(place - (reach - 1), 0, self.frame)
+        hi = arrays.clip(place + reach, 0, self.frame)
+        starts = [self.prompt + number * self.frame for number in range(self.frames)]
+        warn_of_size(low, self.frames + 1)
+        stripes = [seen_by(low, inside, start + lo, start + hi) for start in starts]
+        return Rows((Interval(None, first), *stripes))
 
 
-def selected_blocks(chosen: Array, block: int, sizes: Array | None = None) -> Mask:
+@dataclass(frozen=True, eq=False, repr=False)
+class selected_blocks(Mask):
     """Each block of rows sees the blocks of keys chosen for it: top-k block sparsity. R = k.
 
     Query i sees key j iff j // block is among chosen[b, h, i // block]. Heads that share keys share their
@@ -163,13 +237,49 @@ def selected_blocks(chosen: Array, block: int, sizes: Array | None = None) -> Ma
         >>> selected_blocks(chosen, 2).spans(4, 4).dense()[0, 0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
-    chosen = checked.integers("selected_blocks: chosen", chosen, (4,))
-    if 0 in chosen.shape:
-        raise ShapeError(
-            "selected_blocks: chosen",
-            expected="(B|1, H|1, row blocks, k), none of them 0",
-            got=shown(chosen.shape),
-            remedy="Choose at least one block; a negative number means none",
+
+    chosen: Array
+    block: int
+    sizes: Array | None = None
+
+    def __post_init__(self) -> None:
+        what, remedy = "selected_blocks: chosen", "Choose at least one block; a negative number means none"
+        chosen = checks.integers(what, self.chosen, (4,))
+        expected = "(B|1, H|1, row blocks, k), none of them 0"
+        expect(0 not in chosen.shape, what, expected, tuple(chosen.shape), remedy, error=ShapeError)
+        if self.sizes is not None:
+            self._set(sizes=checks.integers("selected_blocks: sizes", self.sizes, (1,)))
+        self._set(chosen=chosen, block=checks.count("selected_blocks: block", self.block, 1))
+
+    def _lower(self, low: Lowering) -> Rows:
+        arrays, what = low.arrays, "selected_blocks: chosen"
+        low.check_int32(what, self.chosen)
+        chosen = arrays.to_int32(self.chosen)
+        low.check_axis(what, "batch", chosen.shape[0], low.batch)
+        low.check_axis(what, "heads", chosen.shape[1], low.heads)
+        blocks = -(-low.top // self.block) if self.sizes is None else self.sizes.shape[-1]
+        bad = arrays.any(arrays.any(chosen >= blocks))[..., None]
+        expected = "numbers of blocks of keys, below {}, or negative for none"
+        illegal = low.broken(
+            what, bad, (self.chosen,), expected, "Choose among the blocks that there are", blocks
         )
-    table = None if sizes is None else checked.integers("selected_blocks: sizes", sizes, (1,))
-    return SelectedBlocks(chosen, checked.count("selected_blocks: block", block, 1), table)
+        # Sorted, and without repeats, while there are few: one row for each block of rows.
+        ranked = arrays.sort(chosen)
+        n, tile = chosen.shape[2], low.q_index // self.block
+        inside = (tile >= 0) & (tile < n)
+        found = []
+        for rank in range(chosen.shape[3]):
+            own = ranked[..., rank]
+            own = own if rank == 0 else arrays.where(own == ranked[..., rank - 1], -1, own)
+            at = arrays.take_along(own, arrays.clip(tile, 0, n - 1))
+            seen = inside & (at >= 0) & (at < blocks)
+            start = at * self.block
+            found.append(seen_by(low, seen, start, start + self._size(low, at)))
+        return Rows(tuple(found), illegal)
+
+    def _size(self, low: Lowering, at: Array) -> Any:
+        if self.sizes is None:
+            return self.block
+        arrays = low.arrays
+        table = arrays.clip(arrays.to_int32(self.sizes), 0, self.block)
+        return arrays.take_along(table[None, None], arrays.clip(at, 0, table.shape[0] - 1))

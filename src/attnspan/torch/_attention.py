@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._leaves import Causal, Full, GlobalKeys, Window
 from .._mistakes import not_a_mask, refuse_keywords
+from .._pytrees import static_key
 from ..arrays import own
 from ..errors import DtypeError, OptionError
 from ..kernels import Choice, choose, cpu
@@ -290,7 +290,7 @@ def _lower(
             return lower_parts(mask, places, q, k_len, **indices)
         if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
             return known
-        placed = mask.placed(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
+        placed = mask.spans(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
     else:
         raise not_a_mask(mask)
     if _can_read_k_len(placed.lowered):
@@ -339,7 +339,7 @@ def _moved(bounds: Any, q: Tensor) -> Tensor:
 
 
 def _check_packed(mask: Mask) -> None:
-    if all(isinstance(leaf, (Causal, Full, GlobalKeys, Window)) for leaf in mask._leaves()):
+    if static_key(mask) is not None:
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",

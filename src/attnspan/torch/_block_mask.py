@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._arguments import count
+from ..checks import count
 from ..errors import DtypeError, OptionError
 from ..masks import Mask, Prepared
 from ..spans import Spans

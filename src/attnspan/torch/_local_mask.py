@@ -13,16 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._expression import And, Or
-from .._leaves import Cache, Documents, Groups, KeyPadding, Prefix, Segments
-from .._tables import Dense, Explicit, Keys, Predicate
+from ..by_value import Explicit
 from ..errors import OptionError, ShapeError
-from ..masks import Mask, Prepared
+from ..expression import Combined
+from ..masks import (
+    Mask,
+    Prepared,
+    cache,
+    documents,
+    from_dense,
+    from_predicate,
+    groups,
+    key_padding,
+    keys,
+    prefix,
+    segments,
+)
 from ..spans import Spans
 from ._placements import BATCH, HEADS, Places, is_dtensor, refuse_beside_plain
 
 #: Number of dims of an array that has one for batch rows, in front. Prefix: see `_batch_and_heads`.
-_RANKS: dict[type, int] = {Cache: 1, Documents: 2, Groups: 2, KeyPadding: 1, Keys: 2, Segments: 2}
+_RANKS: dict[type, int] = {cache: 1, documents: 2, groups: 2, key_padding: 1, keys: 2, segments: 2}
 
 
 def has_dtensors(mask: Any, places: Places | None) -> bool:
@@ -52,9 +63,9 @@ def _arrays(mask: Any) -> list[tuple[str, Any]]:
         return [*_arrays(mask.lowered), *indices]
     if not isinstance(mask, Mask):
         return []
-    if isinstance(mask, And | Or):
+    if isinstance(mask, Combined):
         return [pair for operand in mask.operands for pair in _arrays(operand)]
-    return [(f"mask {type(mask).__name__.lower()}: {f.name}", getattr(mask, f.name)) for f in fields(mask)]  # type: ignore[arg-type]
+    return [(f"mask {type(mask).__name__}: {f.name}", getattr(mask, f.name)) for f in fields(mask)]  # type: ignore[arg-type]
 
 
 def check_lowered(mask: Any, places: Places) -> None:
@@ -100,7 +111,7 @@ def lower_parts(
         q_index = cutter.part("q_index", q_index, 0 if q_index.dim() == 2 else None, None)
     if k_index is not None:
         k_index = cutter.part("k_index", k_index, None, None)
-    placed = here.placed(
+    placed = here.spans(
         q.shape[2],
         k_len,
         batch=local.shape[0],
@@ -136,14 +147,14 @@ class _Cutter:
 
     def cut(self, mask: Mask) -> Mask:
         """The mask of this rank's batch rows and heads."""
-        if isinstance(mask, And | Or):
+        if isinstance(mask, Combined):
             return type(mask)(tuple(map(self.cut, mask.operands)))
         if isinstance(mask, Prepared):
             bounds = self.part("bounds of the mask", mask.lowered.bounds, 0, 1)
             rows = mask.q_index
             rows = None if rows is None else self.part("q_index of the mask", rows, 0, None)
             return Prepared(Spans(bounds, mask.lowered.k_len), rows, bare=mask.bare)
-        if isinstance(mask, Predicate) and {BATCH, HEADS} & set(self.places.roles):
+        if isinstance(mask, from_predicate) and {BATCH, HEADS} & set(self.places.roles):
             raise OptionError(
                 f"mask {mask!r}",
                 expected="no function of batch rows and heads beside arrays that are DTensors, as q is split",
@@ -155,7 +166,7 @@ class _Cutter:
             x = getattr(mask, field.name)
             if isinstance(x, Tensor | np.ndarray):
                 x = torch.as_tensor(x)
-                name = f"mask {kind.__name__.lower()}: {field.name}"
+                name = f"mask {kind.__name__}: {field.name}"
                 changes[field.name] = self.part(name, x, *self._batch_and_heads(mask, x))
         return replace(mask, **changes) if changes else mask  # type: ignore[type-var]
 
@@ -163,9 +174,9 @@ class _Cutter:
         """Which dims of an array of a mask are those of batch rows and heads."""
         if isinstance(mask, Explicit):
             return 0, 1
-        if isinstance(mask, Dense):
+        if isinstance(mask, from_dense):
             return (0 if x.dim() > 2 else None), (1 if x.dim() == 4 else None)
-        rank = 1 + (mask.cu_seqlens is not None) if isinstance(mask, Prefix) else _RANKS.get(type(mask))
+        rank = 1 + (mask.cu_seqlens is not None) if isinstance(mask, prefix) else _RANKS.get(type(mask))
         if rank is None:
             raise OptionError(
                 f"mask {mask!r}",

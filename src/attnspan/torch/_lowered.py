@@ -4,7 +4,6 @@ Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls co
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._expression import And, Or
-from .._leaves import Causal, Full, GlobalKeys, Window
-from .._start import begin_in
+from .._pytrees import static_key
 from ..arrays import NUMPY
-from ..masks import Mask, Prepared
+from ..expression import Combined, Mask, Prepared
+from ..lowering import begin_in
 from ..spans import Spans
 
-_WITHOUT_DATA = (Causal, Full, Window, GlobalKeys, And, Or)
-_NUMBERS = (int, type(None))
 _STATIC = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.
 _MOST_SIZES = 4
+# Masks without arrays. Bounds take 8 bytes for a row and span: 16 masks of 65,536 rows are 8 MiB.
+_MOST_STATIC = 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,6 +47,7 @@ class _Known:
 
 
 _memory: WeakKeyDictionary[Mask, list[_Known]] = WeakKeyDictionary()
+_static: dict[tuple[Any, ...], Prepared] = {}
 
 
 def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
@@ -75,8 +74,8 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     sizes = q.shape[2], k.shape[2], q.shape[0], q.shape[1]
     known = _memory.get(mask) if isinstance(mask, Mask) else None
     if known is None:
-        if (key := _key(mask)) is not None:
-            return _without_data(key, sizes[0], sizes[1]) if q.is_cpu else None
+        if isinstance(mask, Mask) and (key := static_key(mask)) is not None:
+            return _without_data(mask, (key, *sizes)) if q.is_cpu else None
         return _remember(mask, q, sizes, [])
     for one in known:
         if one.holds(sizes, q.device):
@@ -158,7 +157,7 @@ def _twin(mask: Any, sources: dict[int, tuple[Any, Any]], leaves: list[Mask] | N
     if not isinstance(mask, Mask) or isinstance(mask, Prepared):
         raise _UnknowableError
     twin = object.__new__(type(mask))
-    if not isinstance(mask, And | Or):
+    if not isinstance(mask, Combined):
         if leaves is not None:
             leaves.append(twin)
         leaves = None  # what a leaf holds is its own affair
@@ -183,7 +182,7 @@ def _twin(mask: Any, sources: dict[int, tuple[Any, Any]], leaves: list[Mask] | N
 
 def _by_numpy(mask: Mask, leaves: list[Mask], sizes: tuple[int, ...]) -> Prepared:
     low = begin_in(NUMPY, leaves, *sizes)
-    bounds = mask._bounds(low)
+    bounds = low.bounds(mask)
     if bounds.shape[3] > 1:
         bounds = Spans._checked(bounds, low.top).compact().bounds
     with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
@@ -193,36 +192,17 @@ def _by_numpy(mask: Mask, leaves: list[Mask], sizes: tuple[int, ...]) -> Prepare
 
 def _on_device(mask: Mask, q: Tensor, sizes: tuple[int, ...]) -> Prepared:
     q_len, k_len, batch, heads = sizes
-    return mask.placed(q_len, k_len, batch=batch, heads=heads, like=q)
+    return mask.spans(q_len, k_len, batch=batch, heads=heads, like=q)
 
 
-def _key(mask: Any) -> tuple[Any, ...] | None:
-    """What two masks without data share exactly if they mean the same; None for any other mask."""
-    kind = type(mask)
-    if kind is Causal or kind is Full:
-        return (kind,)
-    if kind is Window and type(mask.left) in _NUMBERS and type(mask.right) in _NUMBERS:
-        return kind, mask.left, mask.right
-    if kind is GlobalKeys and type(mask.n) is int:
-        return kind, mask.n
-    if kind is And or kind is Or:
-        for operand in mask.operands:
-            if type(operand) not in _WITHOUT_DATA:
-                return None
-        keys = tuple([_key(operand) for operand in mask.operands])
-        return None if None in keys else (kind, keys)
-    return None
-
-
-def _mask(key: tuple[Any, ...]) -> Mask:
-    kind, *rest = key
-    if kind is And or kind is Or:
-        return kind(tuple([_mask(operand) for operand in rest[0]]))  # type: ignore[no-any-return]
-    return kind(*rest)  # type: ignore[no-any-return]
-
-
-# Bounds take 8 bytes for a row and run: 16 masks of 65,536 rows are 8 MiB.
-@lru_cache(maxsize=16)
-def _without_data(key: tuple[Any, ...], q_len: int, k_len: int) -> Prepared:
-    mask = _mask(key)
-    return _by_numpy(mask, mask._leaves(), (q_len, k_len, 1, 1))
+def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
+    found = _static.get(key)
+    if found is None:
+        try:
+            found = _by_numpy(mask, mask._leaves(), key[1:])
+        except (ValueError, TypeError):
+            return None
+        if len(_static) >= _MOST_STATIC:
+            _static.pop(next(iter(_static)), None)
+        _static[key] = found
+    return found

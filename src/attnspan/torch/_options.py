@@ -84,7 +84,7 @@ def lower_options(
             "q_index",
             expected="the rows' indices beside bare spans, as an option needs positions",
             got="None",
-            remedy="Lower the mask by prepare() or placed() instead of spans(), or pass q_index",
+            remedy="Pass what prepare() or spans() gives, which knows its rows, or pass q_index",
         )
     if given.softcap is None and bias is None and sinks is None and seed is None:
         return None

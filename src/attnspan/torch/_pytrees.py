@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
-from .. import library, masks, options
+from .._pytrees import register_pytrees
 from ..spans import Spans
 
 
@@ -48,6 +48,4 @@ def _spans_as_data(x: Any) -> tuple[tuple[Any, ...], Any] | None:
     return (x.bounds, x._k_len), (("bounds", "_k_len"), ())
 
 
-masks.register_pytrees(_register)
-library.register_pytrees(_register)
-options.register_pytrees(_register)
+register_pytrees(_register)

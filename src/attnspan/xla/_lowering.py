@@ -52,7 +52,7 @@ def lower_all(
     _check_names(specs, places, [*names, *_names(given)])
     given = _place_options(given, places, specs)
     if words == "":
-        return given, mask.placed(  # type: ignore[union-attr]
+        return given, mask.spans(  # type: ignore[union-attr]
             q.shape[2],
             k.shape[2],
             batch=q.shape[0],

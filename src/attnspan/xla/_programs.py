@@ -94,7 +94,7 @@ def lowering(recipe: str, sizes: tuple[int, int, int, int]) -> Program:
 
         indices = {"q_index": q_index, "k_index": k_index}
         like = jnp.zeros((), jnp.int32)
-        placed = decode(recipe, arrays).placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
+        placed = decode(recipe, arrays).spans(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
         results = (placed.lowered.bounds, placed.q_index, placed.k_index)
         return [jnp.asarray(x) for x in results if x is not None]
 

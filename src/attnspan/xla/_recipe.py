@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from .. import library, masks
-from .._expression import Mask
+from .._pytrees import register_pytrees
 from ..arrays import Array, is_array
+from ..masks import Mask
 from ..spans import Spans
 
 #: Name of each class of masks -> how one is put together from its fields.
@@ -22,8 +22,7 @@ def _register(cls: type, _: Callable[..., Any], unflatten: Callable[..., Any]) -
     _CLASSES[cls.__name__] = unflatten
 
 
-masks.register_pytrees(_register)
-library.register_pytrees(_register)
+register_pytrees(_register)
 
 
 class Opaque(Exception):

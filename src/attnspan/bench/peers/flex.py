@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan._expression import And, Or
-from attnspan._leaves import Causal, Documents, Full, Window
 from attnspan.bench.devices import device_named
 from attnspan.bench.peers.job import Job, Ready, differentiated, enough_memory
-from attnspan.masks import Mask
+from attnspan.expression import And, Or
+from attnspan.masks import Mask, causal, documents, full, window
 
 __all__ = ["Flex", "mask_mod"]
 
@@ -94,14 +93,14 @@ def _short(mask: Mask, job: Job) -> MaskMod | None:
         parts = [_short(part, job) for part in mask.operands]
         known = [part for part in parts if part is not None]
         return _joined(known, isinstance(mask, And)) if len(known) == len(parts) else None
-    if isinstance(mask, Full):
+    if isinstance(mask, full):
         return lambda b, h, q, k: k >= 0  # noqa: ARG005 (the signature is FlexAttention's)
-    if isinstance(mask, Causal):
+    if isinstance(mask, causal):
         return lambda b, h, q, k: q + shift >= k  # noqa: ARG005
-    if isinstance(mask, Window) and mask.left is not None and mask.right == 0:
+    if isinstance(mask, window) and mask.left is not None and mask.right == 0:
         left = mask.left
         return lambda b, h, q, k: (q + shift >= k) & (q + shift - k <= left)  # noqa: ARG005
-    if isinstance(mask, Documents) and job.documents is not None:
+    if isinstance(mask, documents) and job.documents is not None:
         offsets = torch.tensor(job.documents, device=job.device)
         ids = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=job.device), offsets.diff())
         return lambda b, h, q, k: ids[q] == ids[k]  # noqa: ARG005

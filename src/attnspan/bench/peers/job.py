@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnspan._expression import And, Prepared
-from attnspan._leaves import Causal, Documents, Window
+from attnspan import masks
 from attnspan.bench.cells import Workload
 from attnspan.bench.devices import Device
 from attnspan.bench.workloads import mask_of
+from attnspan.expression import And, Prepared
 from attnspan.masks import Mask
 from attnspan.spans import Spans
 
@@ -109,21 +109,21 @@ class Job:
     @property
     def is_causal(self) -> bool:
         """Whether the mask is the plain causal one of a square problem, on which all conventions agree."""
-        return isinstance(self.mask, Causal) and self.workload.q_len == self.workload.k_len
+        return isinstance(self.mask, masks.causal) and self.workload.q_len == self.workload.k_len
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> masks.window | None:
         """The mask where it is a plain sliding window, bounded on both sides, of a square problem."""
         mask, square = self.mask, self.workload.q_len == self.workload.k_len
-        bounded = isinstance(mask, Window) and mask.left is not None and mask.right is not None
-        return mask if isinstance(mask, Window) and bounded and square else None
+        bounded = isinstance(mask, masks.window) and mask.left is not None and mask.right is not None
+        return mask if isinstance(mask, masks.window) and bounded and square else None
 
     @cached_property
     def documents(self) -> tuple[int, ...] | None:
         """Cumulative lengths where the mask is "within documents", causal or not; else None."""
         parts = self.mask.operands if isinstance(self.mask, And) else (self.mask,)
-        found = [part for part in parts if isinstance(part, Documents)]
-        others = [part for part in parts if not isinstance(part, Documents | Causal)]
+        found = [part for part in parts if isinstance(part, masks.documents)]
+        others = [part for part in parts if not isinstance(part, masks.documents | masks.causal)]
         if len(found) != 1 or others or self.workload.batch != 1:
             return None
         return tuple(int(x) for x in found[0].cu_seqlens_q)
@@ -131,7 +131,7 @@ class Job:
     @property
     def documents_causal(self) -> bool:
         """Whether `documents` are causal inside."""
-        return any(isinstance(leaf, Causal) for leaf in self.mask._leaves())
+        return any(isinstance(leaf, masks.causal) for leaf in self.mask._leaves())
 
     def dense_mask(self) -> Tensor:
         """The mask as a bool tensor (B|1, H|1, Sq, Sk)."""

@@ -6,11 +6,11 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from attnspan._expression import Prepared
 from attnspan.bench.devices import JaxDevice
 from attnspan.bench.peers.jax_peers import from_jax, start_jax, threads_note, to_jax
 from attnspan.bench.peers.job import Job, Ready, enough_memory
 from attnspan.errors import BackendError
+from attnspan.masks import Prepared
 from attnspan.spans import Spans
 
 __all__ = ["AttnspanJax"]

@@ -1,33 +1,24 @@
-"""Mask expressions: what every mask can do, and the two ways to combine them."""
+"""Mask expressions: what every mask can do, how two are combined, and masks that are lowered already."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ._intervals import (
-    FULL,
-    Interval,
-    Rows,
-    clip_rows,
-    either_illegal,
-    materialise,
-    merge_known,
-    sweep,
-    union_of_two,
-)
-from ._lowering import Lowering
+from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known, split
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
-from ._start import begin
-from .arrays import Array, Arrays, arrays_for, is_array, outside_inference_mode
+from ._pytrees import Node
+from .arrays import Array, arrays_for, is_array, outside_inference_mode
 from .errors import OptionError, ShapeError, shown
+from .lowering import Lowering, begin
 from .spans import Spans
 
 
-class Mask:
+class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
 
-    Masks are made by the functions of `attnspan.masks`.
+    A subclass is a frozen dataclass that checks its fields in `__post_init__` and says in `_lower` which keys
+    each row sees. It is a pytree. The masks are in `attnspan.masks` and `attnspan.library`.
 
     Example:
         >>> from attnspan import causal, window
@@ -64,30 +55,32 @@ class Mask:
         q_len: int,
         k_len: int,
         *,
-        batch: int = 1,
+        batch: int | None = None,
         heads: int = 1,
         q_index: Array | None = None,
         k_index: Array | None = None,
         like: Any = None,
-    ) -> Spans:
-        """Lower the mask to spans.
+    ) -> Prepared:
+        """Lower the mask for one problem, inside a traced program too. Nothing waits for data.
 
         Args:
             q_len: number of query rows.
             k_len: number of keys.
-            batch, heads: sizes that arrays of the mask must fit; axes on which nothing depends stay 1.
+            batch, heads: sizes that arrays of the mask must fit; axes on which nothing depends stay 1. By
+                default 1, and for `batch` that of a `like` with four axes.
             q_index: integer (q_len,) or (batch, q_len), the rows' global indices. Default: the last q_len of
                 the keys (bottom-right alignment), unless the mask says otherwise, as `cache` and `documents`
                 do.
             k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here.
                 Default: 0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global
                 sequence.
-            like: an array in whose framework, and on whose device, the mask is lowered, also if its arrays
-                are of NumPy. Default: the framework of the mask's arrays, or NumPy.
+            like: an array such as q, in whose framework and on whose device the mask is lowered, also if its
+                arrays are of NumPy. Default: the framework of the mask's arrays, or NumPy.
 
         Returns:
-            Spans whose R depends on the mask's structure, not on data, except for `from_dense` and
-            `from_predicate` without `max_runs` outside traced programs.
+            A lowered mask that keeps the global indices of its rows and keys, which biases of position and
+            dropout read. Its R depends on the mask's structure, not on data, except for `from_dense`, `keys`
+            and `from_predicate` without `max_runs` outside traced programs.
 
         Raises:
             ShapeError, DtypeError, OptionError: for arguments or arrays of the mask that do not fit.
@@ -97,78 +90,43 @@ class Mask:
             >>> (causal() & window(1)).spans(2, 4).bounds[0, 0, :, 0].tolist()
             [[1, 3], [2, 4]]
         """
-        return self.placed(
-            q_len, k_len, batch=batch, heads=heads, q_index=q_index, k_index=k_index, like=like
-        ).lowered
-
-    def placed(
-        self,
-        q_len: int,
-        k_len: int,
-        *,
-        batch: int = 1,
-        heads: int = 1,
-        q_index: Array | None = None,
-        k_index: Array | None = None,
-        like: Any = None,
-    ) -> Prepared:
-        """Lower the mask as `spans` does, and keep the global indices of its rows and keys.
-
-        Biases of position and dropout read them. Nothing waits for data. Args and raises are as of `spans`.
-
-        Example:
-            >>> from attnspan import cache, causal
-            >>> (causal() & cache([2, 3])).placed(1, 3, batch=2).q_index.tolist()
-            [[1], [2]]
-        """
         with outside_inference_mode():
-            low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
-            spans = Spans(self._bounds(low), low.top)
+            low = begin(self, q_len, k_len, _batch(batch, like), heads, q_index, k_index, like)
+            spans = Spans(low.bounds(self), low.top)
             rows_at = None if low.counted_back else low.q_index[:, 0]
             if k_index is None:
                 return Prepared(spans, rows_at)
             k_index = low.arrays.asarray(k_index, "int32")
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
-    def _bounds(self, low: Lowering) -> Array:
-        rows = low.lower(self)
-        los, his = materialise(low.arrays, rows.intervals, low.q_len, low.top)
-        return _bounds(low.arrays, los, his, rows.illegal)
-
-    def prepare(
-        self,
-        q_len: int,
-        k_len: int,
-        *,
-        batch: int = 1,
-        heads: int = 1,
-        q_index: Array | None = None,
-        k_index: Array | None = None,
-        like: Any = None,
-    ) -> Prepared:
+    def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
         """Lower the mask once, with the smallest R its data need, to be shared by all layers.
 
-        Use it outside the model, per batch, in a data loader for instance. Illegal data are reported here, by
-        row, on every device. Eager calls of attention remember the lowering of a mask that is passed as it
-        is; compiled code lowers it in every layer, as eager code does with `from_predicate`: O(q_len * k_len)
-        work each time. It reads values, so it waits for the device. Where R varies from batch to batch, so
-        does the shape that a compiler sees: prefer `spans` for such masks there.
+        Use it outside the model, per batch, for instance in a data loader. It reports illegal data by row on
+        every device, and waits for the device to do so. Eager calls of attention remember the lowering of a
+        mask; compiled code lowers it in every layer, as eager code does with `from_predicate`, in
+        O(q_len * k_len). If R varies from batch to batch, so does a shape that a compiler sees: use `spans`.
 
-        Args and raises are those of `spans`; besides, OptionError for rows whose data break a promise.
+        Args:
+            q_len: number of query rows.
+            k_len: number of keys.
+            **options: those of `spans`.
 
         Returns:
-            A mask with canonical, contiguous bounds, which keeps the global indices of its rows and keys.
+            The lowered mask, with canonical, contiguous bounds.
+
+        Raises:
+            ShapeError, DtypeError, OptionError: as `spans`, and for rows whose data break a promise.
 
         Example:
             >>> from attnspan import causal
             >>> causal().prepare(3, 3)
             Prepared(B=1, H=1, q_len=3, k_len=3, R=1)
         """
-        indices = {"q_index": q_index, "k_index": k_index}
-        placed = self.placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
-        placed.lowered._require_values("prepare", of="mask")
+        found = self.spans(q_len, k_len, **options)
+        found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
-            return replace(placed, lowered=placed.lowered.compact().validate())
+            return replace(found, lowered=found.lowered.compact().validate())
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask; see `attnspan.picture.show` for the options.
@@ -193,24 +151,22 @@ class Mask:
 
         return svg_of_mask(self)
 
+    # What a kind of mask says of itself. Sizes may be symbolic while a compiler reads this code; int() would
+    # fix them to one value.
+
     def _lower(self, low: Lowering) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
     def _leaves(self) -> list[Mask]:
+        """The masks that it combines; itself where it combines none."""
         return [self]
 
-    # Sizes may be symbolic while a compiler reads this code; int() would fix them to one value.
-
-    def _key_len(self) -> Any:
-        """Length of the global key sequence, where an array of the mask says it, else None."""
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        """Length of the global key sequence, if an array says it; None for data in a trace."""
         return None
 
-    def _knows_k_len_as_data(self) -> bool:
-        """Whether the length is an array too, which `_lower` compares in traced programs."""
-        return False
-
     def _row_len(self) -> Any:
-        """Number of query rows, where an array of the mask has one entry for each, else None."""
+        """Number of query rows, if an array of the mask has one entry for each."""
         return None
 
     def _anchor(self) -> tuple[Any, ...] | None:
@@ -219,10 +175,6 @@ class Mask:
 
     def _anchor_index(self, low: Lowering) -> Array:
         raise NotImplementedError(f"{type(self).__name__} must say which indices it implies")
-
-    def _example(self) -> object:
-        """An array, not a field, that the mask must be lowered beside."""
-        return None
 
     def __repr__(self) -> str:
         words = []
@@ -233,21 +185,22 @@ class Mask:
                 words.append(_short(value))
             elif is_array(value) or value != getattr(type(self), field.name):
                 words.append(f"{field.name}={_short(value)}")
-        return f"{type(self).__name__.lower()}({', '.join(words)})"
+        return f"{type(self).__name__}({', '.join(words)})"
 
 
-def _short(value: object) -> str:
-    if is_array(value):
-        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
-        return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
-    if isinstance(value, int | tuple):
-        return shown(value)
-    return getattr(value, "__name__", None) or repr(value)
+class RowNumbered(Mask):
+    """A mask whose rows are counted from 0, whatever the keys are: cross attention, or a `BlockMask`."""
+
+    def _anchor(self) -> tuple[Any, ...] | None:
+        return ("row numbers",)
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        return low.arrays.arange(low.q_len)[None, None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class And(Mask):
-    """The keys that every operand shows."""
+class Combined(Mask):
+    """Masks joined by an operator."""
 
     operands: tuple[Mask, ...]
 
@@ -256,6 +209,16 @@ class And(Mask):
         for operand in self.operands:
             leaves += operand._leaves()
         return leaves
+
+    def _flat(self) -> list[Mask]:
+        flat: list[Mask] = []
+        for operand in self.operands:
+            flat += operand._flat() if type(operand) is type(self) else [operand]  # type: ignore[attr-defined]
+        return flat
+
+
+class And(Combined):
+    """The keys that every operand shows."""
 
     def _lower(self, low: Lowering) -> Rows:
         clip: Rows | None = None
@@ -278,30 +241,15 @@ class And(Mask):
         ]
         result = lowered[0]
         for rows in lowered[1:]:
-            result = _intersect(low, result, rows)
+            result = low.intersection(result, rows)
         return result
-
-    def _flat(self) -> list[Mask]:
-        flat: list[Mask] = []
-        for operand in self.operands:
-            flat.extend(operand._flat() if isinstance(operand, And) else [operand])
-        return flat
 
     def __repr__(self) -> str:
         return " & ".join(f"({x!r})" if isinstance(x, Or) else repr(x) for x in self.operands)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Or(Mask):
+class Or(Combined):
     """The keys that any operand shows."""
-
-    operands: tuple[Mask, ...]
-
-    def _leaves(self) -> list[Mask]:
-        leaves: list[Mask] = []
-        for operand in self.operands:
-            leaves += operand._leaves()
-        return leaves
 
     def _lower(self, low: Lowering) -> Rows:
         return self._lower_within(low, Rows((FULL,)))
@@ -314,22 +262,7 @@ class Or(Mask):
             rows = clip_rows(low.arrays, low.lower(operand), clip)
             pool.extend(rows.intervals)
             illegal = either_illegal(illegal, rows.illegal)
-        merged = merge_known(low.arrays, pool)
-        if len(merged) == 1:
-            return Rows(merged, illegal)
-        los, his = materialise(low.arrays, merged, low.q_len, low.top)
-        if len(merged) == 2:
-            los, his = union_of_two(low.arrays, los, his, low.top)
-            return Rows(tuple(map(Interval, los, his)), illegal)
-        lo, hi = _common(low.arrays, los, his)
-        lo, hi = sweep(low.arrays, lo, hi, depth=1, count=len(merged), top=low.top)
-        return Rows(_split(lo, hi), illegal)
-
-    def _flat(self) -> list[Mask]:
-        flat: list[Mask] = []
-        for operand in self.operands:
-            flat.extend(operand._flat() if isinstance(operand, Or) else [operand])
-        return flat
+        return low.union(merge_known(low.arrays, pool), illegal)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.operands))
@@ -337,13 +270,13 @@ class Or(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared(Mask):
-    """A mask lowered once, by `Mask.prepare`: rows are as they come, keys are the global ones.
+    """A mask lowered for one problem, by `Mask.prepare` or `Mask.spans`. Rows are as they come.
 
-    Accepted wherever a mask is. Its bounds belong to one problem: `spans` checks the sizes it is asked
-    for. In an expression, the indices of its rows are the default ones of the other operands too.
+    Accepted wherever a mask is, and has the attributes and methods of `Spans`. `spans` checks the sizes it is
+    asked for. In an expression, the indices of its rows are the default ones of the other operands too.
 
     Attributes:
-        lowered: the spans.
+        lowered: the spans, over the keys that are here.
         q_index: int32 (B|1, q_len), the rows' global indices; None where they are the last of the keys.
         k_index: int32 (1, k_len), the keys' global indices; None where they are 0..k_len-1.
         bare: it came as spans, which do not say where their rows are: they fit any other rows.
@@ -351,7 +284,7 @@ class Prepared(Mask):
     Example:
         >>> from attnspan import causal
         >>> causal().prepare(3, 3).spans(3, 3)
-        Spans(B=1, H=1, q_len=3, k_len=3, R=1)
+        Prepared(B=1, H=1, q_len=3, k_len=3, R=1)
     """
 
     lowered: Spans
@@ -359,12 +292,20 @@ class Prepared(Mask):
     k_index: Array | None = None
     bare: bool = False
 
-    def placed(
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
+            if name.startswith("_") or name == "lowered":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.lowered, name)
+
+    def spans(
         self,
         q_len: int,
         k_len: int,
         *,
-        batch: int = 1,
+        batch: int | None = None,
         heads: int = 1,
         q_index: Array | None = None,
         k_index: Array | None = None,
@@ -383,18 +324,21 @@ class Prepared(Mask):
                 remedy="Give them to prepare(), or take rows by mask.lowered.take_queries(...)",
             )
         if k_index is None:
-            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, batch, heads)
+            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, _batch(batch, like), heads)
             return self
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
         if q_index is None:  # Counted back from all keys, not from those that are left.
             q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
         indices = {"q_index": q_index, "k_index": k_index}
-        placed = super().placed(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
-        own = placed.k_index if self.k_index is None else arrays.take_along(self.k_index, placed.k_index)
-        return Prepared(placed.lowered, q_index, own)
+        found = super().spans(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
+        own = found.k_index if self.k_index is None else arrays.take_along(self.k_index, found.k_index)
+        return Prepared(found.lowered, q_index, own)
 
-    def _key_len(self) -> Any:
-        return self.lowered.k_len
+    def _key_len(self, traced: bool = False) -> Any:
+        return None if traced and self.lowered._k_len is not None else self.lowered.k_len
+
+    def _row_len(self) -> Any:
+        return self.lowered.q_len
 
     def _anchor(self) -> tuple[Any, ...] | None:
         return None if self.q_index is None else ("prepared", self.q_index)
@@ -404,41 +348,33 @@ class Prepared(Mask):
             return low.last_rows()
         return low.per_batch("prepared mask: q_index", self.q_index, "int32")[:, None]
 
-    def _knows_k_len_as_data(self) -> bool:
-        return self.lowered._k_len is not None
-
-    def _row_len(self) -> Any:
-        return self.lowered.q_len
-
-    def _example(self) -> object:
-        return self.lowered.bounds
-
     def _lower(self, low: Lowering) -> Rows:
-        traced = low.arrays.tracing() and self._knows_k_len_as_data()
+        traced = low.arrays.tracing() and self.lowered._k_len is not None
         k_len = low.top if traced else self.lowered.k_len
         _check_fit(self.lowered, low.q_len, k_len, low.top, low.batch, low.heads)
         bounds = low.arrays.to_int32(self.lowered.bounds)
         illegal = Spans(bounds, low.top)._illegal_rows()
         if traced:
             illegal = illegal | (low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
-        illegal = either_illegal(illegal, self._other_rows(low))
-        return Rows(_split(bounds[..., 0], bounds[..., 1]), illegal)
+        return Rows(split(bounds[..., 0], bounds[..., 1]), either_illegal(illegal, self._other_rows(low)))
 
     def _other_rows(self, low: Lowering) -> Array | None:
         """Rows that the other operands take for those of other indices."""
         if self.q_index is None and (self.bare or low.counted_back):
             return None
-        return low.broken(
-            "q_index of a prepared mask",
-            self._anchor_index(low) != low.q_index,
-            self.q_index,
-            low.q_index,
-            expected=lambda: "the rows that it was prepared for",
-            remedy="Combine masks before they are prepared, or prepare them for the same rows",
-        )
+        sources, other = (self.q_index, low.q_index), self._anchor_index(low) != low.q_index
+        remedy = "Combine masks before they are prepared, or prepare them for the same rows"
+        what, expected = "q_index of a prepared mask", "the rows that it was prepared for"
+        return low.broken(what, other, sources, expected, remedy)
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")
+
+
+def _batch(batch: int | None, like: Any) -> int:
+    if batch is None and len(getattr(like, "shape", ())) == 4:
+        return like.shape[0]  # type: ignore[no-any-return]
+    return 1 if batch is None else batch
 
 
 def _one_order(*masks: Mask) -> tuple[Mask, ...]:
@@ -466,31 +402,10 @@ def _check_fit(spans: Spans, q_len: int, own_k_len: int, k_len: int, batch: int,
         )
 
 
-def _split(lo: Array, hi: Array) -> tuple[Interval, ...]:
-    return tuple(Interval(lo[..., r], hi[..., r]) for r in range(lo.shape[-1]))
-
-
-def _common(arrays: Arrays, los: list[Array], his: list[Array]) -> tuple[Array, Array]:
-    """Ends as two arrays (..., R) of one shape."""
-    both = arrays.stack([*los, *his])
-    return both[..., : len(los)], both[..., len(los) :]
-
-
-def _intersect(low: Lowering, a: Rows, b: Rows) -> Rows:
-    """The intersection where both have several intervals: at most Ra + Rb - 1."""
-    los, his = materialise(low.arrays, (*a.intervals, *b.intervals), low.q_len, low.top)
-    lo, hi = _common(low.arrays, los, his)
-    lo, hi = sweep(low.arrays, lo, hi, depth=2, count=len(los) - 1, top=low.top)
-    return Rows(_split(lo, hi), either_illegal(a.illegal, b.illegal))
-
-
-def _bounds(arrays: Arrays, los: list[Array], his: list[Array], illegal: Array | None) -> Array:
-    # Marked before they are interleaved, which is faster by far; not at all where none is seen to be illegal.
-    if illegal is not None and not (arrays.concrete(illegal) and not illegal.any()):
-        los = [arrays.where(illegal, 0, lo) for lo in los]
-        his = [arrays.where(illegal, -1, hi) for hi in his]
-    if len(los) == 1:
-        bounds = arrays.stack([los[0], his[0]])[..., None, :]
-    else:
-        bounds = arrays.stack(_common(arrays, los, his))
-    return arrays.cast(bounds, "int32")
+def _short(value: object) -> str:
+    if is_array(value):
+        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
+    if isinstance(value, int | tuple):
+        return shown(value)
+    return getattr(value, "__name__", None) or repr(value)

@@ -1,0 +1,292 @@
+"""Masks given by values: spans, booleans, a function of indices, a FlexAttention `BlockMask`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import checks
+from ._blocks import BlockLists
+from ._encoding import CHUNK_PAIRS, TRACED_RUNS, encode, encode_traced
+from ._intervals import Interval, Rows, split
+from ._predicates import call, call_traced, name_of
+from ._runs import find_runs
+from .arrays import Array
+from .expression import Mask, RowNumbered
+from .lowering import Lowering
+from .spans import Spans
+
+__all__ = ["Blocks", "Explicit", "from_block_mask", "from_dense", "from_predicate", "is_traced", "keys"]
+
+_TRACED_CHUNKS = 16
+"""Chunks of rows in a traced program, at most: each is a copy of the predicate in it."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explicit(Mask):
+    """See `attnspan.spans`."""
+
+    bounds: Array
+
+    def __post_init__(self) -> None:
+        self._set(bounds=Spans(self.bounds, 0).bounds)
+
+    def _row_len(self) -> Any:
+        return self.bounds.shape[2]
+
+    def _lower(self, low: Lowering) -> Rows:
+        low.check_rows("spans: bounds", self.bounds.shape[2])
+        low.check_axis("spans: bounds", "batch", self.bounds.shape[0], low.batch)
+        low.check_axis("spans: bounds", "heads", self.bounds.shape[1], low.heads)
+        given = Spans(low.arrays.asarray(self.bounds, "int64"), low.top)
+        if low.arrays.concrete(self.bounds):
+            # As NumPy's: in a trace JAX makes a tracer even of an array whose values it knows.
+            Spans(low.arrays.to_numpy(self.bounds), low.top).validate()
+            illegal = None
+        else:
+            illegal = given._illegal_rows()
+        bounds = low.arrays.cast(given.bounds, "int32")
+        return Rows(split(bounds[..., 0], bounds[..., 1]), illegal)
+
+    def __repr__(self) -> str:
+        return f"spans{super().__repr__().removeprefix('Explicit')}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class from_dense(Mask):
+    """A mask given by booleans, run-length encoded when it is lowered.
+
+    Args:
+        visible: bool (q_len, k_len), (B|1, q_len, k_len) or (B|1, H|1, q_len, k_len); True: may see. Rows as
+            they come.
+        max_runs: R, the most runs of visible keys that a row has, at least 1. None: as many as the data have;
+            8 in a traced program, where R cannot follow from data. A row with more raises when it is encoded
+            on the host, and is illegal on a device.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: for an array that is not bool or of a wrong rank, or
+            max_runs < 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from_dense(np.array([[True, False, True]])).spans(1, 3).bounds[0, 0, 0].tolist()
+        [[0, 1], [2, 3]]
+    """
+
+    visible: Array
+    max_runs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.booleans("from_dense", self.visible, (2, 3, 4))
+        self._set(max_runs=checks.runs("from_dense: max_runs", self.max_runs))
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.visible.shape[-1]
+
+    def _row_len(self) -> Any:
+        return self.visible.shape[-2]
+
+    def _lower(self, low: Lowering) -> Rows:
+        visible = self.visible
+        if visible.ndim < 4:
+            visible = visible[:, None] if visible.ndim == 3 else visible[None, None]
+        low.check_rows("from_dense", visible.shape[2])
+        low.check_axis("from_dense", "batch", visible.shape[0], low.batch)
+        low.check_axis("from_dense", "heads", visible.shape[1], low.heads)
+        if is_traced(low, visible):
+            return _traced_rows(low, [low.arrays.asarray(visible, "bool")], self.max_runs)
+        return encoded_rows(low, [encode(low.arrays.to_numpy(visible), self.max_runs, "from_dense")])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class keys(Mask):
+    """Only the marked keys of each batch row are seen, wherever they stand.
+
+    Args:
+        valid: bool (k_len,) or (B, k_len); True: may be seen. An `attention_mask` of Hugging Face is `!= 0`.
+        max_runs: R, as for `from_dense`.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: for an array that is not bool or of a wrong rank, or
+            max_runs < 1.
+
+    Example:
+        >>> import numpy as np
+        >>> keys(np.array([True, False, True, True])).spans(1, 4).bounds.tolist()
+        [[[[[0, 1], [2, 4]]]]]
+    """
+
+    valid: Array
+    max_runs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.booleans("keys", self.valid, (1, 2))
+        self._set(max_runs=checks.runs("keys: max_runs", self.max_runs))
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return self.valid.shape[-1]
+
+    def _lower(self, low: Lowering) -> Rows:
+        if self.valid.shape[-1] == 0:
+            return Rows((Interval(0, 0),))
+        if not is_traced(low, self.valid):
+            values = np.atleast_2d(low.arrays.to_numpy(self.valid))
+            low.check_axis("keys: valid", "batch", len(values), low.batch)
+            return encoded_rows(low, [encode(values[:, None, None], self.max_runs, "keys")])
+        valid = low.per_batch("keys: valid", self.valid, "int64")
+        runs = TRACED_RUNS if self.max_runs is None else self.max_runs
+        marked = low.arrays.full((valid.shape[0], 1), 1, "int64")
+        pairs, broken = find_runs(low.arrays, marked, valid, runs)
+        return Rows(tuple([Interval(lo[:, None], hi[:, None]) for lo, hi in pairs]), broken[:, None])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class from_predicate(Mask):
+    """A mask given by FlexAttention's `mask_mod`: fn(b, h, q_index, k_index) -> bool, on global indices.
+
+    It is evaluated when the mask is lowered, on int64 arrays of shapes (B, 1, 1, 1), (1, H, 1, 1),
+    (B|1, 1, rows, 1) and (1, 1, 1, k_len), a chunk of rows at a time; O(chunk * k_len) memory. In a traced
+    program it becomes part of that program; any function that the compiler can read will do: a closure, a
+    lambda, a `functools.partial`, a callable object.
+
+    Args:
+        fn: a function of four integer arrays, written with `&`, `|` and `where`; in the framework of the
+            other arrays of the expression or of `like`.
+        max_runs: R, as for `from_dense`.
+
+    Raises:
+        DtypeError, OptionError: if `fn` cannot be called, or for max_runs < 1.
+
+    Example:
+        >>> from_predicate(lambda b, h, q, k: q >= k).spans(2, 2).bounds[0, 0, :, 0].tolist()
+        [[0, 1], [0, 2]]
+    """
+
+    fn: Callable[[Any, Any, Any, Any], Any]
+    max_runs: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.function("from_predicate", self.fn)
+        self._set(max_runs=checks.runs("from_predicate: max_runs", self.max_runs))
+
+    def _lower(self, low: Lowering) -> Rows:
+        low.needs_keys(self._what())
+        if is_traced(low, low.q_index):
+            return self._traced(low)
+        if low.q_len == 0 or low.k_len == 0:
+            return encoded_rows(low, [encode(np.zeros((1, 1, low.q_len, low.k_len), bool), self.max_runs)])
+        chunks = []
+        step = max(CHUNK_PAIRS // low.top, 1)
+        for i in range(0, low.q_len, step):
+            visible = call(self._what(), self.fn, low, low.q_index[:, :, i : i + step])
+            if is_traced(low, visible):  # Under vmap over an array that the function holds.
+                return self._traced(low)
+            chunks.append(encode(low.arrays.to_numpy(visible), self.max_runs, self._what()))
+        return encoded_rows(low, chunks)
+
+    def _traced(self, low: Lowering) -> Rows:
+        chunks = (call_traced(self._what(), self.fn, low, rows) for rows in _traced_chunks(low))
+        return _traced_rows(low, chunks, self.max_runs)
+
+    def _what(self) -> str:
+        return f"from_predicate({name_of(self.fn)})"
+
+    def __repr__(self) -> str:
+        return self._what()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(RowNumbered, from_predicate):
+    """See `from_block_mask`."""
+
+    example: Array | None = None
+    """Decides the framework that `fn` computes in."""
+    lengths: tuple[int, int] | None = None
+    """Rows and keys of the `BlockMask`, where it says them."""
+
+    def __post_init__(self) -> None:
+        pass  # from_block_mask checked it.
+
+    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+        return None if self.lengths is None else self.lengths[1]
+
+    def _row_len(self) -> Any:
+        return None if self.lengths is None else self.lengths[0]
+
+    def _anchor_index(self, low: Lowering) -> Array:
+        if self.lengths is not None:
+            low.check_rows(self._what(), self.lengths[0])
+        return super()._anchor_index(low)
+
+    def _lower(self, low: Lowering) -> Rows:
+        if self.example is not None and self.example.ndim > 2:
+            low.check_axis(self._what(), "batch", self.example.shape[0], low.batch)
+            low.check_axis(self._what(), "heads", self.example.shape[1], low.heads)
+        return super()._lower(low)
+
+    def _what(self) -> str:
+        return f"from_block_mask({name_of(getattr(self.fn, 'mask_mod', self.fn))})"
+
+
+def from_block_mask(block_mask: Any, max_runs: int | None = None) -> Mask:
+    """The mask of a FlexAttention `BlockMask`: of its blocks, and of its `mask_mod` in those that it masks.
+
+    FlexAttention counts rows and keys from 0, each on its own; so does the default `q_index` of an expression
+    with it. The blocks describe rows as they come: a `q_index` of one's own counts the rows of the
+    `BlockMask`. `attnspan.torch.to_block_mask` is the way back.
+
+    Args:
+        block_mask: an object with a `mask_mod` attribute; without block lists, that alone decides.
+        max_runs: R, as for `from_dense`.
+
+    Raises:
+        DtypeError, OptionError: if it has no `mask_mod`, or for max_runs < 1.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> block_mask = SimpleNamespace(mask_mod=lambda b, h, q, k: q >= k)
+        >>> from_block_mask(block_mask).spans(1, 2).bounds.tolist()
+        [[[[[0, 1]]]]]
+    """
+    fn = checks.function("from_block_mask: mask_mod", getattr(block_mask, "mask_mod", None))
+    runs = checks.runs("from_block_mask: max_runs", max_runs)
+    blocks = getattr(block_mask, "kv_num_blocks", None)
+    if blocks is None:
+        return Blocks(fn, runs)
+    rows, columns = block_mask.seq_lengths
+    return Blocks(BlockLists.of(block_mask, fn), runs, blocks, (rows, columns))
+
+
+def is_traced(low: Lowering, x: Array) -> bool:
+    """Whether the values of `x` are not there: what is on a device can be waited for."""
+    on_host = getattr(getattr(x, "device", None), "type", "cpu") == "cpu"
+    return low.arrays.tracing() or (on_host and not low.arrays.concrete(x))
+
+
+def encoded_rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
+    """Chunks of bounds along the row axis as one set of rows."""
+    runs = max(chunk.shape[3] for chunk in chunks)
+    chunks = [np.pad(x, ((0, 0),) * 3 + ((0, runs - x.shape[3]), (0, 0))) for x in chunks]
+    bounds = low.arrays.asarray(np.concatenate(chunks, axis=2), "int32")
+    return Rows(split(bounds[..., 0], bounds[..., 1]))
+
+
+def _traced_chunks(low: Lowering) -> list[Array]:
+    """The rows' indices, (B|1, 1, rows), in few chunks; in one where the lengths are symbols."""
+    sizes = (low.q_len, low.top)
+    if not (low.arrays.tracing() and all(map(low.arrays.is_static, sizes))):
+        return [low.q_index]
+    wanted = -(-low.q_len * low.top // CHUNK_PAIRS)
+    step = max(-(-low.q_len // max(min(wanted, _TRACED_CHUNKS), 1)), 1)
+    return [low.q_index[:, :, i : i + step] for i in range(0, max(low.q_len, 1), step)]
+
+
+def _traced_rows(low: Lowering, chunks: Iterable[Array], max_runs: int | None) -> Rows:
+    """`encoded_rows` from chunks of booleans; rows with too many runs are illegal."""
+    runs = TRACED_RUNS if max_runs is None else max_runs
+    encoded = [encode_traced(low.arrays, chunk, runs) for chunk in chunks]
+    ends = [low.arrays.concat([x[..., r, i] for x in encoded]) for r in range(runs) for i in range(2)]
+    return Rows(tuple(map(Interval, ends[::2], ends[1::2])), ends[0] > ends[1])

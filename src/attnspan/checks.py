@@ -1,0 +1,86 @@
+"""Checks of what masks and biases are made of, before there is a problem to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer
+from .errors import DtypeError, ShapeError, expect
+
+
+def number(what: str, value: Any) -> int:
+    """A Python or NumPy integer."""
+    holds = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    expect(holds, what, "an int", type(value).__name__, "Pass a Python int", error=DtypeError)
+    return int(value)
+
+
+def count(what: str, value: Any, least: int = 0) -> int:
+    """An integer of int32, at least `least`."""
+    value = number(what, value)
+    remedy = "Lengths and indices are int32"
+    expect(least <= value <= INT32_MAX, what, "{} to {}", value, remedy, least, INT32_MAX)
+    return value  # type: ignore[no-any-return]
+
+
+def runs(what: str, value: Any) -> int | None:
+    """A number of runs, or None where the data decide."""
+    return None if value is None else count(what, value, least=1)
+
+
+def rank(what: str, x: Array, ranks: tuple[int, ...]) -> Array:
+    """An array with one of the numbers of axes."""
+    expected = f"an array with {' or '.join(map(str, ranks))} axes"
+    remedy = "Drop or add axes; a batch axis comes first"
+    expect(x.ndim in ranks, what, expected, tuple(x.shape), remedy, error=ShapeError)
+    return x
+
+
+def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
+    """An integer array; lists become NumPy arrays."""
+    if isinstance(x, (list, tuple)):
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ShapeError(
+                what, expected="rows of one length", got="rows of several", remedy="Pad them to one length"
+            ) from None
+        x = x if x.size else x.astype(np.int64)
+    holds = is_array(x) and is_integer(x)
+    expect(holds, what, "an integer array", _kind(x), "Convert it to int32 or int64", error=DtypeError)
+    return rank(what, x, ranks)
+
+
+def booleans(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
+    """An array of bool."""
+    remedy = "Compare: scores > -inf, or mask != 0"
+    expect(is_array(x) and is_bool(x), what, "a bool array", _kind(x), remedy, error=DtypeError)
+    return rank(what, x, ranks)
+
+
+def lengths(what: str, x: Any, ranks: tuple[int, ...] = (0, 1)) -> int | Array:
+    """An integer, or an array of them."""
+    return integers(what, x, ranks) if is_array(x) or isinstance(x, (list, tuple)) else count(what, x)
+
+
+def offsets(what: str, x: Any) -> Array:
+    """Integer (n + 1,) or (B, n + 1): where documents start, and where the last one ends."""
+    x = integers(what, x, (1, 2))
+    expected = "at least 2 offsets: 0 and the end of the first document"
+    remedy = "Pass cumulative lengths with a 0 before them"
+    expect(x.shape[-1] >= 2, what, expected, x.shape[-1], remedy, error=ShapeError)
+    return x
+
+
+def function(what: str, fn: Any) -> Callable[..., Any]:
+    """A function of indices."""
+    expected = "a function (b, h, q_index, k_index) -> bool"
+    expect(callable(fn), what, expected, type(fn).__name__, "Pass a mask_mod", error=DtypeError)
+    return fn  # type: ignore[no-any-return]
+
+
+def _kind(x: Any) -> str:
+    return str(x.dtype) if is_array(x) else type(x).__name__
