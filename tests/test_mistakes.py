@@ -73,7 +73,7 @@ def test_other_operators_say_which_ones_exist(use):
         (VISIBLE, r"got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* in from_dense"),
         (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* in from_dense"),
         (IDS, r"got Tensor of int64, shape \(1, 4\)\. .*segments\(\.\.\.\)"),
-        (causal().spans(4, 4), r"got Spans\(.*\)\. Wrap it in spans"),
+        (causal().spans(4, 4).lowered, r"got Spans\(.*\)\. Wrap it in spans"),
         (window, r"got the function window\. Call it: window\(left\)"),
         (1, "got int"),
         (None, "got NoneType"),

@@ -296,7 +296,7 @@ class Prepared(Mask):
 
         def __getattr__(self, name: str) -> Any:
             # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
-            if name.startswith("_") or name == "lowered":
+            if name.startswith("__") or name == "lowered":
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self.lowered, name)
 

@@ -86,6 +86,7 @@ class groups(Mask):
         DtypeError, ShapeError: for ids that are not integers or of a wrong rank.
 
     Example:
+        >>> from attnspan import causal
         >>> (causal() | groups([-1, 4, 4])).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 3], [0, 3]]
     """
@@ -221,6 +222,7 @@ class prefix(Mask):
         DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank, or negative.
 
     Example:
+        >>> from attnspan import causal
         >>> (causal() | prefix(2)).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 2], [0, 3]]
     """

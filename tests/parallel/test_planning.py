@@ -28,9 +28,9 @@ def plain(mask: Any, **changes: Any) -> Prepared:
         lambda mask: mask,
         lambda mask: mask.prepare(32, 32, batch=2),
         lambda mask: mask.spans(32, 32, batch=2),
-        lambda mask: mask.spans(32, 32, batch=2),
+        lambda mask: mask.spans(32, 32, batch=2).lowered,
     ],
-    ids=["expression", "prepared", "placed", "spans"],
+    ids=["expression", "prepared", "lowered", "spans"],
 )
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 def test_a_mask_in_any_form_is_lowered_to_numpy(make: Any, convert: Any) -> None:
