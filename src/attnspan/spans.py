@@ -10,8 +10,8 @@ import numpy as np
 
 from ._intervals import sweep
 from ._mistakes import refuse_operand, refuse_truth
-from .arrays import Array, Arrays, arrays_for, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError, shown
+from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
+from .errors import DtypeError, OptionError, ShapeError, expect, shown
 
 __all__ = ["Spans", "check_index", "mark_illegal"]
 
@@ -28,8 +28,8 @@ class Spans:
     Attributes:
         bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <=
             hi <= k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi.
-            Anything else is
-            illegal: lowering writes (0, -1) into each span of a row whose data break a promise.
+            Anything else is illegal: lowering writes (0, -1) into each span of a row whose data break a
+            promise.
         k_len: number of keys.
 
     Example:
@@ -47,22 +47,16 @@ class Spans:
     _k_len: Array | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not is_array(self.bounds):
+        bounds = self.bounds
+        if not is_array(bounds) or not is_integer(bounds):
             raise DtypeError(
-                "Spans",
-                expected="an int32 array",
-                got=type(self.bounds).__name__,
-                remedy="Pass an array of bounds",
+                "Spans", expected="an int32 array", got=kind_of(bounds), remedy="Convert the bounds to int32"
             )
-        if not is_integer(self.bounds):
-            raise DtypeError(
-                "Spans", expected="int32 bounds", got=str(self.bounds.dtype), remedy="Convert them to int32"
-            )
-        if self.bounds.ndim != 5 or self.bounds.shape[-1] != 2:
+        if bounds.ndim != 5 or bounds.shape[-1] != 2:
             raise ShapeError(
                 "Spans",
                 expected="bounds of shape (B|1, H|1, q_len, R, 2)",
-                got=shown(self.bounds.shape),
+                got=shown(bounds.shape),
                 remedy="Add the missing axes, each of length 1",
             )
         self._check_k_len()
@@ -70,7 +64,7 @@ class Spans:
 
     @classmethod
     def _checked(cls, bounds: Array, k_len: int) -> Spans:
-        """Spans of bounds that this package made, past the checks for those of its users."""
+        """Spans of bounds that this package made: they need no checks."""
         spans: Spans = object.__new__(cls)
         vars(spans).update(bounds=bounds, k_len=k_len)
         return spans
@@ -79,18 +73,13 @@ class Spans:
         # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
         k_len: Any = self.k_len
         if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and self._arrays.concrete(k_len):
-            object.__setattr__(self, "k_len", int(k_len))
-        if isinstance(self.k_len, (bool, float, str)) or self.k_len is None or is_array(self.k_len):
-            raise DtypeError(
-                "Spans: k_len",
-                expected="an int",
-                got=type(self.k_len).__name__,
-                remedy="Pass the number of keys",
-            )
-        if not self._arrays.tracing() and isinstance(self.k_len, int) and self.k_len < 0:
-            raise OptionError(
-                "Spans: k_len", expected="at least 0", got=str(self.k_len), remedy="Pass the number of keys"
-            )
+            k_len = int(k_len)
+            object.__setattr__(self, "k_len", k_len)
+        what, remedy = "Spans: k_len", "Pass the number of keys"
+        if k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len):
+            raise DtypeError(what, expected="an int", got=type(k_len).__name__, remedy=remedy)
+        if not self._arrays.tracing() and isinstance(k_len, int) and k_len < 0:
+            raise OptionError(what, expected="at least 0", got=str(k_len), remedy=remedy)
 
     if not TYPE_CHECKING:
 
@@ -148,9 +137,6 @@ class Spans:
         Args:
             index: integer (n,), row numbers in any order.
 
-        Returns:
-            Spans with q_len = n.
-
         Raises:
             OptionError: for a row number out of range, where values can be read.
 
@@ -162,25 +148,20 @@ class Spans:
         arrays = self._arrays
         index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
         bounds = arrays.take(self.bounds, index, 2)
-        if not arrays.tracing():
-            return Spans(bounds, self.k_len)
-        # Past __init__, which reads the number of keys: it would be a constant.
+        # Past __init__, which makes an array of the number of keys: to a compiler it would be a constant.
         spans: Spans = object.__new__(Spans)
-        for name in ("bounds", "k_len", "_k_len"):
-            object.__setattr__(spans, name, bounds if name == "bounds" else getattr(self, name))
+        for name, value in (("bounds", bounds), ("k_len", self.k_len), ("_k_len", self._k_len)):
+            object.__setattr__(spans, name, value)
         return spans
 
     def take_keys(self, index: Array) -> Spans:
-        """The mask on some of the keys: as many spans, and exact.
+        """The mask on some of the keys. It is exact, has as many spans, and illegal rows stay illegal.
 
         {j : lo <= index[j] < hi} is contiguous because `index` is sorted; its ends are the ranks of lo and
         hi.
 
         Args:
             index: integer (n,), strictly ascending key numbers.
-
-        Returns:
-            Spans with k_len = n. Illegal rows stay illegal.
 
         Raises:
             OptionError: for key numbers out of range or not ascending, where values can be read.
@@ -200,12 +181,11 @@ class Spans:
         """Bool (B|1, H|1, q_len)."""
         arrays, bounds = self._arrays, self.bounds
         lo, hi = bounds[..., 0], bounds[..., 1]
-        bad = (lo < 0) | (hi < lo) | (hi > self.k_len)
-        if self.bounds.shape[3] > 1:
+        illegal = arrays.any((lo < 0) | (hi < lo) | (hi > self.k_len))
+        if bounds.shape[3] > 1:
             reach = arrays.cummax(arrays.where(hi > lo, hi, 0))
-            overlap = (hi > lo)[..., 1:] & (lo[..., 1:] < reach[..., :-1])
-            return arrays.any(bad) | arrays.any(overlap)
-        return bad[..., 0]
+            illegal = illegal | arrays.any((hi > lo)[..., 1:] & (lo[..., 1:] < reach[..., :-1]))
+        return illegal
 
     def validate(self) -> Spans:
         """Return the spans themselves if all are legal.
@@ -249,8 +229,8 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             self.validate()
         keys = arrays.arange(self.k_len)
         lo, hi = self.bounds[..., 0], self.bounds[..., 1]
-        visible = (keys >= lo[..., 0, None]) & (keys < hi[..., 0, None])
-        for r in range(1, self.bounds.shape[3]):
+        visible: Array = False
+        for r in range(self.bounds.shape[3]):
             visible = visible | ((keys >= lo[..., r, None]) & (keys < hi[..., r, None]))
         return visible
 
@@ -277,9 +257,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return float(cost.sum()) / max(cost.size * self.k_len, 1)
 
     def block_pairs(self, q_block: int, k_block: int) -> Array:
-        """Visible pairs of each tile of the mask.
-
-        They follow from each span's two ends: O(q_len * R + tiles), never O(q_len * k_len).
+        """Visible pairs of each tile of the mask, from the ends of its spans: O(q_len * R + tiles).
 
         Args:
             q_block: rows of a tile, at least 1; the last tile may be smaller.
@@ -296,37 +274,27 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             >>> causal().spans(4, 4).block_pairs(2, 2)[0, 0].tolist()
             [[3, 0], [4, 3]]
         """
-        for name, value in (("q_block", q_block), ("k_block", k_block)):
-            if value < 1:
-                raise OptionError(
-                    name, expected="at least 1", got=shown(value), remedy="Pass a positive block size"
-                )
+        expect(q_block >= 1, "q_block", "at least 1", q_block, "Pass a positive block size")
+        expect(k_block >= 1, "k_block", "at least 1", k_block, "Pass a positive block size")
         arrays = self._arrays
         batch, heads, q_len = self.bounds.shape[:3]
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
-        tiles = batch * heads * nq * (nk + 1)
-        row_block = arrays.arange(q_len) // q_block
+        row_block = (arrays.arange(q_len) // q_block)[:, None, None]
         plane = arrays.arange(batch * heads).reshape(batch, heads, 1, 1, 1)
         # The keys below an end x fill the tiles before x // k_block and x % k_block keys of that one.
-        at = (plane * nq + row_block[None, None, :, None, None]) * (nk + 1) + self.bounds // k_block
-        at = at.reshape(-1)
+        at = (plane * nq + row_block) * (nk + 1) + self.bounds // k_block
         sign = arrays.asarray(np.array([-1, 1]), "int64")
-        signs = arrays.broadcast_to(sign, self.bounds.shape).reshape(-1)
-        remainders = (sign * (self.bounds % k_block)).reshape(-1)
-        shape = (batch, heads, nq, nk + 1)
-        ends = arrays.scatter_add(tiles, at, signs).reshape(shape)
-        rest = arrays.scatter_add(tiles, at, remainders).reshape(shape)[..., :nk]
+
+        def per_tile(x: Array) -> Array:
+            sums = arrays.scatter_add(batch * heads * nq * (nk + 1), at.reshape(-1), x.reshape(-1))
+            return sums.reshape(batch, heads, nq, nk + 1)
+
+        ends = per_tile(arrays.broadcast_to(sign, self.bounds.shape))
         later = arrays.sum(ends)[..., None] - arrays.cumsum(ends)[..., :nk]
-        return later * k_block + rest
+        return later * k_block + per_tile(sign * (self.bounds % k_block))[..., :nk]
 
     def block_states(self, q_block: int, k_block: int) -> Array:
-        """What each tile of the mask holds: 0 nothing, 1 some, 2 all of its pairs. Exact.
-
-        Args:
-            q_block, k_block: tile sizes, as for `block_pairs`.
-
-        Returns:
-            int32 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+        """What each tile of `block_pairs` shows: 0 nothing, 1 some, 2 all of its pairs, int32. Exact.
 
         Example:
             >>> from attnspan import causal
@@ -350,8 +318,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
                 dk, dv).
 
         Returns:
-            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) where nothing is touched. Tiles inside may be
-            empty.
+            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) for an empty range. Tiles inside may be empty.
 
         Example:
             >>> from attnspan import window
@@ -359,7 +326,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             [[0, 1], [0, 2]]
         """
         arrays = self._arrays
-        touched = self.block_states(q_block, k_block) > 0
+        touched = self.block_pairs(q_block, k_block) > 0
         if transpose:
             touched = touched.swapaxes(-1, -2)
         n = touched.shape[-1]
@@ -388,7 +355,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         runs = self.bounds.shape[3]
         if runs > 1:
             lo, hi = sweep(arrays, lo, hi, depth=1, count=runs, top=self.k_len)
-            used = arrays.to_numpy(arrays.sum(arrays.cast(lo < hi, "int64")))
+            used = arrays.to_numpy(arrays.sum(lo < hi))
             runs = max(int(used.max(initial=0)), 1)
             lo, hi = lo[..., :runs], hi[..., :runs]
         bounds = arrays.stack([arrays.where(lo < hi, lo, 0), arrays.where(lo < hi, hi, 0)])
@@ -396,18 +363,16 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return Spans(arrays.contiguous(bounds), self.k_len)
 
     def _require_values(self, what: str, of: str = "Spans") -> None:
-        arrays = self._arrays
         # A tensor on a device has values too; reading them waits for the device, which these calls are for.
         device = getattr(self.bounds, "device", None)
         on_host = getattr(device, "type", "cpu") == "cpu"
-        if on_host and not arrays.concrete(self.bounds):
-            raise OptionError(
-                f"{of}.{what}",
-                expected="an array whose values can be read",
-                got="one that is being traced",
-                remedy="Call it outside the compiled function; inside, mask.spans(...) lowers a mask without "
-                "reading values",
-            )
+        expect(
+            not on_host or self._arrays.concrete(self.bounds),
+            f"{of}.{what}",
+            "an array whose values can be read",
+            "one that is being traced",
+            "Call it outside the compiled function; inside, mask.spans(...) lowers without reading values",
+        )
 
 
 def _refuse_mapped(k_len: Array) -> None:
@@ -440,7 +405,7 @@ def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, asc
     """`index` as int32 (n,) in the framework of `arrays`; its values are checked where they can be read.
 
     Raises:
-        DtypeError, ShapeError, OptionError: for a wrong dtype, rank, or values outside [0, below) or not
+        DtypeError, ShapeError, OptionError: for a wrong dtype or rank, or values outside [0, below) or not
         ascending.
 
     Example:
@@ -449,32 +414,22 @@ def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, asc
     """
     index = np.asarray(index, np.int64) if isinstance(index, (list, tuple)) else index
     if not is_array(index) or not is_integer(index):
-        got = str(index.dtype) if is_array(index) else type(index).__name__
-        raise DtypeError(
-            what, expected="an integer array of indices", got=got, remedy="Convert it to int32 or int64"
-        )
-    if index.ndim != 1:
-        raise ShapeError(
-            what,
-            expected="an index of shape (n,)",
-            got=shown(index.shape),
-            remedy="Pass one axis of indices",
-        )
+        expected, remedy = "an integer array of indices", "Convert it to int32 or int64"
+        raise DtypeError(what, expected=expected, got=kind_of(index), remedy=remedy)
+    one_axis = "Pass one axis of indices"
+    expect(index.ndim == 1, what, "an index of shape (n,)", index.shape, one_axis, error=ShapeError)
     if arrays.concrete(index) and index.shape[0] > 0:
         values = arrays.to_numpy(index)
-        limit = 2**31 - 1 if below is None else below
-        if values.min() < 0 or values.max() >= limit:
-            raise OptionError(
-                what,
-                expected=f"indices in [0, {limit})",
-                got=f"{values.min()}..{values.max()}",
-                remedy="Index the whole, global sequence",
-            )
-        if ascending and (values[1:] <= values[:-1]).any():
-            raise OptionError(
-                what,
-                expected="strictly ascending indices",
-                got="unsorted ones",
-                remedy="Sort keys and index together",
-            )
+        limit, ends = INT32_MAX if below is None else below, (values.min(), values.max())
+        inside = ends[0] >= 0 and ends[1] < limit
+        expect(
+            inside,
+            what,
+            "indices in [0, {})",
+            "{}..{}".format(*ends),
+            "Index the whole, global sequence",
+            limit,
+        )
+        sorted_ = not ascending or (values[1:] > values[:-1]).all()
+        expect(sorted_, what, "strictly ascending indices", "unsorted ones", "Sort keys and index together")
     return arrays.to_int32(index)
