@@ -83,7 +83,7 @@ def build_app() -> "typer.Typer":
 
     app.command("train", help="Train a language model on packed documents.")(train(_monitored))
 
-    @app.command(help="Continue a text with a trained model.")
+    @app.command("sample", help="Continue a text with a trained model.")
     def sample(
         checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
         prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
@@ -98,7 +98,7 @@ def build_app() -> "typer.Typer":
             print(text, end="", flush=True)
         print()
 
-    @app.command(help="Draw a mask.")
+    @app.command("show", help="Draw a mask.")
     def show(
         expression: Annotated[str, typer.Argument(help='a mask, like "causal & documents([0, 10, 32])"')],
         q_len: Annotated[int, typer.Option(help="query rows")] = 64,

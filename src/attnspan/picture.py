@@ -121,7 +121,7 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
     scale = -(-max(plane.q_len, plane.k_len, 1) // _EXACT)
     rows, columns = (max(-(-n // scale), 1) for n in (plane.q_len, plane.k_len))
     cell = size / max(rows, columns)
-    shapes = _shapes(_shade(_coverage(plane, scale, scale), 10))
+    shapes = _shapes(_shade(_coverage(plane, scale, scale), 10), exact=scale == 1)
     if scale == 1 and cell >= 5:
         grid = [f"M0 {i}H{columns}" for i in range(1, rows)] + [f"M{j} 0V{rows}" for j in range(1, columns)]
         stroke = 'stroke="#fff" stroke-opacity="0.45" stroke-width="0.08"'
@@ -192,8 +192,8 @@ def _shade(coverage: np.ndarray[Any, Any], full: int) -> np.ndarray[Any, Any]:
     return np.where(coverage == 0, 0, np.where(coverage == 1, full, np.minimum(between, full - 1)))
 
 
-def _shapes(shades: np.ndarray[Any, Any]) -> list[str]:
-    """One path for each of ten shades; equal neighbouring rows are drawn as one."""
+def _shapes(shades: np.ndarray[Any, Any], exact: bool) -> list[str]:
+    """One path for each shade. An exact picture has one shade. Equal neighbouring rows are drawn as one."""
     paths: dict[int, list[str]] = {}
     changes = np.flatnonzero((shades[1:] != shades[:-1]).any(axis=1)) + 1
     for i, j in pairwise([0, *changes.tolist(), len(shades)]):
@@ -202,10 +202,8 @@ def _shapes(shades: np.ndarray[Any, Any]) -> list[str]:
         for lo, hi in pairwise(edges):
             if lo < hi and row[lo] > 0:
                 paths.setdefault(int(row[lo]), []).append(f"M{lo} {i}h{hi - lo}v{j - i}h{lo - hi}z")
-    return [
-        f'<path fill="#4263eb" fill-opacity="{shade / 10:g}" d="{"".join(path)}"/>'
-        for shade, path in sorted(paths.items())
-    ]
+    opacity = {shade: "" if exact else f' fill-opacity="{shade / 10}"' for shade in paths}
+    return [f'<path fill="#4263eb"{opacity[x]} d="{"".join(path)}"/>' for x, path in sorted(paths.items())]
 
 
 def _labels(plane: Spans, scale: int, cell: float, left: int, top: int) -> str:
@@ -217,10 +215,10 @@ def _labels(plane: Spans, scale: int, cell: float, left: int, top: int) -> str:
             step *= 2
         return [(number, (number / scale + 0.5) * cell) for number in range(0, n, step)]
 
-    def label(x: float, y: float, anchor: str, what: object) -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{what}</text>'
+    def label(x: object, y: object, anchor: str, number: int) -> str:
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{number}</text>'
 
     corner = f'<text x="{left - 6}" y="{top - 6}" text-anchor="end" opacity="0.75">query \\ key</text>'
-    keys = [label(left + at, top - 6, "middle", j) for j, at in ticks(plane.k_len)]
-    rows = [label(left - 6, top + at + 4, "end", i) for i, at in ticks(plane.q_len)]
+    keys = [label(f"{left + at:.1f}", top - 6, "middle", j) for j, at in ticks(plane.k_len)]
+    rows = [label(left - 6, f"{top + at + 4:.1f}", "end", i) for i, at in ticks(plane.q_len)]
     return "".join([corner, *keys, *rows])
