@@ -47,19 +47,26 @@ class Spans:
     _k_len: Array | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        bounds = self.bounds
+        bounds: Any = self.bounds
+        k_len: Any = self.k_len
         if not is_array(bounds) or not is_integer(bounds):
-            raise DtypeError(
-                "Spans", expected="an int32 array", got=kind_of(bounds), remedy="Convert the bounds to int32"
-            )
+            got, remedy = kind_of(bounds), "Convert the bounds to int32"
+            raise DtypeError("Spans", expected="an int32 array", got=got, remedy=remedy)
         if bounds.ndim != 5 or bounds.shape[-1] != 2:
-            raise ShapeError(
-                "Spans",
-                expected="bounds of shape (B|1, H|1, q_len, R, 2)",
-                got=shown(bounds.shape),
-                remedy="Add the missing axes, each of length 1",
+            expected, remedy = (
+                "bounds of shape (B|1, H|1, q_len, R, 2)",
+                "Add the missing axes, each of length 1",
             )
-        self._check_k_len()
+            raise ShapeError("Spans", expected=expected, got=shown(bounds.shape), remedy=remedy)
+        # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
+        arrays, what, remedy = self._arrays, "Spans: k_len", "Pass the number of keys"
+        if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and arrays.concrete(k_len):
+            k_len = int(k_len)
+            object.__setattr__(self, "k_len", k_len)
+        if k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len):
+            raise DtypeError(what, expected="an int", got=type(k_len).__name__, remedy=remedy)
+        if not arrays.tracing() and isinstance(k_len, int) and k_len < 0:
+            raise OptionError(what, expected="at least 0", got=str(k_len), remedy=remedy)
         object.__setattr__(self, "_k_len", self._k_len_as_data())
 
     @classmethod
@@ -68,18 +75,6 @@ class Spans:
         spans: Spans = object.__new__(cls)
         vars(spans).update(bounds=bounds, k_len=k_len)
         return spans
-
-    def _check_k_len(self) -> None:
-        # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
-        k_len: Any = self.k_len
-        if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and self._arrays.concrete(k_len):
-            k_len = int(k_len)
-            object.__setattr__(self, "k_len", k_len)
-        what, remedy = "Spans: k_len", "Pass the number of keys"
-        if k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len):
-            raise DtypeError(what, expected="an int", got=type(k_len).__name__, remedy=remedy)
-        if not self._arrays.tracing() and isinstance(k_len, int) and k_len < 0:
-            raise OptionError(what, expected="at least 0", got=str(k_len), remedy=remedy)
 
     if not TYPE_CHECKING:
 
@@ -135,10 +130,7 @@ class Spans:
         """The mask of some of the query rows.
 
         Args:
-            index: integer (n,), row numbers in any order.
-
-        Raises:
-            OptionError: for a row number out of range, where values can be read.
+            index: integer (n,), row numbers in any order. Numbers out of range raise if they can be read.
 
         Example:
             >>> from attnspan import causal
@@ -161,10 +153,7 @@ class Spans:
         hi.
 
         Args:
-            index: integer (n,), strictly ascending key numbers.
-
-        Raises:
-            OptionError: for key numbers out of range or not ascending, where values can be read.
+            index: integer (n,), strictly ascending key numbers. Other numbers raise if they can be read.
 
         Example:
             >>> from attnspan import causal
@@ -188,10 +177,7 @@ class Spans:
         return illegal
 
     def validate(self) -> Spans:
-        """Return the spans themselves if all are legal.
-
-        Raises:
-            OptionError: naming the first illegal row.
+        """Return the spans themselves, or raise an OptionError that names the first illegal row.
 
         Example:
             >>> Spans(np.array([[[[[0, 3]]]]], np.int32), k_len=2).validate()
@@ -203,21 +189,19 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         rows = np.argwhere(self._arrays.to_numpy(self._illegal_rows()))
         if len(rows) == 0:
             return self
-        b, h, i = (int(x) for x in rows[0])
+        b, h, i = rows[0].tolist()
         row = [tuple(map(int, span)) for span in self._arrays.to_numpy(self.bounds[b, h, i])]
-        marker = all(span == (0, -1) for span in row)
         raise OptionError(
             f"spans of batch {b}, head {h}, row {i}",
             expected=f"ascending, disjoint spans in [0, {self.k_len}]",
             got=", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else ""),
-            remedy=_PROMISES if marker else "Clip and sort the bounds",
+            remedy=_PROMISES if set(row) == {(0, -1)} else "Clip and sort the bounds",
         )
 
     def dense(self) -> Array:
         """Bool (B|1, H|1, q_len, k_len): True where the row may see the key. O(q_len * k_len) memory.
 
-        Raises:
-            OptionError: for illegal spans, where values can be read.
+        Illegal spans raise if their values can be read.
 
         Example:
             >>> from attnspan import causal
@@ -265,9 +249,6 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
 
         Returns:
             int64 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
-
-        Raises:
-            OptionError: for a block size below 1.
 
         Example:
             >>> from attnspan import causal
@@ -352,11 +333,9 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         arrays, illegal = self._arrays, self._illegal_rows()
         bounds = mark_illegal(arrays, self.bounds, illegal)
         lo, hi = bounds[..., 0], bounds[..., 1]
-        runs = self.bounds.shape[3]
-        if runs > 1:
-            lo, hi = sweep(arrays, lo, hi, depth=1, count=runs, top=self.k_len)
-            used = arrays.to_numpy(arrays.sum(lo < hi))
-            runs = max(int(used.max(initial=0)), 1)
+        if self.runs > 1:
+            lo, hi = sweep(arrays, lo, hi, depth=1, count=self.runs, top=self.k_len)
+            runs = max(int(arrays.to_numpy(arrays.sum(lo < hi)).max(initial=0)), 1)
             lo, hi = lo[..., :runs], hi[..., :runs]
         bounds = arrays.stack([arrays.where(lo < hi, lo, 0), arrays.where(lo < hi, hi, 0)])
         bounds = mark_illegal(arrays, arrays.cast(bounds, "int32"), illegal)
@@ -376,17 +355,13 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
 
 
 def _refuse_mapped(k_len: Array) -> None:
-    """Raise where torch.func.vmap maps over stacked spans, each of which has a number of keys."""
+    """Raise if torch.func.vmap maps over stacked spans, each of which has a number of keys."""
     torch = sys.modules.get("torch")
     if torch is None or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
-    if torch._C._functorch.is_batchedtensor(k_len):
-        raise OptionError(
-            "Spans: k_len",
-            expected="one number",
-            got="one for each call under torch.func.vmap",
-            remedy="Map over the bounds, and make the mask of each call by spans(bounds)",
-        )
+    remedy = "Map over the bounds, and make the mask of each call by spans(bounds)"
+    mapped = torch._C._functorch.is_batchedtensor(k_len)
+    expect(not mapped, "Spans: k_len", "one number", "one for each call under torch.func.vmap", remedy)
 
 
 def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
@@ -402,34 +377,22 @@ def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
 
 
 def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, ascending: bool) -> Array:
-    """`index` as int32 (n,) in the framework of `arrays`; its values are checked where they can be read.
+    """`index` as int32 (n,) in the framework of `arrays`; its values are checked if they can be read.
 
     Raises:
         DtypeError, ShapeError, OptionError: for a wrong dtype or rank, or values outside [0, below) or not
         ascending.
-
-    Example:
-        >>> check_index(arrays_for([]), np.array([0, 2]), "take_keys", below=3, ascending=True)
-        array([0, 2], dtype=int32)
     """
     index = np.asarray(index, np.int64) if isinstance(index, (list, tuple)) else index
     if not is_array(index) or not is_integer(index):
         expected, remedy = "an integer array of indices", "Convert it to int32 or int64"
         raise DtypeError(what, expected=expected, got=kind_of(index), remedy=remedy)
-    one_axis = "Pass one axis of indices"
-    expect(index.ndim == 1, what, "an index of shape (n,)", index.shape, one_axis, error=ShapeError)
+    remedy = "Pass one axis of indices"
+    expect(index.ndim == 1, what, "an index of shape (n,)", index.shape, remedy, error=ShapeError)
     if arrays.concrete(index) and index.shape[0] > 0:
-        values = arrays.to_numpy(index)
-        limit, ends = INT32_MAX if below is None else below, (values.min(), values.max())
-        inside = ends[0] >= 0 and ends[1] < limit
-        expect(
-            inside,
-            what,
-            "indices in [0, {})",
-            "{}..{}".format(*ends),
-            "Index the whole, global sequence",
-            limit,
-        )
-        sorted_ = not ascending or (values[1:] > values[:-1]).all()
-        expect(sorted_, what, "strictly ascending indices", "unsorted ones", "Sort keys and index together")
+        values, limit = arrays.to_numpy(index), INT32_MAX if below is None else below
+        low, high, remedy = values.min(), values.max(), "Index the whole, global sequence"
+        expect(low >= 0 and high < limit, what, "indices in [0, {})", f"{low}..{high}", remedy, limit)
+        ordered, remedy = not ascending or (values[1:] > values[:-1]).all(), "Sort keys and index together"
+        expect(ordered, what, "strictly ascending indices", "unsorted ones", remedy)
     return arrays.to_int32(index)
