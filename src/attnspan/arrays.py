@@ -36,8 +36,6 @@ Array = Any
 
 INT32_MAX = 2**31 - 1
 
-_DTYPES = ("int32", "int64", "bool")
-
 
 def _is_torch(x: object) -> bool:
     torch = sys.modules.get("torch")
@@ -60,7 +58,7 @@ def is_array(x: object) -> bool:
 
 
 def is_integer(x: Array) -> bool:
-    """Whether `x` has an integer dtype; bool is none.
+    """Whether `x` has an integer dtype, which bool is not.
 
     Example:
         >>> is_integer(np.zeros(2, np.uint8)), is_integer(np.zeros(2, bool))
@@ -105,7 +103,7 @@ class Arrays:
     name = "numpy"
     xp: Any = np
     device: Any = None
-    _dtypes: Mapping[str, Any] = dict(zip(_DTYPES, _DTYPES, strict=True))
+    _dtypes: Mapping[str, Any] = {"int32": "int32", "int64": "int64", "bool": "bool"}
     _on: Mapping[str, Any] = {}  # where new arrays are made
     _stable: Mapping[str, Any] = {"kind": "stable"}
 
@@ -226,7 +224,7 @@ class JaxArrays(Arrays):
         self.jax: Any = sys.modules["jax"]
         self.xp = self.jax.numpy
         # JAX keeps 32 bits unless told otherwise, and warns when asked for more.
-        self._dtypes = {name: self.jax.dtypes.canonicalize_dtype(name) for name in _DTYPES}
+        self._dtypes = {name: self.jax.dtypes.canonicalize_dtype(name) for name in Arrays._dtypes}
 
     def concrete(self, x: Array) -> bool:
         if not _is_jax(x):
@@ -263,7 +261,7 @@ class TorchArrays(Arrays):
     def __init__(self, device: Any) -> None:
         self.xp = sys.modules["torch"]
         self.device, self._on = device, {"device": device}
-        self._dtypes = {name: getattr(self.xp, name) for name in _DTYPES}
+        self._dtypes = {"int32": self.xp.int32, "int64": self.xp.int64, "bool": self.xp.bool}
 
     def tracing(self) -> bool:
         return bool(self.xp.compiler.is_compiling())
@@ -369,7 +367,7 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
     Args:
         candidates: anything; entries that are not arrays are passed over. NumPy arrays go with those of any
             other framework.
-        like: an array that decides if the candidates have only NumPy arrays or none. Default: NumPy.
+        like: an array that decides if no candidate is an array of torch or JAX. Default: NumPy.
         what: the name of the argument, for errors.
 
     Raises:

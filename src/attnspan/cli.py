@@ -19,14 +19,9 @@ __all__ = ["build_app", "main"]
 
 # Which extra brings a module that may be missing.
 _EXTRAS = {
-    "typer": "cli",
-    "rich": "cli",
-    "torch": "train",
-    "datasets": "train",
-    "tokenizers": "train",
-    "tensorboard": "train",
-    "jinja2": "bench",
-    "plotly": "bench",
+    **dict.fromkeys(("typer", "rich"), "cli"),
+    **dict.fromkeys(("torch", "datasets", "tokenizers", "tensorboard"), "train"),
+    **dict.fromkeys(("jinja2", "plotly"), "bench"),
 }
 
 

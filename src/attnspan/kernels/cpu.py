@@ -218,19 +218,19 @@ def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
         >>> configs(Problem(1, 1, 1, 4096, 4096, 64, 64, 1, "float32", "cpu"), "forward")[0]
         {'block_q': 0, 'block_k': 0, 'threads': 0}
     """
-    q_step, q_most, k_step, k_most, square = _compiled().blocks(direction, problem.dtype)
-    keys = _sizes(k_step, k_most, problem.k_len)
-    rows = _sizes(q_step, q_most, problem.q_len)
+    q_step, q_max, k_step, k_max, square = _compiled().blocks(direction, problem.dtype)
+    keys = _sizes(k_step, k_max, problem.k_len)
+    rows = _sizes(q_step, q_max, problem.q_len)
     pairs = [(k, k) for k in keys] if square else [(q, k) for q in rows for k in keys]
     blocks = [{"block_q": q, "block_k": k, "threads": 0} for q, k in [(0, 0), *pairs]]
     return [*blocks, {"block_q": 0, "block_k": 0, "threads": 1}]
 
 
-def _sizes(step: int, most: int, length: int) -> list[int]:
+def _sizes(step: int, largest: int, length: int) -> list[int]:
     """Multiples of a step, first all and then ever fewer, up to the first one that holds the length."""
     sizes: list[int] = []
     size = step
-    while size <= most and (not sizes or sizes[-1] < length):
+    while size <= largest and (not sizes or sizes[-1] < length):
         sizes.append(size)
         size += step * max(1, size // (4 * step))
     return sizes

@@ -78,52 +78,40 @@ def forward(
         >>> torch.allclose(out[:, :, 0], x[:, :, 0])
         True
     """
+    options = options or _NONE
     on = has_autocast(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if on else nullcontext():
-        return _forward(q, k, v, bounds, scale, options or _NONE, lowered_for, wide_lse)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    scale: float,
-    options: Options,
-    lowered_for: Tensor | None,
-    wide_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, q_heads, q_len, head_dim = q.shape
-    kv_heads, k_len = k.shape[1], k.shape[2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
-    if lowered_for is not None:
-        illegal_bhm1 = illegal_bhm1 | (lowered_for != k_len)
-    q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
-    scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    base_bhm1 = None
-    if options.bias_kind and k_len:
-        bias, base_bhm1 = _bias(options, q, k, visible_bhms)
-        scores = scores + bias
-    scores = torch.where(visible_bhms, scores, -torch.inf)
-    sink = None
-    if options.sinks is not None:
-        sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
-        sink = sink if base_bhm1 is None else sink - base_bhm1
-    weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
-    # A float32 of a large base would lose what parts of a softmax differ by.
-    lse_bhm1 = lse_bhm1.double() if wide_lse else lse_bhm1
-    lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
-    if options.dropout_p:
-        keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)
-        weights = weights * _fold(keep, kv_heads, q_heads, q_len)
-    out_bhme = _row_product(weights, v.to(wide), visible_bhms)
-    out_bhme = torch.where(illegal_bhm1, torch.nan, out_bhme).to(q.dtype)
-    lse_bhm1 = torch.where(illegal_bhm1, torch.nan, lse_bhm1)
-    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3])
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse_bhm1.reshape(batch, q_heads, q_len)
+        batch, q_heads, q_len, head_dim = q.shape
+        kv_heads, k_len = k.shape[1], k.shape[2]
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
+        if lowered_for is not None:
+            illegal_bhm1 = illegal_bhm1 | (lowered_for != k_len)
+        q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
+        scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
+        if options.softcap:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        base_bhm1 = None
+        if options.bias_kind and k_len:
+            bias, base_bhm1 = _bias(options, q, k, visible_bhms)
+            scores = scores + bias
+        scores = torch.where(visible_bhms, scores, -torch.inf)
+        sink = None
+        if options.sinks is not None:
+            sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
+            sink = sink if base_bhm1 is None else sink - base_bhm1
+        weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
+        # A float32 of a large base would lose what parts of a softmax differ by.
+        lse_bhm1 = lse_bhm1.double() if wide_lse else lse_bhm1
+        lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
+        if options.dropout_p:
+            keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)
+            weights = weights * _fold(keep, kv_heads, q_heads, q_len)
+        out_bhme = _row_product(weights, v.to(wide), visible_bhms)
+        out_bhme = torch.where(illegal_bhm1, torch.nan, out_bhme).to(q.dtype)
+        lse_bhm1 = torch.where(illegal_bhm1, torch.nan, lse_bhm1)
+        out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3])
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse_bhm1.reshape(batch, q_heads, q_len)
 
 
 def _softmax(scores: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
