@@ -37,7 +37,7 @@ def forward(
         v: (B, Hkv, Sk, Dv).
         bounds: integer (B|1, Hq|1, Sq, R, 2), see `attnspan.Spans`.
         scale: factor of the scores.
-        options: see `attnspan.options.Options`; its arrays are anything `np.asarray` takes.
+        options: see `attnspan.options.Options`, with anything `np.asarray` takes.
 
     Returns:
         out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing has out 0, and lse
@@ -56,9 +56,8 @@ def forward(
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
     terms = _Terms(options or Options(), q, k)
     for b, h, i, g, keys in _rows(q, k, v, bounds):
-        x, _ = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
-        p, _, lse[b, h, i] = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
-        out[b, h, i] = (terms.keep(b, h, i, keys) * p) @ v[b, g, keys]
+        p, _, lse[b, h, i], m, _ = terms.weights(scale * (k[b, g, keys] @ q[b, h, i]), b, h, i, keys)
+        out[b, h, i] = (m * p) @ v[b, g, keys]
     return out, lse
 
 
@@ -96,9 +95,7 @@ def backward(
     terms = _Terms(options or Options(), q, k)
     dbias, dsinks = np.zeros_like(terms.parameter), np.zeros(q.shape[1])
     for b, h, i, g, keys in _rows(q, k, v, bounds):
-        x, slope = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
-        p, sink_p, _ = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
-        m = terms.keep(b, h, i, keys)
+        p, sink_p, _, m, slope = terms.weights(scale * (k[b, g, keys] @ q[b, h, i]), b, h, i, keys)
         dp = m * (v[b, g, keys] @ dout[b, h, i])
         common = dlse[b, h, i] - p @ dp
         dx = p * (dp + common)
@@ -123,10 +120,10 @@ class _Terms:
         batch, heads, q_len, _ = q.shape
         k_len = k.shape[2]
         self.options = options
-        last = np.arange(k_len - q_len, k_len) if options.q_index is None else np.asarray(options.q_index)
-        keys = np.arange(k_len) if options.k_index is None else np.asarray(options.k_index)
-        self.q_index: Index = np.broadcast_to(last, (batch, q_len)).astype(np.int64)
-        self.k_index: Index = np.broadcast_to(keys, (batch, k_len)).astype(np.int64)
+        rows = np.arange(k_len - q_len, k_len) if options.q_index is None else options.q_index
+        keys = np.arange(k_len) if options.k_index is None else options.k_index
+        self.q_index: Index = np.broadcast_to(np.asarray(rows), (batch, q_len)).astype(np.int64)
+        self.k_index: Index = np.broadcast_to(np.asarray(keys), (batch, k_len)).astype(np.int64)
         self.sinks = np.full(heads, -np.inf) if options.sinks is None else _float64(options.sinks)[0]
         self.parameter = _float64(np.zeros(0) if options.bias is None else options.bias)[0]
         self.multiplier: Float | None = None
@@ -136,20 +133,19 @@ class _Terms:
             keep = kept(options.dropout_p, seeds, self.q_index, self.k_index)
             self.multiplier = keep * scale_of_kept(options.dropout_p)
 
-    def cap(self, x: Float) -> tuple[Float, Float]:
-        """The softcapped scores, and their derivative."""
+    def weights(self, x: Float, b: int, h: int, i: int, keys: Index) -> tuple[Any, float, float, Any, Any]:
+        """From scaled scores: p, the sink's p, the lse, dropout's factors m, and the softcap's derivative."""
         cap = self.options.softcap
-        if not cap:
-            return x, np.ones_like(x)
-        t = np.tanh(x / cap)
-        return cap * t, 1 - t * t
-
-    def bias(self, b: int, h: int, i: int, keys: Index) -> Float:
-        if self.options.bias_kind == 0:
-            return np.zeros(len(keys))
-        where, factor = self.bias_of(b, h, i, keys)
-        bias = np.asarray(factor * self.parameter[where])
-        return np.where(bias < HIDES, -np.inf, bias) if self.options.bias_kind == DENSE else bias
+        slope: Any = 1.0
+        if cap:
+            t = np.tanh(x / cap)
+            x, slope = cap * t, 1 - t * t
+        if self.options.bias_kind:
+            where, factor = self.bias_of(b, h, i, keys)
+            bias = factor * self.parameter[where]
+            x = x + (np.where(bias < HIDES, -np.inf, bias) if self.options.bias_kind == DENSE else bias)
+        m = 1.0 if self.multiplier is None else self.multiplier[b, h, i, keys]
+        return *_softmax(x, self.sinks[h]), m, slope
 
     def bias_of(self, b: int, h: int, i: int, keys: Index) -> tuple[tuple[Any, ...], Any]:
         """The bias of each key as an element of the parameter, and a factor."""
@@ -165,10 +161,6 @@ class _Terms:
         assert kind in (ALIBI, SIGNED_ALIBI), kind
         slope = np.full(len(keys), b if sizes[0] > 1 else 0), head
         return slope, distance if kind == SIGNED_ALIBI else -np.abs(distance)
-
-    def keep(self, b: int, h: int, i: int, keys: Index) -> Float:
-        """What dropout multiplies each weight by."""
-        return np.ones(len(keys)) if self.multiplier is None else self.multiplier[b, h, i, keys]
 
 
 def _float64(*arrays: Any) -> list[Float]:

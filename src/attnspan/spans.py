@@ -47,17 +47,16 @@ class Spans:
     _k_len: Array | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        bounds: Any = self.bounds
+        bounds: Array = self.bounds
         k_len: Any = self.k_len
         if not is_array(bounds) or not is_integer(bounds):
             got, remedy = kind_of(bounds), "Convert the bounds to int32"
             raise DtypeError("Spans", expected="an int32 array", got=got, remedy=remedy)
         if bounds.ndim != 5 or bounds.shape[-1] != 2:
-            expected, remedy = (
-                "bounds of shape (B|1, H|1, q_len, R, 2)",
-                "Add the missing axes, each of length 1",
+            got, remedy = shown(bounds.shape), "Add the missing axes, each of length 1"
+            raise ShapeError(
+                "Spans", expected="bounds of shape (B|1, H|1, q_len, R, 2)", got=got, remedy=remedy
             )
-            raise ShapeError("Spans", expected=expected, got=shown(bounds.shape), remedy=remedy)
         # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
         arrays, what, remedy = self._arrays, "Spans: k_len", "Pass the number of keys"
         if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and arrays.concrete(k_len):
