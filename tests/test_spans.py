@@ -132,7 +132,7 @@ def test_bad_arguments_are_named():
         (lambda: spans.take_queries(np.array([[0]])), r"an index of shape \(n,\), got \(1, 1\)"),
         (lambda: spans.block_states(0, 2), "q_block: expected at least 1, got 0"),
         (lambda: Spans(np.zeros((4, 1, 2), int), 3), r"bounds of shape .*, got \(4, 1, 2\)"),
-        (lambda: Spans(np.zeros((1, 1, 4, 1, 2)), 3), "Spans: expected int32 bounds, got float64"),
+        (lambda: Spans(np.zeros((1, 1, 4, 1, 2)), 3), "Spans: expected an int32 array, got float64"),
         (lambda: Spans([[0, 1]], 3), "Spans: expected an int32 array, got list"),
     ]
     for call, message in cases:

@@ -11,19 +11,12 @@ from .arrays import Array, arrays_for
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The predicate of a `BlockMask`: full blocks are seen, others that it lists as far as `mask_mod` says.
-
-    Attributes:
-        mask_mod: the function (b, h, q_index, k_index) -> bool.
-        full: bool (B|1, H|1, q blocks, k blocks), the blocks that are seen as a whole.
-        listed: bool, of that shape: those and the ones that `mask_mod` decides.
-        q_block, k_block: rows and keys of a block.
-    """
+    """The predicate of a `BlockMask`: full blocks are seen, `mask_mod` decides in the other listed ones."""
 
     mask_mod: Callable[[Any, Any, Any, Any], Any]
-    full: Array
-    listed: Array
-    q_block: int
+    full: Array  # bool (B|1, H|1, q blocks, k blocks)
+    listed: Array  # of that shape, the full blocks too
+    q_block: int  # rows and keys of a block
     k_block: int
 
     @classmethod

@@ -9,55 +9,33 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, Arrays
-from .errors import OptionError
+from .errors import OptionError, expect
 
 CHUNK_PAIRS = 1 << 22
-"""(query, key) pairs that are looked at once, per batch row and head: what bounds the memory."""
+"""(query, key) pairs that are encoded at once, per batch row and head: it bounds the memory."""
 
 TRACED_RUNS = 8
-"""R in a traced program, where it cannot follow from data and no `max_runs` says it."""
+"""R in a traced program without `max_runs`: there it cannot follow from data."""
 
 _SMALL = 1 << 20
-"""Bytes below which the size of spans is nobody's concern."""
+"""Bytes of spans up to which no warning is given."""
 
 _operators: dict[str, Callable[[Any, int], Any]] = {}
 
 
 class SpansLargerThanMask(UserWarning):
-    """The spans of a mask take more memory than its booleans would: its rows alternate too often.
-
-    Example:
-        >>> issubclass(SpansLargerThanMask, UserWarning)
-        True
-    """
+    """The spans of a mask take more memory than its booleans would: its rows have too many runs."""
 
 
 def register_operator(framework: str, operator: Callable[[Any, int], Any]) -> None:
-    """Name what encodes booleans inside the programs of a framework: a front end calls this.
-
-    Args:
-        framework: as in `Arrays.name`.
-        operator: (bool (B, H, rows, k_len), runs) -> int32 (B, H, rows, runs, 2), which refuses a row with
-            more runs than that, or writes (0, -1) into each of its spans.
-
-    Example:
-        >>> _operators.get("numpy") is None  # NumPy traces nothing
-        True
-    """
+    """Set what `encode_traced` calls in the programs of a framework, by its `Arrays.name`."""
     _operators[framework] = operator
 
 
 def encode_traced(arrays: Arrays, visible: Array, runs: int) -> Array:
-    """Encode booleans that nobody can read yet.
+    """Encode booleans (B, H, rows, k_len) of a traced program as int32 (B, H, rows, runs, 2).
 
-    Args:
-        arrays: the framework that traces.
-        visible: bool (B, H, rows, k_len).
-        runs: R, static.
-
-    Returns:
-        int32 (B, H, rows, runs, 2). A row with more runs is refused where the operator runs on the host, and
-        illegal elsewhere.
+    A row with more runs raises if the operator runs on the host, and is illegal elsewhere.
 
     Raises:
         OptionError: if no front end has registered an operator.
@@ -75,7 +53,7 @@ def encode_traced(arrays: Arrays, visible: Array, runs: int) -> Array:
 
 
 def _encode_in_passes(arrays: Arrays, visible: Array, runs: int) -> Array:
-    """In plain operations: two reductions per run, which a compiler fuses with what makes the booleans."""
+    """In plain operations: two reductions per run, which a compiler fuses with those of the booleans."""
     k_len = visible.shape[-1]
     if 0 in visible.shape:
         return arrays.full((*visible.shape[:-1], runs, 2), 0)
@@ -98,8 +76,8 @@ def encode(
 
     Args:
         visible: bool (B, H, rows, k_len).
-        runs: R; None: the largest number of runs in a row, at least 1.
-        what: who asks, for the error.
+        runs: R. None: the largest number of runs in a row, at least 1.
+        what: the caller, for the error.
 
     Returns:
         int32 (B, H, rows, R, 2); empty spans last, as (0, 0).
@@ -121,8 +99,15 @@ def encode(
     edges[:, -1:] = flat[:, -1:]
     count = edges.sum(axis=1) // 2
     most = int(count.max(initial=0))
-    if runs is not None and most > runs:
-        raise too_many_runs(what, runs, most)
+    expect(
+        runs is None or most <= runs,
+        what,
+        "rows of at most max_runs={} runs of visible keys",
+        f"one with {most}",
+        f"Pass max_runs={most} or more (in a traced program it is {TRACED_RUNS} unless given), or lower the "
+        "mask outside the compiled function, with mask.prepare(...)",
+        runs,
+    )
     width = max(most, 1) if runs is None else runs
     row, at = np.nonzero(edges)
     bounds = np.zeros((len(flat), width, 2), np.int32)
@@ -137,19 +122,3 @@ def encode(
             stacklevel=2,
         )
     return bounds.reshape(*lead, width, 2)
-
-
-def too_many_runs(what: str, runs: int, found: int) -> OptionError:
-    """The error for a row with more runs of visible keys than the program has room for.
-
-    Example:
-        >>> str(too_many_runs("from_dense", 2, 3)).partition(". ")[0]
-        'from_dense: expected rows of at most max_runs=2 runs of visible keys, got one with 3'
-    """
-    return OptionError(
-        what,
-        expected=f"rows of at most max_runs={runs} runs of visible keys",
-        got=f"one with {found}",
-        remedy=f"Pass max_runs={found} or more (in a traced program it is {TRACED_RUNS} unless given), or "
-        "lower the mask outside the compiled function, with mask.prepare(...)",
-    )

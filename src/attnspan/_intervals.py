@@ -1,8 +1,8 @@
 """Sets of half-open key intervals per query row, while a mask is being lowered.
 
 An interval's ends are arrays that broadcast to (B, H, q_len), Python ints, or None for "unbounded". They are
-clipped to the keys only at the end, so that ends stay recognisable: two intervals with one and the same end
-have a union that is one interval, which is how many masks keep R = 1.
+clipped to the keys only at the end, so that ends stay recognisable: the union of two intervals that share an
+end is one interval, which keeps R = 1 for many masks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnspan.arrays import Array, Arrays
+from .arrays import Array, Arrays
 
 End = Any
 """An int32 array (B|1, H|1, q_len), an int, or None."""
@@ -21,9 +21,8 @@ End = Any
 class Interval:
     """The keys lo <= j < hi of each row.
 
-    `anchored` promises lo <= i <= hi for the row's own global index i. Two anchored intervals meet, so their
-    union is an interval. An empty anchored interval is [i, i). An interval that is not anchored is empty when
-    lo >= hi.
+    `anchored` promises lo <= i <= hi for the row's global index i. Two anchored intervals meet, so that their
+    union is an interval. An empty one is [i, i). An interval that is not anchored is empty if lo >= hi.
     """
 
     lo: End = None
@@ -43,16 +42,16 @@ class Rows:
 
 
 def either_illegal(a: Array | None, b: Array | None) -> Array | None:
-    """Rows that are illegal in one operand are so in every expression."""
+    """The rows that are illegal in either operand."""
     if a is None or b is None:
         return b if a is None else a
     return a | b
 
 
 def _extreme(arrays: Arrays, a: End, b: End, *, larger: bool) -> End:
-    """Elementwise max or min of two bounded ends; an end shared by both stays the very object it is."""
-    if a is b:
-        return a
+    """Elementwise max or min of two ends. If one is unbounded, the other; a shared end stays that object."""
+    if a is None or b is None or a is b:
+        return b if a is None else a
     if isinstance(a, int):
         a, b = b, a
     if isinstance(a, int):
@@ -60,24 +59,14 @@ def _extreme(arrays: Arrays, a: End, b: End, *, larger: bool) -> End:
     return arrays.maximum(a, b) if larger else arrays.minimum(a, b)
 
 
-def intersect_interval(arrays: Arrays, a: Interval, b: Interval) -> Interval:
-    """The intersection, which is an interval again."""
-    if a.lo is None or b.lo is None:
-        lo = b.lo if a.lo is None else a.lo
-    else:
-        lo = _extreme(arrays, a.lo, b.lo, larger=True)
-    if a.hi is None or b.hi is None:
-        hi = b.hi if a.hi is None else a.hi
-    else:
-        hi = _extreme(arrays, a.hi, b.hi, larger=False)
-    return Interval(lo, hi, a.anchored and b.anchored)
-
-
 def clip_rows(arrays: Arrays, rows: Rows, clip: Rows) -> Rows:
     """Intersect with rows of a single interval each: the number of intervals stays."""
     (by,) = clip.intervals
-    intervals = tuple([intersect_interval(arrays, x, by) for x in rows.intervals])
-    return Rows(intervals, either_illegal(rows.illegal, clip.illegal))
+    clipped = []
+    for x in rows.intervals:
+        lo, hi = _extreme(arrays, x.lo, by.lo, larger=True), _extreme(arrays, x.hi, by.hi, larger=False)
+        clipped.append(Interval(lo, hi, x.anchored and by.anchored))
+    return Rows(tuple(clipped), either_illegal(rows.illegal, clip.illegal))
 
 
 def _same_end(a: End, b: End) -> bool:
@@ -89,11 +78,10 @@ def _hull(arrays: Arrays, a: Interval, b: Interval) -> Interval | None:
     same_lo, same_hi = _same_end(a.lo, b.lo), _same_end(a.hi, b.hi)
     if not (same_lo or same_hi or (a.anchored and b.anchored)):
         return None
-    # Empty intervals may stand with lo > hi. Where an end is shared, the formula below is right for them too.
-    open_lo, open_hi = a.lo is None or b.lo is None, a.hi is None or b.hi is None
-    lo = None if open_lo else a.lo if same_lo else _extreme(arrays, a.lo, b.lo, larger=False)
-    hi = None if open_hi else a.hi if same_hi else _extreme(arrays, a.hi, b.hi, larger=True)
-    # With a common end the hull contains the anchored one of the two, whose interval is never lo > hi.
+    # Empty intervals may have lo > hi. If they share an end, this is right for them too.
+    lo = None if a.lo is None or b.lo is None else _extreme(arrays, a.lo, b.lo, larger=False)
+    hi = None if a.hi is None or b.hi is None else _extreme(arrays, a.hi, b.hi, larger=True)
+    # With a common end the hull contains the anchored interval, which never has lo > hi.
     return Interval(lo, hi, a.anchored or b.anchored)
 
 
@@ -155,7 +143,7 @@ def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: 
     Args:
         lo, hi: (..., N) ends in [0, top].
         depth: how many intervals must cover a key.
-        count: how many intervals are kept per row; the caller knows that no row has more.
+        count: the most intervals that a row can have; the caller knows it.
         top: a bound on all ends, which empty intervals are moved to.
 
     Returns:
@@ -164,10 +152,11 @@ def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: 
     empty = lo >= hi
     lo, hi = arrays.where(empty, top, lo), arrays.where(empty, top, hi)
     n = lo.shape[-1]
-    # Ties: a union joins intervals that touch (starts first); an intersection has none of length 0 (ends
-    # first).
-    order = arrays.argsort(arrays.concat([lo, hi] if depth == 1 else [hi, lo]))
-    ends = arrays.take_along(arrays.concat([lo, hi] if depth == 1 else [hi, lo]), order)
+    # Ties: starts come first in a union, to join intervals that touch, and last in an intersection, which has
+    # no interval of length 0.
+    ends = arrays.concat([lo, hi] if depth == 1 else [hi, lo])
+    order = arrays.argsort(ends)
+    ends = arrays.take_along(ends, order)
     is_start = order < n if depth == 1 else order >= n
     height = arrays.cumsum(arrays.where(is_start, arrays.full((1,), 1), arrays.full((1,), -1)))
     starts = arrays.where(is_start & (height == depth), ends, top)
@@ -179,11 +168,9 @@ def union_of_two(
     arrays: Arrays, los: Sequence[Array], his: Sequence[Array], top: int
 ) -> tuple[list[Array], list[Array]]:
     """`sweep` at depth 1 for two intervals, without sorting: the commonest union by far."""
-    lo, hi = [], []
-    for a, b in zip(los, his, strict=True):
-        empty = a >= b
-        lo.append(arrays.where(empty, top, a))
-        hi.append(arrays.where(empty, top, b))
+    empty = [a >= b for a, b in zip(los, his, strict=True)]
+    lo = [arrays.where(x, top, a) for x, a in zip(empty, los, strict=True)]
+    hi = [arrays.where(x, top, b) for x, b in zip(empty, his, strict=True)]
     first_lo, second_lo = arrays.minimum(lo[0], lo[1]), arrays.maximum(lo[0], lo[1])
     first_hi, second_hi = arrays.minimum(hi[0], hi[1]), arrays.maximum(hi[0], hi[1])
     meet = second_lo <= first_hi

@@ -1,4 +1,4 @@
-"""What users type by mistake, and what they meant: keywords of other libraries, things that are no masks."""
+"""What users type by mistake, and what they meant: keywords of other libraries, values that are not masks."""
 
 from __future__ import annotations
 
@@ -9,76 +9,63 @@ from typing import Any, NoReturn
 from .arrays import is_array, is_bool
 from .errors import DtypeError, UsageError, shown
 
-_CAUSAL = "Pass mask=causal(), which aligns the last query with the last key"
-_BOOLEANS = (
-    "Pass mask=from_dense(visible) for booleans of shape (B|1, H|1, Sq, Sk), True where a key is seen, "
-    "mask=keys(valid) for booleans of shape (B, Sk), or bias= for numbers that are added to the scores"
-)
 _PADDING = (
     "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or mask=keys(valid), "
     "with booleans of shape (B, Sk), True for valid keys"
 )
 _OFFSETS = "Pass mask=documents(cu_seqlens_q, cu_seqlens_k), combined by & with causal() for a causal mask"
 _LONGEST = "Leave it out: documents(cu_seqlens) knows the lengths"
-_WINDOW = "Pass mask=window(left, right), with None where -1 stood for all keys of a side"
-_SEGMENTS = "Pass mask=segments(q_ids, kv_ids), combined by & with causal() for a causal mask"
-_CACHE = "Pass mask=causal() & cache(lengths), with the number of valid keys of each batch row"
 _SOFTCAP = "Pass softcap=, a positive number"
-_SCALE = "Pass scale="
-_BIAS = "Pass bias=, a tensor, dense_bias(values), relative(table) or alibi(slopes)"
-_DROPOUT = "Pass dropout_p= together with dropout_seed="
-_SEED = "Pass dropout_seed=, an integer tensor"
-_LSE = "Pass return_lse=True"
-_LAYOUT = 'Pass layout="bhsd", "bshd" or "thd"'
-_SINKS = "Pass sinks=, one logit for each query head"
 
-#: Keywords of other libraries' attention, and what says the same here.
-REMEDIES: Mapping[str, str] = {
-    **dict.fromkeys(("is_causal", "causal", "use_causal_mask", "is_causal_bottom_right"), _CAUSAL),
-    **dict.fromkeys(("attn_mask", "attention_mask", "dense_mask"), _BOOLEANS),
-    **dict.fromkeys(("key_padding_mask", "padding_mask", "valid_length", "valid_lens"), _PADDING),
-    **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "seq_lens", "seqlens"), _PADDING),
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _OFFSETS),
-    **dict.fromkeys(("cu_seq_q", "cu_seq_k", "cu_seq_lens_q", "cu_seq_lens_k"), _OFFSETS),
-    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"), _LONGEST),
-    **dict.fromkeys(("max_q", "max_k", "max_length_q", "max_length_k"), _LONGEST),
-    **dict.fromkeys(("window_size", "local_window_size", "window"), _WINDOW),
+_REMEDIES = {
+    "is_causal causal use_causal_mask is_causal_bottom_right": "Pass mask=causal(), which aligns the last "
+    "query with the last key",
+    "attn_mask attention_mask dense_mask": "Pass mask=from_dense(visible) for booleans of shape "
+    "(B|1, H|1, Sq, Sk), True where a key is seen, mask=keys(valid) for booleans of shape (B, Sk), or bias= "
+    "for numbers that are added to the scores",
+    "key_padding_mask padding_mask valid_length valid_lens": _PADDING,
+    "query_seq_lengths key_value_seq_lengths seq_lens seqlens": _PADDING,
+    "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv": _OFFSETS,
+    "cu_seq_q cu_seq_k cu_seq_lens_q cu_seq_lens_k": _OFFSETS,
+    "max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv": _LONGEST,
+    "max_q max_k max_length_q max_length_k": _LONGEST,
+    "window_size local_window_size window": "Pass mask=window(left, right), with None where -1 stood for all "
+    "keys of a side",
     "sliding_window": "Pass mask=window(sliding_window - 1): the keys before the query, without its own",
-    **dict.fromkeys(("segment_ids", "q_segment_ids", "kv_segment_ids", "document_ids", "doc_ids"), _SEGMENTS),
-    **dict.fromkeys(("cache_seqlens", "seqused_k", "kv_lens"), _CACHE),
-    "score_mod": (
-        "Name the change of the scores: softcap=, bias=alibi(slopes), bias=relative(table) or "
-        "bias=dense_bias(values); a function that hides keys is mask=from_predicate(mask_mod)"
-    ),
+    "segment_ids q_segment_ids kv_segment_ids document_ids doc_ids": "Pass mask=segments(q_ids, kv_ids), "
+    "combined by & with causal() for a causal mask",
+    "cache_seqlens seqused_k kv_lens": "Pass mask=causal() & cache(lengths), with the number of valid keys "
+    "of each batch row",
+    "score_mod": "Name the change of the scores: softcap=, bias=alibi(slopes), bias=relative(table) or "
+    "bias=dense_bias(values); a function that hides keys is mask=from_predicate(mask_mod)",
     "mask_mod": "Pass mask=from_predicate(mask_mod)",
     "block_mask": "Pass mask=from_block_mask(block_mask)",
     "enable_gqa": "Leave it out: query heads share key heads wherever k and v have fewer",
-    **dict.fromkeys(("softmax_scale", "sm_scale", "scale_factor", "scaling", "qk_scale"), _SCALE),
+    "softmax_scale sm_scale scale_factor scaling qk_scale": "Pass scale=",
     "alibi_slopes": "Pass bias=alibi(slopes)",
-    **dict.fromkeys(("logits_soft_cap", "logit_soft_cap", "attn_logits_soft_cap", "soft_cap"), _SOFTCAP),
-    **dict.fromkeys(("logits_softcap", "logit_softcap", "attn_logit_softcapping", "softcapping"), _SOFTCAP),
-    **dict.fromkeys(("attn_bias", "bias_mask", "position_bias", "rel_pos_bias"), _BIAS),
-    **dict.fromkeys(("dropout", "dropout_rate", "attn_dropout", "attention_dropout"), _DROPOUT),
-    **dict.fromkeys(("dropout_rng", "dropout_key", "generator", "rng", "seed", "rng_seed"), _SEED),
-    **dict.fromkeys(("return_softmax_lse", "return_attn_probs", "return_aux", "return_residual"), _LSE),
-    **dict.fromkeys(("s_aux", "sink", "learnable_sink", "attention_sinks"), _SINKS),
-    **dict.fromkeys(("qkv_format", "tensor_layout", "input_layout", "tensor_format"), _LAYOUT),
+    "logits_soft_cap logit_soft_cap attn_logits_soft_cap soft_cap": _SOFTCAP,
+    "logits_softcap logit_softcap attn_logit_softcapping softcapping": _SOFTCAP,
+    "attn_bias bias_mask position_bias rel_pos_bias": "Pass bias=, a tensor, dense_bias(values), "
+    "relative(table) or alibi(slopes)",
+    "dropout dropout_rate attn_dropout attention_dropout": "Pass dropout_p= together with dropout_seed=",
+    "dropout_rng dropout_key generator rng seed rng_seed": "Pass dropout_seed=, an integer tensor",
+    "return_softmax_lse return_attn_probs return_aux return_residual": "Pass return_lse=True",
+    "s_aux sink learnable_sink attention_sinks": "Pass sinks=, one logit for each query head",
+    "qkv_format tensor_layout input_layout tensor_format": 'Pass layout="bhsd", "bshd" or "thd"',
     "implementation": "Pass backend=",
     "deterministic": "Leave it out: the same inputs give the same bits",
     "training": "Leave dropout_p out where nothing is to be dropped; the module Attention does so by itself",
     "position_ids": "Apply rotary positions before the call; q_index= and k_index= count along the sequence",
 }
 
+#: Keyword of another library's attention -> what says the same here.
+REMEDIES: Mapping[str, str] = {name: text for names, text in _REMEDIES.items() for name in names.split()}
+
+_TRUTH = "a test for truth, as `and`, `or`, `not` and `if` make"
+
 
 def refuse_keywords(function: Callable[..., Any], mistaken: Mapping[str, Any]) -> NoReturn:
-    """Raise for keywords that a function does not have, with what says the same here.
-
-    Args:
-        function: The function that was called.
-        mistaken: Its unknown keywords.
-
-    Raises:
-        UsageError: Always.
+    """Raise for the unknown keywords of a call, with what says the same here.
 
     Example:
         >>> def attention(q, k, v, *, mask=None, scale=None, **mistaken): ...
@@ -88,27 +75,16 @@ def refuse_keywords(function: Callable[..., Any], mistaken: Mapping[str, Any]) -
 Write scale=.
     """
     name = next(iter(mistaken))
-    if name in REMEDIES:
-        raise UsageError(
-            f"{function.__name__}()", expected="attnspan's keywords", got=f"{name}=", remedy=REMEDIES[name]
-        )
     # Compilers read this code, so it has no difflib and no inspect.
     known = list(function.__kwdefaults__ or ())
     close = [x for x in known if 10 * len(set(x) & set(name)) >= 7 * len(set(x) | set(name))]
-    raise UsageError(
-        f"{function.__name__}()",
-        expected=f"no keywords but {', '.join(known)}",
-        got=f"{name}=",
-        remedy=f"Write {close[0]}=" if close else "Leave it out",
-    )
+    expected = "attnspan's keywords" if name in REMEDIES else f"no keywords but {', '.join(known)}"
+    remedy = REMEDIES.get(name) or (f"Write {close[0]}=" if close else "Leave it out")
+    raise UsageError(f"{function.__name__}()", expected=expected, got=f"{name}=", remedy=remedy)
 
 
 def not_a_mask(value: Any, what: str = "mask") -> DtypeError:
-    """The error for a value that is no mask, with the mask that was probably meant.
-
-    Args:
-        value: What was given.
-        what: The argument's name.
+    """The error for a value that is not a mask, with the mask that was probably meant.
 
     Example:
         >>> from attnspan import causal
@@ -122,29 +98,13 @@ function causal. Call it: causal().
 
 
 def refuse_operand(sign: str, mask: Any, other: Any) -> NoReturn:
-    """Raise for an operand of `&` or `|` that is no mask.
-
-    Args:
-        sign: The operator.
-        mask: The mask beside it.
-        other: The operand.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Raise for an operand of `&` or `|` that is not a mask."""
     got, remedy = _meant(other)
     raise UsageError(f"{mask!r} {sign} ...", expected="two masks", got=got, remedy=remedy)
 
 
 def refuse_operator(mask: Any) -> NoReturn:
-    """Raise for an operator that masks do not have.
-
-    Args:
-        mask: The mask.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Raise for an operator that masks do not have."""
     raise UsageError(
         repr(mask),
         expected="& (keys that both masks show) or | (keys that either shows)",
@@ -155,35 +115,21 @@ def refuse_operator(mask: Any) -> NoReturn:
 
 
 def refuse_truth(mask: Any) -> NoReturn:
-    """Raise for a mask that is tested for truth, which would drop one side of `and` and `or`.
-
-    Args:
-        mask: The mask.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Raise for a mask that is tested for truth, which would drop one side of `and` and `or`."""
     raise UsageError(
         f"bool({mask!r})",
         expected="masks combined by & and |",
-        got="a test for truth, as `and`, `or`, `not` and `if` make",
+        got=_TRUTH,
         remedy="Write a & b or a | b; test for a mask that may be missing by `mask is None`",
     )
 
 
 def refuse_truth_of_bias(bias: Any) -> NoReturn:
-    """Raise for a bias that is tested for truth.
-
-    Args:
-        bias: The bias.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Raise for a bias that is tested for truth."""
     raise UsageError(
         f"bool({bias!r})",
         expected="one bias, which is neither true nor false",
-        got="a test for truth, as `and`, `or`, `not` and `if` make",
+        got=_TRUTH,
         remedy="Test for a bias that may be missing by `bias is None`; add two by dense_bias(a + b)",
     )
 
@@ -198,7 +144,7 @@ class OneMask:
         raise UsageError(
             type(self).__name__,
             expected="one mask, which is not combined with others",
-            got="`&`, `|`, or a test for truth, as `and`, `or`, `not` and `if` make",
+            got=f"`&`, `|`, or {_TRUTH}",
             remedy="Combine masks by & and | before they are sharded; test for one that may be missing by "
             "`mask is None`",
         )
@@ -210,38 +156,36 @@ class OneMask:
 
 
 def _meant(value: Any) -> tuple[str, str]:
-    """What a value that is no mask is, and the mask that was probably meant."""
+    """What a value that is not a mask is, and how to make the mask that was probably meant."""
     kind = type(value).__name__
     if is_array(value):
         got = f"{kind} of {str(value.dtype).removeprefix('torch.')}, shape {shown(tuple(value.shape))}"
-        if is_bool(value):
-            return got, "Wrap booleans, True where a key is seen, in from_dense(...)"
-        if len(value.shape) == 5:
-            return got, "Wrap bounds of shape (B|1, H|1, Sq, R, 2) in spans(...)"
-        if "float" in got:
-            return got, "Pass numbers that are added to the scores as bias=; wrap x > -inf in from_dense(...)"
-        return got, (
-            "Wrap bounds in spans(...), ids in segments(...), offsets in documents(...), lengths in "
-            "key_padding(...)"
-        )
+        return got, _meant_by_array(value, got)
     if kind == "Spans":
         return repr(value), "Wrap it in spans(...)"
     if kind == "BlockMask":
         return kind, "Wrap it in from_block_mask(...)"
     if isinstance(value, str):
         return repr(value), f"Read it by attnspan.masks.parse({value!r})"
-    if callable(value) and hasattr(value, "__name__"):
-        if str(getattr(value, "__module__", "")).startswith("attnspan."):
-            arguments = ", ".join(_required(value))
-            return f"the function {value.__name__}", f"Call it: {value.__name__}({arguments})"
-        return f"the function {value.__name__}", "Wrap a mask_mod in from_predicate(...)"
     if isinstance(value, bool):
         return repr(value), "Pass causal() or full()"
-    return kind, (
-        "Wrap a boolean array in from_dense(...), bounds in spans(...), a function in from_predicate(...)"
-    )
+    if not (callable(value) and hasattr(value, "__name__")):
+        arrays = "Wrap a boolean array in from_dense(...), bounds in spans(...)"
+        return kind, f"{arrays}, a function in from_predicate(...)"
+    got = f"the function {value.__name__}"
+    if not str(getattr(value, "__module__", "")).startswith("attnspan."):
+        return got, "Wrap a mask_mod in from_predicate(...)"
+    parameters = inspect.signature(value).parameters.values()
+    needed = [x.name for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    return got, f"Call it: {value.__name__}({', '.join(needed)})"
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [x.name for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+def _meant_by_array(x: Any, text: str) -> str:
+    if is_bool(x):
+        return "Wrap booleans, True where a key is seen, in from_dense(...)"
+    if len(x.shape) == 5:
+        return "Wrap bounds of shape (B|1, H|1, Sq, R, 2) in spans(...)"
+    if "float" in text:
+        return "Pass numbers that are added to the scores as bias=; wrap x > -inf in from_dense(...)"
+    ids = "Wrap bounds in spans(...), ids in segments(...), offsets in documents(...)"
+    return f"{ids}, lengths in key_padding(...)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -12,8 +13,6 @@ import numpy as np
 
 from .errors import OptionError
 from .expression import Mask
-
-_NUMBERS = (int, float, bool)
 
 
 def parse_with(text: str, names: Mapping[str, Callable[..., Any]]) -> Mask:
@@ -37,8 +36,11 @@ class _Reader:
     def mask(self, node: ast.expr) -> Mask:
         found = self._value(node)
         if not isinstance(found, Mask):
-            raise _misread(self.text, repr(ast.unparse(node)))
+            raise self._misread(node)
         return found
+
+    def _misread(self, node: ast.expr) -> OptionError:
+        return _misread(self.text, repr(ast.unparse(node)))
 
     def _value(self, node: ast.expr) -> Any:
         """What an argument may be: a number, text, None, a mask, or lists and calls of those."""
@@ -51,13 +53,11 @@ class _Reader:
             return self._call(ast.Call(node, [], []), bare=True)
         if isinstance(node, ast.Call):
             return self._call(node)
-        try:
+        with suppress(ValueError, TypeError):
             value = ast.literal_eval(node)
-        except (ValueError, TypeError):
-            raise _misread(self.text, repr(ast.unparse(node))) from None
-        if value is not None and type(value) not in (*_NUMBERS, str):
-            raise _misread(self.text, repr(ast.unparse(node)))
-        return value
+            if isinstance(value, int | float | str | None):
+                return value
+        raise self._misread(node)
 
     def _list(self, node: ast.List | ast.Tuple) -> Any:
         """Masks and text as a list, sizes in parentheses as a tuple, other numbers as an array."""
@@ -75,7 +75,7 @@ class _Reader:
         if ast.unparse(node.func) == "np.array" and len(node.args) == 1 and not node.keywords:
             return self._value(node.args[0])
         if not isinstance(node.func, ast.Name) or any(x.arg is None for x in node.keywords):
-            raise _misread(self.text, repr(ast.unparse(node)))
+            raise self._misread(node)
         name = node.func.id
         if name not in self.names:
             raise self._unknown(name, bare)
@@ -84,28 +84,21 @@ class _Reader:
         try:
             return self.names[name](*args, **options)
         except TypeError as error:
+            what, got = f"mask {self.text!r}", str(error).removesuffix(".")
+            remedy = f"See help({self.names[name].__module__.removesuffix('._given')}.{name})"
             raise OptionError(
-                f"mask {self.text!r}",
-                expected=f"arguments that {name}() takes",
-                got=str(error).removesuffix("."),
-                remedy=f"See help({self.names[name].__module__.removesuffix('._given')}.{name})",
+                what, expected=f"arguments that {name}() takes", got=got, remedy=remedy
             ) from None
 
     def _unknown(self, name: str, bare: bool) -> OptionError:
         close = get_close_matches(name, self.names, n=1)
         value = f"Write the value of {name} in its place, such as [0, 10, 22, 32]"
-        return OptionError(
-            f"mask {self.text!r}",
-            expected=f"one of {', '.join(self.names)}",
-            got=name,
-            remedy=f"Write {close[0]}" if close else value if bare else "Name a known mask",
-        )
+        remedy = f"Write {close[0]}" if close else value if bare else "Name a known mask"
+        expected = f"one of {', '.join(self.names)}"
+        return OptionError(f"mask {self.text!r}", expected=expected, got=name, remedy=remedy)
 
 
-def _misread(text: str, got: str, remedy: str = 'Write it like "causal & window(128)"') -> OptionError:
-    return OptionError(
-        f"mask {text!r}",
-        expected="mask calls with numbers and lists of numbers, composed with & and |",
-        got=got,
-        remedy=remedy,
-    )
+def _misread(text: str, got: str) -> OptionError:
+    expected = "mask calls with numbers and lists of numbers, composed with & and |"
+    remedy = 'Write it like "causal & window(128)"'
+    return OptionError(f"mask {text!r}", expected=expected, got=got, remedy=remedy)

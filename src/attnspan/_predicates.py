@@ -1,4 +1,4 @@
-"""Calling a function of indices that somebody else wrote, and saying what is wrong with it."""
+"""Calling a user's function of indices, and saying what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,21 @@ from .lowering import Lowering
 
 Function = Callable[[Any, Any, Any, Any], Any]
 
-_FLOW = "Write it with &, | and where instead of and, or, not and if"
 _AMBIGUOUS = ("Boolean value of Tensor", "truth value of an array", "TracerBoolConversionError")
 
 
 def name_of(fn: Any) -> str:
-    """What a user would recognise a function, a `functools.partial` or a callable object by.
-
-    Example:
-        >>> name_of(lambda: None), name_of(len), name_of(Ellipsis)
-        ('<lambda>', 'len', 'ellipsis')
-    """
+    """The name of a function, of that in a `functools.partial`, or of a callable object's class."""
     name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None)
     return name if isinstance(name, str) else type(fn).__name__
 
 
 def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
-    """Call `fn` on values.
+    """Call `fn` (b, h, q_index, k_index) -> bool on values.
 
     Args:
-        what: who asks, for errors.
-        fn: the function (b, h, q_index, k_index) -> bool.
+        what: the caller, for errors.
+        fn: the function.
         low: the lowering it is called for.
         rows: int32 (B|1, 1, rows), global indices of rows.
 
@@ -41,21 +35,18 @@ def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
         Bool (B|1, H|1, rows, k_len).
 
     Raises:
-        DtypeError, ShapeError, OptionError: if it gives no booleans, gives them in another shape, or raises.
+        DtypeError, ShapeError, OptionError: for no booleans, booleans of another shape, or if `fn` raises.
     """
     indices = _indices(low, rows)
     try:
         visible = fn(*indices)
-    except Exception as error:  # whatever it is, it is the function's
+    except Exception as error:
         raise _failed(what, indices, error) from error
     return _checked(what, visible, low, rows)
 
 
 def call_traced(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
-    """Call `fn` in a program that is being traced: the compiler reads it as if it stood here.
-
-    Args, returns and raises are those of `call`; what the function raises comes as the compiler words it.
-    """
+    """`call` in a program that is being traced. What `fn` raises comes as the compiler words it."""
     if low.arrays.name == "jax":
         return call(what, fn, low, rows)
     b, h, q, k = _indices(low, rows)
@@ -72,7 +63,7 @@ def _indices(low: Lowering, rows: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
-    """The function's result as bool (B|1, H|1, rows, k_len)."""
+    """A function's result as bool (B|1, H|1, rows, k_len)."""
     wanted = (low.batch, low.heads, rows.shape[-1], low.top)
     if isinstance(visible, (bool, np.bool_)):
         return low.arrays.full((1, 1, *wanted[2:]), bool(visible), "bool")
@@ -88,7 +79,7 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
         )
     visible = low.arrays.asarray(visible, "bool")
     shape = tuple(visible.shape) or (1, 1, 1, 1)
-    # Indices have four axes, so fewer are left only by a reduction, which would put rows where keys belong.
+    # Indices have four axes. A reduction leaves fewer, and would put rows where keys belong.
     if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, wanted, strict=True)):
         raise ShapeError(
             what,
@@ -106,26 +97,19 @@ def _no_booleans(what: str, visible: Any) -> DtypeError:
         remedy = "Compare: x != 0; for scores to add, pass bias= instead"
     else:
         remedy = "Return what comparisons of the index arrays give"
-    return DtypeError(
-        what,
-        expected="a function that returns booleans, True where a query may see a key",
-        got=f"an array of {visible.dtype}" if is_array(visible) else type(visible).__name__,
-        remedy=remedy,
-    )
+    expected = "a function that returns booleans, True where a query may see a key"
+    got = f"an array of {visible.dtype}" if is_array(visible) else type(visible).__name__
+    return DtypeError(what, expected=expected, got=got, remedy=remedy)
 
 
 def _failed(what: str, indices: tuple[Array, ...], error: Exception) -> OptionError:
     text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(".")
     if any(sign in text for sign in _AMBIGUOUS):
-        remedy = _FLOW
+        remedy = "Write it with &, | and where instead of and, or, not and if"
     elif isinstance(error, IndexError):
         remedy = "Index with all axes at once, ids[b, q] and not ids[b][q], within the arrays it reads"
     else:
         shapes = ", ".join(shown(x.shape) for x in indices)
         remedy = f"Try it on integer arrays b, h, q, k of shapes {shapes}"
-    return OptionError(
-        what,
-        expected="a function of index arrays that broadcast",
-        got=f"one that raised {text}",
-        remedy=remedy,
-    )
+    expected = "a function of index arrays that broadcast"
+    return OptionError(what, expected=expected, got=f"one that raised {text}", remedy=remedy)

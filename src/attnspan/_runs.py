@@ -1,4 +1,4 @@
-"""Where the keys of an id are: the runs of equal ids, without an array of more than O(length) elements.
+"""Where the keys of an id are: the runs of equal ids, in O(length) memory.
 
 Shapes: b batch (1 or B), n table entries, s keys, q queries.
 """
@@ -23,14 +23,14 @@ def find_runs(
         max_runs: how many runs are returned per query.
 
     Returns:
-        `max_runs` pairs lo, hi of int32 (b, q), ascending, the empty ones last as (0, 0); and bool (b, q):
-        the id has more runs than that.
+        `max_runs` pairs lo, hi of int32 (b, q), ascending, the empty ones last as (0, 0), and bool (b, q):
+        the id has more runs.
     """
     if arrays is NUMPY:
         ends, broken = _find_on_host(q_ids, kv_ids, max_runs)
         return list(map(tuple, ends)), broken
     if not (arrays.concrete(q_ids) and arrays.concrete(kv_ids)):
-        return _look_up(arrays, _table(arrays, kv_ids), q_ids, max_runs)
+        return _look_up(arrays, kv_ids, q_ids, max_runs)
     keys = arrays.to_numpy(kv_ids)
     ends, broken = _find_on_host(keys if q_ids is kv_ids else arrays.to_numpy(q_ids), keys, max_runs)
     pairs = [(arrays.asarray(lo, "int32"), arrays.asarray(hi, "int32")) for lo, hi in ends]
@@ -67,18 +67,12 @@ def _run_lengths(ids: _Host) -> tuple[_Host, _Host]:
     return start, np.diff(start, append=len(ids))
 
 
-def _table(arrays: Arrays, kv_ids: Array) -> tuple[Array, Array, Array]:
-    """Each key as a piece of its own, by id and then by place: a table of known size."""
-    order = arrays.argsort(kv_ids)
-    start = arrays.cast(order, "int32")
-    return arrays.take_along(kv_ids, order), start, start + 1
-
-
 def _look_up(
-    arrays: Arrays, table: tuple[Array, Array, Array], q_ids: Array, max_runs: int
+    arrays: Arrays, kv_ids: Array, q_ids: Array, max_runs: int
 ) -> tuple[list[tuple[Array, Array]], Array]:
-    """Runs by id, from pieces (id, start, end) in order of id and start; pieces that touch make one run."""
-    ids, start, end = table
+    """The same without reading values, from the keys in order of id and place."""
+    start = arrays.cast(arrays.argsort(kv_ids), "int32")
+    ids, end = arrays.take_along(kv_ids, start), start + 1
     n = ids.shape[-1]
     # Not slices of n - 1 pieces: a compiler would tell a single one from several.
     place = arrays.arange(n)

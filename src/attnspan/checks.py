@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer
+from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
 from .errors import DtypeError, ShapeError, expect
 
 
@@ -50,14 +50,14 @@ def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
             ) from None
         x = x if x.size else x.astype(np.int64)
     holds = is_array(x) and is_integer(x)
-    expect(holds, what, "an integer array", _kind(x), "Convert it to int32 or int64", error=DtypeError)
+    expect(holds, what, "an integer array", kind_of(x), "Convert it to int32 or int64", error=DtypeError)
     return rank(what, x, ranks)
 
 
 def booleans(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     """An array of bool."""
     remedy = "Compare: scores > -inf, or mask != 0"
-    expect(is_array(x) and is_bool(x), what, "a bool array", _kind(x), remedy, error=DtypeError)
+    expect(is_array(x) and is_bool(x), what, "a bool array", kind_of(x), remedy, error=DtypeError)
     return rank(what, x, ranks)
 
 
@@ -81,6 +81,3 @@ def function(what: str, fn: Any) -> Callable[..., Any]:
     expect(callable(fn), what, expected, type(fn).__name__, "Pass a mask_mod", error=DtypeError)
     return fn  # type: ignore[no-any-return]
 
-
-def _kind(x: Any) -> str:
-    return str(x.dtype) if is_array(x) else type(x).__name__

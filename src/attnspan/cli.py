@@ -19,29 +19,14 @@ __all__ = ["build_app", "main"]
 
 # Which extra brings a module that may be missing.
 _EXTRAS = {
-    "typer": "cli",
-    "rich": "cli",
-    "torch": "train",
-    "datasets": "train",
-    "tokenizers": "train",
-    "tensorboard": "train",
-    "jinja2": "bench",
-    "plotly": "bench",
+    **dict.fromkeys(("typer", "rich"), "cli"),
+    **dict.fromkeys(("torch", "datasets", "tokenizers", "tensorboard"), "train"),
+    **dict.fromkeys(("jinja2", "plotly"), "bench"),
 }
 
 
 def main() -> None:
-    """Run the command line; what a user got wrong is one message and exit code 2, without a traceback.
-
-    Example:
-        >>> import sys
-        >>> sys.argv = ["attnspan", "show", "causal | nonsense"]
-        >>> try:
-        ...     main()
-        ... except SystemExit as end:
-        ...     print(end.code)
-        2
-    """
+    """Run the command line. An error of the user is one message and exit code 2, without a traceback."""
     try:
         build_app()(prog_name="attnspan")
     except ModuleNotFoundError as error:
@@ -73,7 +58,10 @@ def build_app() -> "typer.Typer":
     """
     import typer
 
+    from attnspan.bench.options import command as bench
+    from attnspan.parallel.command import command as simulate
     from attnspan.tools.tune.command import tune
+    from attnspan.train.command import command as train
 
     app = typer.Typer(
         help="Attention whose mask is data.",
@@ -88,57 +76,9 @@ def build_app() -> "typer.Typer":
     def common(_version: Annotated[bool, version] = False) -> None:
         pass
 
-    app.command("train", help="Train a language model on packed documents.")(_train_command())
-    app.command("sample", help="Continue a text with a trained model.")(_sample_command())
-    app.command("show", help="Draw a mask.")(_show_command())
-    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
-    app.command("bench", help="Measure attention beside its peers on this machine.")(_bench_command())
-    app.command("simulate", help="Predict how strategies compare over many ranks.")(_simulate_command())
-    return app
+    app.command("train", help="Train a language model on packed documents.")(train(_monitored))
 
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(f"attnspan {version('attnspan')}")
-        raise SystemExit(0)
-
-
-def _train_command() -> Callable[..., None]:
-    from attnspan.train.command import command
-
-    return command(_monitored)
-
-
-@contextmanager
-def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
-    """Make the monitor that the job asks for; in the end write its page, also of a run that was cut short."""
-    for package in ("jinja2", "plotly"):
-        if find_spec(package) is None:  # Said before the training, not after it.
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    from attnspan.bench.monitor import Monitor
-    from attnspan.report import write_page
-
-    made: list[Monitor] = []
-
-    def observe(ceiling: float) -> Monitor:
-        made.append(Monitor(folder, ceiling=ceiling))
-        return made[0]
-
-    try:
-        yield observe
-    finally:
-        # A run that is resumed at its very end takes no step, and keeps the page that it has.
-        if made and made[0].results().monitor:
-            page = folder / "monitor.html"
-            write_page(made[0].results(), page)
-            print(f"monitor: {page}; it took {made[0].overhead:.2%} of the time of the steps")
-
-
-def _sample_command() -> Callable[..., None]:
-    import typer
-
+    @app.command("sample", help="Continue a text with a trained model.")
     def sample(
         checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
         prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
@@ -153,12 +93,7 @@ def _sample_command() -> Callable[..., None]:
             print(text, end="", flush=True)
         print()
 
-    return sample
-
-
-def _show_command() -> Callable[..., None]:
-    import typer
-
+    @app.command("show", help="Draw a mask.")
     def show(
         expression: Annotated[str, typer.Argument(help='a mask, like "causal & documents([0, 10, 32])"')],
         q_len: Annotated[int, typer.Option(help="query rows")] = 64,
@@ -166,30 +101,52 @@ def _show_command() -> Callable[..., None]:
         svg: Annotated[Path | None, typer.Option(help="write a picture to this file instead")] = None,
     ) -> None:
         from attnspan.masks import parse
+        from attnspan.picture import svg as draw
 
         mask = parse(expression)
         if svg is None:
             mask.show(q_len, k_len)
             return
-        from attnspan.picture import svg as draw
-
         lowered = mask.spans(q_len, q_len if k_len is None else k_len)
         svg.write_text(draw(lowered, title=expression))
         print(svg)
 
-    return show
+    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
+    app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
+    app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate(_corpus_lengths))
+    return app
 
 
-def _bench_command() -> Callable[..., None]:
-    from attnspan.bench.options import command
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
 
-    return command(_write_page)
+        print(f"attnspan {version('attnspan')}")
+        raise SystemExit(0)
 
 
-def _simulate_command() -> Callable[..., None]:
-    from attnspan.parallel.command import command
+@contextmanager
+def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
+    """Make the job's monitor, and write its page at the end, even if the run was interrupted."""
+    for package in ("jinja2", "plotly"):
+        if find_spec(package) is None:  # Said before the training, not after it.
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    from attnspan.bench.monitor import Monitor
 
-    return command(_corpus_lengths)
+    made: list[Monitor] = []
+
+    def observe(ceiling: float) -> Monitor:
+        made.append(Monitor(folder, ceiling=ceiling))
+        return made[0]
+
+    try:
+        yield observe
+    finally:
+        # A run that is resumed at its very end takes no step, and keeps the page that it has.
+        if made and made[0].results().monitor:
+            page = folder / "monitor.html"
+            _write_page(made[0].results(), page)
+            print(f"monitor: {page}; it took {made[0].overhead:.2%} of the time of the steps")
 
 
 def _corpus_lengths(tokens: int, seed: int) -> "NDArray[np.integer]":

@@ -19,20 +19,16 @@ _raisers: list[Callable[[type[Exception], str], None]] = []
 
 
 def register_raiser(raiser: Callable[[type[Exception], str], None]) -> None:
-    """Name what raises in place of a program that a compiler reads, which would lose all but the first word.
+    """Call `raiser` with the class and the text of each error that is made.
 
-    Args:
-        raiser: called with the class and the text of each error that is made; it raises while its framework
-            reads the program, and else returns.
-
-    Example:
-        >>> register_raiser(lambda kind, text: None)
+    A compiler that reads a program keeps only the first word of an error. The raiser of its framework raises
+    the whole text instead, and returns if nothing is being read.
     """
     _raisers.append(raiser)
 
 
 def shown(value: object) -> str:
-    """A size or a shape as text; unlike ``str``, a compiler follows it where sizes are symbols.
+    """A size or a shape as text. Unlike ``str``, compilers can trace it where sizes are symbols.
 
     Example:
         >>> shown(3), shown((3,)), shown((3, 4))
@@ -49,9 +45,9 @@ def _restored(kind: type[Exception], args: tuple[str, ...]) -> Exception:
 
 
 class _Explained(Exception):
-    """Builds the message, so that no error can leave out one of its three parts."""
+    """Builds the message, so that no error can leave out one of its parts."""
 
-    # The class that users know, where a compiler made another from it.
+    # The class that users know, if a compiler made another from it.
     public: ClassVar[type[Exception] | None] = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -77,43 +73,23 @@ class ShapeError(_Explained, ValueError):
 
 
 class DtypeError(_Explained, TypeError):
-    """An element type that attention does not take, or several that differ.
-
-    Example:
-        >>> issubclass(DtypeError, TypeError)
-        True
-    """
+    """Element types that attention does not take, or that differ."""
 
 
 class DeviceError(_Explained, ValueError):
-    """Arguments that live on several devices.
-
-    Example:
-        >>> issubclass(DeviceError, ValueError)
-        True
-    """
+    """Arguments that live on several devices."""
 
 
 class OptionError(_Explained, ValueError):
-    """A keyword whose value is outside what the call accepts.
-
-    Example:
-        >>> issubclass(OptionError, ValueError)
-        True
-    """
+    """A keyword whose value is outside what the call accepts."""
 
 
 class BackendError(_Explained, ValueError):
-    """No backend, or not the one that was asked for, can run the problem.
-
-    Example:
-        >>> issubclass(BackendError, ValueError)
-        True
-    """
+    """No backend, or not the requested one, can run the problem."""
 
 
 class UsageError(_Explained, TypeError):
-    """A call or an operator that would mean something else than it seems to, or that another library has.
+    """A call or an operator of another library, or one that would not do what it seems to.
 
     Example:
         >>> from attnspan import causal, window
@@ -134,18 +110,18 @@ def expect(
     *values: object,
     error: type[_Explained] = OptionError,
 ) -> None:
-    """Raise ``error`` unless a rule holds: one line for each rule.
+    """Raise ``error`` unless a rule holds.
 
-    Texts are made only when the rule is broken. Pass sizes as they are: formatting a traced size makes it a
-    constant to a compiler.
+    Pass sizes as they are. Formatting a traced size makes it a constant to a compiler, so texts are made only
+    when the rule is broken.
 
     Args:
         holds: The rule.
         what: The argument that it is about.
         expected: What the argument must be, with ``{}`` for each of ``values``.
         got: What came: a text, a size or a shape.
-        remedy: How to mend it, one sentence without a full stop.
-        *values: What stands in the places of ``expected``.
+        remedy: How to mend it, without a full stop.
+        *values: What ``expected`` is formatted with.
         error: The class of the error.
 
     Example:

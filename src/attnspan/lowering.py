@@ -8,7 +8,7 @@ from typing import Any
 
 from ._intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
 from ._pytrees import arrays_in
-from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer
+from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
 from .errors import DtypeError, ShapeError, expect, shown
 from .spans import check_index
 
@@ -124,7 +124,7 @@ class Lowering:
             self.tail, self.counted_back = self.q_len <= self.top, True
 
     def _checked(self, q_index: Any) -> Array:
-        got = str(q_index.dtype) if is_array(q_index) else type(q_index).__name__
+        got = kind_of(q_index)
         remedy, integer = "Pass int32 or int64 indices", is_array(q_index) and is_integer(q_index)
         expect(integer, "q_index", "an integer array", got, remedy, error=DtypeError)
         fits = q_index.ndim in (1, 2) and q_index.shape[-1] == self.q_len

@@ -1,7 +1,6 @@
 """Pictures of masks: half-blocks in a terminal, runs of keys as shapes in a notebook.
 
-A picture that fits shows every pair. A larger one shows, per cell, the visible fraction of the pairs behind
-it.
+A picture that fits shows every pair. Otherwise a cell shows the visible fraction of its pairs.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ._intervals import sweep
-from .arrays import NUMPY, arrays_for
-from .errors import OptionError, ShapeError
+from .arrays import arrays_for
+from .errors import OptionError, ShapeError, expect
 from .spans import Spans
 
 __all__ = ["show", "svg", "svg_of_mask", "text"]
@@ -43,9 +41,8 @@ def show(
         mask: a mask expression.
         q_len, k_len: rows and keys of the problem.
         at: batch row and head to draw.
-        width, height: characters at most, without the frame. A character is one key by two rows, or a larger
-            cell.
-        file: where to; default standard output.
+        width, height: most characters inside the frame. A character is one key by two rows, or a larger cell.
+        file: where to print; default standard output.
         **options: `batch`, `heads`, `q_index`, `k_index` of `Mask.spans`.
 
     Raises:
@@ -67,17 +64,7 @@ def show(
 
 
 def text(spans: Spans, *, at: tuple[int, int] = (0, 0), width: int = 64, height: int = 32) -> str:
-    """The picture of `show`, without its title.
-
-    Args:
-        spans: a lowered mask.
-        at, width, height: as in `show`.
-
-    Returns:
-        Lines of text.
-
-    Raises:
-        OptionError: for illegal spans, or sizes below 1.
+    """The picture of `show` for a lowered mask, without its title.
 
     Example:
         >>> from attnspan import window
@@ -88,13 +75,8 @@ def text(spans: Spans, *, at: tuple[int, int] = (0, 0), width: int = 64, height:
              └──┘
         2 queries x 2 keys, R = 1, 50.0 % visible
     """
-    if width < 1 or height < 1:
-        raise OptionError(
-            "picture",
-            expected="width and height of at least 1",
-            got=f"{width}, {height}",
-            remedy="Leave them out",
-        )
+    sizes = f"{width}, {height}"
+    expect(width > 0 < height, "picture", "width and height of at least 1", sizes, "Leave them out")
     plane = _plane(spans, at)
     scale = max(-(-plane.k_len // width), -(-plane.q_len // (2 * height)), 1)
     if scale == 1:
@@ -105,9 +87,8 @@ def text(spans: Spans, *, at: tuple[int, int] = (0, 0), width: int = 64, height:
     lines = ["".join(row) for row in cells]
     ticks = "".join(str(x * scale).ljust(8) for x in range(0, max(cells.shape[1], 1), 8))
     margin = max(len("query"), len(str(plane.q_len)))
-    numbers = [
-        str(2 * scale * i) if i % (1 if len(lines) <= 4 else 4) == 0 else "" for i in range(len(lines))
-    ]
+    step = 1 if len(lines) <= 4 else 4
+    numbers = ["" if i % step else str(2 * scale * i) for i in range(len(lines))]
     across = "─" * cells.shape[1]
     picture = [
         f"{'key':>{margin}} {ticks}".rstrip(),
@@ -120,17 +101,13 @@ def text(spans: Spans, *, at: tuple[int, int] = (0, 0), width: int = 64, height:
 
 
 def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: int = 320) -> str:
-    """The picture as a stand-alone SVG; O(q_len * R) shapes, and no more than a small number of cells for
-    long masks.
+    """The picture as a stand-alone SVG element, of O(q_len * R) shapes or of at most 256 x 256 cells.
 
     Args:
         spans: a lowered mask.
         title: a line above the picture.
         at: batch row and head to draw.
         size: pixels of the longer side.
-
-    Returns:
-        The SVG element.
 
     Raises:
         OptionError: for illegal spans.
@@ -144,9 +121,11 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
     scale = -(-max(plane.q_len, plane.k_len, 1) // _EXACT)
     rows, columns = (max(-(-n // scale), 1) for n in (plane.q_len, plane.k_len))
     cell = size / max(rows, columns)
-    shapes = _exact_shapes(plane) if scale == 1 else _shaded_shapes(plane, scale)
+    shapes = _shapes(_shade(_coverage(plane, scale, scale), 10), exact=scale == 1)
     if scale == 1 and cell >= 5:
-        shapes.append(_grid(rows, columns))
+        grid = [f"M0 {i}H{columns}" for i in range(1, rows)] + [f"M{j} 0V{rows}" for j in range(1, columns)]
+        stroke = 'stroke="#fff" stroke-opacity="0.45" stroke-width="0.08"'
+        shapes.append(f'<path {stroke} d="{"".join(grid)}"/>')
     left, top = 78, 44
     wide, tall = columns * cell, rows * cell
     caption = _caption(spans, plane)
@@ -171,28 +150,25 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
 def svg_of_mask(mask: Any) -> str | None:
     """A small picture of a mask for a notebook, at the sizes its arrays imply, else 64 by 64.
 
-    Returns:
-        None where the arrays need sizes that a notebook cannot know (batch rows, say); it then shows the
-        expression.
+    None if the arrays need sizes that a notebook cannot know, such as batch rows.
 
     Example:
         >>> from attnspan import causal
         >>> svg_of_mask(causal())[:4]
         '<svg'
     """
-    leaves = list(mask._leaves())
-    k_len = next((n for n in (leaf._key_len() for leaf in leaves) if n is not None), None)
-    q_len = next((n for n in (leaf._row_len() for leaf in leaves) if n is not None), k_len)
-    q_len = q_len if q_len is not None else 64
+    k_lens = [n for n in (leaf._key_len() for leaf in mask._leaves()) if n is not None]
+    q_lens = [n for n in (leaf._row_len() for leaf in mask._leaves()) if n is not None]
+    q_len = [*q_lens, *k_lens, 64][0]
     try:
-        return svg(mask.spans(q_len, q_len if k_len is None else k_len), title=repr(mask))
+        return svg(mask.spans(q_len, [*k_lens, q_len][0]), title=repr(mask))
     except (OptionError, ShapeError):
         return None
 
 
 def _plane(spans: Spans, at: tuple[int, int]) -> Spans:
-    spans._require_values("show")
     """One batch row and head, as NumPy, checked."""
+    spans._require_values("show")
     b, h = (min(x, n - 1) for x, n in zip(at, spans.bounds.shape[:2], strict=True))
     bounds = arrays_for([spans.bounds]).to_numpy(spans.bounds[b : b + 1, h : h + 1])
     return Spans(bounds, spans.k_len).validate()
@@ -211,70 +187,38 @@ def _coverage(plane: Spans, q_block: int, k_block: int) -> np.ndarray[Any, Any]:
 
 
 def _shade(coverage: np.ndarray[Any, Any], full: int) -> np.ndarray[Any, Any]:
-    """0 for nothing at all, `full` for everything, and the steps between in even parts."""
+    """0 for a coverage of 0, `full` for 1, and even steps between."""
     between = 1 + np.floor(coverage * (full - 1)).astype(int)
     return np.where(coverage == 0, 0, np.where(coverage == 1, full, np.minimum(between, full - 1)))
 
 
-def _rectangle(row: int, rows: int, lo: int, hi: int) -> str:
-    return f"M{lo} {row}h{hi - lo}v{rows}h{lo - hi}z"
-
-
-def _exact_shapes(plane: Spans) -> list[str]:
-    """One path; equal neighbouring rows are drawn as one."""
-    lo, hi = plane.bounds[0, 0, ..., 0], plane.bounds[0, 0, ..., 1]
-    lo, hi = sweep(NUMPY, lo, hi, depth=1, count=lo.shape[1], top=plane.k_len)
-    changes = np.flatnonzero(((lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])).any(axis=1)) + 1
-    starts = [0, *changes.tolist()] if len(lo) else []
-    stops = [*starts[1:], len(lo)]
-    path = [
-        _rectangle(i, j - i, int(a), int(b))
-        for i, j in zip(starts, stops, strict=True)
-        for a, b in zip(lo[i], hi[i], strict=True)
-        if a < b
-    ]
-    return [f'<path fill="#4263eb" d="{"".join(path)}"/>']
-
-
-def _shaded_shapes(plane: Spans, scale: int) -> list[str]:
-    """One path for each of ten shades."""
-    shades = _shade(_coverage(plane, scale, scale), 10)
+def _shapes(shades: np.ndarray[Any, Any], exact: bool) -> list[str]:
+    """One path for each shade. An exact picture has one shade. Equal neighbouring rows are drawn as one."""
     paths: dict[int, list[str]] = {}
-    for i, row in enumerate(shades):
+    changes = np.flatnonzero((shades[1:] != shades[:-1]).any(axis=1)) + 1
+    for i, j in pairwise([0, *changes.tolist(), len(shades)]):
+        row = shades[i:j][:1].ravel()
         edges = [0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
         for lo, hi in pairwise(edges):
-            if row[lo] > 0:
-                paths.setdefault(int(row[lo]), []).append(_rectangle(i, 1, lo, hi))
-    return [
-        f'<path fill="#4263eb" fill-opacity="{shade / 10}" d="{"".join(path)}"/>'
-        for shade, path in sorted(paths.items())
-    ]
-
-
-def _grid(rows: int, columns: int) -> str:
-    lines = [f"M0 {i}H{columns}" for i in range(1, rows)] + [f"M{j} 0V{rows}" for j in range(1, columns)]
-    return f'<path stroke="#fff" stroke-opacity="0.45" stroke-width="0.08" d="{"".join(lines)}"/>'
+            if lo < hi and row[lo] > 0:
+                paths.setdefault(int(row[lo]), []).append(f"M{lo} {i}h{hi - lo}v{j - i}h{lo - hi}z")
+    opacity = {shade: "" if exact else f' fill-opacity="{shade / 10}"' for shade in paths}
+    return [f'<path fill="#4263eb"{opacity[x]} d="{"".join(path)}"/>' for x, path in sorted(paths.items())]
 
 
 def _labels(plane: Spans, scale: int, cell: float, left: int, top: int) -> str:
-    """Numbers of a few keys above and of a few rows beside the picture."""
+    """The numbers of at most five keys above the picture, and of as many rows to its left."""
 
-    def ticks(n: int) -> list[int]:
+    def ticks(n: int) -> list[tuple[int, float]]:
         step = 1
         while n / step > 5:
             step *= 2
-        return list(range(0, n, step))
+        return [(number, (number / scale + 0.5) * cell) for number in range(0, n, step)]
 
-    def at(number: int) -> float:
-        return (number + 0.5 * scale) * cell / scale
+    def label(x: object, y: object, anchor: str, number: int) -> str:
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{number}</text>'
 
-    keys = "".join(
-        f'<text x="{left + at(j):.1f}" y="{top - 6}" text-anchor="middle">{j}</text>'
-        for j in ticks(plane.k_len)
-    )
-    rows = "".join(
-        f'<text x="{left - 6}" y="{top + at(i) + 4:.1f}" text-anchor="end">{i}</text>'
-        for i in ticks(plane.q_len)
-    )
     corner = f'<text x="{left - 6}" y="{top - 6}" text-anchor="end" opacity="0.75">query \\ key</text>'
-    return corner + keys + rows
+    keys = [label(f"{left + at:.1f}", top - 6, "middle", j) for j, at in ticks(plane.k_len)]
+    rows = [label(left - 6, f"{top + at + 4:.1f}", "end", i) for i, at in ticks(plane.q_len)]
+    return "".join([corner, *keys, *rows])

@@ -6,14 +6,13 @@ A row touches only the keys it may see, so a NaN in any other key cannot reach i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ._biases import HIDES
 from ._dropout import dropout_seeds, kept, scale_of_kept
-from .errors import ShapeError
+from .errors import ShapeError, expect
 from .options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from .spans import Spans
 
@@ -30,7 +29,7 @@ def forward(
 
     With x_j = scale * q_i . k_j, softcapped and biased as the options say: lse_i = log sum_j exp(x_j) and
     out_i = sum_j exp(x_j - lse_i) v_j (Vaswani et al. 2017, equation 1, restricted to visible keys). A sink
-    is one more term of the sum without a value; dropout takes terms out of out_i, not out of lse_i.
+    is one more term of the sum, without a value. Dropout takes terms out of out_i, not out of lse_i.
 
     Args:
         q: (B, Hq, Sq, D), anything `np.asarray` takes.
@@ -38,15 +37,14 @@ def forward(
         v: (B, Hkv, Sk, Dv).
         bounds: integer (B|1, Hq|1, Sq, R, 2), see `attnspan.Spans`.
         scale: factor of the scores.
-        options: see `attnspan.options.Options`; its arrays are anything `np.asarray` takes.
+        options: see `attnspan.options.Options`, with anything `np.asarray` takes.
 
     Returns:
-        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing: out 0, and lse
+        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing has out 0, and lse
         -inf or the sink.
 
     Raises:
-        ShapeError: for shapes that do not fit.
-        OptionError: for illegal spans.
+        ShapeError, OptionError: for shapes that do not fit and for illegal spans.
 
     Example:
         >>> x = np.eye(2)[None, None]
@@ -58,9 +56,8 @@ def forward(
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
     terms = _Terms(options or Options(), q, k)
     for b, h, i, g, keys in _rows(q, k, v, bounds):
-        x, _ = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
-        p, _, lse[b, h, i] = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
-        out[b, h, i] = (terms.keep(b, h, i, keys) * p) @ v[b, g, keys]
+        p, _, lse[b, h, i], m, _ = terms.weights(scale * (k[b, g, keys] @ q[b, h, i]), b, h, i, keys)
+        out[b, h, i] = (m * p) @ v[b, g, keys]
     return out, lse
 
 
@@ -80,8 +77,8 @@ def backward(
         q, k, v, bounds, scale, options: as in `forward`.
 
     Returns:
-        dq, dk, dv with the shapes of q, k, v; with `options` also dbias and dsinks, with the shapes of its
-        arrays, or (0,) where it has none. A row that sees nothing contributes only its dlse, to its sink.
+        dq, dk, dv; with `options` also dbias and dsinks, of shape (0,) without a bias or sinks. A row that
+        sees nothing contributes only its dlse, to its sink.
 
     Raises:
         ShapeError, OptionError: as in `forward`.
@@ -98,15 +95,15 @@ def backward(
     terms = _Terms(options or Options(), q, k)
     dbias, dsinks = np.zeros_like(terms.parameter), np.zeros(q.shape[1])
     for b, h, i, g, keys in _rows(q, k, v, bounds):
-        x, slope = terms.cap(scale * (k[b, g, keys] @ q[b, h, i]))
-        p, sink_p, _ = _softmax(x + terms.bias(b, h, i, keys), terms.sinks[h])
-        m = terms.keep(b, h, i, keys)
+        p, sink_p, _, m, slope = terms.weights(scale * (k[b, g, keys] @ q[b, h, i]), b, h, i, keys)
         dp = m * (v[b, g, keys] @ dout[b, h, i])
         common = dlse[b, h, i] - p @ dp
         dx = p * (dp + common)
         if terms.sinks[h] != -np.inf:
             dsinks[h] += sink_p * common
-        terms.add_dbias(dbias, dx, b, h, i, keys)
+        if terms.options.bias_kind:
+            where, factor = terms.bias_of(b, h, i, keys)
+            np.add.at(dbias, where, factor * dx)
         ds = scale * slope * dx
         dq[b, h, i] = ds @ k[b, g, keys]
         dk[b, g, keys] += np.outer(ds, q[b, h, i])
@@ -117,16 +114,16 @@ def backward(
 
 
 class _Terms:
-    """What the options say about one row: each method is one line of the definition."""
+    """What the options say about one row."""
 
     def __init__(self, options: Options, q: Float, k: Float) -> None:
         batch, heads, q_len, _ = q.shape
         k_len = k.shape[2]
         self.options = options
-        last = np.arange(k_len - q_len, k_len) if options.q_index is None else np.asarray(options.q_index)
-        keys = np.arange(k_len) if options.k_index is None else np.asarray(options.k_index)
-        self.q_index: Index = np.broadcast_to(last, (batch, q_len)).astype(np.int64)
-        self.k_index: Index = np.broadcast_to(keys, (batch, k_len)).astype(np.int64)
+        rows = np.arange(k_len - q_len, k_len) if options.q_index is None else options.q_index
+        keys = np.arange(k_len) if options.k_index is None else options.k_index
+        self.q_index: Index = np.broadcast_to(np.asarray(rows), (batch, q_len)).astype(np.int64)
+        self.k_index: Index = np.broadcast_to(np.asarray(keys), (batch, k_len)).astype(np.int64)
         self.sinks = np.full(heads, -np.inf) if options.sinks is None else _float64(options.sinks)[0]
         self.parameter = _float64(np.zeros(0) if options.bias is None else options.bias)[0]
         self.multiplier: Float | None = None
@@ -136,53 +133,34 @@ class _Terms:
             keep = kept(options.dropout_p, seeds, self.q_index, self.k_index)
             self.multiplier = keep * scale_of_kept(options.dropout_p)
 
-    def cap(self, x: Float) -> tuple[Float, Float]:
-        """The softcapped scores, and their derivative."""
+    def weights(self, x: Float, b: int, h: int, i: int, keys: Index) -> tuple[Any, float, float, Any, Any]:
+        """From scaled scores: p, the sink's p, the lse, dropout's factors m, and the softcap's derivative."""
         cap = self.options.softcap
-        if not cap:
-            return x, np.ones_like(x)
-        t = np.tanh(x / cap)
-        return cap * t, 1 - t * t
+        slope: Any = 1.0
+        if cap:
+            t = np.tanh(x / cap)
+            x, slope = cap * t, 1 - t * t
+        if self.options.bias_kind:
+            where, factor = self.bias_of(b, h, i, keys)
+            bias = factor * self.parameter[where]
+            x = x + (np.where(bias < HIDES, -np.inf, bias) if self.options.bias_kind == DENSE else bias)
+        m = 1.0 if self.multiplier is None else self.multiplier[b, h, i, keys]
+        return *_softmax(x, self.sinks[h]), m, slope
 
-    def bias(self, b: int, h: int, i: int, keys: Index) -> Float:
-        if self.options.bias_kind == 0:
-            return np.zeros(len(keys))
-        where = self._bias_of(b, h, i, keys)
-        bias = np.asarray(where.factor * self.parameter[where.index])
-        return np.where(bias < HIDES, -np.inf, bias) if self.options.bias_kind == DENSE else bias
-
-    def add_dbias(self, dbias: Float, dx: Float, b: int, h: int, i: int, keys: Index) -> None:
-        if self.options.bias_kind != 0:
-            where = self._bias_of(b, h, i, keys)
-            np.add.at(dbias, where.index, where.factor * dx)
-
-    def keep(self, b: int, h: int, i: int, keys: Index) -> Float:
-        """What dropout multiplies each weight by."""
-        return np.ones(len(keys)) if self.multiplier is None else self.multiplier[b, h, i, keys]
-
-    def _bias_of(self, b: int, h: int, i: int, keys: Index) -> _Where:
+    def bias_of(self, b: int, h: int, i: int, keys: Index) -> tuple[tuple[Any, ...], Any]:
+        """The bias of each key as an element of the parameter, and a factor."""
         distance = self.k_index[b, keys] - self.q_index[b, i]
         kind, sizes = self.options.bias_kind, self.parameter.shape
-        if kind in (ALIBI, SIGNED_ALIBI):
-            # The same slope for all keys, times another factor for each.
-            index = np.full(len(keys), b if sizes[0] > 1 else 0), np.full(len(keys), h)
-            return _Where(index, distance if kind == SIGNED_ALIBI else -np.abs(distance))
+        if kind == DENSE:
+            lead = [at if size > 1 else 0 for at, size in zip((b, h, i), sizes, strict=False)]
+            return (*(np.full(len(keys), at) for at in lead), keys), 1.0
+        head = np.full(len(keys), h)
         if kind == DISTANCE:
             reach = sizes[1] // 2
-            return _Where(
-                (np.full(len(keys), h), np.clip(distance, -reach, reach) + reach), np.ones(len(keys))
-            )
-        assert kind == DENSE, kind
-        lead = (at if size > 1 else 0 for at, size in zip((b, h, i), sizes, strict=False))
-        return _Where((*(np.full(len(keys), at) for at in lead), keys), np.ones(len(keys)))
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The bias of each key is a factor times an element of the parameter."""
-
-    index: tuple[Index, ...]
-    factor: Any
+            return (head, np.clip(distance, -reach, reach) + reach), 1.0
+        assert kind in (ALIBI, SIGNED_ALIBI), kind
+        slope = np.full(len(keys), b if sizes[0] > 1 else 0), head
+        return slope, distance if kind == SIGNED_ALIBI else -np.abs(distance)
 
 
 def _float64(*arrays: Any) -> list[Float]:
@@ -195,7 +173,7 @@ def _softmax(scores: Float, sink: float) -> tuple[Float, float, float]:
     top = logits.max()
     if top == -np.inf:
         return np.zeros_like(scores), 0.0, -np.inf
-    # Infinite scores give NaN, as they do in every implementation; that is no accident to warn of here.
+    # Infinite scores give NaN, as in every implementation.
     with np.errstate(invalid="ignore"):
         weights = np.exp(logits - top)
         total = weights.sum()
@@ -210,13 +188,14 @@ def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int,
     fits = k.shape == (batch, kv_heads, k_len, head_dim) and v.shape[:3] == k.shape[:3]
     grouped = kv_heads > 0 and heads % kv_heads == 0
     rows = bounds.shape[0] in (1, batch) and bounds.shape[1] in (1, heads) and bounds.shape[2] == q_len
-    if not (fits and grouped and rows):
-        raise ShapeError(
-            "reference",
-            expected="q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), bounds (B|1, Hq|1, Sq, R, 2)",
-            got=f"{q.shape}, {k.shape}, {v.shape}, {bounds.shape}",
-            remedy="Make the sizes fit; Hq is a multiple of Hkv",
-        )
+    expect(
+        fits and grouped and rows,
+        "reference",
+        "q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), bounds (B|1, Hq|1, Sq, R, 2)",
+        f"{q.shape}, {k.shape}, {v.shape}, {bounds.shape}",
+        "Make the sizes fit; Hq is a multiple of Hkv",
+        error=ShapeError,
+    )
     Spans(bounds, k_len).validate()
     bounds = np.broadcast_to(bounds, (batch, heads, *bounds.shape[2:]))
     for b, h, i in np.ndindex(batch, heads, q_len):

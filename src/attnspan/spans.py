@@ -11,8 +11,8 @@ import numpy as np
 from ._intervals import sweep
 from ._mistakes import refuse_operand, refuse_truth
 from ._pytrees import Node
-from .arrays import Array, Arrays, arrays_for, is_array, is_integer
-from .errors import DtypeError, OptionError, ShapeError, shown
+from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
+from .errors import DtypeError, OptionError, ShapeError, expect, shown
 
 __all__ = ["Spans", "check_index", "mark_illegal"]
 
@@ -29,8 +29,8 @@ class Spans(Node):
     Attributes:
         bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <=
             hi <= k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi.
-            Anything else is
-            illegal: lowering writes (0, -1) into each span of a row whose data break a promise.
+            Anything else is illegal: lowering writes (0, -1) into each span of a row whose data break a
+            promise.
         k_len: number of keys.
 
     Example:
@@ -48,50 +48,33 @@ class Spans(Node):
     _k_len: Array | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not is_array(self.bounds):
-            raise DtypeError(
-                "Spans",
-                expected="an int32 array",
-                got=type(self.bounds).__name__,
-                remedy="Pass an array of bounds",
-            )
-        if not is_integer(self.bounds):
-            raise DtypeError(
-                "Spans", expected="int32 bounds", got=str(self.bounds.dtype), remedy="Convert them to int32"
-            )
-        if self.bounds.ndim != 5 or self.bounds.shape[-1] != 2:
+        bounds: Array = self.bounds
+        k_len: Any = self.k_len
+        if not is_array(bounds) or not is_integer(bounds):
+            got, remedy = kind_of(bounds), "Convert the bounds to int32"
+            raise DtypeError("Spans", expected="an int32 array", got=got, remedy=remedy)
+        if bounds.ndim != 5 or bounds.shape[-1] != 2:
+            got, remedy = shown(bounds.shape), "Add the missing axes, each of length 1"
             raise ShapeError(
-                "Spans",
-                expected="bounds of shape (B|1, H|1, q_len, R, 2)",
-                got=shown(self.bounds.shape),
-                remedy="Add the missing axes, each of length 1",
+                "Spans", expected="bounds of shape (B|1, H|1, q_len, R, 2)", got=got, remedy=remedy
             )
-        self._check_k_len()
+        # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
+        arrays, what, remedy = self._arrays, "Spans: k_len", "Pass the number of keys"
+        if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and arrays.concrete(k_len):
+            k_len = int(k_len)
+            object.__setattr__(self, "k_len", k_len)
+        if k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len):
+            raise DtypeError(what, expected="an int", got=type(k_len).__name__, remedy=remedy)
+        if not arrays.tracing() and isinstance(k_len, int) and k_len < 0:
+            raise OptionError(what, expected="at least 0", got=str(k_len), remedy=remedy)
         object.__setattr__(self, "_k_len", self._k_len_as_data())
 
     @classmethod
     def _checked(cls, bounds: Array, k_len: int) -> Spans:
-        """Spans of bounds that this package made, past the checks for those of its users."""
+        """Spans of bounds that this package made: they need no checks."""
         spans: Spans = object.__new__(cls)
         vars(spans).update(bounds=bounds, k_len=k_len)
         return spans
-
-    def _check_k_len(self) -> None:
-        # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
-        k_len: Any = self.k_len
-        if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and self._arrays.concrete(k_len):
-            object.__setattr__(self, "k_len", int(k_len))
-        if isinstance(self.k_len, (bool, float, str)) or self.k_len is None or is_array(self.k_len):
-            raise DtypeError(
-                "Spans: k_len",
-                expected="an int",
-                got=type(self.k_len).__name__,
-                remedy="Pass the number of keys",
-            )
-        if not self._arrays.tracing() and isinstance(self.k_len, int) and self.k_len < 0:
-            raise OptionError(
-                "Spans: k_len", expected="at least 0", got=str(self.k_len), remedy="Pass the number of keys"
-            )
 
     if not TYPE_CHECKING:
 
@@ -147,13 +130,7 @@ class Spans(Node):
         """The mask of some of the query rows.
 
         Args:
-            index: integer (n,), row numbers in any order.
-
-        Returns:
-            Spans with q_len = n.
-
-        Raises:
-            OptionError: for a row number out of range, where values can be read.
+            index: integer (n,), row numbers in any order. Numbers out of range raise if they can be read.
 
         Example:
             >>> from attnspan import causal
@@ -163,28 +140,20 @@ class Spans(Node):
         arrays = self._arrays
         index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
         bounds = arrays.take(self.bounds, index, 2)
-        if not arrays.tracing():
-            return Spans(bounds, self.k_len)
-        # Past __init__, which reads the number of keys: it would be a constant.
+        # Past __init__, which makes an array of the number of keys: to a compiler it would be a constant.
         spans: Spans = object.__new__(Spans)
-        for name in ("bounds", "k_len", "_k_len"):
-            object.__setattr__(spans, name, bounds if name == "bounds" else getattr(self, name))
+        for name, value in (("bounds", bounds), ("k_len", self.k_len), ("_k_len", self._k_len)):
+            object.__setattr__(spans, name, value)
         return spans
 
     def take_keys(self, index: Array) -> Spans:
-        """The mask on some of the keys: as many spans, and exact.
+        """The mask on some of the keys. It is exact, has as many spans, and illegal rows stay illegal.
 
         {j : lo <= index[j] < hi} is contiguous because `index` is sorted; its ends are the ranks of lo and
         hi.
 
         Args:
-            index: integer (n,), strictly ascending key numbers.
-
-        Returns:
-            Spans with k_len = n. Illegal rows stay illegal.
-
-        Raises:
-            OptionError: for key numbers out of range or not ascending, where values can be read.
+            index: integer (n,), strictly ascending key numbers. Other numbers raise if they can be read.
 
         Example:
             >>> from attnspan import causal
@@ -201,18 +170,14 @@ class Spans(Node):
         """Bool (B|1, H|1, q_len)."""
         arrays, bounds = self._arrays, self.bounds
         lo, hi = bounds[..., 0], bounds[..., 1]
-        bad = (lo < 0) | (hi < lo) | (hi > self.k_len)
-        if self.bounds.shape[3] > 1:
+        illegal = arrays.any((lo < 0) | (hi < lo) | (hi > self.k_len))
+        if bounds.shape[3] > 1:
             reach = arrays.cummax(arrays.where(hi > lo, hi, 0))
-            overlap = (hi > lo)[..., 1:] & (lo[..., 1:] < reach[..., :-1])
-            return arrays.any(bad) | arrays.any(overlap)
-        return bad[..., 0]
+            illegal = illegal | arrays.any((hi > lo)[..., 1:] & (lo[..., 1:] < reach[..., :-1]))
+        return illegal
 
     def validate(self) -> Spans:
-        """Return the spans themselves if all are legal.
-
-        Raises:
-            OptionError: naming the first illegal row.
+        """Return the spans themselves, or raise an OptionError that names the first illegal row.
 
         Example:
             >>> Spans(np.array([[[[[0, 3]]]]], np.int32), k_len=2).validate()
@@ -224,21 +189,19 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         rows = np.argwhere(self._arrays.to_numpy(self._illegal_rows()))
         if len(rows) == 0:
             return self
-        b, h, i = (int(x) for x in rows[0])
+        b, h, i = rows[0].tolist()
         row = [tuple(map(int, span)) for span in self._arrays.to_numpy(self.bounds[b, h, i])]
-        marker = all(span == (0, -1) for span in row)
         raise OptionError(
             f"spans of batch {b}, head {h}, row {i}",
             expected=f"ascending, disjoint spans in [0, {self.k_len}]",
             got=", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else ""),
-            remedy=_PROMISES if marker else "Clip and sort the bounds",
+            remedy=_PROMISES if set(row) == {(0, -1)} else "Clip and sort the bounds",
         )
 
     def dense(self) -> Array:
         """Bool (B|1, H|1, q_len, k_len): True where the row may see the key. O(q_len * k_len) memory.
 
-        Raises:
-            OptionError: for illegal spans, where values can be read.
+        Illegal spans raise if their values can be read.
 
         Example:
             >>> from attnspan import causal
@@ -250,8 +213,8 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             self.validate()
         keys = arrays.arange(self.k_len)
         lo, hi = self.bounds[..., 0], self.bounds[..., 1]
-        visible = (keys >= lo[..., 0, None]) & (keys < hi[..., 0, None])
-        for r in range(1, self.bounds.shape[3]):
+        visible: Array = False
+        for r in range(self.bounds.shape[3]):
             visible = visible | ((keys >= lo[..., r, None]) & (keys < hi[..., r, None]))
         return visible
 
@@ -278,9 +241,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return float(cost.sum()) / max(cost.size * self.k_len, 1)
 
     def block_pairs(self, q_block: int, k_block: int) -> Array:
-        """Visible pairs of each tile of the mask.
-
-        They follow from each span's two ends: O(q_len * R + tiles), never O(q_len * k_len).
+        """Visible pairs of each tile of the mask, from the ends of its spans: O(q_len * R + tiles).
 
         Args:
             q_block: rows of a tile, at least 1; the last tile may be smaller.
@@ -289,45 +250,32 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         Returns:
             int64 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
 
-        Raises:
-            OptionError: for a block size below 1.
-
         Example:
             >>> from attnspan import causal
             >>> causal().spans(4, 4).block_pairs(2, 2)[0, 0].tolist()
             [[3, 0], [4, 3]]
         """
-        for name, value in (("q_block", q_block), ("k_block", k_block)):
-            if value < 1:
-                raise OptionError(
-                    name, expected="at least 1", got=shown(value), remedy="Pass a positive block size"
-                )
+        expect(q_block >= 1, "q_block", "at least 1", q_block, "Pass a positive block size")
+        expect(k_block >= 1, "k_block", "at least 1", k_block, "Pass a positive block size")
         arrays = self._arrays
         batch, heads, q_len = self.bounds.shape[:3]
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
-        tiles = batch * heads * nq * (nk + 1)
-        row_block = arrays.arange(q_len) // q_block
+        row_block = (arrays.arange(q_len) // q_block)[:, None, None]
         plane = arrays.arange(batch * heads).reshape(batch, heads, 1, 1, 1)
         # The keys below an end x fill the tiles before x // k_block and x % k_block keys of that one.
-        at = (plane * nq + row_block[None, None, :, None, None]) * (nk + 1) + self.bounds // k_block
-        at = at.reshape(-1)
+        at = (plane * nq + row_block) * (nk + 1) + self.bounds // k_block
         sign = arrays.asarray(np.array([-1, 1]), "int64")
-        signs = arrays.broadcast_to(sign, self.bounds.shape).reshape(-1)
-        remainders = (sign * (self.bounds % k_block)).reshape(-1)
-        shape = (batch, heads, nq, nk + 1)
-        ends = arrays.scatter_add(tiles, at, signs).reshape(shape)
-        rest = arrays.scatter_add(tiles, at, remainders).reshape(shape)[..., :nk]
+
+        def per_tile(x: Array) -> Array:
+            sums = arrays.scatter_add(batch * heads * nq * (nk + 1), at.reshape(-1), x.reshape(-1))
+            return sums.reshape(batch, heads, nq, nk + 1)
+
+        ends = per_tile(arrays.broadcast_to(sign, self.bounds.shape))
         later = arrays.sum(ends)[..., None] - arrays.cumsum(ends)[..., :nk]
-        return later * k_block + rest
+        return later * k_block + per_tile(sign * (self.bounds % k_block))[..., :nk]
 
     def block_states(self, q_block: int, k_block: int) -> Array:
-        """What each tile of the mask holds: 0 nothing, 1 some, 2 all of its pairs. Exact.
-
-        Args:
-            q_block, k_block: tile sizes, as for `block_pairs`.
-
-        Returns:
-            int32 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+        """What each tile of `block_pairs` shows: 0 nothing, 1 some, 2 all of its pairs, int32. Exact.
 
         Example:
             >>> from attnspan import causal
@@ -351,8 +299,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
                 dk, dv).
 
         Returns:
-            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) where nothing is touched. Tiles inside may be
-            empty.
+            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) for an empty range. Tiles inside may be empty.
 
         Example:
             >>> from attnspan import window
@@ -360,7 +307,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             [[0, 1], [0, 2]]
         """
         arrays = self._arrays
-        touched = self.block_states(q_block, k_block) > 0
+        touched = self.block_pairs(q_block, k_block) > 0
         if transpose:
             touched = touched.swapaxes(-1, -2)
         n = touched.shape[-1]
@@ -386,43 +333,35 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         arrays, illegal = self._arrays, self._illegal_rows()
         bounds = mark_illegal(arrays, self.bounds, illegal)
         lo, hi = bounds[..., 0], bounds[..., 1]
-        runs = self.bounds.shape[3]
-        if runs > 1:
-            lo, hi = sweep(arrays, lo, hi, depth=1, count=runs, top=self.k_len)
-            used = arrays.to_numpy(arrays.sum(arrays.cast(lo < hi, "int64")))
-            runs = max(int(used.max(initial=0)), 1)
+        if self.runs > 1:
+            lo, hi = sweep(arrays, lo, hi, depth=1, count=self.runs, top=self.k_len)
+            runs = max(int(arrays.to_numpy(arrays.sum(lo < hi)).max(initial=0)), 1)
             lo, hi = lo[..., :runs], hi[..., :runs]
         bounds = arrays.stack([arrays.where(lo < hi, lo, 0), arrays.where(lo < hi, hi, 0)])
         bounds = mark_illegal(arrays, arrays.cast(bounds, "int32"), illegal)
         return Spans(arrays.contiguous(bounds), self.k_len)
 
     def _require_values(self, what: str, of: str = "Spans") -> None:
-        arrays = self._arrays
         # A tensor on a device has values too; reading them waits for the device, which these calls are for.
         device = getattr(self.bounds, "device", None)
         on_host = getattr(device, "type", "cpu") == "cpu"
-        if on_host and not arrays.concrete(self.bounds):
-            raise OptionError(
-                f"{of}.{what}",
-                expected="an array whose values can be read",
-                got="one that is being traced",
-                remedy="Call it outside the compiled function; inside, mask.spans(...) lowers a mask without "
-                "reading values",
-            )
+        expect(
+            not on_host or self._arrays.concrete(self.bounds),
+            f"{of}.{what}",
+            "an array whose values can be read",
+            "one that is being traced",
+            "Call it outside the compiled function; inside, mask.spans(...) lowers without reading values",
+        )
 
 
 def _refuse_mapped(k_len: Array) -> None:
-    """Raise where torch.func.vmap maps over stacked spans, each of which has a number of keys."""
+    """Raise if torch.func.vmap maps over stacked spans, each of which has a number of keys."""
     torch = sys.modules.get("torch")
     if torch is None or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
-    if torch._C._functorch.is_batchedtensor(k_len):
-        raise OptionError(
-            "Spans: k_len",
-            expected="one number",
-            got="one for each call under torch.func.vmap",
-            remedy="Map over the bounds, and make the mask of each call by spans(bounds)",
-        )
+    remedy = "Map over the bounds, and make the mask of each call by spans(bounds)"
+    mapped = torch._C._functorch.is_batchedtensor(k_len)
+    expect(not mapped, "Spans: k_len", "one number", "one for each call under torch.func.vmap", remedy)
 
 
 def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
@@ -438,44 +377,22 @@ def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
 
 
 def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, ascending: bool) -> Array:
-    """`index` as int32 (n,) in the framework of `arrays`; its values are checked where they can be read.
+    """`index` as int32 (n,) in the framework of `arrays`; its values are checked if they can be read.
 
     Raises:
-        DtypeError, ShapeError, OptionError: for a wrong dtype, rank, or values outside [0, below) or not
+        DtypeError, ShapeError, OptionError: for a wrong dtype or rank, or values outside [0, below) or not
         ascending.
-
-    Example:
-        >>> check_index(arrays_for([]), np.array([0, 2]), "take_keys", below=3, ascending=True)
-        array([0, 2], dtype=int32)
     """
     index = np.asarray(index, np.int64) if isinstance(index, (list, tuple)) else index
     if not is_array(index) or not is_integer(index):
-        got = str(index.dtype) if is_array(index) else type(index).__name__
-        raise DtypeError(
-            what, expected="an integer array of indices", got=got, remedy="Convert it to int32 or int64"
-        )
-    if index.ndim != 1:
-        raise ShapeError(
-            what,
-            expected="an index of shape (n,)",
-            got=shown(index.shape),
-            remedy="Pass one axis of indices",
-        )
+        expected, remedy = "an integer array of indices", "Convert it to int32 or int64"
+        raise DtypeError(what, expected=expected, got=kind_of(index), remedy=remedy)
+    remedy = "Pass one axis of indices"
+    expect(index.ndim == 1, what, "an index of shape (n,)", index.shape, remedy, error=ShapeError)
     if arrays.concrete(index) and index.shape[0] > 0:
-        values = arrays.to_numpy(index)
-        limit = 2**31 - 1 if below is None else below
-        if values.min() < 0 or values.max() >= limit:
-            raise OptionError(
-                what,
-                expected=f"indices in [0, {limit})",
-                got=f"{values.min()}..{values.max()}",
-                remedy="Index the whole, global sequence",
-            )
-        if ascending and (values[1:] <= values[:-1]).any():
-            raise OptionError(
-                what,
-                expected="strictly ascending indices",
-                got="unsorted ones",
-                remedy="Sort keys and index together",
-            )
+        values, limit = arrays.to_numpy(index), INT32_MAX if below is None else below
+        low, high, remedy = values.min(), values.max(), "Index the whole, global sequence"
+        expect(low >= 0 and high < limit, what, "indices in [0, {})", f"{low}..{high}", remedy, limit)
+        ordered, remedy = not ascending or (values[1:] > values[:-1]).all(), "Sort keys and index together"
+        expect(ordered, what, "strictly ascending indices", "unsorted ones", remedy)
     return arrays.to_int32(index)

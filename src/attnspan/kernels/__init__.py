@@ -1,7 +1,7 @@
-"""Backends, one file each, and the explicit choice between them.
+"""Backends, one file each, and the choice between them.
 
 A backend is a module with ``supports(problem) -> None | reason`` and its forward and backward. Backends never
-import each other; a front end lists the ones it can drive, fastest first, and `choose` picks from that list.
+import each other. A front end lists the ones it can drive, fastest first, and `choose` picks from that list.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that runs a problem, and why each one preferred to it does not.
-
-    Attributes:
-        name: The backend's name.
-        refusals: Reason by name, for every candidate that was passed over.
-    """
+    """The backend that runs a problem, and why each one preferred to it does not."""
 
     name: str
-    refusals: dict[str, str]
+    refusals: dict[str, str]  # name -> reason
 
 
 def choose(problem: Problem, backends: Mapping[str, Backend], requested: str | None = None) -> Choice:
@@ -41,9 +36,6 @@ def choose(problem: Problem, backends: Mapping[str, Backend], requested: str | N
         problem: What is to be computed.
         backends: Candidates by name, the preferred one first.
         requested: Take this one or raise; None takes the first that supports the problem.
-
-    Returns:
-        The choice.
 
     Raises:
         OptionError: ``requested`` is not a candidate.
@@ -57,12 +49,8 @@ def choose(problem: Problem, backends: Mapping[str, Backend], requested: str | N
         'always'
     """
     if requested is not None and requested not in backends:
-        raise OptionError(
-            "backend",
-            expected=f"None or one of {', '.join(backends)}",
-            got=repr(requested),
-            remedy="Leave it out to take the fastest that can run the call",
-        )
+        names, remedy = ", ".join(backends), "Leave it out to take the fastest that can run the call"
+        raise OptionError("backend", expected=f"None or one of {names}", got=repr(requested), remedy=remedy)
     refusals: dict[str, str] = {}
     for name in backends if requested is None else (requested,):
         reason = backends[name].supports(problem)

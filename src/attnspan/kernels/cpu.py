@@ -1,7 +1,6 @@
 """The compiled CPU kernel: float32, bfloat16 and float16, forward and backward, any mask.
 
-Takes torch tensors and NumPy arrays alike; knows neither framework beyond their attributes. Results are
-written into arrays that the caller made.
+It takes torch tensors and NumPy arrays, and writes results into arrays that the caller made.
 """
 
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import _dropout as dropout
+from ..errors import expect
 from ..options import Options
 from ..problem import Problem
 from . import tuned
@@ -36,24 +36,16 @@ MAX_HEAD_DIM = 256
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 
 _core: ModuleType | None
-_core_error = ""
 try:
-    _core = import_module("attnspan._core")
-except (
-    ImportError
-) as error:  # A machine without a compiler: the other backends still work, and `supports` says why.
+    _core, _core_error = import_module("attnspan._core"), ""
+except ImportError as error:  # Not built: the other backends still work, and `supports` says why.
     _core, _core_error = None, str(error)
 else:
     tuned.load(_core)
 
 
 def supports(problem: Problem) -> str | None:
-    """Return None, or why the compiled kernel cannot run the problem.
-
-    Example:
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cuda"))
-        'it runs on CPU arrays, not on cuda'
-    """
+    """Return None, or why the compiled kernel cannot run the problem."""
     if problem.device != "cpu":
         return f"it runs on CPU arrays, not on {problem.device}"
     if problem.dtype not in ("float32", "bfloat16", "float16"):
@@ -83,17 +75,17 @@ def forward(
     """Attend, writing ``out`` and ``lse``.
 
     Args:
-        q: Shape (B, Hq, Sq, D), float32, bfloat16 or float16; any strides with a unit last one, as all.
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, Dv).
-        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32.
-        out: Shape (B, Hq, Sq, Dv), written: in the dtype of q, or in float32.
-        lse: Shape (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32,
-            or float64 for a softmax that is merged from several calls.
+        q: (B, Hq, Sq, D), float32, bfloat16 or float16. All arrays may have any strides with a unit last one.
+        k: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, Dv).
+        bounds: (B|1, Hq|1, Sq, R, 2), int32.
+        out: (B, Hq, Sq, Dv), written, in the dtype of q or float32.
+        lse: (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32, or
+            float64 for a softmax that is merged from several calls.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
-        config: One of `configs`; None takes the tuned one, or else the kernel's own choice.
-        options: Softcap, bias, sinks, dropout and positions; None for a plain call.
+        config: One of `configs`. None takes the tuned one, or else the kernel's own choice.
+        options: Softcap, bias, sinks, dropout and positions.
 
     Raises:
         ValueError: Illegal bounds, configuration or options, or arrays that do not fit each other.
@@ -118,8 +110,8 @@ def forward(
         _array(bounds),
         scale,
         num_threads,
-        None if config is None else _config(config),
-        None if options is None else _options(options),
+        _config(config),
+        _options(options),
     )
 
 
@@ -146,24 +138,16 @@ def backward(
     """Write the gradients of `forward` into ``dq``, ``dk`` and ``dv``.
 
     Args:
-        dout: Gradient of ``out``, shape (B, Hq, Sq, Dv), unit last stride.
-        dlse: Gradient of ``lse``, shape (B, Hq, Sq), float32, or None.
-        q: As in `forward`.
-        k: As in `forward`.
-        v: As in `forward`.
+        dout: Gradient of ``out``, (B, Hq, Sq, Dv), with a unit last stride.
+        dlse: Gradient of ``lse``, (B, Hq, Sq), float32, or None.
+        q, k, v, bounds, scale, config, options: As in `forward`.
         out: As `forward` wrote it.
         lse: As `forward` wrote it, float32: a large one is computed anew from the keys of this call. In
             float64 it is taken as it is, and may be of a softmax of which these keys are a part, as ``out``.
-        bounds: As in `forward`.
-        dq: Shape of q, written: in the dtype of q, or in float32, as all three.
-        dk: Shape of k, written.
-        dv: Shape of v, written.
-        scale: As in `forward`.
+        dq, dk, dv: The shapes of q, k and v, written, all in the dtype of q or all in float32.
         num_threads: Threads to use. The same number gives the same bits.
-        config: As in `forward`.
-        options: As in `forward`.
-        dbias: Written, float32, contiguous, in the shape of the bias. None where it is not wanted.
-        dsinks: Written, float32 (Hq,), or None.
+        dbias: The shape of the bias, written, float32 and contiguous, or None.
+        dsinks: (Hq,), written, float32, or None.
 
     Raises:
         ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
@@ -184,15 +168,13 @@ def backward(
         return
     bounds, dlse = _packed(bounds), None if dlse is None else _packed(dlse)
     _compiled().backward(
-        _array(dout),
-        None if dlse is None else _array(dlse),
-        *(_array(x) for x in (q, k, v, out, lse, bounds, dq, dk, dv)),
+        *(_array(x) for x in (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)),
         scale,
         num_threads,
-        None if config is None else _config(config),
-        None if options is None else _options(options),
-        None if dbias is None else _array(dbias),
-        None if dsinks is None else _array(dsinks),
+        _config(config),
+        _options(options),
+        _array(dbias),
+        _array(dsinks),
     )
 
 
@@ -202,13 +184,11 @@ def move_rows(target: Any, to: Any, source: Any, at: Any, *, num_threads: int, a
     Row i of an array is row i % length of plane i // length. Each row of the target may be named once.
 
     Args:
-        target: Shape (planes, length, inner, heads, width), float32, bfloat16 or float16, written; any
-            strides with a unit last one.
-        to: Rows of the target, int32 (n,), contiguous; None for all in order.
-        source: Shape (planes, length, inner, heads, width), with planes and length of its own.
-        at: Rows of the source, int32 (n,), contiguous; None for all in order.
+        target: (planes, length, inner, heads, width), float32, bfloat16 or float16, written.
+        to, at: Rows of the target and of the source, int32 (n,), contiguous; None for all in order.
+        source: The same, with planes and length of its own.
         num_threads: Threads to use.
-        add: Add to the target, which is float32 then.
+        add: Add to the target, which is then float32.
 
     Raises:
         ValueError: Shapes, dtypes or numbers of rows do not fit each other; nothing is written.
@@ -220,9 +200,7 @@ def move_rows(target: Any, to: Any, source: Any, at: Any, *, num_threads: int, a
         >>> y.ravel().tolist()
         [2.0, 0.0]
     """
-    arrays = _array(target), _array(source)
-    index = tuple(None if x is None else _array(x) for x in (to, at))
-    _compiled().move_rows(arrays[0], index[0], arrays[1], index[1], add, num_threads)
+    _compiled().move_rows(*(_array(x) for x in (target, to, source, at)), add, num_threads)
 
 
 def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
@@ -233,99 +211,67 @@ def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
         direction: "forward" or "backward".
 
     Returns:
-        Values of ``block_q`` and ``block_k`` (rows and keys of a block) and ``threads`` (at most so many); 0
+        Values of ``block_q`` and ``block_k`` (rows and keys of a block) and ``threads`` (the most to use). 0
         is the kernel's own choice.
-
-    Raises:
-        ValueError: Another direction.
 
     Example:
         >>> configs(Problem(1, 1, 1, 4096, 4096, 64, 64, 1, "float32", "cpu"), "forward")[0]
         {'block_q': 0, 'block_k': 0, 'threads': 0}
     """
-    q_step, q_most, k_step, k_most, square = _compiled().blocks(direction, problem.dtype)
-    keys = _sizes(k_step, k_most, problem.k_len)
-    pairs = (
-        [(k, k) for k in keys]
-        if square
-        else [(q, k) for q in _sizes(q_step, q_most, problem.q_len) for k in keys]
-    )
+    q_step, q_max, k_step, k_max, square = _compiled().blocks(direction, problem.dtype)
+    keys = _sizes(k_step, k_max, problem.k_len)
+    rows = _sizes(q_step, q_max, problem.q_len)
+    pairs = [(k, k) for k in keys] if square else [(q, k) for q in rows for k in keys]
     blocks = [{"block_q": q, "block_k": k, "threads": 0} for q, k in [(0, 0), *pairs]]
     return [*blocks, {"block_q": 0, "block_k": 0, "threads": 1}]
 
 
-def _sizes(step: int, most: int, length: int) -> list[int]:
-    """Multiples of a step: each one at first, then ever more coarsely, as far as the length makes sense."""
+def _sizes(step: int, largest: int, length: int) -> list[int]:
+    """Multiples of a step, first all and then ever fewer, up to the first one that holds the length."""
     sizes: list[int] = []
     size = step
-    while size <= most and (not sizes or sizes[-1] < length):
+    while size <= largest and (not sizes or sizes[-1] < length):
         sizes.append(size)
         size += step * max(1, size // (4 * step))
     return sizes
 
 
 def counters() -> dict[str, dict[str, float]]:
-    """Totals over all calls of this process so far, by direction.
+    """Totals over all calls of this process so far, for "forward" and "backward".
 
-    Returns:
-        For "forward" and "backward": ``calls``, ``seconds`` inside the kernel, and ``flops`` over visible
-        pairs, 2 * pairs * (D + Dv) forward and 2.5 times as many backward.
-
-    Example:
-        >>> sorted(counters()["forward"])
-        ['calls', 'flops', 'seconds']
+    ``calls``, ``seconds`` inside the kernel, and ``flops`` over visible pairs: 2 * pairs * (D + Dv) forward
+    and 2.5 times as many backward.
     """
     return dict(_compiled().counters())
 
 
 def peak_kinds() -> list[str]:
-    """Return the kinds of multiply-add that the level in use has, for `peak`.
-
-    Example:
-        >>> peak_kinds()[0]
-        'fma_f32'
-    """
+    """Return the kinds of multiply-add that the level in use has, for `peak`."""
     return list(_compiled().peak_kinds())
 
 
 def peak(kind: str, *, num_threads: int, seconds: float) -> float:
-    """Measure the machine's best rate of multiply-adds, on registers alone.
+    """Measure the machine's best rate of multiply-adds on registers, in FLOP/s over all threads.
 
     Args:
         kind: One of `peak_kinds`.
         num_threads: Threads to use.
         seconds: About how long to measure.
 
-    Returns:
-        FLOP/s over all threads.
-
-    Raises:
-        ValueError: No such kind.
-
     Example:
-        >>> peak("fma_f32", num_threads=1, seconds=0.01) > 0
+        >>> peak(peak_kinds()[0], num_threads=1, seconds=0.01) > 0
         True
     """
     return float(_compiled().peak(kind, num_threads, seconds))
 
 
 def read_bandwidth(size: int, *, num_threads: int, seconds: float) -> float:
-    """Measure how fast memory is read, each byte once.
+    """Measure how fast memory is read, in bytes/s over all threads.
 
     Args:
-        size: Bytes of the array that is read; beyond the caches it is the memory's speed.
+        size: Bytes to read, each once, at least 4096 for each thread; choose more than the caches hold.
         num_threads: Threads to use.
         seconds: About how long to measure.
-
-    Returns:
-        Bytes/s over all threads.
-
-    Raises:
-        ValueError: Less than 4096 bytes for each thread.
-
-    Example:
-        >>> read_bandwidth(1 << 20, num_threads=1, seconds=0.01) > 0
-        True
     """
     return float(_compiled().read_bandwidth(size, num_threads, seconds))
 
@@ -344,34 +290,20 @@ def isa() -> str:
 
 
 def isa_levels() -> list[str]:
-    """Return the levels that this build has and this machine can run, lowest first.
-
-    Example:
-        >>> isa_levels()[0]
-        'portable'
-    """
+    """Return the levels that this build has and this machine can run, lowest first."""
     return list(_compiled().isa_levels())
 
 
 def threading() -> str:
-    """Return whose threads run the loops: the process's OpenMP (torch's) or the kernel's own.
+    """Return whose threads run the loops: "OpenMP of the process" (torch's) or the kernel's "own threads".
 
     A forked child, where the threads of its parent are missing, has its own.
-
-    Example:
-        >>> threading() in ("OpenMP of the process", "own threads")
-        True
     """
     return str(_compiled().threading())
 
 
 def compiled() -> Any:
-    """Return the compiled module, for a front end whose arrays it reads itself; None where there is none.
-
-    Example:
-        >>> compiled() is None or callable(compiled().forward)
-        True
-    """
+    """Return the compiled module, or None, for a front end whose arrays it reads itself."""
     return _core
 
 
@@ -384,43 +316,39 @@ def _compiled() -> ModuleType:
 
 
 def _packed(x: Any) -> Any:
-    """The array itself where it is contiguous, else a contiguous copy."""
+    """The array itself if it is contiguous, else a contiguous copy."""
     if hasattr(x, "data_ptr"):
         return x.contiguous()
     return x if x.flags.c_contiguous else x.copy()
 
 
-def _config(config: Mapping[str, int]) -> tuple[int, int, int]:
-    unknown = sorted(set(config) - set(tuned.CONFIG_FIELDS))
-    if unknown:
-        raise ValueError(
-            f"config: expected the keys {', '.join(tuned.CONFIG_FIELDS)}, got {', '.join(unknown)} as well. "
-            "Take one of kernels.cpu.configs(...)"
-        )
-    block_q, block_k, threads = (config.get(name, 0) for name in tuned.CONFIG_FIELDS)
-    return block_q, block_k, threads
+def _config(config: Mapping[str, int] | None) -> tuple[int, ...] | None:
+    if config is None:
+        return None
+    unknown, known = sorted(set(config) - set(tuned.CONFIG_FIELDS)), ", ".join(tuned.CONFIG_FIELDS)
+    remedy = "Take one of kernels.cpu.configs(...)"
+    expect(not unknown, "config", f"the keys {known}", f"{', '.join(unknown)} as well", remedy)
+    return tuple(config.get(name, 0) for name in tuned.CONFIG_FIELDS)
 
 
-def _options(options: Options) -> tuple[Any, ...]:
-    def array(x: Any) -> Any:
-        return None if x is None else _array(x)
-
-    threshold = dropout.threshold(options.dropout_p) if options.dropout_p else 0
+def _options(options: Options | None) -> tuple[Any, ...] | None:
+    if options is None:
+        return None
     return (
         options.softcap,
-        array(options.bias),
+        _array(options.bias),
         options.bias_kind,
-        array(options.sinks),
-        threshold,
-        array(options.dropout_seed),
-        array(options.q_index),
-        array(options.k_index),
+        _array(options.sinks),
+        dropout.threshold(options.dropout_p) if options.dropout_p else 0,
+        _array(options.dropout_seed),
+        _array(options.q_index),
+        _array(options.k_index),
     )
 
 
 def _array(x: Any) -> Any:
     """What the compiled module reads: the array itself if it can, else (address, dtype, shape, strides)."""
-    if hasattr(type(x), "__dlpack_c_exchange_api__"):
+    if x is None or hasattr(type(x), "__dlpack_c_exchange_api__"):
         return x
     if hasattr(x, "data_ptr"):
         return x.data_ptr(), _DTYPE_CODES.get(str(x.dtype)[6:], -1), tuple(x.shape), x.stride()

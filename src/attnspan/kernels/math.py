@@ -1,13 +1,14 @@
 """Attention as plain framework code: every score is stored, every derivative exists.
 
 Memory is O(q_len * k_len), so this is the backend for derivatives of higher order, forward mode, float64 and
-devices without a kernel. Products skip masked pairs in the sense that matters: a NaN or inf of a key, a query
-or an incoming gradient reaches only what may see it, where a plain matmul would give 0 * NaN = NaN.
+devices without a kernel. A NaN or inf of a key, a query or an incoming gradient reaches only what may see it,
+where a plain matmul would give 0 * NaN = NaN.
 
 Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim, r
 spans.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,24 +26,14 @@ _NONE = Options()
 
 
 def supports(problem: Problem) -> str | None:
-    """Return None: plain framework code runs everything that passed validation.
-
-    Example:
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu")) is None
-        True
-    """
+    """Return None: plain framework code runs everything that passed validation."""
     del problem
     return None
 
 
 def has_autocast(device: str) -> bool:
-    """Whether torch casts by itself on a kind of device.
-
-    Example:
-        >>> has_autocast("cpu")
-        True
-    """
-    # Not asked where it is known: Dynamo of torch 2.11 cannot trace the question.
+    """Whether torch has autocast on a kind of device."""
+    # torch is not asked about known devices: Dynamo of torch 2.11 cannot trace the question.
     return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
 
 
@@ -60,22 +51,22 @@ def forward(
     """Attend, differentiably to any order and in forward mode.
 
     Args:
-        q: Shape (B, Hq, Sq, D), floating.
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, Dv).
-        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span raises where its
-            values can be read (CPU, eager) and gives NaN elsewhere.
+        q: (B, Hq, Sq, D), floating.
+        k: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, Dv).
+        bounds: (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span raises if its values can be read
+            (CPU, eager) and gives NaN elsewhere.
         scale: Factor of the scores.
-        options: Softcap, bias, sinks and dropout, as tensors on q's device; bias and sinks are differentiated
-            too.
-        lowered_for: Shape (), integer: the keys that the mask was lowered for, where Python cannot read the
-            number. Where it is not Sk, all rows are NaN.
+        options: Softcap, bias, sinks and dropout, as tensors on q's device. Bias and sinks are
+            differentiated too.
+        lowered_for: (), integer: the number of keys that the mask was lowered for, if Python cannot read it.
+            All rows are NaN if it is not Sk.
         wide_lse: Return ``lse`` in float64, for softmaxes that are merged from several calls.
 
     Returns:
-        ``out`` of shape (B, Hq, Sq, Dv) and q's dtype, stored as (B, Sq, Hq, Dv); ``lse``, the natural
-        logarithm of the row's sum of exponentials, of shape (B, Hq, Sq), float64 for float64 inputs and else
-        float32. A row that sees nothing has out 0, and lse -inf or the head's sink.
+        ``out`` (B, Hq, Sq, Dv) in q's dtype, stored as (B, Sq, Hq, Dv), and ``lse`` (B, Hq, Sq), the natural
+        logarithm of the row's sum of exponentials, float64 for float64 inputs and else float32. A row that
+        sees nothing has out 0, and lse -inf or the head's sink.
 
     Raises:
         OptionError: Illegal spans, naming the row.
@@ -87,64 +78,45 @@ def forward(
         >>> torch.allclose(out[:, :, 0], x[:, :, 0])
         True
     """
-    # Where values can be read at no cost, the row is named; elsewhere it becomes NaN.
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if bounds.device.type == "cpu" and not traced:
-        Spans(bounds, k.shape[2]).validate()
-    options = _NONE if options is None else options
-    arguments = (q, k, v, bounds, scale, options, lowered_for, wide_lse)
-    if not has_autocast(q.device.type):
-        return _forward(*arguments)
-    with torch.autocast(q.device.type, enabled=False):
-        return _forward(*arguments)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    scale: float,
-    options: Options,
-    lowered_for: Tensor | None,
-    wide_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, q_heads, q_len, head_dim = q.shape
-    kv_heads, k_len = k.shape[1], k.shape[2]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
-    if lowered_for is not None:
-        illegal_bhm1 = illegal_bhm1 | (lowered_for != k_len)
-    q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
-    scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    base_bhm1 = None
-    if options.bias_kind and k_len:
-        bias, base_bhm1 = _bias(options, q, k, visible_bhms)
-        scores = scores + bias
-    scores = torch.where(visible_bhms, scores, -torch.inf)
-    sink = None
-    if options.sinks is not None:
-        sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
-        sink = sink if base_bhm1 is None else sink - base_bhm1
-    weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
-    # A float32 of a large base would lose what parts of a softmax differ by.
-    lse_bhm1 = lse_bhm1.double() if wide_lse else lse_bhm1
-    lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
-    if options.dropout_p:
-        keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)
-        weights = weights * _fold(keep, kv_heads, q_heads, q_len)
-    out_bhme = _row_product(weights, v.to(wide), visible_bhms)
-    out_bhme = torch.where(illegal_bhm1, torch.nan, out_bhme).to(q.dtype)
-    lse_bhm1 = torch.where(illegal_bhm1, torch.nan, lse_bhm1)
-    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3])
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse_bhm1.reshape(batch, q_heads, q_len)
+    options = options or _NONE
+    on = has_autocast(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if on else nullcontext():
+        batch, q_heads, q_len, head_dim = q.shape
+        kv_heads, k_len = k.shape[1], k.shape[2]
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        visible_bhms, illegal_bhm1 = _visible(bounds, q_heads, kv_heads, k_len)
+        if lowered_for is not None:
+            illegal_bhm1 = illegal_bhm1 | (lowered_for != k_len)
+        q_bhmd = q.to(wide).reshape(batch, kv_heads, q_heads // kv_heads * q_len, head_dim) * scale
+        scores = _pair_product(q_bhmd, k.to(wide), visible_bhms)
+        if options.softcap:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        base_bhm1 = None
+        if options.bias_kind and k_len:
+            bias, base_bhm1 = _bias(options, q, k, visible_bhms)
+            scores = scores + bias
+        scores = torch.where(visible_bhms, scores, -torch.inf)
+        sink = None
+        if options.sinks is not None:
+            sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
+            sink = sink if base_bhm1 is None else sink - base_bhm1
+        weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
+        # A float32 of a large base would lose what parts of a softmax differ by.
+        lse_bhm1 = lse_bhm1.double() if wide_lse else lse_bhm1
+        lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
+        if options.dropout_p:
+            keep = _kept(options, q, k).to(wide) * scale_of_kept(options.dropout_p)
+            weights = weights * _fold(keep, kv_heads, q_heads, q_len)
+        out_bhme = _row_product(weights, v.to(wide), visible_bhms)
+        out_bhme = torch.where(illegal_bhm1, torch.nan, out_bhme).to(q.dtype)
+        lse_bhm1 = torch.where(illegal_bhm1, torch.nan, lse_bhm1)
+        out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3])
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse_bhm1.reshape(batch, q_heads, q_len)
 
 
 def _softmax(scores: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """The weights of each row, and the logarithm of its sum of exponentials."""
-    # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
+    # The maximum cancels in every result, so it needs no derivative. Of no keys it is -inf.
     top = scores.new_full((*scores.shape[:3], 1), -torch.inf)
     if scores.shape[-1]:
         top = scores.detach().amax(-1, keepdim=True)
@@ -157,7 +129,7 @@ def _softmax(scores: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tens
         total = total + torch.exp(sink - top)
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    # Masked once more: otherwise a NaN gradient of a masked weight would reach the row through its total.
+    # Masked again: otherwise a NaN gradient of a masked weight would reach the row through its total.
     weights = torch.where(visible, weights / total, 0.0)
     return weights, torch.where(empty, -torch.inf, top + torch.log(total))
 
@@ -181,10 +153,9 @@ def _positions(options: Options, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bias(options: Options, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """What is added to the scores, (B|1, Hkv, m, Sk), less each row's largest, and that, (B|1, Hkv, m, 1).
+    """The bias of each pair (B|1, Hkv, m, Sk) less the row's largest, and the largest (B|1, Hkv, m, 1).
 
-    A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
-    the lse.
+    The sum of a score and a large bias would lose the score. What a row's biases share changes only its lse.
     """
     kind, wide = options.bias_kind, torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -225,42 +196,36 @@ def _kept(options: Options, q: Tensor, k: Tensor) -> Tensor:
 
 def _visible(bounds: Tensor, q_heads: int, kv_heads: int, k_len: int) -> tuple[Tensor, Tensor]:
     """The dense mask (B|1, Hkv|1, m, Sk), and which rows (B|1, Hkv|1, m, 1) have an illegal span."""
-    lo, hi = bounds.unbind(-1)
-    keys = torch.arange(k_len, device=bounds.device, dtype=bounds.dtype)
-    visible = torch.zeros((*lo.shape[:3], k_len), dtype=torch.bool, device=bounds.device)
-    illegal = ((lo < 0) | (lo > hi) | (hi > k_len)).any(-1)
-    end = torch.zeros_like(lo[..., 0])
-    for r in range(lo.shape[-1]):
-        visible = visible | ((keys >= lo[..., r : r + 1]) & (keys < hi[..., r : r + 1]))
-        filled = lo[..., r] < hi[..., r]
-        illegal = illegal | (filled & (lo[..., r] < end))
-        end = torch.where(filled, hi[..., r], end)
-    group = q_heads // kv_heads
+    spans = Spans._checked(bounds, k_len)
+    visible, illegal = spans.dense(), spans._illegal_rows()
     batch, heads, q_len = illegal.shape
     # Query heads of one group are folded into rows: products are then plain 4-d ones, without a broadcast to
     # sum over.
+    group = q_heads // kv_heads
     grouped = (batch, kv_heads, group, q_len) if heads != 1 else (batch, 1, group, q_len)
-    spread = (heads // grouped[1], q_len) if heads != 1 else (1, q_len)
+    spread = (group if heads != 1 else 1, q_len)
     visible = visible.view(batch, grouped[1], *spread, k_len).expand(*grouped, k_len)
     illegal = illegal.view(batch, grouped[1], *spread).expand(grouped)
     folded = (batch, grouped[1], group * q_len)
     return visible.reshape(*folded, k_len), illegal.reshape(*folded, 1)
 
 
-class _PairProduct(torch.autograd.Function):
-    """(a, b) -> a @ b^T on visible pairs, 0 elsewhere; its derivatives never multiply a masked 0 by a NaN."""
-
+class _Masked(torch.autograd.Function):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
-        return torch.where(visible, a @ b.transpose(-1, -2), 0.0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         del output
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
+
+
+class _PairProduct(_Masked):
+    """(a, b) -> a @ b^T on visible pairs, 0 elsewhere; its derivatives never multiply a masked 0 by a NaN."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
+        return torch.where(visible, a @ b.transpose(-1, -2), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -270,10 +235,8 @@ class _PairProduct(torch.autograd.Function):
         return _row_product(grad, b, visible), _row_product(grad.transpose(-1, -2), a, flipped), None
 
 
-class _RowProduct(torch.autograd.Function):
+class _RowProduct(_Masked):
     """(w, x) -> w @ x over visible pairs only, for a w that is 0 elsewhere."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
@@ -283,26 +246,17 @@ class _RowProduct(torch.autograd.Function):
         return torch.where(hit > 0, torch.nan, out)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         w, x, visible = ctx.saved_tensors
-        return (
-            _pair_product(grad, x, visible),
-            _row_product(w.transpose(-1, -2), grad, visible.transpose(-1, -2)),
-            None,
-        )
+        flipped = visible.transpose(-1, -2)
+        return _pair_product(grad, x, visible), _row_product(w.transpose(-1, -2), grad, flipped), None
 
 
 class _PairProductForwardMode(_PairProduct):
-    """Apart from its parent, because the compiler refuses an autograd function that has a ``jvp``."""
+    """Not one class with its parent: compilers refuse an autograd function that has a ``jvp``."""
 
     @staticmethod
-    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Tensor:
+    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Any:
         a, b, visible = ctx.saved_tensors
         return _sum_known(
             None if da is None else _pair_product(da, b, visible),
@@ -311,10 +265,10 @@ class _PairProductForwardMode(_PairProduct):
 
 
 class _RowProductForwardMode(_RowProduct):
-    """Apart from its parent, because the compiler refuses an autograd function that has a ``jvp``."""
+    """Not one class with its parent: compilers refuse an autograd function that has a ``jvp``."""
 
     @staticmethod
-    def jvp(ctx: Any, dw: Tensor | None, dx: Tensor | None, _: None) -> Tensor:
+    def jvp(ctx: Any, dw: Tensor | None, dx: Tensor | None, _: None) -> Any:
         w, x, visible = ctx.saved_tensors
         return _sum_known(
             None if dw is None else _row_product(torch.where(visible, dw, 0.0), x, visible),
@@ -322,12 +276,8 @@ class _RowProductForwardMode(_RowProduct):
         )
 
 
-def _sum_known(left: Tensor | None, right: Tensor | None) -> Tensor:
-    if left is None or right is None:
-        known = right if left is None else left
-        assert known is not None, "a product without any tangent has no jvp"
-        return known
-    return left + right
+def _sum_known(left: Any, right: Any) -> Any:
+    return right if left is None else left if right is None else left + right
 
 
 def _pair_product(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def header(device: str) -> dict[str, Any]:
 
 
 def read(path: Path, device: str) -> list[dict[str, Any]]:
-    """The well-formed entries of a file; none if it is missing, or of another format, version or device."""
+    """The well-formed entries of a file, or [] if it is missing or of another format, version or device."""
     try:
         content = path.read_bytes()
         import json  # Most processes have no file to parse.
