@@ -9,7 +9,6 @@ from . import _pytrees as _pytrees  # registers the masks
 from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
 from ._block_mask import to_block_mask as to_block_mask
-from ._cache import StaticCache as StaticCache
 from ._checkpoint import SAVE_OPS as SAVE_OPS
 from ._checkpoint import checkpoint_policy as checkpoint_policy
 from ._explain import Explanation as Explanation
@@ -18,8 +17,9 @@ from ._flops import backward_flops as backward_flops
 from ._flops import forward_flops as forward_flops
 from ._module import Attention as Attention
 from ._options import dropout_seeds as dropout_seeds
-from ._rolling import RollingCache as RollingCache
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+from .caches import RollingCache as RollingCache
+from .caches import StaticCache as StaticCache
 
 if TYPE_CHECKING:
     from ..interop.call_jax import RetraceWarning as RetraceWarning
