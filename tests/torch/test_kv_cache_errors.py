@@ -6,8 +6,8 @@ from cached_tokens import DIM, HEADS, KINDS, KV_HEADS, Tokens, feed, make, step
 from torch import Tensor
 
 from attnspan.torch import RollingCache, StaticCache, attention
-from attnspan.torch.caches import Cache
 from attnspan.torch._cache_write import LOST, cache_write_op, write_anywhere
+from attnspan.torch.caches import Cache
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

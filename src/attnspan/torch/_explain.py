@@ -14,7 +14,7 @@ from ..problem import Problem, check_scale
 from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
 from ._flops import visible_pairs
 from ._options import Given
-from ._sharded import ShardedMask
+from .dtensor import ShardedMask
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
-from ..errors import OptionError
+from ..errors import expect
 from ..kernels import cpu
 from ..options import DENSE, Options
 
@@ -104,17 +104,9 @@ def _forward_cpu(
 
 
 def _backward_cpu(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *given: Any,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    bounds, out, lse, scale, *given = rest
     *options, want_dbias = _all_options(given, False)
     dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, options, want_dbias)
     if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
@@ -136,14 +128,7 @@ def _backward_cpu(
 
 
 def savable(x: Tensor | None) -> Tensor | None:
-    """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode.
-
-    Example:
-        >>> with torch.inference_mode():
-        ...     x = torch.zeros(1)
-        >>> savable(x).is_inference()
-        False
-    """
+    """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
@@ -156,41 +141,23 @@ def check_k_len(own: int, k_len: int) -> None:
         attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
 the mask for these keys.
     """
-    if own != k_len:
-        raise OptionError(
-            "mask",
-            expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {own}",
-            remedy="Lower the mask for these keys",
-        )
+    expected, remedy = "spans over k_len={} keys (as k)", "Lower the mask for these keys"
+    expect(own == k_len, "mask", expected, f"spans over {own}", remedy, k_len)
 
 
-def _all_options(given: tuple[Any, ...], *last: Any) -> tuple[Any, ...]:
+def _all_options(given: Sequence[Any], *last: Any) -> tuple[Any, ...]:
     """The option arguments with the defaults at their end, which torch leaves out."""
     return (*given, *(*NO_OPTIONS, *last)[len(given) :])
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
-) -> tuple[Tensor, Tensor]:
-    del k, bounds, scale, given
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    del k, given
     return _new_outputs(q, v)
 
 
-def _backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    del dout, dlse, bounds, out, lse, scale
-    *options, want_dbias = _all_options(given, False)
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v = arguments[2:5]
+    *options, want_dbias = _all_options(arguments[9:], False)
     return _new_gradients(q, k, v, options, want_dbias)
 
 

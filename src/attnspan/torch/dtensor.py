@@ -1,4 +1,4 @@
-"""DTensors: how a call's arguments lie on their mesh, each rank's part of a mask, strategies of the operators.
+"""DTensors: how a call's arguments lie on their mesh, and each rank's part of its mask.
 
 Batch rows and heads may be split; every rank then attends to its part alone. The sequence may not: each rank
 would see a part of the keys and be wrong without any error, so it is refused by name unless a plan exchanges
@@ -10,7 +10,6 @@ which moves nothing.
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -18,31 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._biases import Alibi, DenseBias, Relative
 from .._mistakes import OneMask
 from ..errors import OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
-from ..options import DISTANCE, Options
+from ..options import Bias, Options, dense_bias
 from ..problem import LAYOUTS
 from ..spans import Spans
-from ._ops import NO_OPTIONS, backward_op, forward_op
 from ._options import Given, dropout_seeds
 
-__all__ = [
-    "BATCH",
-    "HEADS",
-    "ROWS",
-    "WHOLE",
-    "Places",
-    "ShardedMask",
-    "check_options",
-    "is_dtensor",
-    "lower_mask",
-    "on_mesh",
-    "option_tensors",
-    "places_of",
-    "register",
-]
+__all__ = ["Places", "ShardedMask", "is_dtensor", "lower_mask", "on_mesh", "option_tensors", "places_of"]
 
 #: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
@@ -92,14 +75,8 @@ class Places:
     roles: tuple[str, ...]
 
     def wanted(self, x: Tensor, batch: int | None, heads: int | None) -> tuple[Any, ...]:
-        """The placements of a tensor that belongs to q: it is split where q is, but for dims of size 1.
-
-        Args:
-            x: The tensor.
-            batch: Which of its dims is that of batch rows, or None.
-            heads: Which is that of query heads, or None.
-        """
-        return tuple(_follow(x, role, batch, heads) for role in self.roles)
+        """The placements of a tensor with these dims for batch rows and heads: as q, but for sizes of 1."""
+        return tuple(follow(x, role, batch, heads) for role in self.roles)
 
     def check(self, name: str, x: Tensor, batch: int | None, heads: int | None) -> None:
         """Raise an OptionError unless a tensor is plain, whole on each rank, or split where q is."""
@@ -115,13 +92,10 @@ class Places:
     def join(
         self, x: Tensor, shape: Sequence[Any], dims: dict[str, int], order: Sequence[int] | None = None
     ) -> Tensor:
-        """The DTensor of which each rank has a part.
+        """The DTensor of which each rank has a part, x.
 
-        Args:
-            x: This rank's part.
-            shape: Sizes of the whole.
-            dims: Which dim belongs to which role; the whole is split along these where q is.
-            order: The dims as they are stored, the last one without gaps; None for the usual order.
+        ``shape`` is that of the whole, which is split along ``dims``, by role, where q is; ``order`` names
+        the dims as they are stored, if not as usual.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -134,14 +108,17 @@ class Places:
         return found
 
 
-def places_of(q: Tensor, k: Tensor, v: Tensor, layout: str, plan_mesh: Any = None) -> Places | None:
-    """How q, k and v lie on their mesh; None where all are plain.
+def places_of(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, given: Given, plan_mesh: Any = None
+) -> Places | None:
+    """How q, k and v lie on their mesh; None where all are plain. Options must lie accordingly.
 
     Args:
         q: As given to `attention`, as all.
         k: Keys.
         v: Values.
         layout: "bhsd", "bshd" or "thd".
+        given: The options.
         plan_mesh: The mesh of a plan, whose axes split the rows; None where there is no plan.
 
     Raises:
@@ -149,15 +126,27 @@ def places_of(q: Tensor, k: Tensor, v: Tensor, layout: str, plan_mesh: Any = Non
             not be.
         ShapeError: A rank would have no batch row, or heads without their key heads.
     """
-    given: tuple[Any, ...] = (q, k, v)
-    meshes = tuple(x.device_mesh if is_dtensor(x) else None for x in given)
+    tensors: tuple[Any, ...] = (q, k, v)
+    meshes = tuple(x.device_mesh if is_dtensor(x) else None for x in tensors)
     if meshes == (None, None, None):
+        if "torch.distributed.tensor" in sys.modules:
+            _check_all(option_tensors(given), None)
         return None
-    placements = tuple(tuple(x.placements) if is_dtensor(x) else None for x in given)
-    found = Places(meshes[0], _find_roles(layout, meshes, placements, plan_mesh))
+    placements = tuple(tuple(x.placements) if is_dtensor(x) else None for x in tensors)
     heads, batch = LAYOUTS[layout].index("heads"), LAYOUTS[layout][0] == "batch"
-    _check_parts(found, q.shape[0] if batch else 1, q.shape[heads], k.shape[heads])
+    sizes = (q.shape[0] if batch else 1, q.shape[heads], k.shape[heads])
+    found = check_places(layout, meshes, placements, sizes, plan_mesh)
+    _check_all(option_tensors(given), found)
     return found
+
+
+def check_places(
+    layout: str, meshes: Any, placements: Any, sizes: tuple[Any, Any, Any], plan_mesh: Any = None
+) -> Places:
+    """How q, k and v lie, by their meshes and placements; sizes are batch rows, query heads and key heads."""
+    places = Places(meshes[0], _find_roles(layout, meshes, placements, plan_mesh))
+    _check_parts(places, *sizes)
+    return places
 
 
 # Run while a compiler reads the call, as placements never change within a program: nothing of it is traced,
@@ -174,7 +163,7 @@ def _find_roles(
     for name, own, places in zip("qkv", meshes, placements, strict=True):
         what, one = f"{name} as a DTensor", (_words(wanted), mesh, "qkv"[first])
         remedy = "Give all three as DTensors (DTensor.from_local), or none (to_local)"
-        expect(own, name, "a DTensor with {} on {}, as {} is one", "a plain tensor", remedy, *one)
+        expect(own is not None, name, "a DTensor with {} on {}, as {} is one", "a plain tensor", remedy, *one)
         expect(own == mesh, what, "the mesh of q, {}", own, "Place q, k and v on one mesh", mesh)
         remedy = "Redistribute one of them: attention moves nothing by itself"
         expect(places == wanted, what, "{}, as q", _words(places), remedy, _words(wanted))
@@ -182,9 +171,9 @@ def _find_roles(
     may = [i for i, role in split.items() if role != ROWS or plan_mesh is not None]
     expected = ", ".join(f"Shard({i}) ({dims[i]})" for i in may)
     for place in wanted:
-        dim = place.dim if type(place) is Shard else None
+        dim = place.dim if type(place) is Shard else -1
         rows = split.get(dim) == ROWS
-        got = repr(place) if dim is None else f"{place!r}, which splits {'q_len' if rows else dims[dim]}"
+        got = repr(place) if dim < 0 else f"{place!r}, which splits {'q_len' if rows else dims[dim]}"
         fits, remedy = type(place) is Replicate or dim in may, _PLAN if rows else "Redistribute it"
         expect(fits, "q as a DTensor", "{} or Replicate()", got, remedy, expected)
     if plan_mesh is not None:
@@ -242,7 +231,7 @@ def _words(placements: Any) -> str:
     return f"[{', '.join(map(repr, placements))}]"
 
 
-def _follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> Any:
+def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> Any:
     """Placement of a tensor that belongs to q, with these dims, along a mesh axis of this role."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -253,7 +242,7 @@ def _follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> 
 
 
 def _check_all(tensors: Iterable[Follower], places: Places | None) -> None:
-    """Raise an OptionError for a DTensor that is split otherwise than q, or lies on another mesh, or q none."""
+    """Raise an OptionError for a DTensor that is split otherwise than q or lies elsewhere, or q is none."""
     for name, x, batch, heads in tensors:
         if is_dtensor(x):
             mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))
@@ -275,41 +264,24 @@ def _check_follower(
 
 
 def option_tensors(given: Given) -> Iterator[Follower]:
-    """The tensors of a call's options.
-
-    Args:
-        given: The options.
-    """
-    bias: Any = DenseBias(given.bias) if isinstance(given.bias, Tensor) else given.bias
-    if isinstance(bias, Alibi):
-        each_row = bias.slopes.ndim == 2
-        yield "bias.slopes", bias.slopes, 0 if each_row else None, int(each_row)
-    if isinstance(bias, Relative):
-        yield "bias.table", bias.table, None, 0
-        yield "bias.buckets", bias.buckets, None, None
-    if isinstance(bias, DenseBias):
-        ndim = bias.values.ndim
-        yield "bias.values", bias.values, 0 if ndim == 4 else None, ndim - 3 if ndim >= 3 else None
-    yield "sinks", given.sinks, None, 0
+    """The tensors of a call's options."""
+    bias: Any = dense_bias(given.bias) if isinstance(given.bias, Tensor) else given.bias
+    for field in fields(bias) if isinstance(bias, Bias) else ():  # type: ignore[arg-type]
+        x = getattr(bias, field.name)
+        n = getattr(x, "ndim", 0)
+        dims = {"slopes": (_batch(x, 1), n - 1), "table": (None, 0)}
+        dims["values"] = _batch(x, 3), n - 3 if n > 2 else None
+        yield f"bias.{field.name}", x, *dims.get(field.name, (None, None))
     seed = given.dropout_seed
-    own = isinstance(seed, Tensor) and seed.dim() == 2
-    yield "dropout_seed", seed, 0 if own else None, 1 if own else None
-    for name, index in (("q_index", given.q_index), ("k_index", given.k_index)):
-        yield name, index, 0 if isinstance(index, Tensor) and index.dim() == 2 else None, None
+    yield "sinks", given.sinks, None, 0
+    yield "dropout_seed", seed, *((None, None) if _batch(seed, 1) is None else (0, 1))
+    yield "q_index", given.q_index, _batch(given.q_index, 1), None
+    yield "k_index", given.k_index, _batch(given.k_index, 1), None
 
 
-def check_options(given: Given, places: Places | None) -> None:
-    """Raise for an option whose tensor is a DTensor that does not go with q.
-
-    Args:
-        given: The options.
-        places: How q lies; None where it is plain.
-
-    Raises:
-        OptionError: It is split otherwise than q, lies on another mesh, or q is plain.
-    """
-    if places is not None or "torch.distributed.tensor" in sys.modules:
-        _check_all(option_tensors(given), places)
+def _batch(x: Any, rank: int) -> int | None:
+    """The dim of batch rows of an array that has one in front of this many, or has none."""
+    return 0 if getattr(x, "ndim", 0) > rank else None
 
 
 def lower_mask(
@@ -329,9 +301,6 @@ def lower_mask(
         q_index: Indices of the rows, as given to `attention`, or None.
         k_index: Indices of the keys, or None.
 
-    Returns:
-        The mask with bounds and indices as DTensors on q's mesh.
-
     Raises:
         OptionError: An array is split otherwise than q or q is plain, or the mask has a function of batch
             rows or heads.
@@ -343,7 +312,7 @@ def lower_mask(
     if places is None or isinstance(mask, (Prepared, Spans)):
         _check_all(arrays, places)
         return None
-    if not any([is_dtensor(x) for x in (q_index, k_index, *(array[1] for array in arrays))]):
+    if not any(is_dtensor(x) for x in (q_index, k_index, *(array[1] for array in arrays))):
         return None
     local: Any = q.to_local()  # type: ignore[attr-defined]
     cutter = _Cutter(places, q, local)
@@ -366,11 +335,6 @@ def _arrays(mask: Any) -> list[Follower]:
         return [array for operand in mask.operands for array in _arrays(operand)]
     kind = type(mask).__name__.lower()
     return [(f"mask {kind}: {f.name}", getattr(mask, f.name), None, None) for f in fields(mask)]
-
-
-def _batch(x: Any, rank: int) -> int | None:
-    """The dim of batch rows of an array that has one in front of this many, or not."""
-    return 0 if x is not None and x.ndim > rank else None
 
 
 class _Cutter:
@@ -437,25 +401,28 @@ class _Cutter:
 
 def on_mesh(
     q: Tensor, bounds: Tensor, options: Options | None, k_len: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...], Tensor | None]:
+) -> tuple[Any, tuple[Any, ...], Any]:
     """Bounds, option arguments and k_len as the operator takes them: on q's mesh where q is a DTensor.
 
     Every rank has made the same ones from the same arguments.
     """
-    o, given = options, ()
-    if o is not None:
-        numbers = (o.softcap, o.bias, o.bias_kind, o.sinks, o.dropout_p)
-        given = (*numbers, o.dropout_seed, o.q_index, o.k_index)  # type: ignore[assignment]
+    given: tuple[Any, ...] = ()
+    if (o := options) is not None:
+        tensors = (o.sinks, o.dropout_p, o.dropout_seed, o.q_index, o.k_index)
+        given = (o.softcap, o.bias, o.bias_kind, *tensors)
     if not is_dtensor(q):
         return bounds, given, k_len
-    register()
+    from . import _strategies as _strategies  # registers them; importing DTensor takes long
+
     mesh, seed = q.device_mesh, None if o is None else o.dropout_seed  # type: ignore[attr-defined]
     if seed is not None and seed.dim() == 0:
         # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
         seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
         given = (*given[:5], seed, *given[6:])
-    arguments = [x if is_dtensor(x) else _replicated(x, mesh) for x in (bounds, *given, k_len)]
-    return arguments[0], tuple(arguments[1:-1]), arguments[-1]
+    bounds, *arguments, k_len = (
+        x if is_dtensor(x) else _replicated(x, mesh) for x in (bounds, *given, k_len)
+    )
+    return bounds, tuple(arguments), k_len
 
 
 def _replicated(x: Any, mesh: Any) -> Any:
@@ -465,76 +432,3 @@ def _replicated(x: Any, mesh: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@cache
-def register() -> None:
-    """Tell DTensor the strategies, once; importing DTensor is left to those who use it, as it takes long."""
-    from torch.distributed.tensor.experimental import register_sharding
-
-    register_sharding(forward_op)(_forward_strategies)
-    register_sharding(backward_op)(_backward_strategies)
-
-
-_Strategies = list[tuple[list[Any], list[Any]]]
-
-
-def _ways() -> Iterator[tuple[str, Any]]:
-    """What one mesh axis may split, and how q, k and v then lie on it."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    yield from ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
-
-
-def _forward_strategies(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
-    del scale
-    _check_specs(q, k, v)
-    options, k_len = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :]
-    found = []
-    for role, place in _ways():
-        inputs = [place, place, place, _follow(bounds, role), None, *_option_places(options, role)]
-        found.append(([place, place], [*inputs, *(_follow(x, role, None, None) for x in k_len)]))
-    return found
-
-
-def _backward_strategies(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
-) -> _Strategies:
-    del dout, out, lse, scale
-    _check_specs(q, k, v)
-    options, want_dbias = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :] == (True,)
-    found = []
-    for role, place in _ways():
-        places = _option_places(options, role)
-        _, bias, _, sinks, *_ = (*places, *(None,) * 8)
-        gradients = [_summed(bias if want_dbias else None, place), _summed(sinks, place)]
-        inputs = [place, None if dlse is None else place, place, place, place, _follow(bounds, role)]
-        inputs += [place, place, None, *places, *([None] if want_dbias else [])]
-        found.append(([place, place, place, *gradients], inputs))
-    return found
-
-
-def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:
-    """Placements of the option arguments; trailing ones may have been left out."""
-    _, bias, kind, sinks, _, seed, q_index, k_index = (*given, *NO_OPTIONS[len(given) :])
-    of_bias = _follow(bias, role, None, 0) if kind == DISTANCE else _follow(bias, role)
-    of_indices = [_follow(index, role, 0, None) for index in (q_index, k_index)]
-    places = [None, of_bias, None, _follow(sinks, role, None, 0), None, _follow(seed, role), *of_indices]
-    return places[: len(given)]
-
-
-def _summed(place: Any, way: Any) -> Any:
-    """Placement of the gradient of a parameter: where each rank has all of it, it lacks the others' part."""
-    from torch.distributed.tensor import Partial, Replicate
-
-    if place is None:
-        return Replicate()
-    return Partial() if way.is_shard() and not place.is_shard() else place
-
-
-def _check_specs(*specs: Any) -> None:
-    """What `attention` checks, for programs that call the operators themselves, or were compiled to do so."""
-    meshes, placements = (tuple(getattr(x, name) for x in specs) for name in ("mesh", "placements"))
-    places = Places(meshes[0], _find_roles("bhsd", meshes, placements, None))
-    _check_parts(places, specs[0].shape[0], specs[0].shape[1], specs[1].shape[1])
