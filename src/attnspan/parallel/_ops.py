@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from ..options import Options
-from ..torch._checkpoint import save_also
 from ..torch._ops import _autograd_kernel, _below_autograd, _readable
+from ..torch.compile import save_also
 from ._agree import check_call
 from ._engine import Done, Given, backward, bias_at, forward, options_of
 from ._heads import Team, gather, key_heads, query_heads, scatter

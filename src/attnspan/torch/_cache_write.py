@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import INT32_MAX
-from ..errors import OptionError, expect
+from ..errors import expect
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -29,12 +29,9 @@ def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> 
     """Write without reading a value on the host, on any device. Rows that would overflow become `LOST`.
 
     Args:
-        keys: Shape (B, Hkv, slots, D), written in place.
-        values: Shape (B, Hkv, slots, Dv), written in place.
-        lengths: Shape (B,), int32: tokens so far; advanced in place.
-        *new: ``k_new``, shape (B, Hkv, n, D), n <= slots; ``v_new``, (B, Hkv, n, Dv); ``counts``, (B,) or
-            None: of each row, how many of the last tokens of the chunk are its own; ``wrap``: token t goes to
-            slot t % slots, not to slot t.
+        keys: Shape (B, Hkv, slots, D), written in place as values (B, Hkv, slots, Dv) and lengths (B,).
+        *new: k_new (B, Hkv, n, D) and v_new with n <= slots; counts (B,), how many of the last tokens of the
+            chunk are the row's own, or None; wrap: token t goes to slot t % slots, not to slot t.
 
     Example:
         >>> keys, values, lengths = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.tensor([1])
@@ -94,32 +91,21 @@ def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
     check_not_lost(starts)
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-        if not 0 <= count <= n or start + count > limit:
-            remedy = "Pass how many of the last tokens of the chunk are the row's own"
-            legal = 0 <= count <= n
-            expect(legal, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
-            got = f"{start} of {limit} taken"
-            remedy = "Allocate a larger max_len, or truncate() or reset() the row; nothing was written"
-            expect(False, f"cache row {b}", "room for {} more tokens", got, remedy, count)
+        legal, room = 0 <= count <= n, start + count <= limit
+        if legal and room:
+            continue
+        remedy = "Pass how many of the last tokens of the chunk are the row's own"
+        expect(legal, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
+        remedy = "Allocate a larger max_len, or truncate() or reset() the row; nothing was written"
+        expect(room, f"cache row {b}", "room for {} more tokens", f"{start} of {limit} taken", remedy, count)
 
 
 def check_not_lost(lengths: list[int]) -> None:
-    """Raise for a row that carries the mark, where it can be read.
-
-    Example:
-        >>> check_not_lost([4, -1])
-        Traceback (most recent call last):
-        attnspan.errors.OptionError: cache row 1: expected a length of at least 0, got the mark of a lost \
-row. It was asked for what it did not hold: reset() it and fill it anew.
-    """
+    """Raise for a row that carries the mark, where it can be read."""
     if min(lengths, default=0) < 0:
         remedy = "It was asked for what it did not hold: reset() it and fill it anew"
         row = f"cache row {lengths.index(min(lengths))}"
         expect(False, row, "a length of at least 0", "the mark of a lost row", remedy)
-
-
-def _write_fake(*arguments: Any) -> None:
-    del arguments
 
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> None:
@@ -138,14 +124,10 @@ def _count_versions(keyset: Any, *arguments: Any) -> None:
         cache_write_op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
 
-def _refuse_vmap(*arguments: Any) -> None:
-    del arguments
-    raise OptionError(
-        "cache: update under vmap",
-        expected="tokens of all batch rows at once",
-        got="those of one call of several, which would write into one buffer",
-        remedy="Make the vmapped axis part of the batch axis",
-    )
+def _refuse_vmap(*_: Any) -> None:
+    got = "those of one call of several, which would write into one buffer"
+    remedy = "Make the vmapped axis part of the batch axis"
+    expect(False, "cache: update under vmap", "tokens of all batch rows at once", got, remedy)
 
 
 cache_write_op = torch.ops.attnspan.cache_write.default
@@ -153,5 +135,5 @@ _library.impl("cache_write", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("cache_write", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("cache_write", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 _library.impl("cache_write", _count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::cache_write", _write_fake, lib=_library)
+torch.library.register_fake("attnspan::cache_write", lambda *_: None, lib=_library)
 torch.library.register_vmap("attnspan::cache_write", _refuse_vmap, lib=_library)

@@ -12,7 +12,7 @@ from ..kernels import choose
 from ..options import Bias
 from ..problem import Problem, check_scale
 from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
-from ._flops import visible_pairs
+from ._ops import visible_pairs
 from ._options import Given
 from .dtensor import ShardedMask
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
     enable_single_level_autograd_function,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import expect
 from ..kernels import cpu
@@ -45,8 +47,6 @@ _library.define(  # type: ignore[no-untyped-call]
 
 #: The option arguments of both operators that are absent, in their order.
 NO_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None, None, None)
-# Which of them are tensors: bias, sinks, dropout_seed, q_index, k_index.
-_TENSORS = (1, 3, 5, 6, 7)
 # Where the bias is among the inputs of an autograd function: behind the keyset, q, k, v, bounds and scale.
 _BIAS_AT = 7
 
@@ -179,10 +179,10 @@ class _Forward(torch.autograd.Function):
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         given = _all_options(inputs[5 : 5 + len(NO_OPTIONS)])
-        tensors = (savable(given[i]) for i in _TENSORS)
+        tensors = [savable(x) if isinstance(x, Tensor) else None for x in given]
         ctx.save_for_backward(*inputs[:3], savable(inputs[3]), out, lse, *tensors)
         ctx.scale = inputs[4]
-        ctx.given = tuple(None if i in _TENSORS else x for i, x in enumerate(given))
+        ctx.given = tuple(None if isinstance(x, Tensor) else x for x in given)
         return out, lse
 
     @staticmethod
@@ -192,9 +192,7 @@ class _Forward(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        given = list(ctx.given)
-        for i, x in zip(_TENSORS, tensors, strict=True):
-            given[i] = x
+        given = [x if tensor is None else tensor for x, tensor in zip(ctx.given, tensors, strict=True)]
         want_dbias = len(needed) > _BIAS_AT and needed[_BIAS_AT]
         dq, dk, dv, dbias, dsinks = backward_op(
             dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given, want_dbias
@@ -203,9 +201,8 @@ class _Forward(torch.autograd.Function):
             dbias = dbias.to(given[1].dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
         # None for the inputs behind these; torch leaves trailing defaults out, so there may be fewer.
-        return tuple(
-            x if need else None for x, need in zip_longest(gradients[: len(needed)], needed, fillvalue=None)
-        )
+        pairs = zip_longest(gradients[: len(needed)], needed)
+        return tuple(x if need else None for x, need in pairs)
 
 
 class _Backward(torch.autograd.Function):
@@ -284,3 +281,57 @@ def _has_tangent(x: Any) -> bool:
 
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
     _library.impl(_op, _autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
+    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta).
+
+    Example:
+        >>> x = torch.zeros(2, 3, 2, 8)
+        >>> visible_pairs(x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
+        18
+    """
+    batch, heads, q_len, _ = q.shape
+    if isinstance(bounds, FakeTensor) or bounds.is_meta:
+        return batch * heads * q_len * k.shape[2]
+    lo, hi = bounds.unbind(-1)
+    repeats = (batch // bounds.shape[0]) * (heads // bounds.shape[1]) if bounds.shape[0] else 0
+    return int((hi - lo).clamp(min=0).sum(dtype=torch.int64)) * repeats
+
+
+# Without these formulas, counters and memory-budget partitioners think that attention is free.
+@register_flop_formula(torch.ops.attnspan.forward, get_raw=True)  # type: ignore[untyped-decorator]
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Floating-point operations of one call of the forward operator: 2 * visible pairs * (D + Dv).
+
+    FlashAttention-2, arXiv:2307.08691, section 4.1.
+
+    Args:
+        q: Shape (B, Hq, Sq, D).
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32; without data (fake or meta) every pair counts.
+        *args: Further arguments of the operator, unused.
+        **kwargs: The result, as torch's counter passes it, unused.
+
+    Example:
+        >>> x = torch.zeros(1, 1, 2, 8)
+        >>> forward_flops(x, x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
+        96
+    """
+    del args, kwargs
+    return 2 * visible_pairs(q, k, bounds) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.attnspan.backward, get_raw=True)  # type: ignore[untyped-decorator]
+def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
+    """Floating-point operations of one call of the backward operator: 2.5 times the forward's.
+
+    Args:
+        dout: Gradient of the output, unused.
+        dlse: Gradient of the lse, unused.
+        *args: The arguments of `forward_flops`.
+        **kwargs: The result, unused.
+    """
+    del dout, dlse
+    return forward_flops(*args, **kwargs) * 5 // 2

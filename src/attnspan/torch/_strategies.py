@@ -1,6 +1,5 @@
 """How DTensor may split the operators: by batch rows or heads. Loaded at the first call of DTensors."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -13,41 +12,37 @@ from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
 # What one mesh axis may split, and how q, k and v then lie on it.
 _WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
 
-_Strategies = Iterator[tuple[list[Any], list[Any]]]
+_Strategies = list[tuple[list[Any], list[Any]]]
 
 
 @register_sharding(forward_op)  # type: ignore[untyped-decorator]
-def _forward(*arguments: Any) -> list[Any]:
-    return list(_forward_strategies(*arguments))
-
-
-@register_sharding(backward_op)  # type: ignore[untyped-decorator]
-def _backward(*arguments: Any) -> list[Any]:
-    return list(_backward_strategies(*arguments))
-
-
-def _forward_strategies(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
+def _forward(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
     del scale
     _check(q, k, v)
     options, k_len = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :]
+    found = []
     for role, place in _WAYS:
         inputs = [place, place, place, follow(bounds, role), None, *_option_places(options, role)]
-        yield [place, place], [*inputs, *(follow(x, role, None, None) for x in k_len)]
+        found.append(([place, place], [*inputs, *(follow(x, role, None, None) for x in k_len)]))
+    return found
 
 
-def _backward_strategies(
+@register_sharding(backward_op)  # type: ignore[untyped-decorator]
+def _backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
 ) -> _Strategies:
     del dout, out, lse, scale
     _check(q, k, v)
     options, want_dbias = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :] == (True,)
+    found = []
     for role, place in _WAYS:
         places = _option_places(options, role)
         _, bias, _, sinks, *_ = (*places, *(None,) * 8)
         gradients = [_summed(bias if want_dbias else None, place), _summed(sinks, place)]
         inputs = [place, None if dlse is None else place, place, place, place, follow(bounds, role)]
         inputs += [place, place, None, *places, *([None] if want_dbias else [])]
-        yield [place, place, place, *gradients], inputs
+        found.append(([place, place, place, *gradients], inputs))
+    return found
 
 
 def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:

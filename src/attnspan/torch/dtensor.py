@@ -113,18 +113,8 @@ def places_of(
 ) -> Places | None:
     """How q, k and v lie on their mesh; None where all are plain. Options must lie accordingly.
 
-    Args:
-        q: As given to `attention`, as all.
-        k: Keys.
-        v: Values.
-        layout: "bhsd", "bshd" or "thd".
-        given: The options.
-        plan_mesh: The mesh of a plan, whose axes split the rows; None where there is no plan.
-
-    Raises:
-        OptionError: Some are no DTensors, lie on other meshes, or are split otherwise or along dims that may
-            not be.
-        ShapeError: A rank would have no batch row, or heads without their key heads.
+    ``plan_mesh`` is the mesh of a plan, whose axes split the rows. Raises an OptionError for tensors that lie
+    otherwise, and a ShapeError where a rank would have no batch row, or heads without their key heads.
     """
     tensors: tuple[Any, ...] = (q, k, v)
     meshes = tuple(x.device_mesh if is_dtensor(x) else None for x in tensors)
@@ -188,16 +178,12 @@ def _find_roles(
 
 def _axes_of_plan(mesh: Any, plan_mesh: Any) -> list[int]:
     """The axes of a mesh whose ranks are those of a plan, in its order."""
-    ranks, wanted, here = mesh.mesh, plan_mesh.mesh.flatten(), mesh.get_coordinate()
-    counts = range(1, mesh.ndim + 1)
-    found = [list(axes) for count in counts for axes in combinations(range(mesh.ndim), count)]
-    found = [
-        axes
-        for axes in found
-        if ranks[tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))]
-        .flatten()
-        .equal(wanted)
-    ]
+    wanted, here, counts = plan_mesh.mesh.flatten(), mesh.get_coordinate(), range(1, mesh.ndim + 1)
+    found: list[list[int]] = []
+    for axes in (axes for count in counts for axes in combinations(range(mesh.ndim), count)):
+        at = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
+        if mesh.mesh[at].flatten().equal(wanted):
+            found.append(list(axes))
     # Axes of size 1 are told apart by name.
     own, names = mesh.mesh_dim_names or (), plan_mesh.mesh_dim_names or ()
     found.sort(key=lambda axes: tuple(own[i] for i in axes if own) != names)
@@ -293,18 +279,8 @@ def lower_mask(
     whole, as on one rank. Arrays that are split over ranks cannot be, so all of the mask is then cut down to
     this rank's part, lowered, and put together again as a DTensor. Nothing is moved.
 
-    Args:
-        mask: An expression, a Prepared or Spans.
-        places: How q lies; None where it is plain.
-        q: Shape (B, Hq, Sq, D).
-        k_len: Sk.
-        q_index: Indices of the rows, as given to `attention`, or None.
-        k_index: Indices of the keys, or None.
-
-    Raises:
-        OptionError: An array is split otherwise than q or q is plain, or the mask has a function of batch
-            rows or heads.
-        ShapeError: An array has another number of batch rows.
+    Raises an OptionError for an array that is split otherwise than q, or where q is plain, and for a mask
+    with a function of batch rows or heads; a ShapeError for an array with other batch rows.
     """
     if not isinstance(mask, (Mask, Spans)) or "torch.distributed.tensor" not in sys.modules:
         return None
