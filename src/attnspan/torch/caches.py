@@ -63,9 +63,8 @@ class Cache(nn.Module):
         sizes = {"batch": batch, "kv_heads": kv_heads, "slots": slots, "head_dim": head_dim}
         sizes["v_dim"] = head_dim if v_dim is None else v_dim
         batch, kv_heads, slots, *dims = (count(name, size, least=1) for name, size in sizes.items())
-        expect(
-            layout in ("bhsd", "bshd"), "layout", "bhsd or bshd", repr(layout), "Name the order of k and v"
-        )
+        known, remedy = layout in ("bhsd", "bshd"), "Name the order of k and v"
+        expect(known, "layout", "bhsd or bshd", repr(layout), remedy)
         self.layout, self.slots, self._max_new = layout, slots, max_new
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         # An inference tensor could not be written outside of inference mode later.
@@ -194,36 +193,31 @@ class Cache(nn.Module):
         self.lengths.copy_(lengths)
 
     def _check_tokens(self, name: str, new: Any, cache: Tensor, k_new: Any) -> None:
-        kind, length = type(new).__name__, self.layout.index("s")
-        expect(isinstance(new, Tensor), name, "a torch.Tensor", kind, "Pass the new tokens", error=DtypeError)
+        remedy = "Make the cache with the dtype of k and v, under autocast with autocast's"
+        self._check(name, new, (cache.dtype,), "{}, as the cache", remedy)
+        length = self.layout.index("s")
         own = [i for i in range(4) if i != length]
         fits = new.dim() == 4 and all(new.shape[i] == cache.shape[i] for i in own)
         expected, sizes = "batch {}, {} heads and head dim {} in layout {}", [cache.shape[i] for i in own]
         remedy = "Make the cache for the model's sizes, and name the layout of k and v"
         expect(fits, name, expected, new.shape, remedy, *sizes, self.layout, error=ShapeError)
-        n, most = new.shape[length], self._max_new
-        expect(
-            n == k_new.shape[length], name, "as many tokens as k_new", n, "Check k and v", error=ShapeError
-        )
+        n, n_k, most = new.shape[length], k_new.shape[length], self._max_new
+        expect(n == n_k, name, "as many tokens as k_new", n, "Check k and v", error=ShapeError)
         expect(n <= most, name, "at most {} tokens", n, self._remedy, most, error=ShapeError)
-        remedy = "Make the cache with the dtype of k and v, under autocast with autocast's"
-        dtypes = new.dtype, remedy, cache.dtype
-        expect(new.dtype == cache.dtype, name, "{}, as the cache", *dtypes, error=DtypeError)
-        self._check_device(name, new)
 
     def _check_rows(self, name: str, x: Any, kind: str = "integers") -> None:
-        of, remedy = type(x).__name__, "Convert it with torch.as_tensor, on the cache's device"
-        expect(isinstance(x, Tensor), name, "a torch.Tensor", of, remedy, error=DtypeError)
-        right = x.dtype == torch.bool if kind == "bool" else x.dtype in _INTEGERS
-        expect(right, name, kind, x.dtype, "Pass one for each row of the cache", error=DtypeError)
         rows, remedy = self.lengths.shape[0], "Pass one for each row of the cache"
-        expected, fits = "one entry per batch row, shape ({},)", x.dim() == 1 and x.shape[0] == rows
+        self._check(name, x, (torch.bool,) if kind == "bool" else _INTEGERS, kind, remedy)
+        fits = x.dim() == 1 and x.shape[0] == rows
+        expected = "one entry per batch row, shape ({},)"
         expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
-        self._check_device(name, x)
 
-    def _check_device(self, name: str, x: Tensor) -> None:
-        own, remedy = self.lengths.device, "Move the cache with .to(device), or the tensor"
-        expect(x.device == own, name, "device {}, as the cache", x.device, remedy, own, error=DeviceError)
+    def _check(self, name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str) -> None:
+        kind, own = type(x).__name__, self.lengths.device
+        to_tensor, move = "Convert it with torch.as_tensor", "Move the cache with .to(device), or the tensor"
+        expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+        expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
+        expect(x.device == own, name, "device {}, as the cache", x.device, move, own, error=DeviceError)
 
     def _check_query_rows(self, q_len: int) -> None:
         most = self._max_new

@@ -207,8 +207,9 @@ def _check_parts(places: Places, batch: Any, q_heads: Any, kv_heads: Any) -> Non
         fits = role != HEADS or q_heads == kv_heads
         expect(fits, name, expected, kv_heads, remedy, ranks, q_heads, error=ShapeError)
         for count in counts:
-            # The parts that Shard makes.
-            sizes = {min(-(-n // count), max(n + n // -count * i, 0)) for n in sizes for i in range(count)}
+            # The parts that Shard makes: all but the last ones have `each`.
+            whole = [(n, -(-n // count)) for n in sizes]
+            sizes = {min(each, max(n - each * i, 0)) for n, each in whole for i in range(count)}
         expected, remedy = what + " for each of {} ranks", "Use fewer ranks along that axis, or Replicate()"
         expect(0 not in sizes, name, expected, size, remedy, ranks, error=ShapeError)
 
