@@ -107,14 +107,14 @@ class Cache(nn.Module):
                 a row is left as it is, and its masks are illegal until `reset`: attention gives NaN.
             TypeError: Element types do not fit.
         """
-        keys, values = self.keys, self.values
-        self._check_tokens("k_new", k_new, keys, k_new)
-        self._check_tokens("v_new", v_new, values, k_new)
+        keys, values = self._keys, self._values
+        k_new, v_new = self._tokens("k_new", k_new, keys), self._tokens("v_new", v_new, values)
+        n_k, n_v = k_new.shape[2], v_new.shape[2]
+        expect(n_k == n_v, "v_new", "as many tokens as k_new", n_v, "Check k and v", error=ShapeError)
         if counts is not None:
             self._check_rows("counts", counts)
-        new = self._in_layout(k_new), self._in_layout(v_new)
-        cache_write_op(self._keys, self._values, self.lengths, *new, counts, self._wrap)
-        return keys, values
+        cache_write_op(keys, values, self.lengths, k_new, v_new, counts, self._wrap)
+        return self._in_layout(keys), self._in_layout(values)
 
     def q_index(self, q_len: int) -> Tensor:
         """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding.
@@ -149,7 +149,7 @@ class Cache(nn.Module):
         if isinstance(lengths, int):
             lengths = torch.full_like(self.lengths, lengths)
         self._check_rows("lengths", lengths)
-        wanted = lengths.to(torch.int64).clamp(LOST, INT32_MAX).to(torch.int32)
+        wanted = lengths.clamp(LOST, INT32_MAX).to(torch.int32)
         least = self._least()
         legal = (wanted <= self.lengths) & ((wanted >= least) | (wanted == 0))
         if arrays_for([legal]).concrete(legal) and not legal.all():
@@ -183,7 +183,7 @@ class Cache(nn.Module):
 
     def _in_layout(self, x: Tensor) -> Tensor:
         # Its own inverse.
-        return x if self.layout == "bhsd" else x.transpose(1, 2)
+        return x.transpose(1, 2) if self.layout == "bshd" and x.dim() == 4 else x
 
     def _least(self) -> Tensor:
         """Shape (B,): the shortest length but 0 that each row can go back to."""
@@ -192,36 +192,40 @@ class Cache(nn.Module):
     def _set_lengths(self, lengths: Tensor) -> None:
         self.lengths.copy_(lengths)
 
-    def _check_tokens(self, name: str, new: Any, cache: Tensor, k_new: Any) -> None:
+    def _tokens(self, name: str, new: Any, cache: Tensor) -> Tensor:
+        """New tokens as (B, Hkv, n, D), checked."""
         remedy = "Make the cache with the dtype of k and v, under autocast with autocast's"
-        self._check(name, new, (cache.dtype,), "{}, as the cache", remedy)
-        length = self.layout.index("s")
-        own = [i for i in range(4) if i != length]
-        fits = new.dim() == 4 and all(new.shape[i] == cache.shape[i] for i in own)
-        expected, sizes = "batch {}, {} heads and head dim {} in layout {}", [cache.shape[i] for i in own]
+        _check(name, new, (cache.dtype,), "{}, as the cache", remedy, cache.device)
+        batch, heads, _, dim = cache.shape
+        tokens, sizes = self._in_layout(new), (batch, heads, dim, self.layout)
+        shape, most = tokens.shape, self._max_new
+        fits = len(shape) == 4 and shape[0] == batch and shape[1] == heads and shape[3] == dim
+        expected = "batch {}, {} heads and head dim {} in layout {}"
         remedy = "Make the cache for the model's sizes, and name the layout of k and v"
-        expect(fits, name, expected, new.shape, remedy, *sizes, self.layout, error=ShapeError)
-        n, n_k, most = new.shape[length], k_new.shape[length], self._max_new
-        expect(n == n_k, name, "as many tokens as k_new", n, "Check k and v", error=ShapeError)
-        expect(n <= most, name, "at most {} tokens", n, self._remedy, most, error=ShapeError)
+        expect(fits, name, expected, new.shape, remedy, *sizes, error=ShapeError)
+        expect(shape[2] <= most, name, "at most {} tokens", shape[2], self._remedy, most, error=ShapeError)
+        return tokens
 
     def _check_rows(self, name: str, x: Any, kind: str = "integers") -> None:
-        rows, remedy = self.lengths.shape[0], "Pass one for each row of the cache"
-        self._check(name, x, (torch.bool,) if kind == "bool" else _INTEGERS, kind, remedy)
+        lengths, remedy = self.lengths, "Pass one for each row of the cache"
+        _check(name, x, (torch.bool,) if kind == "bool" else _INTEGERS, kind, remedy, lengths.device)
+        rows, expected = lengths.shape[0], "one entry per batch row, shape ({},)"
         fits = x.dim() == 1 and x.shape[0] == rows
-        expected = "one entry per batch row, shape ({},)"
         expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
-
-    def _check(self, name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str) -> None:
-        kind, own = type(x).__name__, self.lengths.device
-        to_tensor, move = "Convert it with torch.as_tensor", "Move the cache with .to(device), or the tensor"
-        expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
-        expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
-        expect(x.device == own, name, "device {}, as the cache", x.device, move, own, error=DeviceError)
 
     def _check_query_rows(self, q_len: int) -> None:
         most = self._max_new
         expect(q_len <= most, "mask", "at most {} query rows", q_len, self._remedy, most, error=ShapeError)
+
+
+def _check(
+    name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str, device: torch.device
+) -> None:
+    kind, move = type(x).__name__, "Move the cache with .to(device), or the tensor"
+    to_tensor = "Convert it with torch.as_tensor"
+    expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+    expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
+    expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)
 
 
 class StaticCache(Cache):
