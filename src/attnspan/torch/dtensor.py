@@ -25,7 +25,17 @@ from ..problem import LAYOUTS
 from ..spans import Spans
 from ._options import Given, dropout_seeds
 
-__all__ = ["Places", "ShardedMask", "is_dtensor", "lower_mask", "on_mesh", "option_tensors", "places_of"]
+__all__ = [
+    "Places",
+    "ShardedMask",
+    "check_places",
+    "follow",
+    "is_dtensor",
+    "lower_mask",
+    "on_mesh",
+    "option_tensors",
+    "places_of",
+]
 
 #: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
