@@ -42,7 +42,7 @@ def calls(batch: int, length: int, dtype: torch.dtype) -> dict[str, tuple[Callab
     q, k, v = (torch.randn(batch, heads, 1, DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     static = StaticCache(batch, KV_HEADS, 2 * length, DIM, dtype=dtype)
     static.update(*(x[:, :, 1:] for x in full))
-    rolling = RollingCache(batch, KV_HEADS, length, DIM, chunk=2, dtype=dtype)
+    rolling = RollingCache(batch, KV_HEADS, length - 1, DIM, chunk=2, dtype=dtype)
     for t in range(1, length + 7, 2):  # Beyond its end, so that rows have two spans.
         rolling.update(*(x[:, :, t % (length - 1) :][:, :, :2] for x in full))
     compiled = torch.compile(step, fullgraph=True)

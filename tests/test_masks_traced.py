@@ -157,10 +157,10 @@ def test_more_runs_than_there_is_room_for(make):
 
 def test_rows_with_too_many_runs_stay_illegal_in_a_composition(monkeypatch):
     from attnspan import _encoding
-    from attnspan.torch import _encode
+    from attnspan.torch.compile import _encode_device
 
     # As on a device, where nobody waits for the values.
-    monkeypatch.setitem(_encoding._operators, "torch", _encode._encode_device)
+    monkeypatch.setitem(_encoding._operators, "torch", _encode_device)
     checkered = torch.ones(4, 12, dtype=torch.bool)
     checkered[2] = torch.arange(12) % 2 == 0
     mask = a.causal() & (a.window(1) | a.from_dense(checkered, max_runs=3))

@@ -120,7 +120,7 @@ class TestJaxInTorch:
 
     def test_explaining_what_is_spread(self) -> None:
         from attnspan.torch import explain as torchs
-        from attnspan.torch._sharded import ShardedMask
+        from attnspan.torch.dtensor import ShardedMask
 
         q = self.torch.zeros(Q.shape)
         with pytest.raises(

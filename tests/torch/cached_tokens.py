@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan.torch import RollingCache, StaticCache, attention
-from attnspan.torch._cache import Cache
+from attnspan.torch.caches import Cache
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -110,7 +110,7 @@ def ragged(generator: random.Random, cache: Cache, length: int, n: int) -> list[
 def make(kind: str, batch: int = 2, size: int = 24, **options: object) -> Cache:
     if kind == "static":
         return StaticCache(batch, KV_HEADS, size, DIM, **options)
-    return RollingCache(batch, KV_HEADS, 5, DIM, chunk=4, **options)
+    return RollingCache(batch, KV_HEADS, 4, DIM, chunk=4, **options)
 
 
 #: The kinds of caches, and how many keys a token sees through those that `make` makes.

@@ -173,7 +173,7 @@ def test_block_masks_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("mask", "options", "message"),
     [
-        (lambda b, h, q, k: q >= k, {}, "to_block_mask: mask: expected a mask expression.*got function"),
+        (lambda b, h, q, k: q >= k, {}, "to_block_mask: mask: expected a mask expression.*got the function"),
         (causal(), {"block_size": 0}, "block_size: expected 1 to"),
         (causal(), {"block_size": 8.0}, "block_size: expected an int, got float"),
         (causal(), {"block_size": (8, 8, 8)}, "block_size: expected an int, or rows and keys, got 3 numbers"),

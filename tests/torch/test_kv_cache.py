@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from attnspan import alibi, alibi_slopes
 from attnspan.torch import RollingCache, StaticCache, attention
-from attnspan.torch._cache import Cache
+from attnspan.torch.caches import Cache
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -103,16 +103,17 @@ def test_ragged_chunks_then_decoding(kind: str, dtype: torch.dtype, layout: str)
     assert tokens.error(out, WIDTH[kind]) < 2
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(1, 1), (1, 3), (7, 1), (4, 4), (3, 8)])
-def test_the_ring_equals_a_window_over_many_rounds(window: int, chunk: int) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(0, 1), (0, 3), (6, 1), (3, 4), (2, 8)])
+def test_the_ring_equals_the_mask_of_that_name_over_many_rounds(window: int, chunk: int) -> None:
     generator = random.Random(window)
     tokens = Tokens(2, 200)
     cache = RollingCache(2, KV_HEADS, window, DIM, chunk=chunk)
     out = torch.zeros_like(tokens.q)
     while min(cache.lengths.tolist()) < 200:
         feed(cache, tokens, out, ragged(generator, cache, 200, chunk), chunk)
-    assert tokens.error(out, window) < 2
-    assert cache.keys.shape[2] == window + chunk - 1
+    # `window` counts the keys before the query, the width counts its own too.
+    assert tokens.error(out, width=window + 1) < 2
+    assert cache.keys.shape[2] == window + chunk
 
 
 @pytest.mark.parametrize("backend", ["math", "cpu"])
@@ -152,7 +153,7 @@ def test_a_ring_gives_back_only_what_it_still_holds() -> None:
     cache, tokens = make("rolling"), Tokens(2, 40)
     out = torch.zeros_like(tokens.q)
     for _ in range(5):
-        feed(cache, tokens, out, [4, 2], 4)  # 20 and 10 tokens in 8 slots, windows of 5
+        feed(cache, tokens, out, [4, 2], 4)  # 20 and 10 tokens in 8 slots, 5 keys for each query
     with pytest.raises(ValueError, match=r"truncate: lengths\[0\]: expected 16 to 20.*got 15"):
         cache.truncate(torch.tensor([15, 8]))
     assert cache.lengths.tolist() == [20, 10]

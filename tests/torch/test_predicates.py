@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from attnspan import Mask, causal, from_dense, from_predicate, segments
 from attnspan._encoding import encode
 from attnspan.torch import attention, checkpoint_policy
-from attnspan.torch._encode import _encode_device, encode_op
+from attnspan.torch.compile import _encode_device, encode_op
 
 BATCH, HEADS, LENGTH = 2, 4, 33
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -209,7 +209,7 @@ def test_selective_checkpointing_encodes_once(
         calls.append(1)
         return encode(*arguments)
 
-    monkeypatch.setattr("attnspan.torch._encode.encode", counted)
+    monkeypatch.setattr("attnspan.torch.compile.encode", counted)
     options = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if policy else {}
 
     def block(q: Tensor, ids: Tensor) -> Tensor:
@@ -388,7 +388,7 @@ def test_the_operator_takes_expanded_and_transposed_booleans() -> None:
 def test_the_operator_goes_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = _noise(2, 2, 11, 20)
     wanted = encode_op(visible, 10)
-    monkeypatch.setattr("attnspan.torch._encode.CHUNK_PAIRS", 200)
+    monkeypatch.setattr("attnspan.torch.compile.CHUNK_PAIRS", 200)
     assert torch.equal(encode_op(visible, 10), wanted)
     assert torch.equal(_encode_device(visible, 10), wanted)
 

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..kernels.math import has_autocast
 from ..masks import Mask
 from ..torch._attention import Layout
-from ..torch._checkpoint import save_also
+from ..torch.compile import save_also
 from . import _check as checks
 from ._derivative import NAMESPACE, Backward, Derivative, register
 from ._errors import DeclarationError as DeclarationError

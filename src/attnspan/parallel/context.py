@@ -17,9 +17,7 @@ from ..problem import check_arrays, check_layout, check_scale
 from ..spans import Spans
 from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
 from ..torch._options import Given, dropout_seeds, lower_options
-from ..torch._placements import places_of
-from ..torch._sharded import ShardedMask
-from ..torch._sharding import check_options
+from ..torch.dtensor import ShardedMask, places_of
 from . import _flops as _flops  # registers what a call costs
 from ._agree import check_agreement
 from ._checks import check_given, check_heads, check_types, group_of, refuse
@@ -335,8 +333,7 @@ class ContextParallel(ShardedMask):
         _check_tensors(q=q, k=k, v=v)
         check_layout(layout, q, k, v)
         given = Given(softcap, bias, sinks, dropout_p, dropout_seed, None, None)
-        places = places_of(q, k, v, layout, self.mesh)
-        check_options(given, places)
+        places = places_of(q, k, v, layout, given, self.mesh)
         if places is not None:
             self._check_order()
             wanted = {"scale": scale, "layout": layout, "return_lse": return_lse}

@@ -20,8 +20,7 @@ from torch import Tensor
 from ..errors import OptionError, ShapeError
 from ..problem import LAYOUTS
 from ..torch._options import Given, dropout_seeds
-from ..torch._placements import BATCH, HEADS, ROWS, Places, is_dtensor
-from ..torch._sharding import option_tensors
+from ..torch.dtensor import BATCH, HEADS, ROWS, Places, is_dtensor, option_tensors
 
 if TYPE_CHECKING:
     from .context import ContextParallel

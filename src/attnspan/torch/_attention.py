@@ -17,14 +17,11 @@ from ..masks import Mask, Prepared, full
 from ..options import Bias, Options
 from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
-from . import _eager, _sharding
-from ._local_mask import check_lowered, has_dtensors, lower_parts
+from . import _eager
 from ._lowered import as_tensors, lowered
-from ._ops import check_k_len, forward_op
 from ._options import Given, check_indices, lower_options
-from ._placements import Places, is_dtensor, places_of
-from ._sharded import ShardedMask
-from ._sharding import check_options
+from .dtensor import Places, ShardedMask, lower_mask, on_mesh, places_of
+from .ops import check_k_len, forward_op
 
 #: Every backend that torch can drive, the preferred one first.
 BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}
@@ -193,9 +190,8 @@ def attention(
     if choice.name == "math":
         out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, options=options, lowered_for=k_len)
     else:
-        arguments = () if options is None else _sharding.like_options(options, q)
-        k_len = None if k_len is None else _sharding.like(k_len, q)
-        out, lse = forward_op(q, k, v, _sharding.like(bounds, q), scale, *arguments, k_len=k_len)
+        bounds, arguments, k_len = on_mesh(q, bounds, options, k_len)
+        out, lse = forward_op(q, k, v, bounds, scale, *arguments, k_len=k_len)
     out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
     return (out, lse) if return_lse else out
 
@@ -206,8 +202,7 @@ def lower_call(
     """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), bounds and options."""
     _check_tensors(q=q, k=k, v=v)
     check_layout(layout, q, k, v)
-    places = places_of(q, k, v, layout)
-    check_options(given, places)
+    places = places_of(q, k, v, layout, given)
     q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
     check_arrays(q, k, v)
     check_indices(given, q)
@@ -275,19 +270,16 @@ def _lower(
     mask: AnyMask, q: Tensor, k: Tensor, given: Given, layout: Layout, places: Places | None
 ) -> Prepared:
     q_len, k_len = q.shape[2], k.shape[2]
-    parts = has_dtensors(mask, places)
+    if layout == "thd" and isinstance(mask, Mask) and not isinstance(mask, Prepared):
+        _check_packed(mask)
+    if (found := lower_mask(mask, places, q, k_len, given.q_index, given.k_index)) is not None:
+        return found
     if isinstance(mask, (Prepared, Spans)):
-        if places is not None:
-            check_lowered(mask, places)
         placed = mask if isinstance(mask, Prepared) else Prepared(mask)
         if isinstance(placed.lowered.bounds, np.ndarray) and _may_remember(given, q) and placed is mask:
             placed = as_tensors(placed, q.device)
     elif isinstance(mask, Mask):
-        if layout == "thd":
-            _check_packed(mask)
         indices = {"q_index": given.q_index, "k_index": given.k_index}
-        if places is not None and (parts or any(map(is_dtensor, indices.values()))):
-            return lower_parts(mask, places, q, k_len, **indices)
         if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
             return known
         placed = mask.spans(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import INT32_MAX
-from ..errors import OptionError, shown
+from ..errors import expect
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -25,34 +25,22 @@ _library.define(  # type: ignore[no-untyped-call]
 LOST = -1
 
 
-def write_anywhere(
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    counts: Tensor | None,
-    wrap: bool,
-) -> None:
+def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
     """Write without reading a value on the host, on any device. Rows that would overflow become `LOST`.
 
     Args:
-        keys: Shape (B, Hkv, slots, D), written in place.
-        values: Shape (B, Hkv, slots, Dv), written in place.
-        lengths: Shape (B,), int32: tokens so far; advanced in place.
-        k_new: Shape (B, Hkv, n, D), n <= slots.
-        v_new: Shape (B, Hkv, n, Dv).
-        counts: Shape (B,), integer: of each row, how many of the last tokens of the chunk are its own; None
-            for all n.
-        wrap: Token t goes to slot t % slots, not to slot t.
+        keys: Shape (B, Hkv, slots, D), written in place as values (B, Hkv, slots, Dv) and lengths (B,).
+        *new: k_new (B, Hkv, n, D) and v_new with n <= slots; counts (B,), how many of the last tokens of the
+            chunk are the row's own, or None; wrap: token t goes to slot t % slots, not to slot t.
 
     Example:
         >>> keys, values, lengths = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.tensor([1])
         >>> new = torch.ones(1, 1, 1, 2)
-        >>> write_anywhere(keys, values, lengths, new, new, None, wrap=False)
+        >>> write_anywhere(keys, values, lengths, new, new, None, False)
         >>> keys[0, 0, :, 0].tolist(), lengths.tolist()
         ([0.0, 1.0, 0.0], [2])
     """
+    k_new, v_new, counts, wrap = new
     n, slots = k_new.shape[2], keys.shape[2]
     if n == 0:
         return
@@ -67,34 +55,28 @@ def write_anywhere(
     slot = start[:, None] + token - (n - own)
     slot = slot.remainder(slots) if wrap else slot.clamp(0, slots - 1)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    for cache, new in ((keys, k_new), (values, v_new)):
+    for cache, tokens in ((keys, k_new), (values, v_new)):
         stored_bshd = cache.transpose(1, 2)
-        taken = new.transpose(1, 2)[row, token]
+        taken = tokens.transpose(1, 2)[row, token]
         stored_bshd[row, slot] = torch.where(own[..., None, None] > 0, taken, stored_bshd[row, slot])
     lengths.copy_(torch.where(legal, start + count, LOST))
 
 
-def _write_cpu(
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    counts: Tensor | None,
-    wrap: bool,
-) -> None:
+def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
+    k_new, v_new, counts, wrap = new
     n, slots = k_new.shape[2], keys.shape[2]
     starts = lengths.tolist()
     own = [n] * len(starts) if counts is None else counts.tolist()
     _check(starts, own, n, INT32_MAX if wrap else slots)
+    pairs = ((keys, k_new), (values, v_new))
     if n == 1 and min(own, default=1) == 1:
         row, slot = torch.arange(len(starts)), lengths.remainder(slots) if wrap else lengths
-        for cache, new in ((keys, k_new), (values, v_new)):
-            cache.transpose(1, 2)[row, slot] = new.squeeze(2)
+        for cache, tokens in pairs:
+            cache.transpose(1, 2)[row, slot] = tokens.squeeze(2)
     else:
-        for cache, new in ((keys, k_new), (values, v_new)):
+        for cache, tokens in pairs:
             for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-                _write_row(cache[b], new[b, :, n - count :], start % slots if wrap else start)
+                _write_row(cache[b], tokens[b, :, n - count :], start % slots if wrap else start)
     lengths.add_(n if counts is None else counts)
 
 
@@ -107,54 +89,30 @@ def _write_row(cache: Tensor, new: Tensor, slot: int) -> None:
 
 def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
+    check_not_lost(starts)
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-        if start < 0:
-            raise lost_error(b)
-        if not 0 <= count <= n:
-            raise OptionError(
-                f"counts[{b}]",
-                expected=f"0 to {n}, the tokens of the chunk",
-                got=shown(count),
-                remedy="Pass how many of the last tokens of the chunk are the row's own",
-            )
-        if start + count > limit:
-            raise OptionError(
-                f"cache row {b}",
-                expected=f"room for {count} more tokens",
-                got=f"{start} of {limit} taken",
-                remedy="Allocate a larger max_len, or truncate() or reset() the row; nothing was written",
-            )
+        legal, room = 0 <= count <= n, start + count <= limit
+        if legal and room:
+            continue
+        remedy = "Pass how many of the last tokens of the chunk are the row's own"
+        expect(legal, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
+        remedy = "Allocate a larger max_len, or truncate() or reset() the row; nothing was written"
+        expect(room, f"cache row {b}", "room for {} more tokens", f"{start} of {limit} taken", remedy, count)
 
 
-def lost_error(b: int) -> OptionError:
-    """What to raise for a row that carries the mark, where it can be read.
-
-    Example:
-        >>> print(lost_error(3))
-        cache row 3: expected a length of at least 0, got the mark of a lost row. It was asked for what it \
-did not hold: reset() it and fill it anew.
-    """
-    return OptionError(
-        f"cache row {b}",
-        expected="a length of at least 0",
-        got="the mark of a lost row",
-        remedy="It was asked for what it did not hold: reset() it and fill it anew",
-    )
-
-
-def _write_fake(*arguments: Any) -> None:
-    del arguments
+def check_not_lost(lengths: list[int]) -> None:
+    """Raise for a row that carries the mark, where it can be read."""
+    if min(lengths, default=0) < 0:
+        remedy = "It was asked for what it did not hold: reset() it and fill it anew"
+        row = f"cache row {lengths.index(min(lengths))}"
+        expect(False, row, "a length of at least 0", "the mark of a lost row", remedy)
 
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> None:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        # A cache would cut them off silently.
-        raise OptionError(
-            "cache",
-            expected="keys and values without gradients",
-            got="ones that require them",
-            remedy="Call the model under torch.no_grad() or inference_mode(), or detach them",
-        )
+    # A cache would cut them off silently.
+    wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+    remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
+    expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
     with torch._C._AutoDispatchBelowAutograd():
         cache_write_op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
@@ -166,9 +124,16 @@ def _count_versions(keyset: Any, *arguments: Any) -> None:
         cache_write_op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
 
+def _refuse_vmap(*_: Any) -> None:
+    got = "those of one call of several, which would write into one buffer"
+    remedy = "Make the vmapped axis part of the batch axis"
+    expect(False, "cache: update under vmap", "tokens of all batch rows at once", got, remedy)
+
+
 cache_write_op = torch.ops.attnspan.cache_write.default
 _library.impl("cache_write", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("cache_write", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("cache_write", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 _library.impl("cache_write", _count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::cache_write", _write_fake, lib=_library)
+torch.library.register_fake("attnspan::cache_write", lambda *_: None, lib=_library)
+torch.library.register_vmap("attnspan::cache_write", _refuse_vmap, lib=_library)

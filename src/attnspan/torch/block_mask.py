@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from ..checks import count
-from ..errors import DtypeError, OptionError
+from .._mistakes import not_a_mask
+from ..errors import expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
+
+__all__ = ["to_block_mask"]
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -59,7 +62,10 @@ def to_block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    q_block, k_block = _block_sizes(block_size)
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    two = len(sizes) == 2
+    expect(two, "block_size", "an int, or rows and keys", f"{len(sizes)} numbers", "Pass (rows, keys)")
+    q_block, k_block = (count("block_size", size, least=1) for size in sizes)
     spans = _lowered(mask, q_len, k_len, batch or 1, heads or 1, device)
     states = spans.block_states(q_block, k_block)
     full = states == 2
@@ -74,19 +80,6 @@ def to_block_mask(
     )
 
 
-def _block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    if len(sizes) != 2:
-        raise OptionError(
-            "block_size",
-            expected="an int, or rows and keys",
-            got=f"{len(sizes)} numbers",
-            remedy="Pass (rows, keys)",
-        )
-    rows, keys = (count("block_size", size, least=1) for size in sizes)
-    return rows, keys
-
-
 def _lowered(
     mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, device: torch.device | str | None
 ) -> Spans:
@@ -94,12 +87,7 @@ def _lowered(
     if isinstance(mask, Spans):
         mask = Prepared(mask.validate())
     if not isinstance(mask, Mask):
-        raise DtypeError(
-            "to_block_mask: mask",
-            expected="a mask expression, a Prepared or a Spans",
-            got=type(mask).__name__,
-            remedy="Wrap a function in from_predicate(...), a boolean tensor in from_dense(...)",
-        )
+        raise not_a_mask(mask, "to_block_mask: mask")
     like = torch.empty(0, device=device)
     spans = mask.prepare(q_len, k_len, batch=batch, heads=heads, like=like).lowered
     bounds = torch.as_tensor(spans.bounds, device=None if isinstance(spans.bounds, Tensor) else like.device)

@@ -14,11 +14,25 @@ from torch import Tensor
 from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
     enable_single_level_autograd_function,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
-from ..errors import OptionError
+from ..errors import expect
 from ..kernels import cpu
 from ..options import DENSE, Options
+
+__all__ = [
+    "autograd_kernel",
+    "backward_flops",
+    "below_autograd",
+    "check_k_len",
+    "forward_flops",
+    "has_tangent",
+    "readable",
+    "single_level",
+    "visible_pairs",
+]
 
 # The plain Library instead of the custom_op decorator: the decorator adds Python wrappers to every call.
 _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
@@ -45,8 +59,6 @@ _library.define(  # type: ignore[no-untyped-call]
 
 #: The option arguments of both operators that are absent, in their order.
 NO_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None, None, None)
-# Which of them are tensors: bias, sinks, dropout_seed, q_index, k_index.
-_TENSORS = (1, 3, 5, 6, 7)
 # Where the bias is among the inputs of an autograd function: behind the keyset, q, k, v, bounds and scale.
 _BIAS_AT = 7
 
@@ -73,7 +85,7 @@ def _new_gradients(
     return dq, dk, dv, dbias, dsinks
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """The tensor itself where its last stride is 1, else the one explicit copy that the kernel needs."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
@@ -84,7 +96,7 @@ def _read_options(given: Sequence[Any]) -> Options | None:
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
         return None
     if bias is not None:
-        bias = _readable(bias) if kind == DENSE else bias.contiguous()
+        bias = readable(bias) if kind == DENSE else bias.contiguous()
     sinks, seed, q_index, k_index = (None if x is None else x.contiguous() for x in (sinks, *rest))
     return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
 
@@ -96,7 +108,7 @@ def _forward_cpu(
     *options, k_len = _all_options(given, None)
     if k_len is not None:
         check_k_len(int(k_len), k.shape[2])
-    q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
+    q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
     read = _read_options(options)
     threads = torch.get_num_threads()
     cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=read)
@@ -104,25 +116,17 @@ def _forward_cpu(
 
 
 def _backward_cpu(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *given: Any,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    bounds, out, lse, scale, *given = rest
     *options, want_dbias = _all_options(given, False)
     dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, options, want_dbias)
     if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
         return dq, *(x.zero_() for x in gradients[1:])
-    dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
+    dout, q, k, v = readable(dout), readable(q), readable(k), readable(v)
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
-    out, lse = _readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
+    out, lse = readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
     read = _read_options(options)
     cpu.backward(
         *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
@@ -135,15 +139,8 @@ def _backward_cpu(
     return gradients
 
 
-def savable(x: Tensor | None) -> Tensor | None:
-    """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode.
-
-    Example:
-        >>> with torch.inference_mode():
-        ...     x = torch.zeros(1)
-        >>> savable(x).is_inference()
-        False
-    """
+def _savable(x: Tensor | None) -> Tensor | None:
+    """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode."""
     return x.clone() if x is not None and x.is_inference() else x
 
 
@@ -156,41 +153,23 @@ def check_k_len(own: int, k_len: int) -> None:
         attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
 the mask for these keys.
     """
-    if own != k_len:
-        raise OptionError(
-            "mask",
-            expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {own}",
-            remedy="Lower the mask for these keys",
-        )
+    expected, remedy = "spans over k_len={} keys (as k)", "Lower the mask for these keys"
+    expect(own == k_len, "mask", expected, f"spans over {own}", remedy, k_len)
 
 
-def _all_options(given: tuple[Any, ...], *last: Any) -> tuple[Any, ...]:
+def _all_options(given: Sequence[Any], *last: Any) -> tuple[Any, ...]:
     """The option arguments with the defaults at their end, which torch leaves out."""
     return (*given, *(*NO_OPTIONS, *last)[len(given) :])
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
-) -> tuple[Tensor, Tensor]:
-    del k, bounds, scale, given
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    del k, given
     return _new_outputs(q, v)
 
 
-def _backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    del dout, dlse, bounds, out, lse, scale
-    *options, want_dbias = _all_options(given, False)
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v = arguments[2:5]
+    *options, want_dbias = _all_options(arguments[9:], False)
     return _new_gradients(q, k, v, options, want_dbias)
 
 
@@ -208,14 +187,14 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(forward_op, keyset, inputs)
+        out, lse = below_autograd(forward_op, keyset, inputs)
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         given = _all_options(inputs[5 : 5 + len(NO_OPTIONS)])
-        tensors = (savable(given[i]) for i in _TENSORS)
-        ctx.save_for_backward(*inputs[:3], savable(inputs[3]), out, lse, *tensors)
+        tensors = [_savable(x) if isinstance(x, Tensor) else None for x in given]
+        ctx.save_for_backward(*inputs[:3], _savable(inputs[3]), out, lse, *tensors)
         ctx.scale = inputs[4]
-        ctx.given = tuple(None if i in _TENSORS else x for i, x in enumerate(given))
+        ctx.given = tuple(None if isinstance(x, Tensor) else x for x in given)
         return out, lse
 
     @staticmethod
@@ -225,9 +204,7 @@ class _Forward(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        given = list(ctx.given)
-        for i, x in zip(_TENSORS, tensors, strict=True):
-            given[i] = x
+        given = [x if tensor is None else tensor for x, tensor in zip(ctx.given, tensors, strict=True)]
         want_dbias = len(needed) > _BIAS_AT and needed[_BIAS_AT]
         dq, dk, dv, dbias, dsinks = backward_op(
             dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given, want_dbias
@@ -236,9 +213,8 @@ class _Forward(torch.autograd.Function):
             dbias = dbias.to(given[1].dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
         # None for the inputs behind these; torch leaves trailing defaults out, so there may be fewer.
-        return tuple(
-            x if need else None for x, need in zip_longest(gradients[: len(needed)], needed, fillvalue=None)
-        )
+        pairs = zip_longest(gradients[: len(needed)], needed)
+        return tuple(x if need else None for x, need in pairs)
 
 
 class _Backward(torch.autograd.Function):
@@ -247,7 +223,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         del ctx
-        return _below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
+        return below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -258,7 +234,7 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+def below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
     below = keyset & torch._C._after_autograd_keyset
     if torch._C._are_functorch_transforms_active():
         # A Function's forward runs with derivatives off, which the outer levels of torch.func must not
@@ -282,9 +258,7 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
 
 
-def _autograd_kernel(
-    op: torch._ops.OpOverload, function: type[torch.autograd.Function]
-) -> Callable[..., Any]:
+def autograd_kernel(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The operator's kernel at the autograd key.
 
     Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the
@@ -295,13 +269,13 @@ def _autograd_kernel(
     inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+        if forward_ad._current_level >= 0 and any(map(has_tangent, inputs)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual "
                 'tensor. Call attention(..., backend="math") for forward mode.'
             )
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
-            return _below_autograd(op, keyset, inputs)
+            return below_autograd(op, keyset, inputs)
         if torch._C._are_functorch_transforms_active():
             # torch.func has peeled its level off before this kernel runs; one plain node is left to record.
             with enable_single_level_autograd_function():
@@ -311,9 +285,63 @@ def _autograd_kernel(
     return kernel
 
 
-def _has_tangent(x: Any) -> bool:
+def has_tangent(x: Any) -> bool:
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
-    _library.impl(_op, _autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
+    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta).
+
+    Example:
+        >>> x = torch.zeros(2, 3, 2, 8)
+        >>> visible_pairs(x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
+        18
+    """
+    batch, heads, q_len, _ = q.shape
+    if isinstance(bounds, FakeTensor) or bounds.is_meta:
+        return batch * heads * q_len * k.shape[2]
+    lo, hi = bounds.unbind(-1)
+    repeats = (batch // bounds.shape[0]) * (heads // bounds.shape[1]) if bounds.shape[0] else 0
+    return int((hi - lo).clamp(min=0).sum(dtype=torch.int64)) * repeats
+
+
+# Without these formulas, counters and memory-budget partitioners think that attention is free.
+@register_flop_formula(torch.ops.attnspan.forward, get_raw=True)  # type: ignore[untyped-decorator]
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Floating-point operations of one call of the forward operator: 2 * visible pairs * (D + Dv).
+
+    FlashAttention-2, arXiv:2307.08691, section 4.1.
+
+    Args:
+        q: Shape (B, Hq, Sq, D).
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32; without data (fake or meta) every pair counts.
+        *args: Further arguments of the operator, unused.
+        **kwargs: The result, as torch's counter passes it, unused.
+
+    Example:
+        >>> x = torch.zeros(1, 1, 2, 8)
+        >>> forward_flops(x, x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
+        96
+    """
+    del args, kwargs
+    return 2 * visible_pairs(q, k, bounds) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.attnspan.backward, get_raw=True)  # type: ignore[untyped-decorator]
+def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
+    """Floating-point operations of one call of the backward operator: 2.5 times the forward's.
+
+    Args:
+        dout: Gradient of the output, unused.
+        dlse: Gradient of the lse, unused.
+        *args: The arguments of `forward_flops`.
+        **kwargs: The result, unused.
+    """
+    del dout, dlse
+    return forward_flops(*args, **kwargs) * 5 // 2

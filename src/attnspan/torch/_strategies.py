@@ -1,0 +1,67 @@
+"""How DTensor may split the operators: by batch rows or heads. Loaded at the first call of DTensors."""
+
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from ..options import DISTANCE
+from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
+from .ops import NO_OPTIONS, backward_op, forward_op
+
+# What one mesh axis may split, and how q, k and v then lie on it.
+_WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
+
+_Strategies = list[tuple[list[Any], list[Any]]]
+
+
+@register_sharding(forward_op)  # type: ignore[untyped-decorator]
+def _forward(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
+    del scale
+    _check(q, k, v)
+    options, k_len = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :]
+    found = []
+    for role, place in _WAYS:
+        inputs = [place, place, place, follow(bounds, role), None, *_option_places(options, role)]
+        found.append(([place, place], [*inputs, *(follow(x, role, None, None) for x in k_len)]))
+    return found
+
+
+@register_sharding(backward_op)  # type: ignore[untyped-decorator]
+def _backward(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
+) -> _Strategies:
+    del dout, out, lse, scale
+    _check(q, k, v)
+    options, want_dbias = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :] == (True,)
+    found = []
+    for role, place in _WAYS:
+        places = _option_places(options, role)
+        _, bias, _, sinks, *_ = (*places, *(None,) * 8)
+        gradients = [_summed(bias if want_dbias else None, place), _summed(sinks, place)]
+        inputs = [place, None if dlse is None else place, place, place, place, follow(bounds, role)]
+        inputs += [place, place, None, *places, *([None] if want_dbias else [])]
+        found.append(([place, place, place, *gradients], inputs))
+    return found
+
+
+def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:
+    """Placements of the option arguments; trailing ones may have been left out."""
+    _, bias, kind, sinks, _, seed, q_index, k_index = (*given, *NO_OPTIONS[len(given) :])
+    of_bias = follow(bias, role, None, 0) if kind == DISTANCE else follow(bias, role)
+    of_indices = [follow(index, role, 0, None) for index in (q_index, k_index)]
+    places = [None, of_bias, None, follow(sinks, role, None, 0), None, follow(seed, role), *of_indices]
+    return places[: len(given)]
+
+
+def _summed(place: Any, way: Any) -> Any:
+    """Placement of the gradient of a parameter: where each rank has all of it, it lacks the others' part."""
+    if place is None:
+        return Replicate()
+    return Partial() if way.is_shard() and not place.is_shard() else place
+
+
+def _check(q: Any, k: Any, v: Any) -> None:
+    """What `attention` checks, for programs that call the operators themselves, or were compiled to do so."""
+    meshes, placements = (q.mesh, k.mesh, v.mesh), (q.placements, k.placements, v.placements)
+    check_places("bhsd", meshes, placements, (q.shape[0], q.shape[1], k.shape[1]))

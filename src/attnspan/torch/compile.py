@@ -1,0 +1,170 @@
+"""What compiled, exported and checkpointed programs need of this package, besides the operators of attention.
+
+The operator ``attnspan::encode`` (booleans that a compiled program made, as spans), errors that keep their
+text while a compiler reads a program, masks and biases as pytrees, and a policy of selective checkpointing.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .._encoding import CHUNK_PAIRS, encode, register_operator
+from .._pytrees import register_pytrees
+from ..errors import register_raiser
+from ..spans import Spans
+from .ops import forward_op
+
+__all__ = ["SAVE_OPS", "checkpoint_policy", "save_also"]
+
+_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "encode(Tensor visible, int runs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+def _new_bounds(visible: Tensor, runs: int) -> Tensor:
+    return visible.new_empty((*visible.shape[:3], runs, 2), dtype=torch.int32)
+
+
+def _in_chunks(encode_rows: Callable[[Tensor, int], Tensor], visible: Tensor, runs: int) -> Tensor:
+    bounds = _new_bounds(visible, runs)
+    pairs = visible.shape[0] * visible.shape[1] * visible.shape[3]
+    step = max(CHUNK_PAIRS // max(pairs, 1), 1)
+    for i in range(0, visible.shape[2], step):
+        bounds[:, :, i : i + step] = encode_rows(visible[:, :, i : i + step], runs)
+    return bounds
+
+
+def _encode_cpu(visible: Tensor, runs: int) -> Tensor:
+    """Bounds of all rows; an OptionError for a row with more than ``runs`` runs."""
+
+    def encode_rows(rows: Tensor, runs: int) -> Tensor:
+        return torch.from_numpy(encode(rows.numpy(), runs, "from_predicate, from_dense"))
+
+    return _in_chunks(encode_rows, visible, runs)
+
+
+def _encode_device(visible: Tensor, runs: int) -> Tensor:
+    """The same without waiting for the device; (0, -1) in each span of a row with too many runs."""
+    return _in_chunks(_encode_rows, visible, runs)
+
+
+def _encode_rows(visible: Tensor, runs: int) -> Tensor:
+    # Edges of a row alternate between starts and stops: the n-th one is an end of span n // 2.
+    padded = torch.nn.functional.pad(visible, (1, 1))
+    edges = padded[..., 1:] != padded[..., :-1]
+    rank = edges.cumsum(-1, dtype=torch.int32)
+    slot = torch.where(edges & (rank <= 2 * runs), rank - 1, 2 * runs)
+    places = torch.arange(edges.shape[-1], dtype=torch.int32, device=visible.device).expand(edges.shape)
+    ends = places.new_zeros((*edges.shape[:-1], 2 * runs + 1)).scatter_(-1, slot.long(), places)
+    bounds = ends[..., :-1].reshape(*ends.shape[:-1], runs, 2)
+    broken = rank[..., -1:, None] > 2 * runs
+    return torch.where(broken, torch.arange(0, -2, -1, dtype=torch.int32, device=visible.device), bounds)
+
+
+_library.impl("encode", _encode_cpu, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("encode", _encode_device, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::encode", _new_bounds, lib=_library)
+
+encode_op = torch.ops.attnspan.encode.default
+register_operator("torch", encode_op)
+
+
+def _raise(kind: type[Exception], text: str) -> None:
+    """Raise an error from the compiler itself while it reads the program that makes it."""
+    if torch.compiler.is_dynamo_compiling():
+        _raise_now(kind, text)
+
+
+# Run by the compiler as it reads the call: what it reads would lose the text.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _raise_now(kind: type[Exception], text: str) -> None:
+    raise _traced(kind)(text)  # type: ignore[arg-type]
+
+
+@cache
+def _traced(kind: type[Exception]) -> type[Exception]:
+    """`kind` as an error that the compiler hands on as it is; without fullgraph it breaks the graph."""
+    from torch._dynamo.exc import Unsupported  # Loaded by the compiler alone: it takes seconds.
+
+    def initialise(self: Any, text: str) -> None:
+        Unsupported.__init__(self, text)
+
+    body = {"__module__": kind.__module__, "__init__": initialise, "public": kind}
+    return type(kind.__name__, (kind, Unsupported), body)
+
+
+register_raiser(_raise)
+
+
+def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+    flatten = _flatten_spans if cls is Spans else flatten
+
+    def flatten_with_keys(x: Any) -> tuple[list[Any], Any]:
+        children, context = flatten(x)
+        return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
+
+    register_pytree_node(
+        *(cls, flatten, unflatten),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=_as_tuples,
+    )
+    # torch.export.load reads the example inputs of a program, which masks may be among.
+    torch.serialization.add_safe_globals([cls])
+
+
+def _flatten_spans(x: Spans) -> tuple[list[Any], Any]:
+    # The number of keys is a leaf: in the context it would tie a program to itself.
+    if x._k_len is None:
+        return [x.bounds], (("bounds",), (("k_len", x.k_len),))
+    return [x.bounds, x._k_len], (("bounds", "_k_len"), ())
+
+
+def _as_tuples(value: Any) -> Any:
+    """What JSON has made lists of."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+register_pytrees(_register)
+
+#: Operators whose outputs are worth keeping: their recomputation costs most, their outputs are O(S).
+SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op, encode_op)
+_saved = set(SAVE_OPS)
+
+
+def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of attention, and of masks encoded in a compiled program; recompute everything else.
+
+    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the forward kernel then runs once per
+    step instead of twice.
+
+    Args:
+        ctx: Torch's context of the policy, unused, as are the operator's arguments.
+        op: The operator about to run.
+        *args, **kwargs: Its arguments.
+
+    Returns:
+        ``MUST_SAVE`` for `SAVE_OPS` and the operators of `wrap`, else ``PREFER_RECOMPUTE``.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+        >>> block, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        >>> contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        >>> checkpoint(block, x, use_reentrant=False, context_fn=contexts).shape
+        torch.Size([2, 4])
+    """
+    del ctx, args, kwargs
+    return CheckpointPolicy.MUST_SAVE if op in _saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_also(op: torch._ops.OpOverload) -> None:
+    """Let `checkpoint_policy` keep the results of another operator of attention."""
+    _saved.add(op)

@@ -1,0 +1,421 @@
+"""DTensors: how a call's arguments lie on their mesh, and each rank's part of its mask.
+
+Batch rows and heads may be split; every rank then attends to its part alone. The sequence may not: each rank
+would see a part of the keys and be wrong without any error, so it is refused by name unless a plan exchanges
+keys. DTensor would make inconsistent arguments consistent by moving them, silently; here they are refused.
+Only a tensor of the mask or of an option that each rank has whole is cut down to the part that a rank needs,
+which moves nothing.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._mistakes import OneMask
+from ..errors import OptionError, ShapeError, expect
+from ..masks import Mask, Prepared
+from ..options import Bias, Options, dense_bias
+from ..problem import LAYOUTS
+from ..spans import Spans
+from ._options import Given, dropout_seeds
+
+__all__ = [
+    "Places",
+    "ShardedMask",
+    "check_places",
+    "follow",
+    "is_dtensor",
+    "lower_mask",
+    "on_mesh",
+    "option_tensors",
+    "places_of",
+]
+
+#: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
+BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
+_DIMS = {"batch": BATCH, "heads": HEADS, "length": ROWS, "tokens": ROWS}
+#: Number of dims of a mask's arrays that have none for batch rows, by kind of mask.
+_RANKS = {"cache": 0, "key_padding": 0, "prefix": 0, "documents": 1, "groups": 1, "keys": 1, "segments": 1}
+_RANKS |= {"from_dense": 2, "Explicit": 4}
+_PLAN = (
+    "Redistribute it, or plan the exchange of keys that a split sequence needs: "
+    "mask=attnspan.parallel.ContextParallel(...)"
+)
+
+#: A tensor that belongs to q: its name, its value, and which of its dims are those of batch rows and heads.
+Follower = tuple[str, Any, int | None, int | None]
+
+
+class ShardedMask(OneMask):
+    """A mask together with who holds which part of the problem: `attention` hands its calls to it.
+
+    `attnspan.parallel.ContextParallel` is one.
+    """
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """The result of `attnspan.torch.attention`, without ``mask``, for this rank's part of q, k and v."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its part is computed")
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether it is a DTensor; asking loads nothing, as importing DTensor takes long."""
+    if type(x) is Tensor or not isinstance(x, Tensor) or "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+@dataclass(frozen=True)
+class Places:
+    """How the q, k and v of a call lie on their mesh.
+
+    Attributes:
+        mesh: The DeviceMesh.
+        roles: What each of its axes splits: `BATCH`, `HEADS`, `ROWS` or `WHOLE`.
+    """
+
+    mesh: Any
+    roles: tuple[str, ...]
+
+    def wanted(self, x: Tensor, batch: int | None, heads: int | None) -> tuple[Any, ...]:
+        """The placements of a tensor with these dims for batch rows and heads: as q, but for sizes of 1."""
+        return tuple(follow(x, role, batch, heads) for role in self.roles)
+
+    def check(self, name: str, x: Tensor, batch: int | None, heads: int | None) -> None:
+        """Raise an OptionError unless a tensor is plain, whole on each rank, or split where q is."""
+        _check_all([(name, x, batch, heads)], self)
+
+    def part(self, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
+        """This rank's part of a tensor that belongs to q; a plain one is taken to be the whole."""
+        self.check(name, x, batch, heads)
+        whole = x if is_dtensor(x) else _replicated(x, self.mesh)
+        # From whole to split: each rank cuts its own part out.
+        return whole.redistribute(self.mesh, self.wanted(x, batch, heads)).to_local()  # type: ignore[no-any-return]
+
+    def join(
+        self, x: Tensor, shape: Sequence[Any], dims: dict[str, int], order: Sequence[int] | None = None
+    ) -> Tensor:
+        """The DTensor of which each rank has a part, x.
+
+        ``shape`` is that of the whole, which is split along ``dims``, by role, where q is; ``order`` names
+        the dims as they are stored, if not as usual.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placements = [Shard(dims[role]) if role in dims else Replicate() for role in self.roles]
+        stride, step = [1] * len(shape), 1
+        for dim in reversed(range(len(shape)) if order is None else order):
+            stride[dim], step = step, step * shape[dim]
+        whole = {"shape": torch.Size(shape), "stride": tuple(stride)}
+        found: Tensor = DTensor.from_local(x, self.mesh, placements, run_check=False, **whole)  # type: ignore[arg-type]
+        return found
+
+
+def places_of(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, given: Given, plan_mesh: Any = None
+) -> Places | None:
+    """How q, k and v lie on their mesh; None where all are plain. Options must lie accordingly.
+
+    ``plan_mesh`` is the mesh of a plan, whose axes split the rows. Raises an OptionError for tensors that lie
+    otherwise, and a ShapeError where a rank would have no batch row, or heads without their key heads.
+    """
+    tensors: tuple[Any, ...] = (q, k, v)
+    meshes = tuple(x.device_mesh if is_dtensor(x) else None for x in tensors)
+    if meshes == (None, None, None):
+        if "torch.distributed.tensor" in sys.modules:
+            _check_all(option_tensors(given), None)
+        return None
+    placements = tuple(tuple(x.placements) if is_dtensor(x) else None for x in tensors)
+    heads, batch = LAYOUTS[layout].index("heads"), LAYOUTS[layout][0] == "batch"
+    sizes = (q.shape[0] if batch else 1, q.shape[heads], k.shape[heads])
+    found = check_places(layout, meshes, placements, sizes, plan_mesh)
+    _check_all(option_tensors(given), found)
+    return found
+
+
+def check_places(
+    layout: str, meshes: Any, placements: Any, sizes: tuple[Any, Any, Any], plan_mesh: Any = None
+) -> Places:
+    """How q, k and v lie, by their meshes and placements; sizes are batch rows, query heads and key heads."""
+    places = Places(meshes[0], _find_roles(layout, meshes, placements, plan_mesh))
+    _check_parts(places, *sizes)
+    return places
+
+
+# Run while a compiler reads the call, as placements never change within a program: nothing of it is traced,
+# and an error keeps its message.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _find_roles(
+    layout: str, meshes: tuple[Any, ...], placements: tuple[Any, ...], plan_mesh: Any
+) -> tuple[str, ...]:
+    """What each mesh axis splits, by the placements of q, k and v, which must agree."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    first = next(i for i, mesh in enumerate(meshes) if mesh is not None)
+    mesh, wanted, dims = meshes[first], placements[first], LAYOUTS[layout]
+    for name, own, places in zip("qkv", meshes, placements, strict=True):
+        what, one = f"{name} as a DTensor", (_words(wanted), mesh, "qkv"[first])
+        remedy = "Give all three as DTensors (DTensor.from_local), or none (to_local)"
+        expect(own is not None, name, "a DTensor with {} on {}, as {} is one", "a plain tensor", remedy, *one)
+        expect(own == mesh, what, "the mesh of q, {}", own, "Place q, k and v on one mesh", mesh)
+        remedy = "Redistribute one of them: attention moves nothing by itself"
+        expect(places == wanted, what, "{}, as q", _words(places), remedy, _words(wanted))
+    split = {i: _DIMS[dim] for i, dim in enumerate(dims) if dim in _DIMS}
+    may = [i for i, role in split.items() if role != ROWS or plan_mesh is not None]
+    expected = ", ".join(f"Shard({i}) ({dims[i]})" for i in may)
+    for place in wanted:
+        dim = place.dim if type(place) is Shard else -1
+        rows = split.get(dim) == ROWS
+        got = repr(place) if dim < 0 else f"{place!r}, which splits {'q_len' if rows else dims[dim]}"
+        fits, remedy = type(place) is Replicate or dim in may, _PLAN if rows else "Redistribute it"
+        expect(fits, "q as a DTensor", "{} or Replicate()", got, remedy, expected)
+    if plan_mesh is not None:
+        axes, rows_at = _axes_of_plan(mesh, plan_mesh), next(i for i, role in split.items() if role == ROWS)
+        fits = axes == [i for i, place in enumerate(wanted) if place == Shard(rows_at)]
+        expected = "Shard({}) along mesh axes {} only: the plan's ranks hold its rows"
+        remedy = "Make it by DTensor.from_local(...) of rows that cp.shard(...) gave"
+        what = "q as a DTensor with context parallelism"
+        expect(fits, what, expected, _words(wanted), remedy, rows_at, f"{axes}")
+    return tuple(split[place.dim] if place.is_shard() else WHOLE for place in wanted)
+
+
+def _axes_of_plan(mesh: Any, plan_mesh: Any) -> list[int]:
+    """The axes of a mesh whose ranks are those of a plan, in its order."""
+    wanted, here, counts = plan_mesh.mesh.flatten(), mesh.get_coordinate(), range(1, mesh.ndim + 1)
+    found: list[list[int]] = []
+    for axes in (axes for count in counts for axes in combinations(range(mesh.ndim), count)):
+        at = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
+        if mesh.mesh[at].flatten().equal(wanted):
+            found.append(list(axes))
+    # Axes of size 1 are told apart by name.
+    own, names = mesh.mesh_dim_names or (), plan_mesh.mesh_dim_names or ()
+    found.sort(key=lambda axes: tuple(own[i] for i in axes if own) != names)
+    what, expected = "q as a DTensor with context parallelism", "a mesh with the ranks of the plan, {}"
+    remedy = "Make ContextParallel and the DTensors of one mesh: ContextParallel(mesh['cp'], ...)"
+    expect(found, what, expected + ", along its axes", mesh, remedy, f"{wanted.tolist()}")
+    return found[0]
+
+
+def _check_parts(places: Places, batch: Any, q_heads: Any, kv_heads: Any) -> None:
+    """Raise a ShapeError unless every rank has a batch row, and heads together with their key heads."""
+    for role, what, size in ((BATCH, "batch rows", batch), (HEADS, "key heads", kv_heads)):
+        counts = [places.mesh.size(axis) for axis, own in enumerate(places.roles) if own == role]
+        ranks, sizes = 1, {size}
+        for count in counts:
+            ranks *= count
+        if ranks == 1 or size % ranks == 0:
+            continue
+        name, remedy = "q, k and v as DTensors", "Repeat key heads, or share heads out to fewer ranks"
+        expected = "a multiple of {} key heads, as so many ranks share {} query heads"
+        fits = role != HEADS or q_heads == kv_heads
+        expect(fits, name, expected, kv_heads, remedy, ranks, q_heads, error=ShapeError)
+        for count in counts:
+            # The parts that Shard makes: all but the last ones have `each`.
+            whole = [(n, -(-n // count)) for n in sizes]
+            sizes = {min(each, max(n - each * i, 0)) for n, each in whole for i in range(count)}
+        expected, remedy = what + " for each of {} ranks", "Use fewer ranks along that axis, or Replicate()"
+        expect(0 not in sizes, name, expected, size, remedy, ranks, error=ShapeError)
+
+
+def _words(placements: Any) -> str:
+    return f"[{', '.join(map(repr, placements))}]"
+
+
+def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> Any:
+    """Placement of a tensor that belongs to q, with these dims, along a mesh axis of this role."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if x is None:
+        return None
+    dim = {BATCH: batch, HEADS: heads}.get(role)
+    return Replicate() if dim is None or x.shape[dim] == 1 else Shard(dim)
+
+
+def _check_all(tensors: Iterable[Follower], places: Places | None) -> None:
+    """Raise an OptionError for a DTensor that is split otherwise than q or lies elsewhere, or q is none."""
+    for name, x, batch, heads in tensors:
+        if is_dtensor(x):
+            mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))
+            _check_follower(name, x.device_mesh, tuple(x.placements), mesh, wanted)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_follower(
+    name: str, mesh: Any, placements: tuple[Any, ...], q_mesh: Any, wanted: tuple[Any, ...]
+) -> None:
+    got, what = _words(placements), f"{name} as a DTensor"
+    remedy = "Give q, k and v as DTensors too, or its to_local()"
+    expect(q_mesh is not None, name, "a plain tensor, as q, k and v are", f"a DTensor with {got}", remedy)
+    expect(mesh == q_mesh, what, "the mesh of q, {}", mesh, "Place it on the mesh of q, k and v", q_mesh)
+    fits = placements == wanted or all(place.is_replicate() for place in placements)
+    expected = "{}, which goes with q" + ", or Replicate()" * any(place.is_shard() for place in wanted)
+    remedy = "Redistribute it: attention moves nothing by itself"
+    expect(fits, what, expected, got, remedy, _words(wanted))
+
+
+def option_tensors(given: Given) -> Iterator[Follower]:
+    """The tensors of a call's options."""
+    bias: Any = dense_bias(given.bias) if isinstance(given.bias, Tensor) else given.bias
+    for field in fields(bias) if isinstance(bias, Bias) else ():  # type: ignore[arg-type]
+        x = getattr(bias, field.name)
+        n = getattr(x, "ndim", 0)
+        dims = {"slopes": (_batch(x, 1), n - 1), "table": (None, 0)}
+        dims["values"] = _batch(x, 3), n - 3 if n > 2 else None
+        yield f"bias.{field.name}", x, *dims.get(field.name, (None, None))
+    seed = given.dropout_seed
+    yield "sinks", given.sinks, None, 0
+    yield "dropout_seed", seed, *((None, None) if _batch(seed, 1) is None else (0, 1))
+    yield "q_index", given.q_index, _batch(given.q_index, 1), None
+    yield "k_index", given.k_index, _batch(given.k_index, 1), None
+
+
+def _batch(x: Any, rank: int) -> int | None:
+    """The dim of batch rows of an array that has one in front of this many, or has none."""
+    return 0 if getattr(x, "ndim", 0) > rank else None
+
+
+def lower_mask(
+    mask: Any, places: Places | None, q: Tensor, k_len: Any, q_index: Tensor | None, k_index: Tensor | None
+) -> Prepared | None:
+    """Lower a mask of which some arrays are DTensors; None for any other, and for one that is lowered.
+
+    Plain arrays of a mask describe all batch rows and are the same on all ranks: such masks are lowered
+    whole, as on one rank. Arrays that are split over ranks cannot be, so all of the mask is then cut down to
+    this rank's part, lowered, and put together again as a DTensor. Nothing is moved.
+
+    Raises an OptionError for an array that is split otherwise than q, or where q is plain, and for a mask
+    with a function of batch rows or heads; a ShapeError for an array with other batch rows.
+    """
+    if not isinstance(mask, (Mask, Spans)) or "torch.distributed.tensor" not in sys.modules:
+        return None
+    arrays = _arrays(mask)
+    if places is None or isinstance(mask, (Prepared, Spans)):
+        _check_all(arrays, places)
+        return None
+    if not any(is_dtensor(x) for x in (q_index, k_index, *(array[1] for array in arrays))):
+        return None
+    local: Any = q.to_local()  # type: ignore[attr-defined]
+    cutter = _Cutter(places, q, local)
+    here = cutter.cut(mask)
+    rows, keys = cutter.part("q_index", q_index, _batch(q_index, 1)), cutter.part("k_index", k_index, None)
+    sizes = {"batch": local.shape[0], "heads": local.shape[1]}
+    placed = here.spans(q.shape[2], k_len, **sizes, q_index=rows, k_index=keys, like=local.detach())
+    spans = Spans(cutter.join(placed.lowered.bounds, 0, 1), placed.lowered.k_len)
+    return Prepared(spans, cutter.join(placed.q_index, 0), cutter.join(placed.k_index))
+
+
+def _arrays(mask: Any) -> list[Follower]:
+    """The fields of a mask; the dims of those of an expression are known where it is cut."""
+    if isinstance(mask, Spans):
+        return [("bounds of the mask", mask.bounds, 0, 1)]
+    if isinstance(mask, Prepared):
+        keys = ("k_index of the mask", mask.k_index, None, None)
+        return [*_arrays(mask.lowered), ("q_index of the mask", mask.q_index, 0, None), keys]
+    if hasattr(mask, "operands"):
+        return [array for operand in mask.operands for array in _arrays(operand)]
+    kind = type(mask).__name__
+    return [(f"mask {kind}: {f.name}", getattr(mask, f.name), None, None) for f in fields(mask)]
+
+
+class _Cutter:
+    """Cuts the arrays of one mask down to this rank's part, and remembers along what it cut."""
+
+    def __init__(self, places: Places, q: Tensor, local: Tensor) -> None:
+        self.places = places
+        self.sizes = {BATCH: (q.shape[0], local.shape[0]), HEADS: (q.shape[1], local.shape[1])}
+        self.split: set[str] = set()
+        self._known: list[tuple[Tensor, Tensor]] = []
+
+    def cut(self, mask: Any) -> Any:
+        """The mask of this rank's batch rows and heads."""
+        if hasattr(mask, "operands"):
+            return replace(mask, operands=tuple([self.cut(operand) for operand in mask.operands]))
+        if isinstance(mask, Prepared):
+            bounds = self.part("bounds of the mask", mask.lowered.bounds, 0, 1)
+            rows = self.part("q_index of the mask", mask.q_index, 0)
+            return Prepared(Spans(bounds, mask.lowered.k_len), rows, bare=mask.bare)
+        remedy = "Pass the arrays of all batch rows as plain tensors, or prepare the mask"
+        if hasattr(mask, "fn") and {BATCH, HEADS} & set(self.places.roles):
+            expected = "no function of batch rows and heads next to arrays that are DTensors, as q is split"
+            got = "one, which would number those of this rank from 0"
+            raise OptionError(f"mask {mask!r}", expected=expected, got=got, remedy=remedy)
+        kind, changes = type(mask).__name__, {}
+        for field in fields(mask):
+            x = getattr(mask, field.name)
+            if isinstance(x, Tensor | np.ndarray):
+                if kind not in _RANKS:
+                    expected = "arrays of a mask whose parts are known, where some are DTensors"
+                    raise OptionError(f"mask {mask!r}", expected=expected, got=kind, remedy=remedy)
+                per_document = getattr(mask, "cu_seqlens", None) is not None
+                batch, heads = _batch(x, _RANKS[kind] + per_document), 1 if x.ndim > 3 else None
+                changes[field.name] = self.part(f"mask {kind}: {field.name}", x, batch, heads)
+        return replace(mask, **changes) if changes else mask
+
+    def part(self, name: str, x: Any, batch: int | None, heads: int | None = None) -> Any:
+        """This rank's part of an array; it must have the batch rows and heads of q, or 1."""
+        if x is None:
+            return None
+        for known, found in self._known:  # Masks that share an array are lowered together.
+            if known is x:
+                return found
+        for role, dim in ((BATCH, batch), (HEADS, heads)):
+            if dim is not None and x.shape[dim] != 1:
+                expected, size = f"1 or {{}} along the {role} dim, as q has in all", self.sizes[role][0]
+                remedy = "Arrays next to DTensors describe the whole, not this rank's part"
+                expect(x.shape[dim] == size, name, expected, x.shape, remedy, size, error=ShapeError)
+                self.split |= {role} & set(self.places.roles)
+        self._known.append((x, self.places.part(name, torch.as_tensor(x), batch, heads)))
+        return self._known[-1][1]
+
+    def join(self, x: Any, batch: int | None = None, heads: int | None = None) -> Any:
+        """The DTensor of which each rank has made its part; what was cut has this rank's sizes."""
+        if x is None:
+            return None
+        dims = {role: dim for role, dim in ((BATCH, batch), (HEADS, heads)) if dim is not None}
+        dims = {role: dim for role, dim in dims.items() if role in self.split}
+        shape, here = list(x.shape), list(x.shape)
+        for role, dim in dims.items():
+            shape[dim], here[dim] = self.sizes[role]
+        return self.places.join(x.expand(here).contiguous(), shape, dims)
+
+
+def on_mesh(
+    q: Tensor, bounds: Tensor, options: Options | None, k_len: Tensor | None
+) -> tuple[Any, tuple[Any, ...], Any]:
+    """Bounds, option arguments and k_len as the operator takes them: on q's mesh where q is a DTensor.
+
+    Every rank has made the same ones from the same arguments.
+    """
+    given: tuple[Any, ...] = ()
+    if (o := options) is not None:
+        tensors = (o.sinks, o.dropout_p, o.dropout_seed, o.q_index, o.k_index)
+        given = (o.softcap, o.bias, o.bias_kind, *tensors)
+    if not is_dtensor(q):
+        return bounds, given, k_len
+    from . import _strategies as _strategies  # registers them; importing DTensor takes long
+
+    mesh, seed = q.device_mesh, None if o is None else o.dropout_seed  # type: ignore[attr-defined]
+    if seed is not None and seed.dim() == 0:
+        # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
+        seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
+        given = (*given[:5], seed, *given[6:])
+    bounds, *arguments, k_len = (
+        x if is_dtensor(x) else _replicated(x, mesh) for x in (bounds, *given, k_len)
+    )
+    return bounds, tuple(arguments), k_len
+
+
+def _replicated(x: Any, mesh: Any) -> Any:
+    """A tensor that all ranks have as a DTensor; anything else as it is."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(x, Tensor):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
