@@ -180,7 +180,7 @@ def test_a_program_traced_without_the_front_end_says_what_it_lacks(monkeypatch):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_long_masks_are_evaluated_a_few_rows_at_a_time(dynamic, monkeypatch):
-    monkeypatch.setattr("attnspan._tables.CHUNK_PAIRS", 100)
+    monkeypatch.setattr("attnspan.by_value.CHUNK_PAIRS", 100)
     seen = []
 
     def backend(graph, _inputs):

@@ -66,18 +66,20 @@ def arrays_in(x: Any) -> list[Any]:
     return found
 
 
-def static_key(x: Any) -> Any:
+def static_key(x: Node) -> tuple[Any, ...] | None:
     """A hashable key that two nodes without arrays and functions share if they mean the same, else None."""
     parts: list[Any] = [type(x)]
-    for value in vars(x).values() if isinstance(x, Node) else x:
-        if type(value) in _STATIC:
-            parts.append((type(value), value))
-        elif isinstance(value, Node) or type(value) is tuple:
-            parts.append(static_key(value))
-            if parts[-1] is None:
+    for value in vars(x).values():
+        several = type(value) is tuple
+        for part in value if several else (value,):
+            if type(part) in _STATIC:
+                parts.append((type(part), part))
+            elif isinstance(part, Node) and (key := static_key(part)) is not None:
+                parts.append(key)
+            else:
                 return None
-        else:
-            return None
+        if several:
+            parts.append((tuple, len(value)))
     return tuple(parts)
 
 

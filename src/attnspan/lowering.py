@@ -143,7 +143,8 @@ class Lowering:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""
         x = self.arrays.to_int32(x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
-        self.check_axis(what, "batch", x.shape[0], self.batch)
+        if x.shape[0] != 1 and x.shape[0] != self.batch:
+            self.check_axis(what, "batch", x.shape[0], self.batch)
         return x
 
     def check_axis(self, what: str, axis: str, size: int, expected: int) -> None:
