@@ -80,4 +80,3 @@ def function(what: str, fn: Any) -> Callable[..., Any]:
     expected = "a function (b, h, q_index, k_index) -> bool"
     expect(callable(fn), what, expected, type(fn).__name__, "Pass a mask_mod", error=DtypeError)
     return fn  # type: ignore[no-any-return]
-

@@ -107,7 +107,7 @@ def build_app() -> "typer.Typer":
         if svg is None:
             mask.show(q_len, k_len)
             return
-        lowered = mask.spans(q_len, q_len if k_len is None else k_len)
+        lowered = mask.spans(q_len, q_len if k_len is None else k_len).lowered
         svg.write_text(draw(lowered, title=expression))
         print(svg)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known, split
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
@@ -292,13 +292,11 @@ class Prepared(Mask):
     k_index: Array | None = None
     bare: bool = False
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
-            if name.startswith("__") or name == "lowered":
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self.lowered, name)
+    def __getattr__(self, name: str) -> Any:
+        # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
+        if name.startswith("__") or name == "lowered":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.lowered, name)
 
     def spans(
         self,

@@ -161,7 +161,7 @@ def _four_dims(name: str, x: Any) -> jax.Array:
 
 def _aligned(is_causal: bool, local_window_size: int | tuple[int, int] | None) -> list[Mask]:
     """The masks that compare row numbers with key numbers, both counted from 0."""
-    masks = [causal()] if is_causal else []
+    masks: list[Mask] = [causal()] if is_causal else []
     if local_window_size is not None:
         sides = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
         masks.append(window(*sides))
@@ -232,7 +232,7 @@ def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
 def _joined(masks: list[Mask | Spans]) -> Mask | Spans:
     if len(masks) == 1:
         return masks[0]
-    joined = full()
+    joined: Mask = full()
     for mask in masks:
         joined = joined & (spans(mask) if isinstance(mask, Spans) else mask)
     return joined

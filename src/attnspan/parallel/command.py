@@ -145,7 +145,7 @@ def lowered(mask: str, tokens: int, *, corpus: Lengths, mean: int, seed: int) ->
         return pack(corpus(tokens, seed))
     if mask in _SYNTHETIC:
         return pack(sample_lengths(mask, tokens, mean=mean, seed=seed))
-    return parse(mask).spans(tokens, tokens)
+    return parse(mask).spans(tokens, tokens).lowered
 
 
 def tokens_of(text: str) -> int:

@@ -361,7 +361,7 @@ def _chunks(
                 got="None",
                 remedy="A mask has none of its own",
             )
-        mask = mask.spans(q_len, q_len if k_len is None else k_len, batch=batch, heads=heads)
+        mask = mask.spans(q_len, q_len if k_len is None else k_len, batch=batch, heads=heads).lowered
     if rows_per_chunk is None:
         rows_per_chunk = default_rows_per_chunk(mask.q_len, groups)
     return Chunks.of(mask, rows_per_chunk)

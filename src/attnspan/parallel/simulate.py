@@ -281,4 +281,4 @@ def pack(lengths: NDArray[np.integer]) -> Spans:
     """
     tokens = int(lengths.sum())
     ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return (causal() & segments(ids)).spans(tokens, tokens)
+    return (causal() & segments(ids)).spans(tokens, tokens).lowered

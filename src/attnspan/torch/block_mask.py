@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..checks import count
 from .._mistakes import not_a_mask
+from ..checks import count
 from ..errors import expect
 from ..masks import Mask, Prepared
 from ..spans import Spans

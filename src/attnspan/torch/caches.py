@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks
-from ..checks import count
 from ..arrays import INT32_MAX, arrays_for
+from ..checks import count
 from ..errors import DeviceError, DtypeError, OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
