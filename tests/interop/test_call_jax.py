@@ -178,7 +178,7 @@ def test_nothing_is_copied(dtype: torch.dtype) -> None:
 
 
 def test_beside_an_accelerator_tensors_of_the_cpu_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_computes_elsewhere", lambda: True)
+    monkeypatch.setattr(convert, "_own_device", lambda: jax.devices("cpu")[0])
     x = torch.ones(64, dtype=torch.bfloat16)
     (array,) = convert.as_arguments([x])
     assert array.committed

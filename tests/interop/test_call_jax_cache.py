@@ -24,7 +24,6 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 functions = pytest.importorskip("attnspan.interop._functions")
 
-PROGRAMS = functions.Forward, functions.Derived
 X = torch.arange(64.0)
 traced: list[str] = []
 
@@ -34,8 +33,7 @@ def _count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def counted(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: (traced.append(make.__name__), make(*given))[1]
 
-    for name in ("Forward", "Derived"):
-        monkeypatch.setattr(functions, name, counted(getattr(functions, name)))
+    monkeypatch.setattr(functions, "Program", counted(functions.Program))
     for cache in (traced, functions._programs, functions._counts):
         cache.clear()
     yield
@@ -225,7 +223,7 @@ def test_fresh_closures_leave_nothing_behind() -> None:
     weak: list[weakref.ref[Any]] = []
 
     def programs() -> int:
-        return sum(type(x) in PROGRAMS for x in gc.get_objects())
+        return sum(type(x).__name__ == "Program" for x in gc.get_objects())
 
     before = programs()
 

