@@ -7,7 +7,7 @@ import torch
 from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
 from torch import Tensor
 
-from attnspan.interop import _derivative
+from attnspan.interop import _kernel
 from attnspan.torch import DeclarationError, wrap
 
 # Contradictions in the description.
@@ -54,7 +54,7 @@ def test_a_name_is_given_once() -> None:
 def test_a_registration_that_fails_half_way_leaves_the_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
     name = fresh_name()
     with monkeypatch.context() as patch:
-        patch.setattr(_derivative, "_node", lambda *_: 1 / 0)
+        patch.setattr(_kernel, "_node", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:
             wrap(eager, name=name, backward="recompute")
     wrap(eager, name=name, backward="recompute")

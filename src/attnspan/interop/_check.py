@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..masks import Mask, causal, documents, full
 from ..torch._attention import attention
+from ._contract import address, as_tuple
 from ._errors import expect_declared
-from ._outputs import address, as_tuple
 
 if TYPE_CHECKING:
     from .wrap import Wrapped
@@ -92,9 +93,8 @@ def _check_repeats(wrapped: "Wrapped", named: Named, owner: str) -> None:
         kept = [x.clone() for x in first]
         second = as_tuple(wrapped.op(*given.values()))
     for a, b, before in zip(first, second, kept, strict=True):
-        own, expected = not a.numel() or address(a) != address(b), "outputs in new memory at each call"
-        remedy = "Let the kernel return a clone of its buffer"
-        expect_declared(own, owner, expected, "the same memory in two calls", remedy)
+        own, remedy = not a.numel() or address(a) != address(b), "Let the kernel return a clone of its buffer"
+        expect_declared(own, owner, "new memory at each call", "the same memory in two calls", remedy)
         expected, got = "the same result for the same arguments", "another one at the second call"
         remedy = "Pass what it draws on (a seed, a state) as an argument: compilers run it again"
         expect_declared(_equal(before, b), owner, expected, got, remedy)
@@ -116,11 +116,12 @@ def _compare(
     scale = next((float(x) for x in scales if x is not None), width**-0.5)
 
     def attend(run: Callable[..., Tensor], given: Named) -> Tensor:
-        return _swap(run(*(_swap(given[name], layout) for name in roles), mask, scale), layout, back=True)
+        q, k, v = (_swap(given[name], layout) for name in roles)
+        return _swap(run(q, k, v, mask=mask, scale=scale), layout, back=True)
 
     def exact(given: Named) -> Any:
         if oracle is None:
-            return attend(_exact, given)
+            return attend(partial(attention, backend="math"), given)
         return oracle(**dict(zip(given, parameters.plain(given.values()), strict=True)))
 
     sources = [name for name in roles if name in wrapped.differentiable]
@@ -140,11 +141,6 @@ def _results(function: Callable[[Named], Any], given: Named, sources: Sequence[s
     dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     grads = torch.autograd.grad(out, [given[name] for name in sources], dout) if sources else ()
     return {"out": out.detach(), **{f"d{name}": x for name, x in zip(sources, grads, strict=True)}}
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    out: Tensor = attention(q, k, v, mask=mask, scale=scale, backend="math")
-    return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -175,5 +171,4 @@ def _error(got: Tensor, wanted: Tensor) -> float:
     expected, found = f"shape {tuple(got.shape)}", f"{tuple(wanted.shape)}"
     expect_declared(got.shape == wanted.shape, "oracle", expected, found, "Check the layout")
     norm = float(wanted.double().norm())
-    difference = float((got.double() - wanted.double()).norm())
-    return difference / norm if norm else difference
+    return float((got.double() - wanted.double()).norm()) / (norm or 1.0)

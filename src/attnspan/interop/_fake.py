@@ -52,7 +52,7 @@ def trace(
     Which residuals there are depends on sizes in ways that symbols do not show, so that a program for symbols
     is made for results alone.
     """
-    symbols = [n for x in tensors for n in x.shape if isinstance(n, SymInt)]
+    symbols: list[Any] = [n for x in tensors for n in x.shape if isinstance(n, SymInt)]
     # A function may need sizes to be equal, as rows of keys and values are: then equal ones are joined.
     for joined in (False, True) if symbols else ():
         if joined:

@@ -82,7 +82,7 @@ def programs_of(fn: Callable[..., Any]) -> Programs:
 
 
 def _count(where: str, shapes: Hashable) -> None:
-    """Warn, once, where one function of the source is traced anew though no shape is new."""
+    """Warn once when one function of the source is traced again and again for the same shapes."""
     if len(_counts) > 4096:
         _counts.clear()
     _counts[where, shapes] += 1
@@ -108,7 +108,7 @@ def _where(fn: Any) -> str:
 
 
 class Structure:
-    """What is no tensor in the arguments of a call: their tree, and its leaves with None for tensors."""
+    """The arguments of a call without its tensors: their tree, and its leaves with None for tensors."""
 
     def __init__(self, spec: Any, leaves: Sequence[Any], places: Sequence[int]) -> None:
         self._spec, self._leaves, self._places = spec, leaves, tuple(places)
@@ -144,7 +144,7 @@ def _leaf_key(i: int, x: Any) -> Hashable:
 
 
 def static_key(x: Any) -> Hashable:
-    """A static value, such that 1, True and 1.0 differ and so do 0.0 and -0.0, wherever they are in it."""
+    """A key of a static value, which tells 1, True and 1.0 apart, and 0.0 and -0.0, at any depth."""
     hash(x)
     if isinstance(x, jax.Array):  # Tracers may have a hash.
         raise TypeError
@@ -175,7 +175,7 @@ class Call:
 
     @functools.cached_property
     def handle(self) -> str:
-        """A name for the operators, which take no Python objects; it means the call as long as that lives."""
+        """A name for the operators, which take no Python objects. It is valid while the call lives."""
         handle = f"{self.name}#{_process}{next(_counter):x}"
         _live[handle] = self
         return handle
@@ -231,7 +231,7 @@ _pinned: set[Call] = set()
 
 
 def pin(call: Call) -> str:
-    """Keep a call for the life of the process, for a graph that has its name."""
+    """Keep a call for the life of the process, for a graph that holds its name."""
     _pinned.add(call)
     return call.handle
 

@@ -1,6 +1,6 @@
 """How this room defines operators: one implementation for all devices, a fake kernel, a first derivative."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ def refuse_second_order(library: torch.library.Library, op: Op, of: str, remedy:
 
     class FirstOrderOnly(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, inputs: Sequence[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        def forward(ctx: Any, keyset: Any, inputs: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
             del ctx, tensors
             return tuple(below_autograd(op, keyset, inputs))
 

@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.dlpack import from_dlpack
 
 from ..errors import DtypeError, ShapeError
 from ..jax import _ffi
@@ -138,7 +139,7 @@ def _gradients(flat: Run, wanted: Sequence[bool], there: Sequence[bool], *given:
 
 def _tensors_of(arrays: Sequence[Any]) -> list[Any]:
     """Tensors in the memory of arrays; NumPy's own may be read-only, which torch cannot express."""
-    return [torch.from_dlpack(x if isinstance(x, jax.Array) else jnp.asarray(x)) for x in arrays]
+    return [from_dlpack(x if isinstance(x, jax.Array) else jnp.asarray(x)) for x in arrays]
 
 
 def _arrays_of(tensors: Sequence[Any]) -> list[Any]:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
+from ..torch._eager import is_watched
 from ._errors import RetraceWarning as RetraceWarning
 from ._errors import SpecializedShapesWarning as SpecializedShapesWarning
 from ._errors import expect
@@ -35,8 +35,8 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         fn: A function of arrays that JAX can trace; jitted or not, it is compiled, once for each set of
             shapes and static arguments. As for `jax.jit`, it is known by its identity: make it once, since a
             closure or a transform that is made at each call is traced at each call (`RetraceWarning`).
-        args: Tensors on one device, in any structure that is a pytree of torch (masks are). Whatever is no
-            tensor is handed to ``fn`` as it is; it must be hashable, and each value is a trace of its own.
+        args: Tensors on one device, in any structure that is a pytree of torch (masks are). Anything else is
+            passed to ``fn`` unchanged; it must be hashable, and each value is traced separately.
         static: The same by keyword.
 
     Returns:
@@ -44,8 +44,8 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         contiguous tensor at an address that is a multiple of 64 is read where it is.
 
     Raises:
-        TypeError: An element type that JAX has not or would narrow, or what is neither a tensor nor hashable;
-            ``fn`` returns what is no array.
+        TypeError: An element type that JAX lacks or would narrow; an argument that is neither a tensor nor
+            hashable; a result of ``fn`` that is not an array.
         ValueError: No tensors, several devices, or one that JAX does not see; in compiled code, torch before
             2.13.
         ImportError: JAX is not installed.
@@ -68,7 +68,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         *parts, tensors = _split(args, static)
         structure = functions.Structure(*parts)
     call = functions.Call(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors])
-    if _is_watched() or not all(type(x) in _PLAIN for x in tensors):
+    if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, call.handle if get_proxy_mode() is None else functions.pin(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         results = list(_record(None, call, *tensors))[:-1]  # type: ignore[no-untyped-call]
@@ -91,18 +91,9 @@ def _functions() -> Any:
     return import_module("._functions", __package__)
 
 
+@functools.cache
 def _fake() -> Any:
     return import_module("._fake", __package__)
-
-
-def _is_watched() -> bool:
-    """Whether someone would miss the operator: a transform, a mode, a tracer, a dual level."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
 
 
 # Compiled code.
@@ -243,7 +234,7 @@ class _Node(torch.autograd.Function):
         if all(x is None for x in grads):
             return (None,) * (2 + len(ctx.wanted))
         *saved, anchor = ctx.saved_tensors
-        if ctx.program is not None and not torch.is_grad_enabled() and not _is_watched():
+        if ctx.program is not None and not torch.is_grad_enabled() and not is_watched():
             found = ctx.program.backward(grads, saved, ctx.wanted)
         else:
             held = anchor if torch.is_grad_enabled() else None

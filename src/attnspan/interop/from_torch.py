@@ -20,8 +20,8 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
 
     Args:
         fn: A pure function of tensors, in any structure that is a pytree of JAX; it must neither write to
-            them nor keep them. Whatever is no array is handed on as it is. Parameters that it closes over
-            get no gradient: pass them, with `torch.func.functional_call` for a module.
+            them nor keep them. Other arguments than arrays are passed on unchanged. Parameters that it
+            closes over get no gradient: pass them, with `torch.func.functional_call` for a module.
         results: Shapes and element types of what ``fn`` returns, as `jax.ShapeDtypeStruct`, in its structure;
             found with torch's fake tensors by default.
 
@@ -30,8 +30,8 @@ def from_torch(fn: Callable[..., Any], *, results: Any = None) -> Callable[..., 
 
     Raises:
         ImportError: torch is not installed.
-        TypeError: At the call: an argument is a tensor or a key of JAX, or ``fn`` returns what is no tensor;
-            of either, an element type that JAX would narrow.
+        TypeError: At the call: an argument is a tensor or a key of JAX, a result is not a tensor, or JAX
+            would narrow the element type of either.
         ValueError: At the call: no arrays; ``fn`` wrote to an argument. A program that runs later raises
             `jax.errors.JaxRuntimeError` with the error's text; so it does where ``fn`` kept an argument, or
             returned other shapes or element types than were found or declared.

@@ -12,13 +12,11 @@ from ..masks import Mask
 from ..torch._attention import Layout
 from ..torch._checkpoint import save_also
 from ._check import Report, check
-from ._derivative import NAMESPACE, Backward, Derivative, register
+from ._contract import REQUIRED, ByName, Declarations, Outputs, Parameters, read_parameters
 from ._errors import DeclarationError as DeclarationError
 from ._errors import expect
-from ._flops import register_flops
+from ._kernel import NAMESPACE, Backward, Derivative, register, register_flops
 from ._operators import Op
-from ._outputs import Declarations, Outputs
-from ._parameters import REQUIRED, ByName, Parameters, read_parameters
 
 __all__ = ["DeclarationError", "Wrapped", "wrap"]
 
@@ -32,9 +30,6 @@ class Wrapped:
         op: The operator ``attnspan_wrapped::name``, for checkpointing policies and graph passes.
         backward_op: ``attnspan_wrapped::name_backward``, or None without a derivative.
         kernel: The function that was wrapped.
-        parameters: Its parameters.
-        differentiable: Names of those that have gradients.
-        layout: Order of the dims of q, k, v.
 
     Example:
         >>> def attend(q, k, v, causal: bool = False):
@@ -65,9 +60,6 @@ class Wrapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel: its positional arguments, its keywords, its defaults.
-
-        Returns:
-            What the kernel returns: a tensor, or a tuple of tensors where several outputs are declared.
 
         Raises:
             ValueError: The kernel returned something else than was declared.
@@ -163,7 +155,7 @@ def wrap(
     autocast: bool | torch.dtype = False,
     check: bool = True,
 ) -> Wrapped:
-    """Make an attention function that compilers cannot trace one operator that they need not trace.
+    """Turn an attention function that compilers cannot trace into one operator that they need not trace.
 
     Under ``torch.compile`` the call is then one node: no graph break, no recompilation for what varies from
     call to call. The kernel must be a function of its arguments, write to none of them and return new
