@@ -2,7 +2,6 @@
 
 # ruff: noqa: ARG005  (functions of a fixed signature, some of which need a part of it)
 
-import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnspan import causal, segments
 from attnspan.errors import BackendError, DeviceError, DtypeError, OptionError
 from attnspan.torch import call_jax
 
@@ -100,27 +98,6 @@ def test_structures_go_in_and_come_out() -> None:
     assert all(torch.equal(t, y) for t in out.second[1])
 
 
-def test_masks_are_arguments() -> None:
-    ids = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
-    mask = causal() & segments(ids)
-
-    def bounds(like: Any, *, mask: Any) -> Any:
-        return mask.spans(4, 4, batch=1, like=like).bounds
-
-    want = mask.spans(4, 4, batch=1, like=torch.ones(1)).bounds
-    assert torch.equal(call_jax(bounds, torch.ones(1), mask=mask), want)
-
-
-def test_a_static_value_is_told_from_its_equals() -> None:
-    x = torch.ones(2)
-
-    def fn(x: Any, *, k: Any) -> Any:
-        return jnp.full(2, 10.0 if k is True else 1.0) * jnp.copysign(1.0, k) * x
-
-    values = [call_jax(fn, x, k=k)[0].item() for k in (1, True, 1.0, 0.0, -0.0)]
-    assert values == [1, 10, 1, 1, -1]
-
-
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32),
     *(torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.float8_e4m3fn),
@@ -178,31 +155,12 @@ def test_nothing_is_copied(dtype: torch.dtype) -> None:
 
 
 def test_beside_an_accelerator_tensors_of_the_cpu_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_computes_elsewhere", lambda: True)
+    monkeypatch.setattr(convert, "_own_device", lambda: jax.devices("cpu")[0])
     x = torch.ones(64, dtype=torch.bfloat16)
     (array,) = convert.as_arguments([x])
     assert array.committed
     assert array.unsafe_buffer_pointer() == x.data_ptr()
     assert (call_jax(lambda x: x + 1, x) == 2).all()
-
-
-def test_a_large_argument_costs_no_time() -> None:
-    # As jit itself shows no address: reading two elements of 256 MiB takes no copy of them.
-    x, small = torch.ones(1 << 26), torch.ones(64)
-
-    def ends(x: Any) -> Any:
-        return x[0] + x[-1]
-
-    def best(x: Tensor) -> float:
-        times = []
-        for _ in range(10):
-            start = time.perf_counter()
-            call_jax(ends, x)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    best(x), best(small)
-    assert best(x) < best(small) + 5e-3, "a copy takes 30 ms and more"
 
 
 def test_results_are_the_callers_own() -> None:
@@ -250,26 +208,11 @@ def test_checkpoint(reentrant: bool) -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 3, seed=1, requires_grad=True)
     run = partial(call_jax, lambda x, w: jnp.tanh(x @ w))
     want = torch.autograd.grad(run(x, w).square().sum(), (x, w))
-    got = torch.autograd.grad if not reentrant else None
-    out = checkpoint(run, x, w, use_reentrant=reentrant).square().sum()
-    if got is None:
-        out.backward()
-        found = (x.grad, w.grad)
-    else:
-        found = got(out, (x, w))
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
+    checkpoint(run, x, w, use_reentrant=reentrant).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip((x.grad, w.grad), want, strict=True))
 
 
 # Derivatives of other kinds.
-
-
-def test_second_derivatives_raise_in_torch_func() -> None:
-    def cube(x: Tensor) -> Tensor:
-        return call_jax(lambda x: x**3, x)
-
-    with pytest.raises(NotImplementedError, match="second derivatives of call_jax"):
-        torch.func.grad(torch.func.grad(cube))(torch.ones(()))
 
 
 def test_torch_func_grad() -> None:
@@ -283,6 +226,8 @@ def test_second_derivatives_raise_or_are_taken_in_jax() -> None:
     (first,) = torch.autograd.grad(call_jax(lambda x: jnp.sum(x**3), x), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"second derivatives of call_jax.*jax\.grad"):
         (first.sum() + x.sum()).backward()
+    with pytest.raises(NotImplementedError, match="second derivatives of call_jax"):
+        torch.func.grad(torch.func.grad(lambda x: call_jax(lambda x: x**3, x)))(torch.ones(()))
     inner = call_jax(jax.grad(lambda x: jnp.sum(x**3)), x)
     (second,) = torch.autograd.grad(inner.sum(), x)
     torch.testing.assert_close(second, 6 * x.detach())
@@ -296,51 +241,37 @@ def test_forward_mode_raises() -> None:
 
 # Errors.
 
+ONES = torch.ones(2)
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "no tensor": (lambda: call_jax(jnp.sin), OptionError, "expected at least one tensor"),
     "array of JAX": (
-        lambda: call_jax(jnp.add, torch.ones(2), jnp.ones(2)),
+        lambda: call_jax(jnp.add, ONES, jnp.ones(2)),
         DtypeError,
-        r"argument leaf 1: expected a tensor, .*, got a ArrayImpl\. .*torch\.from_dlpack",
+        r"leaf 1: .* got a ArrayImpl\. ",
     ),
+    "array of NumPy": (lambda: call_jax(jnp.add, ONES, np.ones(2)), DtypeError, r"ndarray\. .*from_numpy"),
     "tracer": (
-        lambda: jax.jit(lambda y: call_jax(jnp.add, torch.ones(2), y))(jnp.ones(2)),
+        lambda: jax.jit(lambda y: call_jax(jnp.add, ONES, y))(jnp.ones(2)),
         DtypeError,
         "got a DynamicJaxprTracer.* in JAX, call the function",
     ),
-    "array of NumPy": (
-        lambda: call_jax(jnp.add, torch.ones(2), np.ones(2)),
-        DtypeError,
-        r"got a ndarray\. .*torch\.from_numpy",
-    ),
-    "int64": (
-        lambda: call_jax(jnp.sin, torch.ones(2, dtype=torch.int64)),
-        DtypeError,
-        r"torch\.int64\. .*\.int\(\)",
-    ),
-    "float64": (lambda: call_jax(jnp.sin, torch.ones(2).double()), DtypeError, "jax_enable_x64"),
+    "int64": (lambda: call_jax(jnp.sin, ONES.long()), DtypeError, r"torch\.int64\. .*\.int\(\)"),
+    "float64": (lambda: call_jax(jnp.sin, ONES.double()), DtypeError, "jax_enable_x64"),
     "float8 of another bias": (
         lambda: call_jax(jnp.sin, torch.zeros(2, dtype=torch.float8_e8m0fnu)),
         DtypeError,
         r"an element type that JAX has, got torch\.float8_e8m0fnu",
     ),
-    "meta": (
-        lambda: call_jax(lambda x, y: x, torch.ones(2), torch.ones(2, device="meta")),
-        DeviceError,
-        "all on one device, got cpu and meta",
-    ),
+    "meta": (lambda: call_jax(jnp.add, ONES, ONES.to("meta")), DeviceError, "one device, got cpu and meta"),
     "sparse": (lambda: call_jax(jnp.sin, torch.eye(2).to_sparse()), BackendError, r"sparse_coo\. .*to_dense"),
-    "result of str": (lambda: call_jax(lambda x: {"x": "text"}, torch.ones(2)), DtypeError, "got a str"),
+    "result of str": (lambda: call_jax(lambda x: {"x": "text"}, ONES), DtypeError, "got a str"),
     "result of keys": (
-        lambda: call_jax(lambda x: jax.random.key(0), torch.ones(2)),
+        lambda: call_jax(lambda x: jax.random.key(0), ONES),
         DtypeError,
-        r"torch has, got key<fry>\. .*key_data",
+        r"key<fry>\. .*key_data",
     ),
-    "tensor inside": (
-        lambda: call_jax(lambda x: torch.ones(2), torch.ones(2)),
-        DtypeError,
-        "got a Tensor",
-    ),
+    "tensor inside": (lambda: call_jax(lambda x: ONES, ONES), DtypeError, "got a Tensor"),
+    "its own": (lambda: call_jax(lambda x: x @ x, torch.ones(2, 3)), TypeError, "dot_general"),
 }
 
 
@@ -349,11 +280,6 @@ def test_errors(case: str) -> None:
     run, kind, message = ERRORS[case]
     with pytest.raises(kind, match=message):
         run()
-
-
-def test_an_error_of_the_function_is_its_own() -> None:
-    with pytest.raises(TypeError, match="dot_general"):
-        call_jax(lambda x: x @ x, torch.ones(2, 3))
 
 
 def test_sharded_results_are_refused() -> None:

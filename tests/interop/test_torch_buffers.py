@@ -19,6 +19,7 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 from_torch = pytest.importorskip("attnspan.jax").from_torch
+_convert = importlib.import_module("attnspan.interop._convert")
 _torch_calls = importlib.import_module("attnspan.interop._torch_calls")
 cpu = importlib.import_module("attnspan.kernels.cpu")
 if cpu.compiled() is None:
@@ -50,18 +51,12 @@ def test_no_argument_is_copied() -> None:
     assert seen == [x.unsafe_buffer_pointer()] * 2
 
 
-def test_the_program_calls_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = _text(from_torch(lambda x: x * 2), _x())
-    assert "@attnspan_callback" in text
-    assert "python_cpu_callback" not in text
+def test_without_the_compiled_module_it_is_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "@attnspan_callback" in _text(from_torch(lambda x: x * 2), _x())
     monkeypatch.setattr(cpu, "compiled", lambda: None)
     text = _text(from_torch(lambda x: x * 2), _x())
     assert "@attnspan_callback" not in text
     assert "python_cpu_callback" in text
-
-
-def test_without_the_compiled_module_it_is_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "compiled", lambda: None)
     fn = from_torch(lambda x, w: torch.tanh(x * w))
     got = jax.jit(jax.value_and_grad(lambda x, w: fn(x, w).sum()))(_x(), 0.5 * _x())
     want = jax.value_and_grad(lambda x, w: jnp.tanh(x * w).sum())(_x(), 0.5 * _x())
@@ -70,7 +65,7 @@ def test_without_the_compiled_module_it_is_a_callback(monkeypatch: pytest.Monkey
         jax.jit(from_torch(lambda x: x.mul_(2), results=EIGHT))(_x()).block_until_ready()
 
 
-@pytest.mark.parametrize("dtype", sorted(_torch_calls._TYPES.values()))
+@pytest.mark.parametrize("dtype", sorted(_convert.TYPES.values()))
 def test_every_element_type(dtype: str) -> None:
     with jax.enable_x64(True):
         x = jnp.array([[1, 0, 3], [1, 1, 0]]).astype(dtype)
@@ -89,6 +84,9 @@ def test_empty_arrays() -> None:
 
 def test_control_flow_and_transformations() -> None:
     fn = from_torch(lambda x, w: (x * w).sum())
+    sums = from_torch(lambda x: torch.cumsum(x, 0))
+    rows = jax.jit(lambda x: jax.lax.scan(lambda carry, row: (carry, sums(row)), 0, x)[1])(jnp.ones((3, 2)))
+    assert rows.tolist() == [[1, 2]] * 3
     grads = jax.jit(jax.vmap(jax.grad(fn, (0, 1)), in_axes=(0, None)))(jnp.ones((3, 2)), jnp.arange(2.0))
     assert grads[0].tolist() == [[0, 1]] * 3
     assert grads[1].tolist() == [[1, 1]] * 3
@@ -191,6 +189,7 @@ class _Adds:
 def test_functions_live_as_long_as_their_programs() -> None:
     adds = _Adds()
     gone, run = weakref.ref(adds), jax.jit(from_torch(adds))
+    assert run(run(_x())).tolist() == (_x() + 2).tolist()
     program = run.lower(_x()).compile()
     del adds, run
     jax.clear_caches()
@@ -201,16 +200,6 @@ def test_functions_live_as_long_as_their_programs() -> None:
     gc.collect()
     assert gone() is None
     assert set(_torch_calls._functions) < keys
-
-
-def test_jitted_functions_free_theirs() -> None:
-    adds = _Adds()
-    gone, run = weakref.ref(adds), jax.jit(from_torch(adds))
-    assert run(run(_x())).tolist() == (_x() + 2).tolist()
-    del adds, run
-    jax.clear_caches()
-    gc.collect()
-    assert gone() is None
 
 
 def test_programs_of_other_processes_are_refused() -> None:

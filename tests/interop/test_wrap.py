@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnspan import causal
-from attnspan.torch import DeclarationError, attention, wrap
+from attnspan.torch import DeclarationError, Wrapped, attention, wrap
 
 # What it computes.
 
@@ -96,16 +96,19 @@ def test_parameters_are_the_kernels() -> None:
     assert seen[0] == (0.0, None, False, (-1, -1), 0.0, None, False)
     assert seen[1][:5] == (0.0, 0.5, True, (3, 0), 0.0)
     assert torch.equal(seen[1][5], torch.ones(3))
-    with pytest.raises(TypeError, match="got 'workspace', of which the kernel's signature tells none"):
-        wrapped(q, k, v, workspace=torch.ones(3))
-    with pytest.raises(TypeError, match="got 'casual'"):
-        wrapped(q, k, v, casual=True)
-    with pytest.raises(TypeError, match="expected a value for 'v'"):
-        wrapped(q, k)
-    with pytest.raises(TypeError, match="'q' once"):
-        wrapped(q, k, v, q=q)
-    with pytest.raises(TypeError, match="at most 10 arguments, got 11"):
-        wrapped(q, k, v, *[None] * 8)
+    for args, options, text in (
+        (
+            (q, k, v),
+            {"workspace": q},
+            "got workspace.*annotate a parameter without a type, or give wrap schema=",
+        ),
+        ((q, k, v), {"casual": True}, "expected keywords among dropout_p, .*, got casual"),
+        ((q, k, v), {"q": q}, "expected keywords among dropout_p, .*, got q"),
+        ((q, k), {}, "expected a value for v, got none"),
+        ((q, k, v, *[None] * 8), {}, "at most 10 arguments, got 11"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            wrapped(*args, **options)
 
 
 def test_functions_without_signature_take_a_schema() -> None:
@@ -202,32 +205,25 @@ def test_autocast() -> None:
         assert seen[-1][0] == torch.float16, "outside of autocast nothing is cast"
 
 
-@pytest.mark.parametrize(("backward", "parts"), [("own", 3.5), ("recompute", 4.5)])
-def test_flops(foreign: Library, backward: str, parts: float) -> None:
-    def rerun(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-        return eager(q, k, v, causal), q[..., 0] + 0
-
-    kernel, given = (foreign.forward, foreign.backward) if backward == "own" else (rerun, "recompute")
-    outputs = (
-        ("out", "lse") if backward == "own" else {"out": "out", "lse": lambda q: q.new_empty(q.shape[:-1])}
-    )
-    wrapped = wrap(
-        kernel, name=fresh_name(), outputs=outputs, backward=given, layout="bshd", strides="contiguous"
-    )
-    pairs = 2 * 3 * 6 * 6 * 2 * (8 + 8)
-    for options, forward in (({}, pairs), ({"causal": True}, pairs * 21 // 36)):
+def test_flops(foreign: Library) -> None:
+    def counted(wrapped: Wrapped, **options: object) -> int:
         with FlopCounterMode(display=False) as counter:
-            wrapped(*inputs(grad=True), **options)[0].sum().backward()
-        assert counter.get_total_flops() == forward * parts
-    own = wrap(eager, name=fresh_name(), flops=lambda q, causal: 7 * q.shape[0] + causal)
-    with FlopCounterMode(display=False) as counter:
-        own(*inputs(), causal=True)
-    assert counter.get_total_flops() == 15
+            found = wrapped(*inputs(grad=True), **options)
+            (found if isinstance(found, Tensor) else found[0]).sum().backward()
+        return counter.get_total_flops()
+
+    pairs = 2 * 3 * 6 * 6 * 2 * (8 + 8)
+    rerun = wrap(lambda q, k, v: q + k + v, name=fresh_name(), backward="recompute", layout="bshd")
+    assert counted(rerun) == pairs * 4.5
+    assert counted(wrap_foreign(foreign)) == pairs * 3.5
+    assert counted(wrap_foreign(foreign), causal=True) == pairs * 21 // 36 * 3.5
+    own = wrap_foreign(foreign, flops=lambda q, causal: 8 * q.shape[0] + 2 * causal)
+    assert counted(own, causal=True) == 18 * 3.5
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(6, 6), (3, 7), (7, 3), (1, 5), (0, 4)])
 def test_causal_flops_count_what_is_seen(q_len: int, k_len: int) -> None:
-    from attnspan.interop._flops import attention_flops
+    from attnspan.interop._kernel import attention_flops
 
     x = [torch.empty(1, 1, n, 1) for n in (q_len, k_len, k_len)]
     seen = torch.ones(q_len, k_len).tril(k_len - q_len).sum()

@@ -19,6 +19,7 @@ from attnspan import causal
 from attnspan.kernels import cpu
 from attnspan.torch import Wrapped, attention, checkpoint_policy, wrap
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
 FORWARD_CALLS = {"none": 1, "selective": 1, "full": 2}
 
 
@@ -60,7 +61,6 @@ def test_without_wrap_a_nanobind_function_breaks_too() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # imported by inductor
 def test_with_wrap_it_is_one_graph(foreign: Library, backend: str) -> None:
     q, k, v = inputs(grad=True)
     run = _around(wrap_foreign(foreign, "whole"))
@@ -101,7 +101,6 @@ def _head_major(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v).contiguous().transpose(1, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_without_wrap_wrong_strides_show_in_the_compiled_program_only() -> None:
     name = f"attnspan_tests::{fresh_name('naive')}"
     op = torch.library.custom_op(
@@ -114,7 +113,6 @@ def test_without_wrap_wrong_strides_show_in_the_compiled_program_only() -> None:
         torch.compile(lambda *x: op(*x) + 1, fullgraph=True)(q, k, v)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_with_wrap_they_are_one_clear_error(compiled: bool) -> None:
     wrapped = wrap(_head_major, name=fresh_name("lying"), layout="bshd")
@@ -128,7 +126,6 @@ def test_with_wrap_they_are_one_clear_error(compiled: bool) -> None:
         run(q, k, v)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_with_wrap_declared_as_they_are_they_work() -> None:
     def stored(q: Tensor) -> Tensor:
         batch, length, heads, dim = q.shape
@@ -141,7 +138,6 @@ def test_with_wrap_declared_as_they_are_they_work() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_the_kernel_is_shown_the_strides_of_eager_mode() -> None:
     seen: list[tuple[int, ...]] = []
 
@@ -239,9 +235,6 @@ def _shapes(foreign: Library, base: str, *, mark: bool) -> int:
 
 def test_few_compilations_over_many_shapes(foreign: Library) -> None:
     assert _shapes(foreign, "shapes", mark=False) <= 4
-
-
-def test_one_compilation_where_dims_are_marked_dynamic(foreign: Library) -> None:
     assert _shapes(foreign, "marked", mark=True) == 1
 
 
@@ -280,7 +273,6 @@ def _step(wrapped: Wrapped, ac: str, compiler: str) -> list[Tensor]:
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("ac", FORWARD_CALLS)
 def test_cell(foreign: Library, compiler: str, ac: str) -> None:
@@ -294,7 +286,6 @@ def test_cell(foreign: Library, compiler: str, ac: str) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_recompute_compiled(compiler: str) -> None:
     wrapped = wrap(_head_contiguous, name=fresh_name("recompute"), layout="bshd", backward="recompute")
     q, k, v = inputs(grad=True)

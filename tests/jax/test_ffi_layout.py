@@ -8,7 +8,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-_TYPES = pytest.importorskip("attnspan.interop._torch_calls")._TYPES
+_TYPES = pytest.importorskip("attnspan.interop._convert").TYPES
 
 
 def _xla_name(name: str) -> str:

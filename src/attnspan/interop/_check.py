@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..masks import Mask, causal, documents, full
 from ..torch._attention import attention
+from ._contract import address, as_tuple
 from ._errors import expect_declared
-from ._outputs import address, as_tuple
 
 if TYPE_CHECKING:
     from .wrap import Wrapped
+
+Named = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Report:
     Attributes:
         errors: For "out" and each gradient (dq, dk, dv) the norm of the difference from float64 over the norm
             of the float64 result.
-        sdpa: The same of `torch.nn.functional.scaled_dot_product_attention`; not below the rounding of the
-            exact result to the dtype, which is the least that any kernel has.
+        sdpa: The same of `torch.nn.functional.scaled_dot_product_attention`, at least the rounding of the
+            float64 result to the dtype.
         opcheck: What `torch.library.opcheck` said of each of its tests.
 
     Example:
@@ -51,22 +54,47 @@ class Report:
         return "\n".join([*lines, f"opcheck   {', '.join(self.opcheck)}"])
 
 
-def check_repeats(wrapped: "Wrapped", values: Sequence[Any]) -> None:
-    """Refuse a kernel that writes to inputs, gives other bits the second time, or hands out memory twice."""
+def check(
+    wrapped: "Wrapped", named: Named, mask: Mask | None, oracle: Callable[..., Any] | None, within: float
+) -> Report:
+    """The report on one call, whose arguments are given by name."""
     owner = wrapped.op._schema.name
-    given = [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
+    _check_repeats(wrapped, named, owner)
+    report = Report(*_compare(wrapped, named, mask, oracle), {})
+    got = ", ".join(f"{name}: {x:.3g} times" for name, x in report.ratios.items() if not x <= within)
+    expected = f"errors of at most {within:g} times SDPA's against float64"
+    remedy = "Check mask, scale and layout of the call, or give oracle=fn"
+    expect_declared(not got, owner, expected, got, remedy)
+    found = torch.library.opcheck(wrapped.op, tuple(_fresh(named, wrapped.differentiable).values()))
+    return Report(report.errors, report.sdpa, dict(found))
+
+
+def _fresh(named: Named, sources: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Copies of the arguments, floating ones in another dtype if it is given; the sources want gradients."""
+    copies = {
+        name: x.detach().clone().to(dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
+        for name, x in named.items()
+    }
+    for name in sources:
+        if isinstance(copies[name], Tensor):
+            copies[name].requires_grad_()
+    return copies
+
+
+def _check_repeats(wrapped: "Wrapped", named: Named, owner: str) -> None:
+    """Refuse a kernel that writes to inputs, gives other bits the second time, or hands out memory twice."""
+    given = _fresh(named, ())
     with torch.no_grad():
-        first = as_tuple(wrapped.op(*given))
-        for name, x, before in zip(wrapped.parameters.names, given, values, strict=True):
-            same = not isinstance(x, Tensor) or _equal(x, before)
-            expected, got = "an input that the kernel only reads", "one that it changed"
+        first = as_tuple(wrapped.op(*given.values()))
+        expected, got = "an input that the kernel only reads", "one that it changed"
+        for name, x in given.items():
+            same = not isinstance(x, Tensor) or _equal(x, named[name])
             expect_declared(same, f"{owner}, input {name!r}", expected, got, "Let the kernel work on a clone")
         kept = [x.clone() for x in first]
-        second = as_tuple(wrapped.op(*given))
+        second = as_tuple(wrapped.op(*given.values()))
     for a, b, before in zip(first, second, kept, strict=True):
-        own, expected = not a.numel() or address(a) != address(b), "outputs in new memory at each call"
-        remedy = "Let the kernel return a clone of its buffer"
-        expect_declared(own, owner, expected, "the same memory in two calls", remedy)
+        own, remedy = not a.numel() or address(a) != address(b), "Let the kernel return a clone of its buffer"
+        expect_declared(own, owner, "new memory at each call", "the same memory in two calls", remedy)
         expected, got = "the same result for the same arguments", "another one at the second call"
         remedy = "Pass what it draws on (a seed, a state) as an argument: compilers run it again"
         expect_declared(_equal(before, b), owner, expected, got, remedy)
@@ -76,70 +104,43 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def check_operator(wrapped: "Wrapped", values: Sequence[Any]) -> dict[str, str]:
-    """Run torch's own checks of operators, with gradients where the kernel has them."""
-    given = [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
-    for name, x in zip(wrapped.parameters.names, given, strict=True):
-        if name in wrapped.differentiable and isinstance(x, Tensor):
-            x.requires_grad_()
-    return dict(torch.library.opcheck(wrapped.op, tuple(given)))
-
-
-def compare(
-    wrapped: "Wrapped", values: Sequence[Any], mask: Mask | None, oracle: Callable[..., Any] | None
+def _compare(
+    wrapped: "Wrapped", named: Named, mask: Mask | None, oracle: Callable[..., Any] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Relative errors of the kernel and of SDPA against float64, by name."""
     parameters, layout = wrapped.parameters, wrapped.layout
-    named, roles = dict(zip(parameters.names, values, strict=True)), parameters.required[:3]
+    roles = parameters.required[:3]
     mask = _mask_of(named) if mask is None else mask
     dtype, width = named[roles[0]].dtype, named[roles[0]].shape[-1]
     scales = (named.get(name) for name in ("softmax_scale", "sm_scale", "scale"))
     scale = next((float(x) for x in scales if x is not None), width**-0.5)
 
-    def attend(run: Callable[..., Tensor], given: Mapping[str, Any]) -> Tensor:
-        return _swap(run(*(_swap(given[name], layout) for name in roles), mask, scale), layout, back=True)
+    def attend(run: Callable[..., Tensor], given: Named) -> Tensor:
+        q, k, v = (_swap(given[name], layout) for name in roles)
+        return _swap(run(q, k, v, mask=mask, scale=scale), layout, back=True)
 
-    def exact(given: Mapping[str, Any]) -> Tensor:
+    def exact(given: Named) -> Any:
         if oracle is None:
-            return attend(_exact, given)
-        plain = parameters.plain(given.values())
-        return as_tuple(oracle(**dict(zip(given, plain, strict=True))))[0]  # type: ignore[no-any-return]
-
-    def kernel(given: Mapping[str, Any]) -> Tensor:
-        return as_tuple(wrapped.op(*given.values()))[0]  # type: ignore[no-any-return]
+            return attend(partial(attention, backend="math"), given)
+        return oracle(**dict(zip(given, parameters.plain(given.values()), strict=True)))
 
     sources = [name for name in roles if name in wrapped.differentiable]
-    wanted = _results(exact, named, sources, torch.float64)
-    ours = _results(kernel, named, sources, None)
-    theirs = _results(lambda given: attend(_sdpa, given), named, sources, None)
+    wanted = _results(exact, _fresh(named, sources, torch.float64), sources)
+    ours = _results(lambda given: wrapped.op(*given.values()), _fresh(named, sources), sources)
+    theirs = _results(lambda given: attend(_sdpa, given), _fresh(named, sources), sources)
     errors = {name: _error(ours[name], x) for name, x in wanted.items()}
     sdpa = {name: max(_error(theirs[name], x), _error(x.to(dtype), x)) for name, x in wanted.items()}
     return errors, {name: error or torch.finfo(dtype).eps for name, error in sdpa.items()}
 
 
-def _results(
-    function: Callable[[Mapping[str, Any]], Tensor],
-    named: Mapping[str, Any],
-    sources: Sequence[str],
-    dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
-    """The output and the gradients of the sources, on inputs of another dtype if it is given."""
-    given = {
-        name: x.detach().to(dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
-        for name, x in named.items()
-    }
-    given |= {name: given[name].clone().requires_grad_() for name in sources}
+def _results(function: Callable[[Named], Any], given: Named, sources: Sequence[str]) -> dict[str, Tensor]:
+    """The first output and the gradients of the sources."""
     with torch.set_grad_enabled(bool(sources)):
-        out = function(given)
+        out = as_tuple(function(given))[0]
     generator = torch.Generator().manual_seed(0)
     dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
     grads = torch.autograd.grad(out, [given[name] for name in sources], dout) if sources else ()
     return {"out": out.detach(), **{f"d{name}": x for name, x in zip(sources, grads, strict=True)}}
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    out: Tensor = attention(q, k, v, mask=mask, scale=scale, backend="math")
-    return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -158,7 +159,7 @@ def _swap(x: Tensor, layout: str, back: bool = False) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x
 
 
-def _mask_of(named: Mapping[str, Any]) -> Mask:
+def _mask_of(named: Named) -> Mask:
     """What the field's parameters say of the mask."""
     mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
     if isinstance(named.get("cu_seqlens_q"), Tensor):
@@ -170,5 +171,4 @@ def _error(got: Tensor, wanted: Tensor) -> float:
     expected, found = f"shape {tuple(got.shape)}", f"{tuple(wanted.shape)}"
     expect_declared(got.shape == wanted.shape, "oracle", expected, found, "Check the layout")
     norm = float(wanted.double().norm())
-    difference = float((got.double() - wanted.double()).norm())
-    return difference / norm if norm else difference
+    return float((got.double() - wanted.double()).norm()) / (norm or 1.0)

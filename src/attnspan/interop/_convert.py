@@ -18,49 +18,44 @@ from torch.utils.dlpack import from_dlpack
 from ..errors import BackendError, DeviceError, DtypeError
 from ._errors import expect
 
-_NAMES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
-)
-_TO_JAX: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): jax.numpy.dtype(name) for name in _NAMES}
+#: The element types that torch and JAX have, by XLA's numbers.
+TYPES = {1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "uint8", 7: "uint16", 8: "uint32"}
+TYPES |= {9: "uint64", 10: "float16", 11: "float32", 12: "float64", 15: "complex64", 16: "bfloat16"}
+TYPES |= {18: "complex128", 19: "float8_e5m2", 20: "float8_e4m3fn"}
+_TO_JAX: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, x): jax.numpy.dtype(x) for x in TYPES.values()}
+_TO_TORCH = {own: x for x, own in _TO_JAX.items()}
 # Where NumPy has no such type of its own: one of its size, through which to look at it.
 _SEEN_AS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-_TO_TORCH = {own: x for x, own in _TO_JAX.items()}
-# What JAX would silently narrow while its 64-bit mode is off.
-_WIDE = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
 
 
 def jax_dtype(name: str, dtype: torch.dtype) -> np.dtype[Any]:
     """The element type of the argument ``name`` as JAX calls it; refused if JAX would narrow it."""
-    own, remedy = "an element type that JAX has", "Convert the tensor to an element type that JAX has"
-    expect(dtype in _TO_JAX, name, own, str(dtype), remedy, DtypeError)
-    config: Any = jax.config
-    if dtype in _WIDE and not config.jax_enable_x64:
-        narrow = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
-        remedy = 'Convert it (.int(), .float()), or set jax.config.update("jax_enable_x64", True)'
-        raise DtypeError(name, expected=narrow, got=str(dtype), remedy=remedy)
+    expect(dtype in _TO_JAX, name, "an element type that JAX has", dtype, "Convert the tensor", DtypeError)
+    kept = jax.dtypes.canonicalize_dtype(_TO_JAX[dtype]) == _TO_JAX[dtype]
+    narrow = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
+    remedy = 'Convert it (.int(), .float()), or set jax.config.update("jax_enable_x64", True)'
+    expect(kept, name, narrow, dtype, remedy, DtypeError)
     return _TO_JAX[dtype]
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:
     """The element type of ``name`` as torch calls it, if DLPack knows it."""
     remedy = "Convert it inside the function (jax.random.key_data for keys)"
-    expect(dtype in _TO_TORCH, name, "an element type that torch has", str(dtype), remedy, DtypeError)
+    expect(dtype in _TO_TORCH, name, "an element type that torch has", dtype, remedy, DtypeError)
     return _TO_TORCH[dtype]
 
 
 def check_devices(devices: Sequence[torch.device]) -> None:
     """Raise unless the tensors are on one device, and JAX can read from there."""
     got = " and ".join(sorted(set(map(str, devices))))
-    one = len(set(devices)) == 1
-    expect(one, "tensors", "all on one device", got, "Move them to one device", DeviceError)
+    alike = len(set(devices)) == 1
+    expect(alike, "tensors", "all on one device", got, "Move them to one device", DeviceError)
     kind, index = devices[0].type, devices[0].index or 0
     remedy = "Move the tensors there (meta tensors have no data to read)"
     expect(kind in ("cpu", "cuda"), "tensors", "a CPU or CUDA device", kind, remedy, DeviceError)
-    if kind == "cuda" and not _jax_sees_cuda(index):
-        got, remedy = f"{jax.local_devices()}", "Install jax[cuda13], or move the tensors to the CPU"
-        raise DeviceError("JAX", expected=f"the device cuda:{index}", got=got, remedy=remedy)
+    remedy = "Install jax[cuda13], or move the tensors to the CPU"
+    seen = kind == "cpu" or _jax_sees_cuda(index)
+    expect(seen, "JAX", f"the device cuda:{index}", jax.local_devices(), remedy, DeviceError)
 
 
 def _jax_sees_cuda(index: int) -> bool:
@@ -77,11 +72,7 @@ def check_layout(name: str, x: Tensor) -> None:
 
 
 def as_arguments(tensors: Sequence[Tensor]) -> list[Any]:
-    """What a jitted function takes for the tensors, in their memory.
-
-    Strides other than those of row-major order cost the one copy that makes them so, and on a CPU an address
-    that is no multiple of 64 costs one inside JAX.
-    """
+    """What a jitted function takes for the tensors, in their memory where strides are row-major."""
     return [_as_argument(x) for x in tensors]
 
 
@@ -98,17 +89,14 @@ def _as_argument(x: Tensor) -> Any:
     seen_as = _SEEN_AS.get(x.dtype)
     array = x.numpy() if seen_as is None else x.view(seen_as).numpy().view(_TO_JAX[x.dtype])
     # A view has no device of its own, and would be taken to an accelerator.
-    return jax.device_put(array, _cpu(), may_alias=True) if _computes_elsewhere() else array
+    own = _own_device()
+    return array if own is None else jax.device_put(array, own, may_alias=True)
 
 
 @functools.cache
-def _computes_elsewhere() -> bool:
-    return jax.default_backend() != "cpu"
-
-
-@functools.cache
-def _cpu() -> Any:
-    return jax.local_devices(backend="cpu")[0]
+def _own_device() -> Any:
+    """The CPU where JAX computes elsewhere unless told."""
+    return None if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu")[0]
 
 
 def as_tensors(arrays: Sequence[jax.Array]) -> list[Tensor]:

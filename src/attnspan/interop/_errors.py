@@ -1,5 +1,7 @@
 """What this room raises and warns of."""
 
+from functools import partial
+
 from ..errors import OptionError, _Explained
 
 
@@ -22,13 +24,16 @@ class SpecializedShapesWarning(UserWarning):
 
 
 def expect(
-    holds: bool, what: str, expected: str, got: str, remedy: str, kind: type[_Explained] = OptionError
+    condition: object,
+    name: str,
+    expected: str,
+    got: object,
+    remedy: str,
+    kind: type[_Explained] = OptionError,
 ) -> None:
-    """Raise ``kind`` unless a rule holds."""
-    if not holds:
-        raise kind(what, expected=expected, got=got, remedy=remedy)
+    """Raise ``kind`` unless the condition holds."""
+    if not condition:
+        raise kind(name, expected=expected, got=str(got), remedy=remedy)
 
 
-def expect_declared(holds: bool, what: str, expected: str, got: str, remedy: str) -> None:
-    """Raise `DeclarationError` unless a kernel does what was declared of it."""
-    expect(holds, what, expected, got, remedy, DeclarationError)
+expect_declared = partial(expect, kind=DeclarationError)

@@ -1,8 +1,8 @@
 """What the operators of `call_jax` return, without running them: shapes for whatever traces torch.
 
 Sizes that are symbols of torch become dimension variables of JAX, and sizes of results are read back as
-arithmetic on torch's symbols. Where JAX cannot trace a function for symbols, sizes are the numbers that they
-have in this trace, which compiles once for each.
+arithmetic on torch's symbols. Where JAX cannot trace a function for symbols, it is traced for the numbers
+that they stand for, which compiles once for each.
 """
 
 import warnings
@@ -17,17 +17,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ._errors import SpecializedShapesWarning
 from ._functions import Call, find, pin
-from ._programs import Forward
+from ._programs import Program
 
 
 def call(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:
     """Of ``attnspan::call_jax`` and ``attnspan::call_jax_vjp``."""
     bound = find(handle)
     pin(bound)
-    # Residuals are those of the sizes in this trace; whoever records the call for symbols wants none.
+    # Residuals are those of the sizes in this trace; where sizes are symbols, none are asked for.
     program, read = (bound.program(_numbers(tensors), wanted), int) if wanted else trace(bound, tensors, ())
-    made = (*program.results, *program.new)
-    return [tensors[0].new_empty([read(n) for n in x.shape], dtype=x.dtype) for x in made]
+    return [tensors[0].new_empty([read(n) for n in shape], dtype=dtype) for shape, dtype in program.made]
 
 
 def backward(
@@ -36,11 +35,9 @@ def backward(
     sizes: Sequence[Any],
     handle: str,
     wanted: Sequence[bool],
-    recompute: bool,
-    anchor: Tensor | None = None,
+    *_: Any,
 ) -> list[Tensor]:
-    """Of ``attnspan::call_jax_backward``: as the arguments of which it is the gradient."""
-    del recompute, anchor
+    """Of ``attnspan::call_jax_backward``: gradients like the arguments."""
     like = next(x for x in (*grads, *saved) if x is not None)
     bound = find(handle)
     given = zip(bound.kinds, bound.shapes_of(sizes), wanted, strict=True)
@@ -49,37 +46,37 @@ def backward(
 
 def trace(
     bound: Call, tensors: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Forward, Callable[[Any], Any]]:
+) -> tuple[Program, Callable[[Any], Any]]:
     """The traced program, and how to read the sizes of its results.
 
     Which residuals there are depends on sizes in ways that symbols do not show, so that a program for symbols
     is made for results alone.
     """
-    shapes = [tuple(x.shape) for x in tensors]
-    if any(isinstance(n, SymInt) for shape in shapes for n in shape):
-        # A function may need sizes to be equal, as rows of keys and values are: then equal ones are joined.
-        for joined in (False, True):
-            if joined:
-                _join(shapes)
-            sizes = _Sizes(shapes)
-            try:
-                return bound.program(sizes.shapes, (), sizes.key), sizes.as_torch
-            except Exception as error:  # An error that is not about symbols is raised by the trace below.
-                reason = error
-        _warn(bound, reason)
+    symbols: list[Any] = [n for x in tensors for n in x.shape if isinstance(n, SymInt)]
+    # A function may need sizes to be equal, as rows of keys and values are: then equal ones are joined.
+    for joined in (False, True) if symbols else ():
+        if joined:
+            first: dict[int, Any] = {}
+            for n in symbols:
+                bool(n == first.setdefault(n.node.hint, n))  # Asked, it becomes a guard of the graph.
+        sizes = _Sizes([tuple(x.shape) for x in tensors])
+        try:
+            return bound.program(sizes.shapes, (), sizes.key), sizes.as_torch
+        except Exception as error:  # An error that is not about symbols is raised by the trace below.
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    if symbols:
+        warnings.warn(
+            f"call_jax: {bound.name} cannot be traced by JAX for sizes that are symbols ({reason}), so it "
+            "is compiled anew for each size. Write its sizes so that jax.export's shape polymorphism takes "
+            "them, or compile with dynamic=False.",
+            SpecializedShapesWarning,
+            stacklevel=2,
+        )
     return bound.program(_numbers(tensors), wanted), int
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(map(int, x.shape)) for x in tensors]
-
-
-def _join(shapes: Sequence[tuple[Any, ...]]) -> None:
-    """Make symbols of equal values one symbol; other values are another graph's."""
-    first: dict[int, Any] = {}
-    for n in (n for shape in shapes for n in shape if isinstance(n, SymInt)):
-        known = first.setdefault(n.node.hint, n)
-        bool(n == known)  # Asked, it becomes a guard of the graph.
 
 
 class _Sizes:
@@ -115,14 +112,3 @@ class _Sizes:
         names = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b}
         names |= {"max": torch.sym_max, "min": torch.sym_min}
         return eval(str(n).replace("^", "**"), {"__builtins__": {}}, {**names, **self._values})
-
-
-def _warn(bound: Call, error: Exception) -> None:
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    warnings.warn(
-        f"call_jax: {bound.name} cannot be traced by JAX for sizes that are symbols ({reason}), so it "
-        "is compiled anew for each size. Write its sizes so that jax.export's shape polymorphism takes them, "
-        "or compile with dynamic=False.",
-        SpecializedShapesWarning,
-        stacklevel=2,
-    )

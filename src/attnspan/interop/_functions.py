@@ -25,12 +25,15 @@ import torch.utils._pytree as pytree
 from ..errors import DtypeError
 from ._convert import check_devices, jax_dtype
 from ._errors import RetraceWarning, expect
-from ._programs import Derived, Flat, Forward
+from ._programs import Flat, Program
 
 # Bounds of the caches; the oldest entries make room. Keys are weak, but a program may hold its own function.
 MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256
-# From here on a function that is traced again and again is worth a warning.
+# A function that is traced as often as this for the same shapes is worth a warning.
 MANY_TRACES = 64
+
+_lock = threading.RLock()
+_counts: Counter[Hashable] = Counter()
 
 
 class Programs:
@@ -39,67 +42,47 @@ class Programs:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name, self._where = getattr(fn, "__qualname__", type(fn).__name__), _where(fn)
         self._lock = threading.RLock()
-        self._made: dict[Hashable, Forward] = {}
+        self._made: dict[Hashable, Program] = {}
 
-    def get(self, structure: Hashable, shapes: Hashable, make: Callable[[], Forward]) -> Forward:
+    def get(self, structure: Hashable, shapes: Hashable, make: Callable[[], Program]) -> Program:
         """A program, made once however many threads ask."""
-        # First without the lock, which whoever traces another program holds for long.
-        found = self._made.get((structure, shapes))
+        key = structure, shapes
+        # First without the lock, which is held while another program is traced.
+        found = self._made.get(key)
         if found is not None:
             return found
         with self._lock:
-            found = self._made.get((structure, shapes))
-            if found is None:
+            if key not in self._made:
                 _count(self._where, shapes)
-                found = self._made[structure, shapes] = make()
+                self._made[key] = make()
                 if len(self._made) > MOST_PROGRAMS:
                     del self._made[next(iter(self._made))]
-        return found
+            return self._made[key]
 
 
-# Programs by the ids of what makes a function; an id may be taken again, so that the objects are compared.
-_programs: dict[tuple[int, ...], tuple[tuple[weakref.ref[Any], ...], Programs]] = {}
-_lock = threading.RLock()
+# By the ids of what makes a function. The references forget an entry before its ids can be taken again.
+_programs: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Programs]] = {}
 
 
 def programs_of(fn: Callable[..., Any]) -> Programs:
     """The programs of a function object; of a method, those of its object and its function."""
-    parts = _parts(fn)
-    place = tuple(map(id, parts))
-    found = _known(place, parts)
-    if found is not None:
-        return found
+    # Each access to a bound method makes a new one; its parts live on.
+    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
+    key = tuple(map(id, parts))
     with _lock:
-        found = _known(place, parts) or Programs(fn)
-        # What cannot be watched is traced at each call.
+        if key in _programs:
+            return _programs[key][1]
+        made = Programs(fn)
+        # What has no weak references is traced at each call.
         with contextlib.suppress(TypeError):
-            forget = functools.partial(_forget, place)
-            _programs[place] = tuple(weakref.ref(x, forget) for x in parts), found
+            _programs[key] = [weakref.ref(x, lambda _: _programs.pop(key, None)) for x in parts], made
             if len(_programs) > MOST_FUNCTIONS:
                 _programs.pop(next(iter(_programs)), None)
-        return found
-
-
-def _parts(fn: Any) -> tuple[Any, ...]:
-    # Each look at a bound method makes a new one; its parts live on.
-    return (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
-
-
-def _known(place: tuple[int, ...], parts: tuple[Any, ...]) -> Programs | None:
-    refs, found = _programs.get(place, ((), None))
-    return found if refs and all(ref() is x for ref, x in zip(refs, parts, strict=True)) else None
-
-
-def _forget(place: tuple[int, ...], ref: Any) -> None:
-    if any(x is ref for x in _programs.get(place, ((),))[0]):
-        _programs.pop(place, None)
-
-
-_counts: Counter[Hashable] = Counter()
+        return made
 
 
 def _count(where: str, shapes: Hashable) -> None:
-    """Warn, once, where one function of the source is traced anew though no shape is new."""
+    """Warn once when one function of the source is traced again and again for the same shapes."""
     if len(_counts) > 4096:
         _counts.clear()
     _counts[where, shapes] += 1
@@ -114,8 +97,8 @@ def _count(where: str, shapes: Hashable) -> None:
 
 
 def _where(fn: Any) -> str:
-    """The name of a function, and where it is written; of a callable without code, where its class is."""
-    fn = inspect.unwrap(fn)  # What transforms and jit are made of.
+    """The name of a function and where it is written; of a callable without code, its class."""
+    fn = inspect.unwrap(fn)  # Transforms and jit wrap what they are given.
     while isinstance(fn, functools.partial):
         fn = inspect.unwrap(fn.func)
     code = getattr(fn, "__code__", None)
@@ -125,9 +108,9 @@ def _where(fn: Any) -> str:
 
 
 class Structure:
-    """Everything in the arguments of a call that is no tensor: leaves with None at the places of tensors."""
+    """The arguments of a call without its tensors: their tree, and its leaves with None for tensors."""
 
-    def __init__(self, spec: Any, leaves: list[Any], places: Sequence[int]) -> None:
+    def __init__(self, spec: Any, leaves: Sequence[Any], places: Sequence[int]) -> None:
         self._spec, self._leaves, self._places = spec, leaves, tuple(places)
         self.key = spec, self._places, tuple(itertools.starmap(_leaf_key, enumerate(leaves)))
 
@@ -147,8 +130,8 @@ class Structure:
 @functools.cache
 def tensors_alone(count: int) -> Structure:
     """The structure of a call with tensors one after the other."""
-    leaves = [None] * count
-    return Structure(pytree.tree_structure((tuple(leaves), {})), leaves, range(count))
+    leaves = (None,) * count
+    return Structure(pytree.tree_structure((leaves, {})), leaves, range(count))
 
 
 def _leaf_key(i: int, x: Any) -> Hashable:
@@ -161,18 +144,18 @@ def _leaf_key(i: int, x: Any) -> Hashable:
 
 
 def static_key(x: Any) -> Hashable:
-    """A static value, such that 1, True and 1.0 differ and so do 0.0 and -0.0, wherever they are in it."""
+    """A key of a static value, which tells 1, True and 1.0 apart, and 0.0 and -0.0, at any depth."""
     hash(x)
     if isinstance(x, jax.Array):  # Tracers may have a hash.
         raise TypeError
     if isinstance(x, float | complex | np.generic):
         return type(x), repr(x)
+    parts: Any = ()
     if isinstance(x, tuple | frozenset):
-        return type(x), x, (frozenset if isinstance(x, frozenset) else tuple)(map(static_key, x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = [getattr(x, f.name) for f in dataclasses.fields(x) if f.compare]
-        return type(x), x, tuple(map(static_key, fields))
-    return type(x), x
+        parts = x
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        parts = [getattr(x, f.name) for f in dataclasses.fields(x) if f.compare]
+    return type(x), x, (frozenset if isinstance(x, frozenset) else tuple)(map(static_key, parts))
 
 
 class Call:
@@ -183,32 +166,43 @@ class Call:
 
     def __init__(self, fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> None:
         remedy = "Call the function itself where no tensor is involved"
-        expect(len(kinds) > 0, "call_jax", "at least one tensor", "none", remedy)
+        expect(kinds, "call_jax", "at least one tensor", "none", remedy)
         self._fn, self._structure, self.kinds = fn, structure, tuple(kinds)
         self._programs = programs_of(fn)
         self.name = self._programs.name
-        self.handle = ""
         #: Structure of the results, as the program that was found last has it.
         self.tree: Any = None
 
+    @functools.cached_property
+    def handle(self) -> str:
+        """A name for the operators, which take no Python objects. It is valid while the call lives."""
+        handle = f"{self.name}#{_process}{next(_counter):x}"
+        _live[handle] = self
+        return handle
+
     def program(
         self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool] = (), key: Hashable = None
-    ) -> Forward:
+    ) -> Program:
         """The program for shapes, which ``key`` stands for where they cannot be compared.
 
         Without gradients that are wanted, the program makes nothing for backward.
         """
-        key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), _settings())
+        config: Any = jax.config  # Settings that change what a trace means.
+        settings = (
+            config.jax_enable_x64,
+            config.jax_default_matmul_precision,
+            config.jax_numpy_dtype_promotion,
+        )
+        key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), settings)
         found = self._programs.get(self._structure.key, key, lambda: self._trace(shapes, wanted))
         self.tree = found.tree
         return found
 
-    def _trace(self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool]) -> Forward:
+    def _trace(self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool]) -> Program:
         check_devices([device for _, _, device in self.kinds])
         dtypes = [jax_dtype(f"tensor {i}", dtype) for i, (dtype, _, _) in enumerate(self.kinds)]
         avals = list(itertools.starmap(jax.ShapeDtypeStruct, zip(shapes, dtypes, strict=True)))
-        flat = self._structure.bind(self._fn)
-        return Derived(flat, avals, wanted) if wanted else Forward(flat, avals)
+        return Program(self._structure.bind(self._fn), avals, wanted)
 
     def shapes_of(self, sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The shape of each tensor, of all sizes one after the other."""
@@ -229,32 +223,16 @@ class Call:
         return type(x).__name__, tuple(x) if isinstance(x, dict) else (), tuple(map(self._nested, parts))
 
 
-def _settings() -> Hashable:
-    """Settings of JAX that change what a trace means."""
-    config: Any = jax.config
-    return config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
-
-
 # Compiled code may be kept on disk, where a number would mean another function in the next process.
 _process = secrets.token_hex(6)
 _counter = itertools.count()
 _live: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
-_pinned: dict[str, Call] = {}
-_in_graphs: dict[Hashable, Call] = {}
-
-
-def register(call: Call) -> str:
-    """A name for the operators, which take no Python objects; it means the call as long as that lives."""
-    if not call.handle:
-        handle = f"{call.name}#{_process}{next(_counter):x}"
-        _live[handle] = call
-        call.handle = handle
-    return call.handle
+_pinned: set[Call] = set()
 
 
 def pin(call: Call) -> str:
-    """Keep a call for the life of the process, for a graph that has its name."""
-    _pinned[register(call)] = call
+    """Keep a call for the life of the process, for a graph that holds its name."""
+    _pinned.add(call)
     return call.handle
 
 
@@ -267,11 +245,3 @@ def find(handle: str) -> Call:
             "call_jax in it cannot be saved and loaded: trace it anew."
         )
     return found
-
-
-def pinned(fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> str:
-    """The name of a call for a graph that is being traced; the same one for the same call."""
-    key = tuple(map(id, _parts(fn))), structure.key, tuple(kinds)
-    if key not in _in_graphs:
-        _in_graphs[key] = Call(fn, structure, kinds)
-    return pin(_in_graphs[key])

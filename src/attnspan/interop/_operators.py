@@ -1,4 +1,4 @@
-"""What the operators of this room share: a derivative at the autograd key, and autograd inside of them."""
+"""How this room defines operators: one implementation for all devices, a fake kernel, a first derivative."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +14,28 @@ from torch.autograd import forward_ad
 from ..torch.ops import below_autograd as below_autograd
 from ..torch.ops import has_tangent, single_level
 
+Op = torch._ops.OpOverload
 Function = type[torch.autograd.Function]
+
+
+def define(
+    library: torch.library.Library,
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    strides: torch.Tag,
+) -> Op:
+    """Define an operator; the tag ``strides`` says what a compiler keeps of its inputs' strides."""
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, strides))  # type: ignore[no-untyped-call]
+    op: Op = getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
+    library.impl(op, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(op, fake, lib=library)
+    return op
 
 
 def differentiate(
     library: torch.library.Library,
-    op: torch._ops.OpOverload,
+    op: Op,
     function: Function,
     forward_mode: str,
     finish: Callable[[Any], Any] = lambda made: made,
@@ -27,15 +43,16 @@ def differentiate(
     """Record ``function`` as the derivative of an operator.
 
     Its ``forward`` takes the keyset, the operator's inputs, and the tensors among them; ``finish`` makes the
-    operator's results of what it returns. Not by torch.library.register_autograd, which drops the tangents of
-    dual tensors, and which torch.func cannot differentiate.
+    operator's results of what it returns. torch.library.register_autograd would not do: it drops the tangents
+    of dual tensors, and torch.func cannot differentiate it.
     """
-    # The base class's apply: that of Function would hand the call to torch.func once more.
+    # The apply of Function itself would hand the call to torch.func once more.
     record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        tensors = _tensors(inputs)
+        nested = (x if isinstance(x, (list, tuple)) else (x,) for x in inputs)
+        tensors = [x for part in nested for x in part if isinstance(x, Tensor)]
         if forward_ad._current_level >= 0 and any(map(has_tangent, tensors)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, got a dual tensor. {forward_mode}."
@@ -51,14 +68,7 @@ def differentiate(
     library.impl(op, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def _tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
-    nested = (x if isinstance(x, (list, tuple)) else (x,) for x in inputs)
-    return [x for part in nested for x in part if isinstance(x, Tensor)]
-
-
-def refuse_second_order(
-    library: torch.library.Library, op: torch._ops.OpOverload, of: str, remedy: str
-) -> None:
+def refuse_second_order(library: torch.library.Library, op: Op, of: str, remedy: str) -> None:
     """Give a backward operator a derivative that raises: without one, second derivatives would be 0."""
 
     class FirstOrderOnly(torch.autograd.Function):
@@ -79,7 +89,7 @@ def refuse_second_order(
 
 @contextmanager
 def with_autograd() -> Iterator[None]:
-    """Autograd inside an operator, below whose own derivative it is switched off."""
+    """Autograd inside an operator, where torch has switched it off."""
     key = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for x in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):

@@ -1,7 +1,7 @@
 """`call_jax`: a JAX function on torch tensors. JAX is imported by the first call, not by this module.
 
-The operators take a list of tensors and the name of a call (`_functions.register`): the function with
-everything that is no tensor.
+The operators take a list of tensors and the name of a `_functions.Call`: the function with everything that is
+no tensor.
 """
 
 import functools
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
+from ..torch._eager import is_watched
 from ._errors import RetraceWarning as RetraceWarning
 from ._errors import SpecializedShapesWarning as SpecializedShapesWarning
 from ._errors import expect
-from ._operators import below_autograd, differentiate, refuse_second_order
+from ._operators import Op, below_autograd, define, differentiate, refuse_second_order
 
 __all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]
 
@@ -35,8 +35,8 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         fn: A function of arrays that JAX can trace; jitted or not, it is compiled, once for each set of
             shapes and static arguments. As for `jax.jit`, it is known by its identity: make it once, since a
             closure or a transform that is made at each call is traced at each call (`RetraceWarning`).
-        args: Tensors on one device, in any structure that is a pytree of torch (masks are). Whatever is no
-            tensor is handed to ``fn`` as it is; it must be hashable, and each value is a trace of its own.
+        args: Tensors on one device, in any structure that is a pytree of torch (masks are). Anything else is
+            passed to ``fn`` unchanged; it must be hashable, and each value is traced separately.
         static: The same by keyword.
 
     Returns:
@@ -44,8 +44,8 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         contiguous tensor at an address that is a multiple of 64 is read where it is.
 
     Raises:
-        TypeError: An element type that JAX has not or would narrow, or what is neither a tensor nor hashable;
-            ``fn`` returns what is no array.
+        TypeError: An element type that JAX lacks or would narrow; an argument that is neither a tensor nor
+            hashable; a result of ``fn`` that is not an array.
         ValueError: No tensors, several devices, or one that JAX does not see; in compiled code, torch before
             2.13.
         ImportError: JAX is not installed.
@@ -61,17 +61,15 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     """
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(fn, args, static)
+    functions = _functions()
     if not static and args and all(isinstance(x, Tensor) for x in args):
-        structure, tensors = _functions().tensors_alone(len(args)), list(args)
+        structure, tensors = functions.tensors_alone(len(args)), list(args)
     else:
         *parts, tensors = _split(args, static)
-        structure = _functions().Structure(*parts)
-    call = _functions().Call(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors])
-    if _is_watched() or not all(type(x) in _PLAIN for x in tensors):
-        handle = _functions().register(call)
-        if get_proxy_mode() is not None:
-            _functions().pin(call)
-        results = call_op(tensors, handle)
+        structure = functions.Structure(*parts)
+    call = functions.Call(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors])
+    if is_watched() or not all(type(x) in _PLAIN for x in tensors):
+        results = call_op(tensors, call.handle if get_proxy_mode() is None else functions.pin(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         results = list(_record(None, call, *tensors))[:-1]  # type: ignore[no-untyped-call]
     else:
@@ -93,14 +91,9 @@ def _functions() -> Any:
     return import_module("._functions", __package__)
 
 
-def _is_watched() -> bool:
-    """Whether someone would miss the operator: a transform, a mode, a tracer, a dual level."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
+@functools.cache
+def _fake() -> Any:
+    return import_module("._fake", __package__)
 
 
 # Compiled code.
@@ -118,8 +111,8 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     others = tuple([_number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
     # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
-    parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
-    handle = _handle_of(parts[0], parts[1], id(parts[0]), _described(spec), others, tuple(places), kinds)
+    owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
+    handle = _handle_of(owner, method, id(owner), _described(spec), others, tuple(places), kinds)
     results = call_op(tensors, handle)
     return _rebuild(_results_of(handle), results)
 
@@ -146,7 +139,7 @@ def _handle_of(
     del number  # The identity of the function, so that it is guarded.
     fn = fn if method is None else MethodType(method, fn)
     structure = _functions().Structure(_spec(described), list(others), places)
-    return _functions().pinned(fn, structure, kinds)  # type: ignore[no-any-return]
+    return _functions().pin(_functions().Call(fn, structure, kinds))  # type: ignore[no-any-return]
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -168,20 +161,6 @@ def _rebuild(nested: tuple[Any, ...], results: list[Tensor]) -> Any:
 # Operators.
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema in (
-    "call_jax(Tensor[] tensors, str handle) -> Tensor[]",
-    # The results, then what backward needs besides them and the arguments.
-    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]",
-    # Sizes: of all tensors of the forward call, one after the other. The anchor belongs to the forward call
-    # in autograd's graph, where what is saved does not show that it depends on the arguments.
-    "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
-    " bool recompute, Tensor? anchor=None) -> Tensor[]",
-):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))  # type: ignore[no-untyped-call]
-
-call_op = torch.ops.attnspan.call_jax.default
-vjp_op = torch.ops.attnspan.call_jax_vjp.default
-backward_op = torch.ops.attnspan.call_jax_backward.default
 
 
 def _run(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:
@@ -195,18 +174,36 @@ def _run_backward(
     handle: str,
     wanted: Sequence[bool],
     recompute: bool,
-    anchor: Tensor | None = None,
+    *_: Any,
 ) -> list[Tensor]:
-    del anchor
     call = _functions().find(handle)
     program = call.program(call.shapes_of(sizes), () if recompute else wanted)
     return program.backward(grads, saved, wanted)  # type: ignore[no-any-return]
 
 
+def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Op:
+    return define(_library, f"{schema} -> Tensor[]", real, fake, torch.Tag.needs_fixed_stride_order)
+
+
+call_op = _define("call_jax(Tensor[] tensors, str handle)", _run, lambda *x: _fake().call(*x))
+# The results, then what backward needs besides them and the arguments.
+vjp_op = _define(
+    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted)", _run, lambda *x: _fake().call(*x)
+)
+# Sizes: of all tensors of the forward call, one after the other. The anchor belongs to the forward call in
+# autograd's graph, where what is saved does not show that it depends on the arguments.
+backward_op = _define(
+    "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
+    " bool recompute, Tensor? anchor=None)",
+    _run_backward,
+    lambda *x: _fake().backward(*x),
+)
+
+
 class _Node(torch.autograd.Function):
     """A call with a derivative: through the operator, or past it where nothing watches (``keyset`` None).
 
-    Its last result is no result of the function but the anchor: without elements, and with this node.
+    Its last result is the anchor: without elements, and with this node.
     """
 
     @staticmethod
@@ -219,11 +216,11 @@ class _Node(torch.autograd.Function):
             made = program(tensors)
         else:
             call = _functions().find(given[1])
-            program, read = import_module("._fake", __package__).trace(call, tensors, wanted)
+            program, read = _fake().trace(call, tensors, wanted)
             ctx.recompute = read is not int
             op, also = (call_op, ()) if ctx.recompute else (vjp_op, (wanted,))
             made = below_autograd(op, keyset, (list(tensors), call.handle, *also))
-        results = made[: len(program.results)]
+        results = made[: program.count]
         ctx.mark_non_differentiable(*(x for x in results if not (x.is_floating_point() or x.is_complex())))
         ctx.set_materialize_grads(False)
         anchor = tensors[0].new_empty(0, dtype=torch.float32)
@@ -237,38 +234,18 @@ class _Node(torch.autograd.Function):
         if all(x is None for x in grads):
             return (None,) * (2 + len(ctx.wanted))
         *saved, anchor = ctx.saved_tensors
-        if ctx.program is not None and not torch.is_grad_enabled() and not _is_watched():
+        if ctx.program is not None and not torch.is_grad_enabled() and not is_watched():
             found = ctx.program.backward(grads, saved, ctx.wanted)
         else:
-            handle = _functions().register(ctx.call)
             held = anchor if torch.is_grad_enabled() else None
-            found = backward_op(grads, saved, ctx.sizes, handle, ctx.wanted, ctx.recompute, held)
+            found = backward_op(grads, saved, ctx.sizes, ctx.call.handle, ctx.wanted, ctx.recompute, held)
         made = iter(found)
         return None, None, *(next(made) if want else None for want in ctx.wanted)
 
 
-# That of Function would ask functorch once more.
+# The apply of Function itself would ask functorch once more.
 _record = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
 
-for _op, _real, _name in (
-    (call_op, _run, "call"),
-    (vjp_op, _run, "call"),
-    (backward_op, _run_backward, "backward"),
-):
-    _library.impl(_op, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-
-    def _faked(*inputs: Any, name: str = _name) -> list[Tensor]:
-        return getattr(import_module("._fake", __package__), name)(*inputs)  # type: ignore[no-any-return]
-
-    torch.library.register_fake(_op, _faked, lib=_library)
-
-differentiate(
-    _library,
-    call_op,
-    _Node,
-    "Call call_jax(jax.jvp, ...) on a function that holds yours",
-    lambda made: list(made)[:-1],
-)
-refuse_second_order(
-    _library, backward_op, "call_jax", "Take the inner derivative in JAX: call_jax(jax.grad(fn), ...)"
-)
+_JVP, _GRAD = "Call call_jax(jax.jvp, ...) on a function that holds yours", "call_jax(jax.grad(fn), ...)"
+differentiate(_library, call_op, _Node, _JVP, lambda made: list(made)[:-1])
+refuse_second_order(_library, backward_op, "call_jax", f"Take the inner derivative in JAX: {_GRAD}")

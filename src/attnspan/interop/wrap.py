@@ -11,13 +11,12 @@ from ..kernels.math import has_autocast
 from ..masks import Mask
 from ..torch._attention import Layout
 from ..torch.compile import save_also
-from . import _check as checks
-from ._derivative import NAMESPACE, Backward, Derivative, register
+from ._check import Report, check
+from ._contract import REQUIRED, ByName, Declarations, Outputs, Parameters, read_parameters
 from ._errors import DeclarationError as DeclarationError
-from ._errors import expect, expect_declared
-from ._flops import read_flops, register_flops
-from ._outputs import Declarations, Outputs
-from ._parameters import REQUIRED, Parameters, read_parameters
+from ._errors import expect
+from ._kernel import NAMESPACE, Backward, Derivative, register, register_flops
+from ._operators import Op
 
 __all__ = ["DeclarationError", "Wrapped", "wrap"]
 
@@ -31,9 +30,6 @@ class Wrapped:
         op: The operator ``attnspan_wrapped::name``, for checkpointing policies and graph passes.
         backward_op: ``attnspan_wrapped::name_backward``, or None without a derivative.
         kernel: The function that was wrapped.
-        parameters: Its parameters.
-        differentiable: Names of those that have gradients.
-        layout: Order of the dims of q, k, v.
 
     Example:
         >>> def attend(q, k, v, causal: bool = False):
@@ -45,7 +41,7 @@ class Wrapped:
     def __init__(
         self,
         kernel: Callable[..., Any],
-        ops: tuple[torch._ops.OpOverload, torch._ops.OpOverload | None],
+        ops: tuple[Op, Op | None],
         parameters: Parameters,
         differentiable: tuple[str, ...],
         layout: Layout,
@@ -65,9 +61,6 @@ class Wrapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel: its positional arguments, its keywords, its defaults.
 
-        Returns:
-            What the kernel returns: a tensor, or a tuple of tensors where several outputs are declared.
-
         Raises:
             ValueError: The kernel returned something else than was declared.
             TypeError: Arguments that the operator does not have, or of other types.
@@ -75,33 +68,28 @@ class Wrapped:
         return self.op(*self._bind(args, kwargs))
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        names, count = self._names, len(args)
-        values = list(args)
-        for name, default in zip(names[count:], self._defaults[count:], strict=True):
-            values.append(kwargs.get(name, default))
-        unknown = [name for name in kwargs if name not in names[count:]]
-        if count > len(names) or unknown or any(x is REQUIRED for x in values):
-            self._refuse(values, count, unknown)
+        left = self._names[len(args) :]
+        values = [*args, *map(kwargs.get, left, self._defaults[len(args) :])]
+        missing = any(x is REQUIRED for x in values)
+        if missing or len(values) > len(self._names) or any(name not in left for name in kwargs):
+            self._refuse(values, left, kwargs)
         for place, varies in enumerate(self._varying):
             if varies and values[place] is not None and not isinstance(values[place], Tensor):
                 # A product, because compilers know how to leave the number of a product open.
                 values[place] = torch.ones((), dtype=torch.float64) * values[place]
         return self._autocasted(values) if self._autocast else values
 
-    def _refuse(self, values: list[Any], count: int, unknown: list[str]) -> None:
+    def _refuse(self, values: list[Any], left: tuple[str, ...], kwargs: dict[str, Any]) -> None:
         """Raise what is wrong with the arguments."""
-        names, what, remedy = self._names, repr(self), "Call it as the kernel"
-        got = f"{count}"
-        expect(count <= len(names), what, f"at most {len(names)} arguments", got, remedy, UsageError)
-        for name in unknown:
-            got = f"{name!r}, of which the kernel's signature tells none"
-            typed, how = name not in self.parameters.left_out, "Annotate it, or give schema=..."
-            expect(typed, what, "a parameter whose type is known", got, how, UsageError)
-            got = f"{name!r}"
-            expect(name in names, what, f"one of {', '.join(names)}", got, remedy, UsageError)
-            expect(False, what, f"{name!r} once", "it by position and by keyword", remedy, UsageError)
-        missing = [name for name, x in zip(names, values, strict=True) if x is REQUIRED]
-        expect(not missing, what, f"a value for {missing[0]!r}", "none", remedy, UsageError)
+        most, remedy = f"at most {len(self._names)} arguments", "Call it as the kernel"
+        expect(len(values) <= len(self._names), repr(self), most, len(values), remedy, UsageError)
+        unknown = [name for name in kwargs if name not in left]
+        remedy = "Call it as the kernel; annotate a parameter without a type, or give wrap schema=..."
+        expected = f"keywords among {', '.join(left) or 'none'}"
+        expect(not unknown, repr(self), expected, ", ".join(unknown), remedy, UsageError)
+        missing = [name for name, x in zip(self._names, values, strict=True) if x is REQUIRED]
+        expected, remedy = f"a value for {', '.join(missing)}", "Call it as the kernel"
+        expect(not missing, repr(self), expected, "none", remedy, UsageError)
 
     def _autocasted(self, values: list[Any]) -> list[Any]:
         device = values[self._cast.index(True)].device.type
@@ -120,7 +108,7 @@ class Wrapped:
         oracle: Callable[..., Any] | None = None,
         within: float = 4.0,
         **kwargs: Any,
-    ) -> checks.Report:
+    ) -> Report:
         """Check the operator on one call: its declaration, `torch.library.opcheck`, and float64.
 
         Args:
@@ -148,15 +136,8 @@ class Wrapped:
             >>> sorted(report.errors)
             ['dk', 'dq', 'dv', 'out']
         """
-        values = self._bind(args, kwargs)
-        checks.check_repeats(self, values)
-        report = checks.Report(*checks.compare(self, values, mask, oracle), {})
-        worst = {name: ratio for name, ratio in report.ratios.items() if not ratio <= within}
-        expected = f"errors of at most {within:g} times SDPA's against float64"
-        got = ", ".join(f"{name}: {ratio:.3g} times" for name, ratio in worst.items())
-        remedy = "Check mask, scale and layout of the call, or give oracle=fn"
-        expect_declared(not worst, self.op._schema.name, expected, got, remedy)
-        return checks.Report(report.errors, report.sdpa, checks.check_operator(self, values))
+        named = dict(zip(self._names, self._bind(args, kwargs), strict=True))
+        return check(self, named, mask, oracle, within)
 
 
 def wrap(
@@ -174,7 +155,7 @@ def wrap(
     autocast: bool | torch.dtype = False,
     check: bool = True,
 ) -> Wrapped:
-    """Make an attention function that compilers cannot look into an operator that they need not look into.
+    """Turn an attention function that compilers cannot trace into one operator that they need not trace.
 
     Under ``torch.compile`` the call is then one node: no graph break, no recompilation for what varies from
     call to call. The kernel must be a function of its arguments, write to none of them and return new
@@ -185,27 +166,25 @@ def wrap(
         name: Of the operator, ``attnspan_wrapped::name``; once per process.
         schema: The kernel's arguments in torch's schema language, where its signature does not tell them.
             Parameters without annotation take the type of their default; those without a default are tensors.
-        outputs: What it returns, which is verified at every call: "out" (new, contiguous, q's shape with v's
-            last dim, q's dtype), "out like q" (also q's strides, as `torch.empty_like` has them), "lse"
-            (contiguous float32 (B, H, S), or (H, T) in layout "thd"), or a function of arguments by their
-            names that returns an empty tensor; several as a sequence of names or a mapping of names to
-            either.
+        outputs: What it returns, verified at every call: "out" (contiguous, q's shape with v's last dim, q's
+            dtype), "out like q" (also q's strides), "lse" (contiguous float32 (B, H, S), or (H, T) in layout
+            "thd"), or a function of arguments by their names that returns an empty tensor; several as a
+            sequence of names or a mapping of names to either.
         backward: A function that takes by name what it needs, ``dout`` and ``dlse`` (after the outputs'
             names; zeros where the loss does not use the output), inputs and outputs, and returns the
-            gradients; or "recompute", which runs the kernel again under autograd; or None, and `backward()`
+            gradients; or "recompute", which runs the kernel again under autograd; or None: `backward()`
             raises.
         differentiable: Names of the inputs that have gradients, in the order in which ``backward`` returns
             them; by default the tensors that every call gives.
         layout: Order of the dims of q, k, v, the first three tensors: "bhsd", "bshd" or "thd".
         strides: What the kernel accepts: "any"; "unit", a last stride of 1; "contiguous"; "bshd" or "bhsd",
             stored as contiguous in that order. An input that breaks it is copied, no other.
-        varying: Names of floats whose value changes from call to call. The operator takes them as tensors;
-            a compiler takes any other float for a constant and recompiles for each value. Integers may vary
-            in any case; each bool and str is one compilation.
+        varying: Names of floats whose value changes from call to call, which become tensors: any other float
+            is a constant to a compiler, each value another compilation. Integers may vary in any case.
         flops: A function of arguments by their names that counts forward operations; by default
             2 * pairs * (D + Dv) over all pairs, or half of them where ``causal`` is true.
-        autocast: Cast q, k, v to autocast's dtype (True) or to a given one in an autocast region. By default
-            they are left alone. Inside the kernel autocast is off in either case.
+        autocast: Cast q, k, v to autocast's dtype (True) or to a given one in an autocast region. Inside the
+            kernel autocast is off in any case.
         check: Verify the outputs of each call (some microseconds).
 
     Returns:
@@ -235,9 +214,9 @@ def wrap(
     holds = backward is not None or differentiable is None
     expect(holds, "differentiable", "None without a backward", repr(differentiable), remedy)
     derivative = None if backward is None else Derivative(backward, kernel, declared, differentiable)
-    formula = read_flops(flops, parameters, layout)
+    formula = None if flops is None else ByName(flops, parameters.traced, "flops")
     ops = register(name, kernel, declared, derivative, check)
-    register_flops(*ops, derivative, formula)
+    register_flops(ops, derivative, formula, parameters, layout)
     save_also(ops[0])
     sources = () if derivative is None else derivative.differentiable
     return Wrapped(kernel, ops, parameters, sources, layout, autocast)
