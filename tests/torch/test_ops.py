@@ -9,7 +9,7 @@ from samples import OPTIONS, counted_kernel_calls, make_sample
 from attnspan import full
 from attnspan.kernels import cpu
 from attnspan.torch import attention
-from attnspan.torch._ops import backward_op, forward_op
+from attnspan.torch.ops import backward_op, forward_op
 
 SAMPLES = {
     "fp32": {},

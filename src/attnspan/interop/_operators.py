@@ -11,9 +11,8 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
-from ..torch._ops import _below_autograd, _has_tangent, single_level
-
-below_autograd = _below_autograd
+from ..torch.ops import below_autograd as below_autograd
+from ..torch.ops import has_tangent, single_level
 
 Function = type[torch.autograd.Function]
 
@@ -37,7 +36,7 @@ def differentiate(
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
         tensors = _tensors(inputs)
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+        if forward_ad._current_level >= 0 and any(map(has_tangent, tensors)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, got a dual tensor. {forward_mode}."
             )

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from ..options import Options
-from ..torch._ops import _autograd_kernel, _below_autograd, _readable
 from ..torch.compile import save_also
+from ..torch.ops import autograd_kernel, below_autograd, readable
 from ._agree import check_call
 from ._engine import Done, Given, backward, bias_at, forward, options_of
 from ._heads import Team, gather, key_heads, query_heads, scatter
@@ -87,7 +87,7 @@ def _forward(*given: Any) -> tuple[Tensor, ...]:
 
 def _forward_with(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     data, meta, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
-    q, k, v = (_readable(x) for x in (q, k, v))
+    q, k, v = (readable(x) for x in (q, k, v))
     plan = decode(data, meta.tolist())
     team = _team(plan, group, q.shape[1], k.shape[1], workspace)
     _check(plan, team, q, v, scale, options, batch=q.shape[0])
@@ -124,7 +124,7 @@ def _backward_with(
     *given: Any,
 ) -> tuple[Tensor, ...]:
     data, meta, group, members, _, _, scale, *options = _all(given, 7)
-    dout, q, k, v, out = (_readable(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     plan = decode(data, meta.tolist())
     read = _read(tuple(options))
     q_heads = dout.shape[1]
@@ -229,7 +229,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _below_autograd(sharded_forward, keyset, inputs)
+        found: tuple[Tensor, ...] = below_autograd(sharded_forward, keyset, inputs)
         ctx.set_materialize_grads(False)
         q, k, v, plan, meta, *rest = _all(inputs, _FIRST_OPTION)
         out, _, *group = found
@@ -271,7 +271,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         del ctx
-        return _below_autograd(sharded_backward, keyset, inputs)  # type: ignore[no-any-return]
+        return below_autograd(sharded_backward, keyset, inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -283,5 +283,5 @@ class _Backward(torch.autograd.Function):
 
 
 for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward)):
-    _library.impl(_op, _autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 save_also(sharded_forward)

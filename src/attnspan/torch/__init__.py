@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
 from ._attention import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
-from ._block_mask import to_block_mask as to_block_mask
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._module import Attention as Attention
-from ._ops import backward_flops as backward_flops
-from ._ops import forward_flops as forward_flops
 from ._options import dropout_seeds as dropout_seeds
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+from .block_mask import to_block_mask as to_block_mask
 from .caches import RollingCache as RollingCache
 from .caches import StaticCache as StaticCache
 from .compile import SAVE_OPS as SAVE_OPS
 from .compile import checkpoint_policy as checkpoint_policy
+from .ops import backward_flops as backward_flops
+from .ops import forward_flops as forward_flops
 
 if TYPE_CHECKING:
     from ..interop.call_jax import RetraceWarning as RetraceWarning

@@ -19,9 +19,9 @@ from ..problem import Problem, check_arrays, check_layout, check_scale, describe
 from ..spans import Spans
 from . import _eager
 from ._lowered import as_tensors, lowered
-from ._ops import check_k_len, forward_op
 from ._options import Given, check_indices, lower_options
 from .dtensor import Places, ShardedMask, lower_mask, on_mesh, places_of
+from .ops import check_k_len, forward_op
 
 #: Every backend that torch can drive, the preferred one first.
 BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}

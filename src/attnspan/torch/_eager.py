@@ -18,8 +18,8 @@ from ..masks import Prepared
 from ..options import Options
 from ..problem import check_scale
 from ._lowered import as_tensors, lowered
-from ._ops import backward_op
 from ._options import Given, lower_options
+from .ops import backward_op
 
 # The compiled module reads such tensors without a Python call; those of an older torch go the ordinary way.
 _READABLE = hasattr(Tensor, "__dlpack_c_exchange_api__")

@@ -12,9 +12,9 @@ from ..kernels import choose
 from ..options import Bias
 from ..problem import Problem, check_scale
 from ._attention import _FULL, BACKENDS, AnyMask, Layout, lower_call
-from ._ops import visible_pairs
 from ._options import Given
 from .dtensor import ShardedMask
+from .ops import visible_pairs
 
 
 @dataclass(frozen=True)

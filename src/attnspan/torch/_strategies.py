@@ -6,8 +6,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..options import DISTANCE
-from ._ops import NO_OPTIONS, backward_op, forward_op
 from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
+from .ops import NO_OPTIONS, backward_op, forward_op
 
 # What one mesh axis may split, and how q, k and v then lie on it.
 _WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))

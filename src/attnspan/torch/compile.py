@@ -17,7 +17,7 @@ from .. import library, masks, options
 from .._encoding import CHUNK_PAIRS, encode, register_operator
 from ..errors import register_raiser
 from ..spans import Spans
-from ._ops import forward_op
+from .ops import forward_op
 
 __all__ = ["SAVE_OPS", "checkpoint_policy", "save_also"]
 

@@ -25,7 +25,17 @@ from ..problem import LAYOUTS
 from ..spans import Spans
 from ._options import Given, dropout_seeds
 
-__all__ = ["Places", "ShardedMask", "is_dtensor", "lower_mask", "on_mesh", "option_tensors", "places_of"]
+__all__ = [
+    "Places",
+    "ShardedMask",
+    "check_places",
+    "follow",
+    "is_dtensor",
+    "lower_mask",
+    "on_mesh",
+    "option_tensors",
+    "places_of",
+]
 
 #: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
@@ -229,7 +239,7 @@ def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> A
 
 
 def _check_all(tensors: Iterable[Follower], places: Places | None) -> None:
-    """Raise an OptionError for a DTensor that is split otherwise than q or lies elsewhere, or q is none."""
+    """Raise an OptionError for a DTensor that does not lie as q does, and for any where q is plain."""
     for name, x, batch, heads in tensors:
         if is_dtensor(x):
             mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))

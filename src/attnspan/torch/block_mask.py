@@ -12,6 +12,8 @@ from ..errors import expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
 
+__all__ = ["to_block_mask"]
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 

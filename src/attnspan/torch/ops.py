@@ -22,6 +22,18 @@ from ..errors import expect
 from ..kernels import cpu
 from ..options import DENSE, Options
 
+__all__ = [
+    "autograd_kernel",
+    "backward_flops",
+    "below_autograd",
+    "check_k_len",
+    "forward_flops",
+    "has_tangent",
+    "readable",
+    "single_level",
+    "visible_pairs",
+]
+
 # The plain Library instead of the custom_op decorator: the decorator adds Python wrappers to every call.
 _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
 # Strides in the order of eager mode are what a unit last stride needs; exact ones would add copies.
@@ -73,7 +85,7 @@ def _new_gradients(
     return dq, dk, dv, dbias, dsinks
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """The tensor itself where its last stride is 1, else the one explicit copy that the kernel needs."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
@@ -84,7 +96,7 @@ def _read_options(given: Sequence[Any]) -> Options | None:
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
         return None
     if bias is not None:
-        bias = _readable(bias) if kind == DENSE else bias.contiguous()
+        bias = readable(bias) if kind == DENSE else bias.contiguous()
     sinks, seed, q_index, k_index = (None if x is None else x.contiguous() for x in (sinks, *rest))
     return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
 
@@ -96,7 +108,7 @@ def _forward_cpu(
     *options, k_len = _all_options(given, None)
     if k_len is not None:
         check_k_len(int(k_len), k.shape[2])
-    q, k, v, bounds = _readable(q), _readable(k), _readable(v), bounds.contiguous()
+    q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
     read = _read_options(options)
     threads = torch.get_num_threads()
     cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=read)
@@ -111,10 +123,10 @@ def _backward_cpu(
     dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, options, want_dbias)
     if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
         return dq, *(x.zero_() for x in gradients[1:])
-    dout, q, k, v = _readable(dout), _readable(q), _readable(k), _readable(v)
+    dout, q, k, v = readable(dout), readable(q), readable(k), readable(v)
     # Kept in names until the kernel is done: it is given addresses.
     dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
-    out, lse = _readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
+    out, lse = readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
     read = _read_options(options)
     cpu.backward(
         *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
@@ -127,7 +139,7 @@ def _backward_cpu(
     return gradients
 
 
-def savable(x: Tensor | None) -> Tensor | None:
+def _savable(x: Tensor | None) -> Tensor | None:
     """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode."""
     return x.clone() if x is not None and x.is_inference() else x
 
@@ -175,12 +187,12 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(forward_op, keyset, inputs)
+        out, lse = below_autograd(forward_op, keyset, inputs)
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         given = _all_options(inputs[5 : 5 + len(NO_OPTIONS)])
-        tensors = [savable(x) if isinstance(x, Tensor) else None for x in given]
-        ctx.save_for_backward(*inputs[:3], savable(inputs[3]), out, lse, *tensors)
+        tensors = [_savable(x) if isinstance(x, Tensor) else None for x in given]
+        ctx.save_for_backward(*inputs[:3], _savable(inputs[3]), out, lse, *tensors)
         ctx.scale = inputs[4]
         ctx.given = tuple(None if isinstance(x, Tensor) else x for x in given)
         return out, lse
@@ -211,7 +223,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         del ctx
-        return _below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
+        return below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -222,7 +234,7 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+def below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
     below = keyset & torch._C._after_autograd_keyset
     if torch._C._are_functorch_transforms_active():
         # A Function's forward runs with derivatives off, which the outer levels of torch.func must not
@@ -246,9 +258,7 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
 
 
-def _autograd_kernel(
-    op: torch._ops.OpOverload, function: type[torch.autograd.Function]
-) -> Callable[..., Any]:
+def autograd_kernel(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The operator's kernel at the autograd key.
 
     Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the
@@ -259,13 +269,13 @@ def _autograd_kernel(
     inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+        if forward_ad._current_level >= 0 and any(map(has_tangent, inputs)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual "
                 'tensor. Call attention(..., backend="math") for forward mode.'
             )
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
-            return _below_autograd(op, keyset, inputs)
+            return below_autograd(op, keyset, inputs)
         if torch._C._are_functorch_transforms_active():
             # torch.func has peeled its level off before this kernel runs; one plain node is left to record.
             with enable_single_level_autograd_function():
@@ -275,12 +285,12 @@ def _autograd_kernel(
     return kernel
 
 
-def _has_tangent(x: Any) -> bool:
+def has_tangent(x: Any) -> bool:
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
-    _library.impl(_op, _autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
