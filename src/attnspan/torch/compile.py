@@ -103,14 +103,22 @@ register_raiser(_raise)
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
-    flatten = _flatten_spans if cls is Spans else flatten
+    def flatten_to_list(x: Any) -> tuple[list[Any], Any]:
+        if cls is Spans and x._k_len is not None:
+            # The number of keys is a leaf: in the context it would tie a program to itself.
+            return [x.bounds, x._k_len], (("bounds", "_k_len"), ())
+        children, context = flatten(x)
+        return list(children), context
 
     def flatten_with_keys(x: Any) -> tuple[list[Any], Any]:
-        children, context = flatten(x)
+        children, context = flatten_to_list(x)
         return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
 
+    def unflatten_children(children: Any, context: Any) -> Any:
+        return unflatten(tuple(children), context)
+
     register_pytree_node(
-        *(cls, flatten, unflatten),
+        *(cls, flatten_to_list, unflatten_children),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
         to_dumpable_context=lambda context: context,
@@ -118,13 +126,6 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
     )
     # torch.export.load reads the example inputs of a program, which masks may be among.
     torch.serialization.add_safe_globals([cls])
-
-
-def _flatten_spans(x: Spans) -> tuple[list[Any], Any]:
-    # The number of keys is a leaf: in the context it would tie a program to itself.
-    if x._k_len is None:
-        return [x.bounds], (("bounds",), (("k_len", x.k_len),))
-    return [x.bounds, x._k_len], (("bounds", "_k_len"), ())
 
 
 def _as_tuples(value: Any) -> Any:

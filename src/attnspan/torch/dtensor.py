@@ -239,7 +239,7 @@ def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> A
 
 
 def _check_all(tensors: Iterable[Follower], places: Places | None) -> None:
-    """Raise an OptionError for a DTensor that is split otherwise than q or lies elsewhere, or q is none."""
+    """Raise an OptionError for a DTensor that does not lie as q does, and for any where q is plain."""
     for name, x, batch, heads in tensors:
         if is_dtensor(x):
             mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))
