@@ -57,7 +57,8 @@ def register_pytrees(registrar: Registrar) -> None:
 def arrays_in(x: Any) -> list[Any]:
     """The arrays of a node and of those in it."""
     found = []
-    for value in (getattr(x, field.name) for field in fields(x)):
+    # A number of keys that a trace reads is a constant from then on.
+    for value in [getattr(x, field.name) for field in fields(x) if field.init and field.name != "k_len"]:
         for part in value if type(value) is tuple else (value,):
             if isinstance(part, Node):
                 found += arrays_in(part)
