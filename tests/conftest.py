@@ -10,19 +10,35 @@ os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
 
 import hypothesis
 import pytest
+from covering import SWITCH, covering, everything
 from kernel_runner import Runner
 
 from attnspan.kernels import cpu
 
-# Examples are the same on every run, and a slow machine is no failure.
-hypothesis.settings.register_profile("attnspan", derandomize=True, deadline=None, max_examples=60)
-hypothesis.settings.register_profile("thorough", derandomize=False, deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "attnspan"))
+# In the ordinary run examples are the same every time; a slow machine is no failure.
+hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=20)
+hypothesis.settings.register_profile("long", derandomize=False, deadline=None, max_examples=500)
 
 # The kernel that the tests meet: the compiled module, or the program of tests/kernel_runner.py.
 RUNNER = os.environ.get("ATTNSPAN_RUNNER", "")
 if RUNNER:
     cpu._core = Runner(shlex.split(RUNNER))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="whole products instead of covering arrays; long tests too"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the run before a test is imported, as modules multiply their cells themselves too."""
+    if config.getoption("--all"):
+        os.environ[SWITCH] = "1"
+    hypothesis.settings.load_profile(
+        os.environ.get("HYPOTHESIS_PROFILE", "long" if everything() else "short")
+    )
 
 
 def pytest_report_header() -> str:
@@ -31,8 +47,47 @@ def pytest_report_header() -> str:
     return f"kernel: level {cpu.isa()}{machine}" if cpu._core else "kernel: not compiled"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With a runner, skip what only the compiled module itself can show; each test gives its reason."""
+def _rows(items: list[pytest.Item]) -> list[tuple[int, ...]]:
+    """The factors of a test's cells: one for each mark that parametrizes it, one for each such fixture."""
+    rows = []
+    for item in items:
+        indices = item.callspec.indices  # type: ignore[attr-defined]
+        marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        names = [
+            [x.strip() for x in mark.split(",")] if isinstance(mark, str) else list(mark) for mark in marks
+        ]
+        marked = {name for each in names for name in each}
+        factors = [each[0] for each in names] + sorted(indices.keys() - marked)
+        rows.append(tuple(indices[name] for name in factors))
+    return rows
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What only the long run has: long tests, and cells of a product that its covering array leaves out."""
+    left_out = {item for item in items if item.get_closest_marker("long")}
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item not in left_out:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in tests.values():
+        mark = own[0].get_closest_marker("covering")
+        taken = covering(_rows(own), mark.args[0] if mark else 2)
+        left_out |= set(own) - {own[i] for i in taken}
+    return left_out
+
+
+def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Who names a cell wants that one.
+    if everything() or any("[" in argument for argument in config.args):
+        return
+    left_out = _left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the long run what is its own. With a runner, skip what only the compiled module can show."""
+    _select(config, items)
     for item in items:
         mark = item.get_closest_marker("compiled_module")
         if RUNNER and mark is not None:
