@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 # Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
@@ -47,18 +48,16 @@ def pytest_report_header() -> str:
     return f"kernel: level {cpu.isa()}{machine}" if cpu._core else "kernel: not compiled"
 
 
-def _rows(items: list[pytest.Item]) -> list[tuple[int, ...]]:
+def _rows(items: list[pytest.Item]) -> list[tuple[Hashable, ...]]:
     """The factors of a test's cells: one for each mark that parametrizes it, one for each such fixture."""
     rows = []
     for item in items:
-        indices = item.callspec.indices  # type: ignore[attr-defined]
-        marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
-        names = [
-            [x.strip() for x in mark.split(",")] if isinstance(mark, str) else list(mark) for mark in marks
-        ]
-        marked = {name for each in names for name in each}
-        factors = [each[0] for each in names] + sorted(indices.keys() - marked)
-        rows.append(tuple(indices[name] for name in factors))
+        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        names = [[x.strip() for x in mark.split(",")] if isinstance(mark, str) else mark for mark in given]
+        params = item.callspec.params  # type: ignore[attr-defined]
+        rest = [[name] for name in params if not any(name in each for each in names)]
+        # Cells share the objects that marks list.
+        rows.append(tuple(tuple(id(params[name]) for name in each) for each in names + rest))
     return rows
 
 

@@ -82,7 +82,9 @@ def _assert_cell(mode: str, ac: str, mask: Mask, backend: str = "aot_eager") -> 
 CELLS = [(mode, ac, name) for mode in MODES for ac in FORWARD_CALLS for name in MASKS]
 
 
-@pytest.mark.parametrize(("mode", "ac", "name"), CELLS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ac", FORWARD_CALLS)
+@pytest.mark.parametrize("name", MASKS)
 def test_cell(mode: str, ac: str, name: str) -> None:
     _assert_cell(mode, ac, _mask(name))
 
