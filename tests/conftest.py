@@ -75,6 +75,21 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+#: Rooms whose tests share what takes seconds to make: ranks, devices, compiled programs. They come first.
+SHARED = ("tests/conformance", "tests/parallel", "tests/train")
+
+
+def _share_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep on one worker what shares processes, programs or an oracle's answers: a room, or a file."""
+    if not config.pluginmanager.hasplugin("dsession") and not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        file = item.path.relative_to(config.rootpath).as_posix()
+        room = file.rpartition("/")[0]
+        item.add_marker(pytest.mark.xdist_group(room if room in SHARED else file))
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
+
+
 def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Who names a cell wants that one.
     if everything() or any("[" in argument for argument in config.args):
@@ -87,6 +102,7 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to the long run what is its own. With a runner, skip what only the compiled module can show."""
     _select(config, items)
+    _share_out(config, items)
     for item in items:
         mark = item.get_closest_marker("compiled_module")
         if RUNNER and mark is not None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import few
 from parity_cases import Case
 from worlds import World, world
 
@@ -25,10 +26,7 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
         ranks.close()
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [*STRATEGIES[:1], *(pytest.param(x, marks=pytest.mark.long) for x in STRATEGIES[1:-1]), STRATEGIES[-1]],
-)
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
     case = Case(length=101, strategy=strategy, return_lse=False)
     results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 10)
