@@ -153,7 +153,7 @@ aarch64: setup
 	  echo "Debian, Ubuntu: sudo apt-get install cmake g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	cmake --preset aarch64
 	cmake --build --preset aarch64 --target attnspan_run_problem
-	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest --all $(KERNEL_TESTS) $(ARGS)
 
 clean:
 	rm -rf build dist $(VENV) $(XLA_VENV) .venv-torch-*
