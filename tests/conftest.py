@@ -20,6 +20,8 @@ from attnspan.kernels import cpu
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=20)
 hypothesis.settings.register_profile("long", derandomize=False, deadline=None, max_examples=500)
 
+QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
 # The kernel that the tests meet: the compiled module, or the program of tests/kernel_runner.py.
 RUNNER = os.environ.get("ATTNSPAN_RUNNER", "")
 if RUNNER:
@@ -37,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the run before a test is imported, as modules multiply their cells themselves too."""
     if config.getoption("--all"):
         os.environ[SWITCH] = "1"
+    if not everything():
+        # A program of XLA runs once or twice in a test: optimising it would take most of the time.
+        os.environ.setdefault("XLA_FLAGS", QUICKLY)
     hypothesis.settings.load_profile(
         os.environ.get("HYPOTHESIS_PROFILE", "long" if everything() else "short")
     )

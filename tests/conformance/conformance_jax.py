@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from conformance_cases import Problem
-from covering import everything
 from torch.utils._pytree import tree_map
 
 import attnspan as a
@@ -21,10 +20,6 @@ Arrays = dict[str, Any]
 
 #: Keywords that are arrays without a gradient.
 ARRAYS = {"dropout_seed", "q_index", "k_index"}
-
-#: A program runs once or a few times, so in the ordinary run LLVM's optimisation would take most of the time.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-OPTIONS = None if everything() else QUICKLY
 
 RUNS = 5  # the most of a mask of the suite
 
@@ -52,7 +47,7 @@ def _program(name: str, problem: Problem) -> Callable[..., Any]:
     """The call of one option, shape and dtype; the first problem of the kind says what is no array."""
     key = (name, problem.cell.option, problem.cell.shape, problem.cell.dtype)
     if key not in _programs:
-        _programs[key] = jax.jit(partial(_differentiated, name, problem), compiler_options=OPTIONS)
+        _programs[key] = jax.jit(partial(_differentiated, name, problem))
     return _programs[key]
 
 

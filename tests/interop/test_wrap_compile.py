@@ -281,6 +281,7 @@ def _step(wrapped: Wrapped, ac: str, compiler: str) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("ac", FORWARD_CALLS)
 def test_cell(foreign: Library, compiler: str, ac: str) -> None:
