@@ -24,12 +24,7 @@ _operators: dict[str, Callable[[Any, int], Any]] = {}
 
 
 class SpansLargerThanMask(UserWarning):
-    """The spans of a mask take more memory than its booleans would: its rows alternate too often.
-
-    Example:
-        >>> issubclass(SpansLargerThanMask, UserWarning)
-        True
-    """
+    """The spans of a mask take more memory than its booleans would: its rows alternate too often."""
 
 
 def register_operator(framework: str, operator: Callable[[Any, int], Any]) -> None:

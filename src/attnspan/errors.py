@@ -76,39 +76,19 @@ class ShapeError(_Explained, ValueError):
 
 
 class DtypeError(_Explained, TypeError):
-    """An element type that attention does not take, or several that differ.
-
-    Example:
-        >>> issubclass(DtypeError, TypeError)
-        True
-    """
+    """An element type that attention does not take, or several that differ."""
 
 
 class DeviceError(_Explained, ValueError):
-    """Arguments that live on several devices.
-
-    Example:
-        >>> issubclass(DeviceError, ValueError)
-        True
-    """
+    """Arguments that live on several devices."""
 
 
 class OptionError(_Explained, ValueError):
-    """A keyword whose value is outside what the call accepts.
-
-    Example:
-        >>> issubclass(OptionError, ValueError)
-        True
-    """
+    """A keyword whose value is outside what the call accepts."""
 
 
 class BackendError(_Explained, ValueError):
-    """No backend, or not the one that was asked for, can run the problem.
-
-    Example:
-        >>> issubclass(BackendError, ValueError)
-        True
-    """
+    """No backend, or not the one that was asked for, can run the problem."""
 
 
 class UsageError(_Explained, TypeError):
