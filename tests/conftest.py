@@ -114,14 +114,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"without the compiled module: {mark.args[0]}"))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what of the conformance suite ran on each backend, and what that declares unsupported."""
+def _conformance() -> list[str]:
+    """What of the conformance suite ran here on each backend, and what that declares unsupported."""
     suite = sys.modules.get("conformance_backends")
     if suite is None or not any(backend.ran for backend in suite.BACKENDS.values()):
-        return
-    terminalreporter.section("conformance")
+        return []
+    lines = []
     for name, backend in suite.BACKENDS.items():
         refused = [backend.missing] if backend.missing else []
         refused += [f"{option}: {reason}" for option, reason in backend.unsupported.items()]
         cells = f"{sum(backend.ran.values())} cells of {len(backend.ran)} options ran"
-        terminalreporter.write_line(f"{name}: {cells}; unsupported: {'; '.join(refused) or 'nothing'}")
+        lines.append(f"{name}: {cells}; unsupported: {'; '.join(refused) or 'nothing'}")
+    return lines
+
+
+_reported: list[str] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its lines to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["conformance"] = _conformance()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collect what a worker reported; one that crashed reported nothing."""
+    _reported.extend(getattr(node, "workeroutput", {}).get("conformance", []))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what of the conformance suite ran."""
+    lines = _reported or _conformance()
+    if lines:
+        terminalreporter.section("conformance")
+    for line in lines:
+        terminalreporter.write_line(line)
