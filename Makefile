@@ -44,7 +44,7 @@ train: setup
 # one of them. Threads that wait for each other must not take the cores from the others.
 JOBS ?= 2
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
-SIDE_BY_SIDE := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 
 # Every behaviour once: options and masks by covering arrays (tests/covering.py).
 test: setup

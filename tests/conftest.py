@@ -84,15 +84,21 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 SHARED = ("tests/conformance", "tests/parallel", "tests/train")
 
 
-def _share_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep on one worker what shares processes, programs or an oracle's answers: a room, or a file."""
-    if not config.pluginmanager.hasplugin("dsession") and not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        file = item.path.relative_to(config.rootpath).as_posix()
-        room = file.rpartition("/")[0]
-        item.add_marker(pytest.mark.xdist_group(room if room in SHARED else file))
-    items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep on one worker what shares processes, programs or an oracle's answers: a room, or a file.
+
+    `--dist loadgroup` groups nothing where pytest is newer than what pytest-xdist 3.8 knows.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Rooms(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            room = file.rpartition("/")[0]
+            return room if room in SHARED else file
+
+    return Rooms(config, log)
 
 
 def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -104,11 +110,10 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to the long run what is its own. With a runner, skip what only the compiled module can show."""
     _select(config, items)
-    _share_out(config, items)
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
     for item in items:
         mark = item.get_closest_marker("compiled_module")
         if RUNNER and mark is not None:
