@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup train test test-torch test-xla lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup train test test-all test-torch test-xla lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text, on two ranks, five to nine minutes"
-	@echo "make test    run the tests"
+	@echo "make test    run every test once, options and masks in pairs, at most six minutes on two cores"
+	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make lint    formatters, linters, type checker"
@@ -39,8 +40,25 @@ $(STAMP): $(NATIVE)
 train: setup
 	$(BIN)/attnspan train --cp 2 $(ARGS)
 
+# Processes that run tests side by side; the limit of six minutes is for two. Those of ranks and devices stay with
+# one of them. Threads that wait for each other must not take the cores from the others.
+JOBS ?= 2
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
+
+# Every behaviour once: options and masks by covering arrays (tests/covering.py).
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) $(ARGS)
+
+# Before a release: whole products, long tests, hypothesis at length; then what depends on the kernel at each
+# other instruction-set level that the machine runs; then the sanitizers.
+KERNEL_ROOMS := tests/kernels tests/torch tests/conformance
+LEVELS = $(shell $(BIN)/python -c 'from attnspan.kernels.cpu import isa, isa_levels; print(*(x for x in isa_levels() if x != isa()))')
+
+test-all: setup
+	$(PYTEST) --all $(ARGS)
+	for level in $(LEVELS); do ATTNSPAN_ISA=$$level $(PYTEST) --all $(KERNEL_ROOMS) $(ARGS) || exit 1; done
+	$(MAKE) sanitize
 
 # The wheel is tied to no version of torch: .venv compiles it, and other environments install it. Where only Python
 # files have changed, nothing is compiled again.
@@ -135,7 +153,7 @@ aarch64: setup
 	  echo "Debian, Ubuntu: sudo apt-get install cmake g++-aarch64-linux-gnu qemu-user"; exit 1; }
 	cmake --preset aarch64
 	cmake --build --preset aarch64 --target attnspan_run_problem
-	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest --all $(KERNEL_TESTS) $(ARGS)
 
 clean:
 	rm -rf build dist $(VENV) $(XLA_VENV) .venv-torch-*

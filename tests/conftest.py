@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 # Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
@@ -10,19 +11,40 @@ os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
 
 import hypothesis
 import pytest
+from covering import SWITCH, covering, everything
 from kernel_runner import Runner
 
 from attnspan.kernels import cpu
 
-# Examples are the same on every run, and a slow machine is no failure.
-hypothesis.settings.register_profile("attnspan", derandomize=True, deadline=None, max_examples=60)
-hypothesis.settings.register_profile("thorough", derandomize=False, deadline=None, max_examples=2000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "attnspan"))
+# In the ordinary run examples are the same every time; a slow machine is no failure.
+hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=20)
+hypothesis.settings.register_profile("long", derandomize=False, deadline=None, max_examples=500)
+
+QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 # The kernel that the tests meet: the compiled module, or the program of tests/kernel_runner.py.
 RUNNER = os.environ.get("ATTNSPAN_RUNNER", "")
 if RUNNER:
     cpu._core = Runner(shlex.split(RUNNER))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="whole products instead of covering arrays; long tests too"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the run before a test is imported, as modules multiply their cells themselves too."""
+    if config.getoption("--all"):
+        os.environ[SWITCH] = "1"
+    if not everything():
+        # A program of XLA runs once or twice in a test: optimising it would take most of the time.
+        os.environ.setdefault("XLA_FLAGS", QUICKLY)
+    hypothesis.settings.load_profile(
+        os.environ.get("HYPOTHESIS_PROFILE", "long" if everything() else "short")
+    )
 
 
 def pytest_report_header() -> str:
@@ -31,22 +53,106 @@ def pytest_report_header() -> str:
     return f"kernel: level {cpu.isa()}{machine}" if cpu._core else "kernel: not compiled"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With a runner, skip what only the compiled module itself can show; each test gives its reason."""
+def _rows(items: list[pytest.Item]) -> list[tuple[Hashable, ...]]:
+    """The factors of a test's cells: one for each mark that parametrizes it, one for each such fixture."""
+    rows = []
+    for item in items:
+        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        names = [[x.strip() for x in mark.split(",")] if isinstance(mark, str) else mark for mark in given]
+        params = item.callspec.params  # type: ignore[attr-defined]
+        rest = [[name] for name in params if not any(name in each for each in names)]
+        # Cells share the objects that marks list.
+        rows.append(tuple(tuple(id(params[name]) for name in each) for each in names + rest))
+    return rows
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What only the long run has: long tests, and cells of a product that its covering array leaves out."""
+    left_out = {item for item in items if item.get_closest_marker("long")}
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item not in left_out:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in tests.values():
+        mark = own[0].get_closest_marker("covering")
+        taken = covering(_rows(own), mark.args[0] if mark else 2)
+        left_out |= set(own) - {own[i] for i in taken}
+    return left_out
+
+
+#: Rooms whose tests share what takes seconds to make: ranks, devices, compiled programs. They come first.
+SHARED = ("tests/conformance", "tests/parallel", "tests/train")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep on one worker what shares processes, programs or an oracle's answers: a room, or a file.
+
+    `--dist loadgroup` groups nothing where pytest is newer than what pytest-xdist 3.8 knows.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Rooms(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            room = file.rpartition("/")[0]
+            return room if room in SHARED else file
+
+    return Rooms(config, log)
+
+
+def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Who names a cell wants that one.
+    if everything() or any("[" in argument for argument in config.args):
+        return
+    left_out = _left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the long run what is its own. With a runner, skip what only the compiled module can show."""
+    _select(config, items)
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
     for item in items:
         mark = item.get_closest_marker("compiled_module")
         if RUNNER and mark is not None:
             item.add_marker(pytest.mark.skip(reason=f"without the compiled module: {mark.args[0]}"))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what of the conformance suite ran on each backend, and what that declares unsupported."""
+def _conformance() -> list[str]:
+    """What of the conformance suite ran here on each backend, and what that declares unsupported."""
     suite = sys.modules.get("conformance_backends")
     if suite is None or not any(backend.ran for backend in suite.BACKENDS.values()):
-        return
-    terminalreporter.section("conformance")
+        return []
+    lines = []
     for name, backend in suite.BACKENDS.items():
         refused = [backend.missing] if backend.missing else []
         refused += [f"{option}: {reason}" for option, reason in backend.unsupported.items()]
         cells = f"{sum(backend.ran.values())} cells of {len(backend.ran)} options ran"
-        terminalreporter.write_line(f"{name}: {cells}; unsupported: {'; '.join(refused) or 'nothing'}")
+        lines.append(f"{name}: {cells}; unsupported: {'; '.join(refused) or 'nothing'}")
+    return lines
+
+
+_reported: list[str] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its lines to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["conformance"] = _conformance()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collect what a worker reported; one that crashed reported nothing."""
+    _reported.extend(getattr(node, "workeroutput", {}).get("conformance", []))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what of the conformance suite ran."""
+    lines = _reported or _conformance()
+    if lines:
+        terminalreporter.section("conformance")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -28,6 +28,7 @@ def test_eager_and_jit_give_numpys_spans(sample):
     np.testing.assert_array_equal(spans.compact().bounds, a.Spans(want, KEYS).compact().bounds)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
 @pytest.mark.parametrize("kind", ["NumPy's", "JAX's"])
 def test_a_traced_function_may_hold_the_arrays_of_its_mask(sample, kind):

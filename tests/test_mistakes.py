@@ -112,7 +112,6 @@ def test_a_jax_array_beside_a_mask_is_named():
         (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), r"got Tensor of int32.*Wrap bounds .* in spans"),
         (np.array([0, 4]), r"got ndarray of int64, shape \(2,\)\. .*documents\(\.\.\.\)"),
     ],
-    ids=str,
 )
 def test_what_is_no_mask_is_told_which_mask_it_means(mask, remedy):
     for function, x in _front_ends():

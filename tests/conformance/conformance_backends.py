@@ -31,8 +31,10 @@ class Backend:
             A cell that is not declared here has to pass.
         dtypes: Those that it takes.
         masks: How many cells of options under masks run: "all"; "pairs" has each option with each mask, in
-            one dtype; "once" has every mask with an option, and every dtype.
+            one dtype; "once" has every mask with an option, and every dtype. This is of the long run.
         shapes: The same of options in shapes; with "once" in both, every option is with a mask or a shape.
+        programs: Where each option is a program to compile: those that the ordinary run has besides WIDEST.
+        few_shapes: How many shapes the ordinary run has there.
         within: What the backend needs around a call.
         ran: Cells that ran in this process, by option.
     """
@@ -43,6 +45,8 @@ class Backend:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     masks: str = "all"
     shapes: str = "all"
+    programs: tuple[str, ...] = ()
+    few_shapes: int = 4
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     ran: Counter[str] = field(default_factory=Counter)
 
@@ -79,18 +83,41 @@ NO_HANDLERS = "" if hasattr(cpu.compiled(), "xla_handlers") else "there is no co
 DISTANCES = ("T5", "distance table", "everything", "everything, indices given")
 ATOMICS = "it has no biases by distance: the gradient of a table would need atomics"
 
+#: It holds softcap, sinks, dropout and a dense bias.
+WIDEST = "everything, dense"
+#: With WIDEST these hold all that options consist of, and each shape that a dense bias may have.
+PARTS = (
+    "none",
+    "alibi, signed, per batch row",
+    "distance table",
+    "everything, indices given",
+    "dense, float32",
+    "dense, all heads",
+    "dense, one for all",
+    "dense, per key",
+    "dense, per key, one for all",
+    "dropout by seeds",
+    "alibi, indices given",
+)
+#: What the front end does differently; tests/jax/test_pallas_*.py have the kernels' own options and masks.
+OF_PALLAS = ("none", "alibi, indices given", "distance table", "dense, per key, one for all")
+
 #: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
 BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
-    "jax:ffi": Backend(partial(conformance_jax.run, "ffi"), missing=NO_HANDLERS, shapes="pairs"),
-    "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="once"),
-    "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="once"),
+    "jax:ffi": Backend(
+        partial(conformance_jax.run, "ffi"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=8
+    ),
+    "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="once", programs=PARTS),
+    "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="once", programs=PARTS),
     "jax:pallas": Backend(
         partial(conformance_jax.run, "pallas"),
         dtypes=("fp32", "bf16"),
         masks="once",
         shapes="once",
+        programs=OF_PALLAS,
+        few_shapes=1,
         within=partial(_pallas_tpu.interpreting, simulated=False),
     ),
     "jax:pallas_gpu": Backend(
@@ -98,6 +125,8 @@ BACKENDS = {
         unsupported=dict.fromkeys(DISTANCES, ATOMICS),
         masks="once",
         shapes="once",
+        programs=OF_PALLAS,
+        few_shapes=1,
         within=_pallas_gpu.interpreted,
     ),
 }

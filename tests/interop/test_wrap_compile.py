@@ -274,6 +274,7 @@ def _step(wrapped: Wrapped, ac: str, compiler: str) -> list[Tensor]:
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("ac", FORWARD_CALLS)
 def test_cell(foreign: Library, compiler: str, ac: str) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import everything
 
 from attnspan.kernels import cpu
 
@@ -13,13 +14,15 @@ TESTS = [
     str(Path(__file__).with_name(name))
     for name in ("test_cpu.py", "test_kernel_options.py", "test_large_scores.py")
 ]
+#: In the ordinary run: every shape, option and dtype, and numbers of any size by dtype and number of rows.
+SHORT = () if everything() else ("-k", "against_the_oracle or end_of_floats")
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", OTHERS)
 def test_level(level: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SHORT, *TESTS]
     done = subprocess.run(
         command, env=os.environ | {"ATTNSPAN_ISA": level}, capture_output=True, text=True, check=False
     )

@@ -6,7 +6,7 @@ Shapes: B batch rows, H query heads, G key/value heads, S queries, D and Dv head
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,30 +236,23 @@ def exact(case: Case) -> Results:
     return _cached(case.problem, True)
 
 
-def covering(factors: dict[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Combinations in which each pair of values of two factors occurs, few of them, always the same."""
-    names, chooser = list(factors), random.Random(seed)
-    missing = {
-        (a, x, b, y)
-        for a, b in itertools.combinations(names, 2)
-        for x in range(len(factors[a]))
-        for y in range(len(factors[b]))
-    }
+def pairs(factors: Iterable[Sequence[Any]], seed: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Few rows of a product that is too large to list, in which each pair of values of two factors occurs."""
+    columns, chooser = list(factors), random.Random(seed)
+    two = list(itertools.combinations(range(len(columns)), 2))
+    missing = {(a, x, b, y) for a, b in two for x in range(len(columns[a])) for y in range(len(columns[b]))}
 
-    def gain(chosen: dict[str, int], name: str, value: int) -> int:
-        return sum(_pair(names, name, value, other, at) in missing for other, at in chosen.items())
+    def gain(chosen: dict[int, int], a: int, x: int) -> int:
+        found = ((a, x, b, y) if a < b else (b, y, a, x) for b, y in chosen.items())
+        return sum(pair in missing for pair in found)
 
     while missing:
         a, x, b, y = min(missing)
         chosen = {a: x, b: y}
-        for name in names:
-            if name not in chosen:
-                values = list(range(len(factors[name])))
+        for column in range(len(columns)):
+            if column not in chosen:
+                values = list(range(len(columns[column])))
                 chooser.shuffle(values)
-                chosen[name] = max(values, key=lambda value: gain(chosen, name, value))
-        missing -= {_pair(names, a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
-        yield {name: factors[name][at] for name, at in chosen.items()}
-
-
-def _pair(names: list[str], a: str, x: int, b: str, y: int) -> tuple[str, int, str, int]:
-    return (a, x, b, y) if names.index(a) < names.index(b) else (b, y, a, x)
+                chosen[column] = max(values, key=lambda value: gain(chosen, column, value))
+        missing -= {(a, chosen[a], b, chosen[b]) for a, b in two}
+        yield tuple(values[chosen[i]] for i, values in enumerate(columns))

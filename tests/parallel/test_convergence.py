@@ -29,6 +29,7 @@ def end(curve: list[float]) -> float:
     return sum(curve[-10:]) / 10
 
 
+@pytest.mark.long  # Each step's gradients are those of tests/parallel/test_parity.py.
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [(2, "exchange"), (4, "exchange"), (2, "ring"), (4, "hybrid(2, 2)")],
@@ -41,6 +42,7 @@ def test_ranks_learn_what_one_process_learns(ranks: int, strategy: str) -> None:
     assert together == pytest.approx(alone, rel=ALIKE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ids_that_lie_as_another_partition_deals_them_stall(ranks: int) -> None:
     assert end(losses(ranks, Run("exchange", misplaced=True))) > STALLED

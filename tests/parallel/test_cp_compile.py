@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import few
 from parity_cases import Case
 from worlds import World, world
 
@@ -14,7 +15,7 @@ def _ranks(strategy: str) -> int:
     return 4 if strategy.startswith("hybrid") else 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
     ranks = World(2)
     try:
@@ -25,7 +26,7 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
         ranks.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
     case = Case(length=101, strategy=strategy, return_lse=False)
     results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 10)
@@ -36,6 +37,7 @@ def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> 
         assert all(len(set(received)) > 5 for _, received, _ in results), "other numbers of rows each time"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
 def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled: bool) -> None:
@@ -51,6 +53,7 @@ def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled:
                 torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * float(wanted.norm()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("keep", ["all", "attention", "nothing"])
 @pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
@@ -67,6 +70,7 @@ def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
         assert max(errors) < CLOSE, errors
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("option", ["none", "all", "alibi"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_operators_keep_torchs_contract(strategy: str, option: str) -> None:

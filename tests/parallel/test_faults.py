@@ -36,6 +36,7 @@ def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
 CALLS = ["dtype", "batch", "head_dim", "v_dim", "scale", "softcap", "sinks", "dropout_p", "gradients_of_lse"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("strategy", ["exchange", "ulysses"])
 def test_another_call_on_one_rank_is_an_error_on_all_before_any_exchange(strategy: str, what: str) -> None:
@@ -54,6 +55,7 @@ def test_a_gradient_of_lse_is_not_taken_for_a_batch_of_one() -> None:
         assert "another gradients_of_lse on rank 2" in text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phase: str) -> None:

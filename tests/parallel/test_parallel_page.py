@@ -37,7 +37,7 @@ def run_job(folder: Path, ranks: int) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long  # What ranks compute is in tests/train/test_ranks.py, torchrun in test_restarts.py.
 def test_the_job_runs_under_torchrun_and_its_losses_are_those_of_one_rank(tmp_path: Path) -> None:
     assert JOB.startswith("# train_cp.py: torchrun --nproc-per-node 2 train_cp.py\n")
     printed = run_job(tmp_path, 2)

@@ -1,15 +1,16 @@
 """Every strategy on real ranks gives what one process alone gives: outputs, lse and all gradients."""
 
+import functools
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from covering import everything
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_cases import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, covering, exact, unsharded
+from parity_cases import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, exact, pairs, unsharded
 from torch import Tensor
 from worlds import world
 
@@ -30,8 +31,14 @@ STRATEGIES = {
     4: ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)", "auto"),
     8: ("exchange", "ring", "ulysses", "hybrid(2, 4)", "hybrid(4, 2)", "hybrid(2, 4, ring)"),
 }
-WORLDS = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
-EIGHT = [pytest.param(8, strategy, marks=pytest.mark.slow) for strategy in STRATEGIES[8]]
+#: The ordinary run has each strategy, each number of ranks and each kind of hybrid.
+FEW_WORLDS = [
+    *((2, "exchange"), (2, "auto"), (3, "ring"), (3, "exchange"), (4, "ulysses")),
+    *((4, "hybrid(2, 2)"), (4, "hybrid(2, 2, ring)")),
+]
+EVERY_WORLD = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
+WORLDS = EVERY_WORLD if everything() else FEW_WORLDS
+EIGHT = [pytest.param(8, strategy, marks=pytest.mark.long) for strategy in STRATEGIES[8]]
 ALONE = [(1, "exchange"), (1, "ring"), (1, "ulysses")]
 LENGTHS = (37, 101, 257)
 PARTITIONS = ("balanced", "greedy", "contiguous", "zigzag")
@@ -101,9 +108,11 @@ def check(ranks: int, cases: list[Case]) -> None:
         assert_parity(case, parts)
 
 
+@functools.cache
 def grid(strategy: str) -> list[Case]:
-    """Each pair of two of mask, heads, option, length and the rest occurs."""
+    """Each pair of mask, heads, option, length and the rest occurs; in the ordinary run in some strategy."""
     factors: dict[str, Sequence[Any]] = {
+        "strategy": [strategy] if everything() else STRATEGIES[4],
         "mask": list(MASKS),
         "option": list(OPTIONS),
         "heads": HEADS,
@@ -114,9 +123,10 @@ def grid(strategy: str) -> list[Case]:
         "layout": ("bhsd", "bshd"),
         "return_lse": (True, False),
     }
-    cases = [Case(**values, strategy=strategy) for values in covering(factors)]
+    combinations = (dict(zip(factors, row, strict=True)) for row in pairs(factors.values()))
+    cases = [Case(**values) for values in combinations if values["strategy"] == strategy]
     # What is chosen is one of the others.
-    return cases[::6] if strategy == "auto" else cases
+    return cases[::6] if strategy == "auto" and everything() else cases
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
@@ -141,9 +151,10 @@ def test_parts_of_rows_with_large_biases_merge(ranks: int, strategy: str) -> Non
 
 @pytest.mark.parametrize(("ranks", "strategy"), [*ALONE, *EIGHT])
 def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
-    check(ranks, grid(strategy)[:: 1 if os.environ.get("ATTNSPAN_THOROUGH") else 8])
+    check(ranks, grid(strategy) if everything() else grid(strategy)[::8])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
 @pytest.mark.parametrize(("ranks", "strategy"), [x for x in WORLDS if x[1] != "auto"])
 def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple[int, int]) -> None:
@@ -165,6 +176,7 @@ def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple
         assert_parity(case, list(parts))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
 def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:
@@ -234,6 +246,7 @@ def test_the_same_call_gives_the_same_bits(ranks: int) -> None:
     assert not any(world(ranks).run("parity_jobs:twice", cases))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
 @pytest.mark.parametrize("other", ["zigzag", "greedy"])
 def test_ids_that_lie_as_another_partition_deals_them_go_red(ranks: int, strategy: str, other: str) -> None:

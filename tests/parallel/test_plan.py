@@ -106,6 +106,7 @@ def test_members_of_a_group_have_one_plan(plan: Plan) -> None:
         assert all((a == b).all() for a, b in zip(*arrays, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
 @pytest.mark.parametrize("name", ["exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)"])
 def test_every_kind_of_mask(sample: Sample, name: str) -> None:
@@ -123,6 +124,7 @@ def test_every_kind_of_mask(sample: Sample, name: str) -> None:
             assert (placed[:, ~real] == 0).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda x: f"{x.kind}-{x.members}x{x.groups}")
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (2, 2), (3, 7), (7, 3), (13, 13), (4, 1), (5, 0)])
 def test_more_groups_than_chunks_and_hardly_any_rows(strategy: Strategy, q_len: int, k_len: int) -> None:

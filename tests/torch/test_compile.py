@@ -36,7 +36,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.long), "inductor"])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", FRESH.format(backend=backend)], capture_output=True, text=True

@@ -147,6 +147,7 @@ def _error(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Exception:
     return caught.value
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - ONLY_COMPILED))
 def test_errors_are_whole_when_compiled(name: str, dynamic: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import few
 from length_samples import MASKS, PROBLEMS, Sample, Sizes
 from torch import Tensor, nn
 from torch.export import Dim
@@ -98,6 +99,8 @@ def _keeps_its_keys(sample: Sample) -> bool:
 def test_every_mask_is_an_input_of_an_exported_program() -> None:
     samples = [sample for sample in MASKS if _keeps_its_keys(sample)]
     assert len(samples) > 40
+    # test_dynamic_lengths.py exports the others, made inside of the program.
+    samples = few(samples, 12)
 
     def make() -> list[a.Mask]:
         return [sample.build(20, *sample.arrays(PROBLEMS[0])) for sample in samples]

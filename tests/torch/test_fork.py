@@ -66,7 +66,11 @@ print("done")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [PROCESSES, LOADER], ids=["multiprocessing", "DataLoader"])
+@pytest.mark.parametrize(
+    "program",
+    [PROCESSES, pytest.param(LOADER, marks=pytest.mark.long)],
+    ids=["multiprocessing", "DataLoader"],
+)
 def test_a_forked_child_attends_after_its_parent_did(program: str) -> None:
     command = [sys.executable, "-W", "error", "-c", COMMON + program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -50,7 +50,7 @@ def _gradient(call: dict[str, Any], backend: str | None) -> torch.Tensor:
     [
         *((name, None) for name in CALLS),
         *((name, "aot_eager") for name in COMPILED),
-        ("dropout_seed", "inductor"),
+        pytest.param("dropout_seed", "inductor", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_those_of_an_ordinary_mask(name: str, backend: str | None) -> None:

@@ -31,6 +31,7 @@ def _lower(kind: str, k_len: int) -> Any:
     return prepared if "prepared" in kind else prepared.lowered
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["prepared", "spans", "prepared by numpy", "spans by numpy"])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_compiled_code_raises_the_whole_text(kind: str, gradients: bool) -> None:

@@ -119,7 +119,7 @@ def test_a_ring_refuses_chunks_beyond_its_own() -> None:
         cache.mask(3)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_step_without_room_raises_and_writes_nothing(backend: str) -> None:
     tokens = Tokens(2, 12)
     cache, out = make("static", size=8), torch.zeros_like(tokens.q)

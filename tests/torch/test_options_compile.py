@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import few
 from samples import OPTIONS, counted_kernel_calls, parameters, relative_error
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -56,7 +57,7 @@ def test_every_option_compiles_in_full_and_once(name: str) -> None:
 
 
 # Between them, these have every kind of array that an option brings.
-@pytest.mark.parametrize("name", ["all", "dense", "alibi per row", "dropout seeds"])
+@pytest.mark.parametrize("name", few(["all", "dense", "dropout seeds", "alibi per row"], 2))
 def test_few_compilations_over_many_shapes(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_run, fullgraph=True, backend=counter)
@@ -167,6 +168,7 @@ def _step(kind: str, compiled: bool) -> tuple[list[Tensor], list[str]]:
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())], calls
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("kind", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
 def test_what_is_recomputed_drops_the_same(kind: str, forwards: int, compiled: bool) -> None:

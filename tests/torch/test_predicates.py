@@ -134,6 +134,7 @@ def _compare(got: Tensor, q: Tensor, visible: Tensor) -> None:
     torch.testing.assert_close(grad, wanted_grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("build", [_alone, _beside_causal])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_made_inside_the_compiled_region(name: str, build: Callable[..., Mask]) -> None:
@@ -248,7 +249,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_at_the_first_call_of_a_fresh_process(backend: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", FRESH.format(backend=backend)], capture_output=True, text=True

@@ -82,7 +82,14 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "fsdp"), [(signal.SIGKILL, False), (signal.SIGSTOP, True)])
+@pytest.mark.parametrize(
+    ("kind", "fsdp"),
+    [
+        (signal.SIGKILL, False),
+        # tests/parallel/test_faults.py has a rank that hangs.
+        pytest.param(signal.SIGSTOP, True, marks=pytest.mark.long),
+    ],
+)
 def test_the_others_say_which_step_failed_within_the_timeout(
     tiny: Tiny, tmp_path: Path, kind: signal.Signals, fsdp: bool
 ) -> None:
@@ -109,7 +116,7 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     assert took < timeout + 10, "the margin is for a loaded machine"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_wait_for_the_first_while_it_repeats_steps_alone(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(dp=2, batch_size=1, steps=2, timeout=6.0)
     script = [str(SCRIPT.with_name("slow_rank.py")), json.dumps(asdict(config)), str(tmp_path / "run")]

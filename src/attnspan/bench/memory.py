@@ -98,10 +98,6 @@ def cuda_peak(peer: Peer, workload: Workload, mode: str) -> int:
         peer: The peer.
         workload: What it computes.
         mode: "forward" or "forward+backward".
-
-    Example:
-        >>> cuda_peak.__name__
-        'cuda_peak'
     """
     job = Job.make(workload, mode, "cuda")
     torch.cuda.synchronize()

@@ -44,10 +44,6 @@ def forget_peak() -> None:
 
     Raises:
         OSError: The system does not let a process do that.
-
-    Example:
-        >>> forget_peak.__name__
-        'forget_peak'
     """
     _RESET.write_text("5")
 
@@ -57,10 +53,6 @@ def resident_peak() -> int:
 
     Raises:
         OSError: The system does not tell.
-
-    Example:
-        >>> resident_peak.__name__
-        'resident_peak'
     """
     # Not getrusage: its figure outlives the reset on some kernels.
     lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())

@@ -25,12 +25,7 @@ _LOOK_GROWTH = 1.4
 
 
 class MeasurementError(OptionError):
-    """A time that would not mean what it says.
-
-    Example:
-        >>> issubclass(MeasurementError, ValueError)
-        True
-    """
+    """A time that would not mean what it says."""
 
 
 @dataclass(frozen=True)

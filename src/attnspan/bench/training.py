@@ -132,10 +132,6 @@ def training_peak(config: TrainConfig) -> tuple[int | None, str]:
 
     Returns:
         (bytes, "") or (None, why there is no figure).
-
-    Example:
-        >>> training_peak.__name__
-        'training_peak'
     """
     code = "import sys; from attnspan.bench.training import steps_peak; steps_peak(sys.argv[1])"
     command = [sys.executable, "-c", code, json.dumps(asdict(config))]

@@ -57,12 +57,7 @@ def static_for(backend: str, static: Static) -> Static:
 
 
 class SlowPathWarning(UserWarning):
-    """Attention runs on a slower back end than its device has.
-
-    Example:
-        >>> issubclass(SlowPathWarning, UserWarning)
-        True
-    """
+    """Attention runs on a slower back end than its device has."""
 
 
 _warned: set[str] = set()

@@ -44,12 +44,7 @@ class How(NamedTuple):
 
 @cache
 def module_of(backend: str) -> Any:
-    """The module of a back end, imported when it is first asked for.
-
-    Example:
-        >>> module_of("math").__name__
-        'attnspan.jax._math'
-    """
+    """The module of a back end, imported when it is first asked for."""
     return import_module(f".{MODULES[backend]}", __package__)
 
 

@@ -38,10 +38,6 @@ def command(corpus: Lengths) -> Callable[..., None]:
 
     Args:
         corpus: Packs the documents that the training job reads; a room above this one knows them.
-
-    Example:
-        >>> command(lambda tokens, seed: np.array([tokens])).__name__
-        'simulate'
     """
     import typer
 

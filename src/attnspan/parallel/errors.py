@@ -6,18 +6,8 @@ __all__ = ["CommunicationError", "PlanMismatchError"]
 
 
 class PlanMismatchError(_Explained, ValueError):
-    """Ranks that are to work together have different plans.
-
-    Example:
-        >>> issubclass(PlanMismatchError, ValueError)
-        True
-    """
+    """Ranks that are to work together have different plans."""
 
 
 class CommunicationError(_Explained, RuntimeError):
-    """An exchange between ranks failed: one of them is gone, or runs another program.
-
-    Example:
-        >>> issubclass(CommunicationError, RuntimeError)
-        True
-    """
+    """An exchange between ranks failed: one of them is gone, or runs another program."""

@@ -38,44 +38,24 @@ class JobError(ValueError):
 
 
 class ConfigError(JobError):
-    """An option of the job has a value it cannot have.
-
-    Example:
-        >>> issubclass(ConfigError, ValueError)
-        True
-    """
+    """An option of the job has a value it cannot have."""
 
     what = "options"
 
 
 class DataError(JobError):
-    """The data or the tokenizer cannot be read, or there is too little of it.
-
-    Example:
-        >>> issubclass(DataError, ValueError)
-        True
-    """
+    """The data or the tokenizer cannot be read, or there is too little of it."""
 
     what = "data"
 
 
 class CheckpointError(JobError):
-    """A checkpoint is missing, damaged, or belongs to another configuration.
-
-    Example:
-        >>> issubclass(CheckpointError, ValueError)
-        True
-    """
+    """A checkpoint is missing, damaged, or belongs to another configuration."""
 
     what = "checkpoint"
 
 
 class RankError(JobError):
-    """Another rank has ended, or does not answer.
-
-    Example:
-        >>> issubclass(RankError, ValueError)
-        True
-    """
+    """Another rank has ended, or does not answer."""
 
     what = "ranks"

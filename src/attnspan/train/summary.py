@@ -65,12 +65,7 @@ class Summary:
     parity: Parity | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and texts of the table.
-
-        Example:
-            >>> Summary.rows.__name__
-            'rows'
-        """
+        """Names and texts of the table."""
         rows = [
             (
                 "held-out bits per byte",

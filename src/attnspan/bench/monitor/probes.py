@@ -137,10 +137,6 @@ class CudaProbe:
     Args:
         device: The device.
         period: Steps between two readings of NVML, whose own window is longer than a step.
-
-    Example:
-        >>> CudaProbe.__name__
-        'CudaProbe'
     """
 
     def __init__(self, device: torch.device, period: int = 10) -> None:

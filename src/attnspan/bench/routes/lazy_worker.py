@@ -175,10 +175,6 @@ def measure(task: dict[str, Any]) -> tuple[Route, ...]:
 
     Args:
         task: As `lazy_routes` writes it.
-
-    Example:
-        >>> measure.__name__
-        'measure'
     """
     workload, mode = from_plain(Workload, task["workload"], "workload"), task["mode"]
     settings = Settings(from_plain(Budget, task["budget"], "budget"), cold_calls=task["cold_calls"])
