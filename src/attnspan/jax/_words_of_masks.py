@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._leaves import Causal, Full, Window
+from ..call import Problem
 from ..masks import Mask
-from ..problem import Problem
 from ._contract import MaskWords
 
 

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from .. import _dropout as dropout
+from ..call import Problem
 from ..options import Options
-from ..problem import Problem
 from . import tuned
 
 __all__ = [

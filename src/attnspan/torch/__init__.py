@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
+from ..kernels import Explanation as Explanation
 from . import _encode as _encode  # registers the operator that masks from booleans need
 from . import _pytrees as _pytrees  # registers the masks
 from ._attention import SlowPathWarning as SlowPathWarning
@@ -12,7 +13,6 @@ from ._block_mask import to_block_mask as to_block_mask
 from ._cache import StaticCache as StaticCache
 from ._checkpoint import SAVE_OPS as SAVE_OPS
 from ._checkpoint import checkpoint_policy as checkpoint_policy
-from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._flops import backward_flops as backward_flops
 from ._flops import forward_flops as forward_flops

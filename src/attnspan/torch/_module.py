@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._mistakes import refuse_keywords
+from ..call import check_keywords
 from ..options import Bias
 from ._attention import AnyMask, attention
 
@@ -36,11 +36,7 @@ class Attention(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        mistaken = {
-            name: value for name, value in options.items() if name not in (attention.__kwdefaults__ or ())
-        }
-        if mistaken:
-            refuse_keywords(attention, mistaken)
+        check_keywords(attention, options)
         self.options = options
         # Of a bias: its type, and its fields, each a value or the name of the tensor that is kept here.
         self._bias: tuple[Any, dict[str, Any]] | None = None

@@ -16,7 +16,7 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
-from ..errors import OptionError
+from ..call import check_k_len
 from ..kernels import cpu
 from ..options import DENSE, Options
 
@@ -145,24 +145,6 @@ def savable(x: Tensor | None) -> Tensor | None:
         False
     """
     return x.clone() if x is not None and x.is_inference() else x
-
-
-def check_k_len(own: int, k_len: int) -> None:
-    """Raise unless a mask that was lowered before was lowered for as many keys as there are.
-
-    Example:
-        >>> check_k_len(3, 4)
-        Traceback (most recent call last):
-        attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
-the mask for these keys.
-    """
-    if own != k_len:
-        raise OptionError(
-            "mask",
-            expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {own}",
-            remedy="Lower the mask for these keys",
-        )
 
 
 def _all_options(given: tuple[Any, ...], *last: Any) -> tuple[Any, ...]:

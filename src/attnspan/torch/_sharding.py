@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._biases import Alibi, DenseBias, Relative
-from ..options import DISTANCE, Options
+from ..options import DISTANCE, Given, Options
 from ._ops import NO_OPTIONS, backward_op, forward_op
-from ._options import Given, dropout_seeds
+from ._options import dropout_seeds
 from ._placements import Places, check_parts, find_roles, is_dtensor, refuse_beside_plain
 
 _registered = False

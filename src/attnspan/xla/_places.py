@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..call import LAYOUTS
 from ..errors import DtypeError, OptionError
-from ..problem import LAYOUTS
 
 #: Mesh axes, by name or number, that split one dim together; () for none.
 Axes = tuple[str | int, ...]
