@@ -102,7 +102,7 @@ def attention(
         refuse_keywords(attention, mistaken)
     mask = _FULL if mask is None else mask
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
-    asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
+    asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
         return mask.attention(q, k, v, **asked, **given.keywords())
     run = partial(_run, **asked)
@@ -115,16 +115,7 @@ def attention(
 
 
 def _run(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    given: Given,
-    *,
-    scale: Any,
-    layout: str,
-    return_lse: bool,
-    backend: Any,
+    q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
 ) -> Any:
     front = JaxFront()
     call, static = lower_call(front, q, k, v, mask, given, scale, layout, return_lse)

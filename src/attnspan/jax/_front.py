@@ -59,10 +59,10 @@ class JaxFront(Front):
 
     def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
         """Keep the inputs, and return their shapes in (B, H, S, D) order: eager arrays are not transposed."""
-        self.inputs = q, k, v = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
+        self.inputs = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-        q, k, v = (jax.ShapeDtypeStruct([x.shape[i] for i in order], x.dtype) for x in (q, k, v))
-        return q, k, v
+        shapes: Any = [jax.ShapeDtypeStruct([x.shape[i] for i in order], x.dtype) for x in self.inputs]
+        return tuple(shapes)  # type: ignore[return-value]
 
     def like(self, q: Any) -> Array:
         del q

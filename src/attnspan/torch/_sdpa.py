@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
     options: Any = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
-    out = attention(q, k, v, mask=mask, scale=scale, **options)
+    out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
 
 
@@ -136,9 +136,8 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     if not isinstance(attn_mask, Tensor):
         return attn_mask
     wanted, got = "torch.bool, a floating dtype or a mask", str(attn_mask.dtype)
-    expect(
-        attn_mask.dtype == torch.bool, "attn_mask", wanted, got, "Convert it with .bool()", error=DtypeError
-    )
+    fits, remedy = attn_mask.dtype == torch.bool, "Convert it with .bool()"
+    expect(fits, "attn_mask", wanted, got, remedy, error=DtypeError)
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
     if len(lead) == 2:  # What batch rows or heads share is encoded once.
         own = attn_mask[(None,) * (4 - attn_mask.dim())]

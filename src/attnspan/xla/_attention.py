@@ -72,10 +72,9 @@ def attention(
 
 
 # What it takes, for `check_keywords` and its remedies.
-attention.__kwdefaults__ = {
-    **{name: x for name, x in torchs.__kwdefaults__.items() if name != "backend"},
-    **attention.__kwdefaults__,
-}
+_OWN = attention.__kwdefaults__ or {}
+attention.__kwdefaults__ = {**(torchs.__kwdefaults__ or {}), **_OWN}
+del attention.__kwdefaults__["backend"]
 
 
 def _run(
