@@ -58,6 +58,10 @@ class Bias:
             >>> lowered.tolist(), kind
             ([[0.5, 0.25]], 1)
         """
+        own = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        return self._lower(arrays_for([like, *own], what="bias"), wide, (batch, heads, q_len, k_len))
+
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
     def __bool__(self) -> NoReturn:
@@ -66,10 +70,6 @@ class Bias:
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _arrays(self, like: Array) -> Arrays:
-        own = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
-        return arrays_for([like, *own], what="bias")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,25 +97,14 @@ class Alibi(Bias):
     def __post_init__(self) -> None:
         self._set(slopes=_floats("alibi: slopes", self.slopes, (1, 2)), signed=bool(self.signed))
 
-    def lower(
-        self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
-    ) -> tuple[Array, int]:
-        del q_len, k_len
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
+        batch, heads, *_ = sizes
         shape = self.slopes.shape
         fits = shape[-1] == heads and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+        wanted = "({},) or ({}, {}): a slope for each query head"
         remedy = "Pass alibi_slopes(heads), or slopes of your own"
-        expect(
-            fits,
-            "alibi: slopes",
-            "({},) or ({}, {}): a slope for each query head",
-            tuple(shape),
-            remedy,
-            heads,
-            batch,
-            heads,
-            error=ShapeError,
-        )
-        slopes = to_float(self._arrays(like), self.slopes, wide)
+        _fits(fits, "alibi: slopes", wanted, self.slopes, remedy, heads, batch, heads)
+        slopes = to_float(arrays, self.slopes, wide)
         return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
 
     def __repr__(self) -> str:
@@ -147,57 +136,26 @@ class Relative(Bias):
 
     def __post_init__(self) -> None:
         self._set(table=_floats("relative: table", self.table, (2,)))
-        shape, odd = self.table.shape, "or an odd number of columns with that of distance 0 in the middle"
+        odd = "an odd number of columns with that of distance 0 in the middle"
         if self.buckets is None:
-            wanted = "(H, 2L + 1): a column for each distance from -L to L"
-            expect(
-                shape[1] % 2 == 1,
-                "relative: table",
-                wanted,
-                tuple(shape),
-                f"Pass buckets, {odd}",
-                error=ShapeError,
-            )
+            wanted, remedy = "(H, 2L + 1): a column for each distance from -L to L", f"Pass buckets, or {odd}"
+            _fits(self.table.shape[1] % 2 == 1, "relative: table", wanted, self.table, remedy)
             return
         self._set(buckets=checked.integers("relative: buckets", _readable(self.buckets), (1,)))
         wanted = "(2L + 1,): the column of the table for each distance from -L to L"
-        sizes = self.buckets.shape
-        expect(
-            sizes[0] % 2 == 1,
-            "relative: buckets",
-            wanted,
-            tuple(sizes),
-            f"Take t5_buckets(...), {odd}",
-            error=ShapeError,
-        )
+        remedy = f"Take t5_buckets(...), or {odd}"
+        _fits(self.buckets.shape[0] % 2 == 1, "relative: buckets", wanted, self.buckets, remedy)
         arrays = arrays_for([self.table, self.buckets], what="relative: table and buckets")
         if arrays.concrete(self.buckets):
             values = arrays.to_numpy(self.buckets)
-            low, high = int(values.min()), int(values.max())
-            expect(
-                low >= 0 and high < shape[1],
-                "relative: buckets",
-                "columns of the table, 0 to {}",
-                f"{low} to {high}",
-                "Make the table wider, or the buckets fewer",
-                shape[1] - 1,
-            )
+            low, high, top = int(values.min()), int(values.max()), self.table.shape[1] - 1
+            wanted, remedy = f"columns of the table, 0 to {top}", "Make the table wider, or the buckets fewer"
+            expect(low >= 0 and high <= top, "relative: buckets", wanted, f"{low} to {high}", remedy)
 
-    def lower(
-        self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
-    ) -> tuple[Array, int]:
-        del batch, q_len, k_len
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
+        heads, wanted = sizes[1], "({}, n): a row for each query head"
         remedy = "Pass one row per query head; transpose an embedding's weight of (n, heads)"
-        expect(
-            self.table.shape[0] == heads,
-            "relative: table",
-            "({}, n): a row for each query head",
-            tuple(self.table.shape),
-            remedy,
-            heads,
-            error=ShapeError,
-        )
-        arrays = self._arrays(like)
+        _fits(self.table.shape[0] == heads, "relative: table", wanted, self.table, remedy, heads)
         table = to_float(arrays, self.table, wide)
         if self.buckets is None:
             return table, DISTANCE
@@ -232,27 +190,14 @@ class DenseBias(Bias):
     def __post_init__(self) -> None:
         self._set(values=_floats("dense_bias", self.values, (2, 3, 4)))
 
-    def lower(
-        self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
-    ) -> tuple[Array, int]:
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         given = tuple(self.values.shape)
         shape = (1,) * (4 - len(given)) + given
         # 1 first: a traced size that is known to be 1 then needs no guard against the problem's.
-        fits = all(x == 1 or x == full for x, full in zip(shape[:3], (batch, heads, q_len), strict=True))
+        fits = all(x == 1 or x == full for x, full in zip(shape[:3], sizes[:3], strict=True))
+        wanted = "(B|1, H|1, q_len|1, k_len) with B={}, H={}, q_len={}, k_len={}"
         remedy = "Give it that shape; axes may be missing in front, or be 1, but for the keys"
-        expect(
-            fits and shape[3] == k_len,
-            "dense bias",
-            "(B|1, H|1, q_len|1, k_len) with B={}, H={}, q_len={}, k_len={}",
-            given,
-            remedy,
-            batch,
-            heads,
-            q_len,
-            k_len,
-            error=ShapeError,
-        )
-        arrays = self._arrays(like)
+        _fits(fits and shape[3] == sizes[3], "dense bias", wanted, self.values, remedy, *sizes)
         values = _moved(arrays, self.values)
         if wide or str(values.dtype).endswith("float64"):
             values = to_float(arrays, values, wide)
@@ -314,15 +259,10 @@ def t5_buckets(
     max_distance = checked.count("t5_buckets: max_distance", max_distance, least=1)
     sides = num_buckets // 2 if bidirectional else num_buckets
     exact = sides // 2
-    expect(
-        max_distance > exact and not (bidirectional and num_buckets % 2),
-        "t5_buckets",
-        "max_distance beyond the {} distances with a bucket each, and an even number of buckets where there "
-        "are two sides",
-        f"num_buckets={num_buckets}, max_distance={max_distance}",
-        "T5 itself has num_buckets=32, max_distance=128",
-        exact,
-    )
+    fits = max_distance > exact and not (bidirectional and num_buckets % 2)
+    wanted = f"max_distance beyond the {exact} distances with a bucket each, and an even number of buckets"
+    got, remedy = f"num_buckets={num_buckets}, max_distance={max_distance}", "T5 itself has 32 and 128"
+    expect(fits, "t5_buckets", f"{wanted} where there are two sides", got, remedy)
     behind = np.array([_bucket(d, sides, exact, max_distance) for d in range(max_distance + 1)], np.int32)
     ahead = behind[1:] + sides if bidirectional else np.zeros(max_distance, np.int32)
     return NUMPY.concat([behind[::-1], ahead])  # type: ignore[no-any-return]
@@ -377,16 +317,13 @@ def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
     x = _readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
     expect(is_floating(x), what, "a floating array", kind_of(x), "Convert it to float32", error=DtypeError)
-    expect(
-        len(x.shape) in ranks,
-        what,
-        "{} axes",
-        tuple(x.shape),
-        "Drop or add axes; heads come before distances, a batch axis comes first",
-        " or ".join(map(str, ranks)),
-        error=ShapeError,
-    )
+    remedy = "Drop or add axes; heads come before distances, a batch axis comes first"
+    _fits(len(x.shape) in ranks, what, "{} axes", x, remedy, " or ".join(map(str, ranks)))
     return x
+
+
+def _fits(holds: Any, what: str, expected: str, x: Array, remedy: str, *values: object) -> None:
+    expect(holds, what, expected, tuple(x.shape), remedy, *values, error=ShapeError)
 
 
 def _readable(x: Any) -> Any:

@@ -7,7 +7,6 @@ and are converted to text only when an error is raised.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -96,28 +95,25 @@ class Problem:
             ValueError: The bounds do not fit q, or are on another device.
             TypeError: The bounds are not int32.
         """
-        (batch, heads, q_len, head_dim), shape = q.shape, (1, 1, q.shape[2], 0, 2)
+        batch, heads, q_len, head_dim = q.shape
         if bounds is not None:
-            shape = bounds.shape
+            shape, dtype, here = bounds.shape, _dtype(bounds), _device(q)
             # 1 first: a traced size that is known to be 1 then needs no guard against the batch.
-            fits = len(shape) == 5 and all(
-                x == 1 or x == y for x, y in zip(shape, (batch, heads), strict=False)
-            )
-            wanted, remedy = (
-                "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}",
-                "Lower the mask for these q and k",
-            )
+            fits = len(shape) == 5 and (shape[0] == 1 or shape[0] == batch)
+            fits = fits and (shape[1] == 1 or shape[1] == heads)
             fits = fits and shape[2] == q_len and shape[3] >= 1 and shape[4] == 2
+            wanted = "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}"
+            remedy = "Lower the mask for these q and k"
             expect(fits, "bounds", wanted, tuple(shape), remedy, batch, heads, q_len, error=ShapeError)
             remedy = "Convert them; lowered masks are int32"
-            expect(_dtype(bounds) == "int32", "bounds", "int32", _dtype(bounds), remedy, error=DtypeError)
-            if device is None:
-                here, there = _device(q), _device(bounds)
-                remedy = "Move the mask's arrays"
-                expect(there == here, "bounds", "device {} (as q)", there, remedy, here, error=DeviceError)
+            expect(dtype == "int32", "bounds", "int32", dtype, remedy, error=DtypeError)
+            there = here if device is not None else _device(bounds)
+            wanted, remedy = f"device {here} (as q)", "Move the mask's arrays"
+            expect(there == here, "bounds", wanted, there, remedy, error=DeviceError)
         device = _device(q).partition(":")[0] if device is None else device
-        sizes = batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3], shape[3]
-        return cls(*sizes, _dtype(q), device)
+        runs = 0 if bounds is None else bounds.shape[3]
+        sizes = batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3]
+        return cls(*sizes, runs, _dtype(q), device)
 
     @property
     def group_size(self) -> int:
@@ -250,7 +246,9 @@ class Call:
         q, k, v = front.enter(q, k, v, mask, given, layout)
         _check_kinds(q, k, v)
         _check_sizes(q, k, v)
-        _check_scale(scale)
+        if scale is not None:
+            wanted, remedy = "a finite float32 number", "Leave it out for 1/sqrt(D)"
+            check_number("scale", scale, -FLOAT32_MAX, FLOAT32_MAX, wanted, remedy)
         front.check_given(given, q, k)
         if not isinstance(mask, (Mask, Spans)):
             raise not_a_mask(mask)
@@ -373,16 +371,6 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
         if isinstance(length, int) and length > MAX_LENGTH:
             wanted = f"at most {MAX_LENGTH} (bounds are int32)"
             raise ShapeError(name, expected=wanted, got=f"{length}", remedy="Split the sequence")
-
-
-def _check_scale(scale: Any) -> None:
-    if scale is not None:
-        check_number("scale", scale, "Multiply q by it if it is an array, or call .item()")
-        if not -FLOAT32_MAX <= scale <= FLOAT32_MAX:
-            expected = "a float32 number" if abs(scale) < math.inf else "a finite number"
-            raise OptionError(
-                "scale", expected=expected, got=shown(scale), remedy="Leave it out for 1/sqrt(D)"
-            )
 
 
 def _check_packed(mask: Mask) -> None:

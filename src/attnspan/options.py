@@ -8,7 +8,7 @@ has the formulas. Positions are global indices, as for masks.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 
@@ -31,11 +31,8 @@ from ._biases import (
 from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
 from .arrays import INT32_MAX, arrays_for, is_array, is_integer
-from .errors import DtypeError, ShapeError, expect
+from .errors import DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Prepared
-
-if TYPE_CHECKING:
-    from .call import Front
 
 __all__ = [
     "ALIBI",
@@ -63,6 +60,7 @@ alibi, relative, dense_bias = Alibi, Relative, DenseBias
 
 #: Kernels compute in float32.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_BELOW_1 = 1 - 2.0**-53
 
 A = TypeVar("A")
 M = TypeVar("M")
@@ -97,8 +95,8 @@ class Options:
         bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE.
         sinks: (H,), the logit of each head's sink, or None.
         dropout_p: probability with which a weight is dropped; 0 for none.
-        dropout_seed: int64, () for one seed or (B, H) for one per batch row and head; in JAX uint32 (B, H, 2),
-            low and high words. None without dropout.
+        dropout_seed: int64, () for one seed or (B, H) for one per batch row and head; in JAX uint32
+            (B, H, 2), low and high words. None without dropout.
         q_index: int32 (B|1, Sq), global indices of the queries; None for k_len - q_len + row.
         k_index: int32 (B|1, Sk), global indices of the keys, in any order; None for 0..k_len-1.
 
@@ -147,12 +145,12 @@ class Given:
         return ", ".join(words) or "none"
 
     def lower(
-        self, front: Front, q: Any, k: Any, placed: Prepared | None, fixed: bool, bare: bool = False
+        self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool, bare: bool = False
     ) -> Options | None:
         """Check the options of a call against it, and bring them into the form of kernels.
 
         Args:
-            front: The framework's edge.
+            front: The framework's edge, an `attnspan.call.Front`.
             q: Shape (B, Hq, Sq, D), or what has its shape and dtype.
             k: Shape (B, Hkv, Sk, D), likewise.
             placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
@@ -168,22 +166,24 @@ class Given:
             TypeError: Kinds of values do not fit.
         """
         if self.softcap is not None:
-            check_number("softcap", self.softcap, "Call .item() if it is an array")
             wanted, remedy = "a positive, finite number (1e-30 or more)", "Leave it out for no softcap"
-            expect(1e-30 <= self.softcap <= FLOAT32_MAX, "softcap", wanted, self.softcap, remedy)
+            check_number("softcap", self.softcap, 1e-30, FLOAT32_MAX, wanted, remedy)
         wide = str(q.dtype).endswith("float64")
         bias, kind = (None, 0) if self.bias is None else self._lower_bias(front, q, k, wide)
         sinks = None if self.sinks is None else self._lower_sinks(front, q, wide)
         drops = self.dropout_seed is not None or type(self.dropout_p) is not float or self.dropout_p != 0.0
         seed = self._lower_dropout(front, q) if drops else None
         positional = seed is not None or kind not in (0, DENSE)
-        q_index, k_index = self._indices(front, q, k, placed, fixed, bare, positional)
+        q_index = k_index = None
+        unread = fixed and (self.q_index is not None or self.k_index is not None)
+        if placed is not None and (positional or unread):
+            q_index, k_index = self._indices(front, q, k, placed, fixed, bare, positional)
         if self.softcap is None and bias is None and sinks is None and seed is None:
             return None
         softcap, dropout_p = self.softcap or 0.0, 0.0 if seed is None else self.dropout_p
         return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
 
-    def _lower_bias(self, front: Front, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
+    def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
         bias: Any = DenseBias(self.bias) if front.takes(self.bias) else self.bias
         wanted = f"{front.an_array}, or what alibi(...), relative(...) or dense_bias(...) makes"
         remedy = f"Other functions of the scores are not taken: give their values as {front.an_array}"
@@ -199,7 +199,7 @@ class Given:
             lowered = to_float(arrays_for([lowered]), lowered, wide)
         return lowered, kind
 
-    def _lower_sinks(self, front: Front, q: Any, wide: bool) -> Any:
+    def _lower_sinks(self, front: Any, q: Any, wide: bool) -> Any:
         sinks, heads, noun = self.sinks, q.shape[1], front.noun
         fits, remedy = front.takes(sinks) and is_floating(sinks), "They are logits: convert them to float32"
         expect(fits, "sinks", f"a floating {noun}", kind_of(sinks), remedy, error=DtypeError)
@@ -208,7 +208,7 @@ class Given:
         front.check_place("sinks", sinks, q)
         return to_float(arrays_for([front.like(q)]), sinks, wide)
 
-    def _lower_dropout(self, front: Front, q: Any) -> Any:
+    def _lower_dropout(self, front: Any, q: Any) -> Any:
         """The seed where anything is dropped."""
         p, seed = self.dropout_p, self.dropout_seed
         check_dropout_p(p)
@@ -220,12 +220,9 @@ class Given:
         return None if p == 0 else front.lower_seed(seed, q.shape[0], q.shape[1])
 
     def _indices(
-        self, front: Front, q: Any, k: Any, placed: Any, fixed: bool, bare: bool, positional: bool
+        self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, bare: bool, positional: bool
     ) -> tuple[Any, Any]:
         """Global indices of queries and keys where an option reads them: the call's, else the mask's."""
-        given = self.q_index is not None or self.k_index is not None
-        if placed is None or not (positional or (fixed and given)):
-            return None, None
         expect(
             positional,
             "q_index, k_index",
@@ -248,14 +245,21 @@ class Given:
         return q_index, k_index
 
 
-def check_number(what: str, x: Any, remedy: str) -> None:
-    """Raise unless `x` is a Python number.
+def check_number(what: str, x: Any, low: float, high: float, expected: str, remedy: str) -> None:
+    """Raise unless `x` is a Python number from `low` to `high`.
 
     Example:
-        >>> check_number("softcap", 30, "Call .item() if it is an array")
+        >>> check_number("softcap", 30, 1e-30, FLOAT32_MAX, "a positive number", "Leave it out")
     """
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise DtypeError(what, expected="a Python number", got=type(x).__name__, remedy=remedy)
+        convert = (
+            "Multiply q by it if it is an array, or call .item()"
+            if what == "scale"
+            else "Call .item() if it is an array"
+        )
+        raise DtypeError(what, expected="a Python number", got=type(x).__name__, remedy=convert)
+    if not low <= x <= high:
+        raise OptionError(what, expected=expected, got=shown(x), remedy=remedy)
 
 
 def check_dropout_p(p: Any) -> None:
@@ -264,12 +268,14 @@ def check_dropout_p(p: Any) -> None:
     Example:
         >>> check_dropout_p(0.1)
     """
-    check_number("dropout_p", p, "Call .item() if it is an array")
-    remedy = "It is the share of weights to drop; dropping all leaves nothing"
-    expect(0 <= p < 1, "dropout_p", "at least 0 and below 1", p, remedy)
+    wanted, remedy = (
+        "at least 0 and below 1",
+        "It is the share of weights to drop; dropping all leaves nothing",
+    )
+    check_number("dropout_p", p, 0, _BELOW_1, wanted, remedy)
 
 
-def _index(front: Front, name: str, index: Any, q: Any, length: Any, own: Any) -> Any:
+def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> Any:
     """Given indices as int32 (B|1, length), or the mask's own where there are none."""
     if index is None:
         return own

@@ -64,7 +64,7 @@ INPUTS: Bad = {
 
 OPTIONS: Bad = {
     "scale": ({"scale": jnp.array(0.5)}, TypeError, "scale: expected a Python number"),
-    "scale nan": ({"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
+    "scale nan": ({"scale": float("nan")}, ValueError, "scale: expected a finite float32 number, got nan"),
     "softcap 0": ({"softcap": 0.0}, ValueError, "softcap: expected a positive, finite number .* got 0.0"),
     "softcap array": ({"softcap": jnp.array(3.0)}, TypeError, "softcap: expected a Python number"),
     "sinks length": ({"sinks": jnp.zeros(3)}, ValueError, r"sinks: expected \(4,\): .* got \(3,\)"),

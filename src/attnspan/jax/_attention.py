@@ -105,7 +105,7 @@ def attention(
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
         return mask.attention(q, k, v, **asked, **given.keywords())
-    run = partial(_run, **asked)
+    run: Any = partial(_run, **asked)
     sharding = explicit_sharding(q)
     if sharding is None:
         return run(q, k, v, mask, given)

@@ -106,7 +106,7 @@ class Explanation:
     def of(
         cls, call: Call, backends: Mapping[str, Backend], chosen: str, asked: bool, pairs: int, **rest: Any
     ) -> Explanation:
-        """The explanation of a call: every other backend says why not. ``asked``: the chosen one was named."""
+        """The explanation of a call: every other backend says why not. ``asked``: it was named."""
         other = "not asked for" if asked else f"slower than {chosen}"
         refusals = {
             name: backends[name].supports(call.problem) or other for name in backends if name != chosen

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from .._dropout import threshold
 from ..kernels import cpu
 from ..masks import Prepared
-from ..options import Bias, Given, Options
+from ..options import FLOAT32_MAX, Bias, Given, Options
 from ._front import PLAIN, _dispatch_modes, _function_modes, _functorch, _tracer
 from ._lowered import as_tensors, lowered
 from ._ops import backward_op
@@ -34,18 +34,7 @@ def attend(
 ) -> Any:
     """The result of `attention`, or None where the call must take the ordinary way.
 
-    Args:
-        q: As given to `attention`, as all.
-        k: Keys.
-        v: Values.
-        mask: A mask, lowered or not.
-        scale: Factor of the scores; None for 1/sqrt(D).
-        layout: "bhsd" and "bshd" go the short way.
-        return_lse: Give (out, lse) instead of out.
-        given: The options; None for a plain call.
-
-    Raises:
-        ValueError: Illegal bounds or options.
+    Arguments are those of `attention`; ``given`` is None for a call without options.
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or is_watched():
         return None
@@ -54,7 +43,9 @@ def attend(
         return None
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    elif layout != "bhsd" or not (scale is None or (type(scale) is float and -1e30 < scale < 1e30)):
+    elif layout != "bhsd":
+        return None
+    if scale is not None and not (type(scale) in (float, int) and abs(scale) <= FLOAT32_MAX):
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():
         return None
@@ -129,24 +120,13 @@ class _Attend(torch.autograd.Function):
     """The operators' derivative, without the operators."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        core: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        bounds: Tensor,
-        scale: float,
-        o: Options | None,
-        arguments: tuple[Any, ...] | None,
-    ) -> Any:
+    def forward(ctx: Any, core: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, *rest: Any) -> Any:
+        bounds, scale, o, arguments = rest
         make = torch.get_num_threads(), torch.empty_strided, torch.float32
         out, lse = core.attend(q, k, v, bounds, k.shape[2], scale, *make, True, arguments)
         ctx.set_materialize_grads(False)
-        rest = () if o is None else (o.dropout_seed, o.q_index, o.k_index)
-        saved = [q, k, v, bounds, out, lse, bias, sinks, *rest]
+        others = () if o is None else (o.dropout_seed, o.q_index, o.k_index)
+        saved = [q, k, v, bounds, out, lse, bias, sinks, *others]
         ctx.save_for_backward(*[x.clone() if x is not None and x.is_inference() else x for x in saved])
         ctx.scale, ctx.numbers = scale, None if o is None else (o.softcap, o.bias_kind, o.dropout_p)
         return out, lse
