@@ -108,7 +108,7 @@ class Alibi(Bias):
         return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
 
     def __repr__(self) -> str:
-        return f"alibi({_short(self.slopes)}{', signed=True' if self.signed else ''})"
+        return f"alibi({short(self.slopes)}{', signed=True' if self.signed else ''})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,8 +165,8 @@ class Relative(Bias):
         return arrays.take(table, index, 1), DISTANCE
 
     def __repr__(self) -> str:
-        buckets = "" if self.buckets is None else f", {_short(self.buckets)}"
-        return f"relative({_short(self.table)}{buckets})"
+        buckets = "" if self.buckets is None else f", {short(self.buckets)}"
+        return f"relative({short(self.table)}{buckets})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,7 +204,7 @@ class DenseBias(Bias):
         return values.reshape(shape), DENSE
 
     def __repr__(self) -> str:
-        return f"dense_bias({_short(self.values)})"
+        return f"dense_bias({short(self.values)})"
 
 
 def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -334,7 +334,8 @@ def _readable(x: Any) -> Any:
     return x
 
 
-def _short(x: Array) -> str:
+def short(x: Array) -> str:
+    """Dtype and shape of an array, as reprs show them."""
     return f"{str(x.dtype).removeprefix('torch.')}[{', '.join([shown(n) for n in x.shape])}]"
 
 

@@ -7,7 +7,7 @@ and are converted to text only when an error is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ __all__ = [
     "check_keywords",
     "check_layout",
     "forwards_to",
-    "lower",
+    "lower_mask",
 ]
 
 #: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
@@ -208,6 +208,7 @@ class Call:
         options: Softcap, bias, sinks and dropout as kernels take them; None for a plain call.
         given: The options as the caller gave them.
         problem: The sizes, for the choice of a backend.
+        layout: Order of the dims of the caller's q, k, v and output.
         lowered_for: Shape (), the number of keys that the mask was lowered for, where nobody has read it.
     """
 
@@ -219,6 +220,7 @@ class Call:
     options: Options | None
     given: Given
     problem: Problem
+    layout: str
     lowered_for: Any = None
 
     @classmethod
@@ -228,7 +230,7 @@ class Call:
         """Check a call and bring it into the form of backends.
 
         Args:
-            front: The framework's edge.
+            front: What the framework adds.
             q: In the layout, as all.
             k: Keys.
             v: Values.
@@ -264,10 +266,10 @@ class Call:
         problem = Problem.of(q, k, v, bounds, front.device)
         options = given.lower(front, q, k, placed, fixed, bare)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return cls(q, k, v, bounds, scale, options, given, problem, unread)
+        return cls(q, k, v, bounds, scale, options, given, problem, layout, unread)
 
 
-def lower(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
+def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
     """Lower a mask for a call: the one place that does.
 
     Args:
@@ -318,32 +320,27 @@ def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> 
         refuse_keywords(function, mistaken)
 
 
-def _named(q: Any, k: Any, v: Any) -> Iterator[tuple[str, Any]]:
-    return zip(("q", "k", "v"), (q, k, v), strict=True)
-
-
 def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
     """Raise unless q, k and v are arrays of the front end with the dims of the layout."""
-    for name, x in _named(q, k, v):
-        if not front.takes(x):
-            raise DtypeError(name, expected=front.expected, got=front.kind(x), remedy=front.convert)
     expect(layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout), "Name the order")
     dims = LAYOUTS[layout]
-    wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
-    remedy = "Reshape it, or name the layout that q, k and v have"
-    for name, x in _named(q, k, v):
-        expect(len(x.shape) == len(dims), name, wanted, tuple(x.shape), remedy, error=ShapeError)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not front.takes(x):
+            raise DtypeError(name, expected=front.expected, got=front.kind(x), remedy=front.convert)
+        if len(x.shape) != len(dims):
+            wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
+            remedy = "Reshape it, or name the layout that q, k and v have"
+            raise ShapeError(name, expected=wanted, got=shown(tuple(x.shape)), remedy=remedy)
 
 
 def _check_kinds(q: Any, k: Any, v: Any) -> None:
-    dtypes, devices = [[of(x) for x in (q, k, v)] for of in (_dtype, _device)]
+    dtypes, devices = (_dtype(q), _dtype(k), _dtype(v)), (_device(q), _device(k), _device(v))
     for name, dtype in zip(("q", "k", "v"), dtypes, strict=True):
-        wanted = f"a floating dtype ({', '.join(_FLOATING)})"
-        expect(dtype in _FLOATING, name, wanted, dtype, f"Convert {name} first", error=DtypeError)
-    same, remedy = (
-        dtypes[0] == dtypes[1] == dtypes[2],
-        "Convert them to one dtype by .astype, or in torch by .to or autocast",
-    )
+        if dtype not in _FLOATING:
+            wanted, remedy = f"a floating dtype ({', '.join(_FLOATING)})", f"Convert {name} first"
+            raise DtypeError(name, expected=wanted, got=dtype, remedy=remedy)
+    same = dtypes[0] == dtypes[1] == dtypes[2]
+    remedy = "Convert them to one dtype by .astype, or in torch by .to or autocast"
     expect(same, "q, k and v", "one dtype", ", ".join(dtypes), remedy, error=DtypeError)
     same, remedy = devices[0] == devices[1] == devices[2], "Move them to one device"
     expect(same, "q, k and v", "one device", ", ".join(devices), remedy, error=DeviceError)

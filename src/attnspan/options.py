@@ -150,7 +150,7 @@ class Given:
         """Check the options of a call against it, and bring them into the form of kernels.
 
         Args:
-            front: The framework's edge, an `attnspan.call.Front`.
+            front: What the framework adds, an `attnspan.call.Front`.
             q: Shape (B, Hq, Sq, D), or what has its shape and dtype.
             k: Shape (B, Hkv, Sk, D), likewise.
             placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
@@ -180,7 +180,8 @@ class Given:
             q_index, k_index = self._indices(front, q, k, placed, fixed, bare, positional)
         if self.softcap is None and bias is None and sinks is None and seed is None:
             return None
-        softcap, dropout_p = self.softcap or 0.0, 0.0 if seed is None else self.dropout_p
+        softcap = 0.0 if self.softcap is None else self.softcap
+        dropout_p = 0.0 if seed is None else self.dropout_p
         return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
@@ -252,11 +253,8 @@ def check_number(what: str, x: Any, low: float, high: float, expected: str, reme
         >>> check_number("softcap", 30, 1e-30, FLOAT32_MAX, "a positive number", "Leave it out")
     """
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        convert = (
-            "Multiply q by it if it is an array, or call .item()"
-            if what == "scale"
-            else "Call .item() if it is an array"
-        )
+        convert = "Multiply q by it if it is an array, or call .item()"
+        convert = convert if what == "scale" else "Call .item() if it is an array"
         raise DtypeError(what, expected="a Python number", got=type(x).__name__, remedy=convert)
     if not low <= x <= high:
         raise OptionError(what, expected=expected, got=shown(x), remedy=remedy)
@@ -268,11 +266,8 @@ def check_dropout_p(p: Any) -> None:
     Example:
         >>> check_dropout_p(0.1)
     """
-    wanted, remedy = (
-        "at least 0 and below 1",
-        "It is the share of weights to drop; dropping all leaves nothing",
-    )
-    check_number("dropout_p", p, 0, _BELOW_1, wanted, remedy)
+    remedy = "It is the share of weights to drop; dropping all leaves nothing"
+    check_number("dropout_p", p, 0, _BELOW_1, "at least 0 and below 1", remedy)
 
 
 def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> Any:

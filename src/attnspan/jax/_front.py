@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from ..arrays import own
-from ..call import Call, Front, lower
+from ..call import Call, Front, lower_mask
 from ..masks import Prepared
 from ..options import Given, Options
 from ..spans import Spans
@@ -80,7 +80,7 @@ class JaxFront(Front):
         # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
         # program, where a constant of the size of the bounds would be copied into it.
         like = self.inputs[0] if isinstance(self.inputs[0], jax.core.Tracer) else None
-        return lower(mask, q, k, given, like), given
+        return lower_mask(mask, q, k, given, like), given
 
     def bounds(self, placed: Prepared, q: Any) -> Array:
         del q

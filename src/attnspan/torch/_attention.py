@@ -142,7 +142,7 @@ def attention(
     choice = choose(call.problem, BACKENDS, backend)
     warn_if_slow(choice)
     out, lse = _run(call, choice.name)
-    return from_bhsd(out, lse, layout, return_lse)  # type: ignore[no-any-return]
+    return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
 
 
 def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import arrays_for, is_array, own
-from ..call import Front, lower
+from ..call import Front, lower_mask
 from ..errors import DeviceError, DtypeError, expect
 from ..kernels import math as math_kernel
 from ..masks import Prepared
@@ -96,7 +96,7 @@ class TorchFront(Front):
             return lower_parts(mask, places, q, k.shape[2], **indices), given
         if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
             return known, given
-        return lower(mask, q, k, given, like=q), given
+        return lower_mask(mask, q, k, given, like=q), given
 
     def bounds(self, placed: Prepared, q: Any) -> Any:
         bounds: Any = placed.lowered.bounds

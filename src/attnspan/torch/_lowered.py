@@ -16,7 +16,7 @@ from .._expression import And, Or
 from .._leaves import Causal, Full, GlobalKeys, Window
 from .._start import begin_in
 from ..arrays import NUMPY
-from ..call import lower
+from ..call import lower_mask
 from ..masks import Mask, Prepared
 from ..options import Given
 from ..spans import Spans
@@ -142,7 +142,7 @@ def _remember(
             tensors.append(x)
             tensor_values.append(x._version if copy is None else torch.from_numpy(copy))
     try:
-        found = _by_numpy(twin, leaves, sizes) if host else lower(mask, q, k, Given(), like=q)
+        found = _by_numpy(twin, leaves, sizes) if host else lower_mask(mask, q, k, Given(), like=q)
     except (ValueError, TypeError):
         return None
     entry = _Known(sizes, q.device, found, tensors, tensor_values, arrays, array_values)

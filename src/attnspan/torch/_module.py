@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._biases import short
 from ..call import check_keywords
 from ..options import Bias
 from ._attention import AnyMask, attention
@@ -87,10 +88,5 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The options, for ``print(model)``."""
-        return ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
-
-
-def _short(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        words = {name: short(x) if isinstance(x, Tensor) else repr(x) for name, x in self.options.items()}
+        return ", ".join(f"{name}={word}" for name, word in words.items())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
-from ..call import check_k_len, lower
+from ..call import check_k_len, lower_mask
 from ..errors import DeviceError, DtypeError, OptionError
 from ..masks import Prepared
 from ..options import Bias, Given
@@ -48,7 +48,7 @@ def lower_all(
     _check_names(specs, places, [*names, *_names(given)])
     given = _place_options(given, places, specs)
     if words == "":
-        return given, lower(mask, q, k, given, like=q)  # type: ignore[arg-type]
+        return given, lower_mask(mask, q, k, given, like=q)  # type: ignore[arg-type]
     arrays = [_moved(x, name, q) for x, name in zip(arrays, names, strict=True)]
     if places is not None:
         arrays = [
