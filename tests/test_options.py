@@ -165,7 +165,7 @@ def test_pytrees():
     [
         (lambda: a.alibi(np.arange(4)), DtypeError, "alibi: slopes: expected a floating array, got int64"),
         (lambda: a.alibi(0.5), DtypeError, "alibi: slopes: expected a floating array, got float"),
-        (lambda: a.alibi(np.ones((1, 2, 4))), ShapeError, r"1 or 2 axes, got shape \(1, 2, 4\)"),
+        (lambda: a.alibi(np.ones((1, 2, 4))), ShapeError, r"1 or 2 axes, got \(1, 2, 4\)"),
         (lambda: a.alibi(np.ones(3)).lower(**SIZES), ShapeError, r"\(4,\) or \(2, 4\).*got \(3,\)"),
         (lambda: a.alibi(np.ones((3, 4))).lower(**SIZES), ShapeError, r"\(4,\) or \(2, 4\).*got \(3, 4\)"),
         (lambda: a.alibi_slopes(0), OptionError, "alibi_slopes: heads: expected 1 to"),

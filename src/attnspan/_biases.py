@@ -1,4 +1,4 @@
-"""Position biases and dense ones: descriptions, and how each becomes the array that kernels read."""
+"""Biases of the scores: immutable descriptions, and how each becomes the array that kernels read."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from . import checks
 from ._mistakes import refuse_truth_of_bias
 from ._pytrees import Node
 from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, own
-from .errors import DtypeError, OptionError, ShapeError, shown
+from .errors import DtypeError, ShapeError, expect, shown
 
+#: Kinds of lowered biases; 0 is no bias.
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
 
-#: A dense bias below this hides its key, as -inf does: the least float32 and bfloat16 numbers, with which
-#: masks are often filled, are meant so. In units of log2 it is beyond float32.
+#: A dense bias below this hides its key, as -inf does: masks are often filled with the lowest float32 or
+#: bfloat16 number. In units of log2 it is beyond float32.
 HIDES = -2.36e38
-"""Kinds of lowered biases; 0 is none."""
 
 
 class Bias(Node):
-    """What is added to the scores: an immutable description, free of any framework.
-
-    Biases are made by `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
+    """What is added to the scores: made by `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
 
     Example:
         >>> from attnspan import alibi
@@ -35,23 +34,19 @@ class Bias(Node):
     def lower(
         self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
     ) -> tuple[Array, int]:
-        """The array that kernels read, and its kind.
-
-        Differentiable and traceable: frameworks see plain array functions of the bias's own arrays.
+        """The array that kernels read, and its kind; differentiable and traceable.
 
         Args:
             batch: number of batch rows.
             heads: number of query heads.
             q_len: number of queries.
             k_len: number of keys.
-            like: an array whose framework and device are those of the result; None for those of the bias's
-                own arrays.
+            like: an array whose framework and device the result has; None for those of the bias's arrays.
             wide: float64 instead of float32, for a float64 q.
 
         Returns:
             ALIBI or SIGNED_ALIBI with slopes (B|1, H), DISTANCE with values (H, 2L + 1) by distance from -L
-            to L, or DENSE with values (B|1, H|1, Sq|1, Sk) in their own dtype, or in float32 where that is a
-            float64 (`wide` makes them float64).
+            to L, or DENSE with values (B|1, H|1, Sq|1, Sk) in their own dtype (float64 only if `wide`).
 
         Raises:
             ShapeError: for parameters that do not fit the problem.
@@ -62,34 +57,53 @@ class Bias(Node):
             >>> lowered.tolist(), kind
             ([[0.5, 0.25]], 1)
         """
+        own = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        return self._lower(arrays_for([like, *own], what="bias"), wide, (batch, heads, q_len, k_len))
+
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
     def __bool__(self) -> NoReturn:
         refuse_truth_of_bias(self)
 
-    def _arrays(self, like: Array) -> Arrays:
-        own = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
-        return arrays_for([like, *own], what="bias")
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alibi(Bias):
+    """Attention with linear biases, Press et al. 2022 (arXiv:2108.12409), section 3.
+
+    The bias of query i and key j, by global index, is -slope * |j - i|, or slope * (j - i) if signed: the two
+    are equal where a query sees no later keys.
+
+    Args:
+        slopes: floating (H,) or (B, H), one for each query head, with gradient.
+        signed: keep the sign of the distance.
+
+    Raises:
+        DtypeError, ShapeError: for slopes that are not floating or of a wrong rank.
+
+    Example:
+        >>> Alibi(alibi_slopes(8))
+        alibi(float32[8])
+    """
+
     slopes: Array
     signed: bool = False
 
-    def lower(
-        self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
-    ) -> tuple[Array, int]:
-        del q_len, k_len
+    def __post_init__(self) -> None:
+        self._set(slopes=_floats("alibi: slopes", self.slopes, (1, 2)), signed=bool(self.signed))
+
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
+        batch, heads, *_ = sizes
         shape = self.slopes.shape
-        if shape[-1] != heads or (len(shape) == 2 and shape[0] != 1 and shape[0] != batch):
-            raise ShapeError(
-                "alibi: slopes",
-                expected=f"({heads},) or ({batch}, {heads}): a slope for each query head",
-                got=shown(shape),
-                remedy="Pass alibi_slopes(heads), or slopes of your own",
-            )
-        slopes = to_float(self._arrays(like), self.slopes, wide)
+        fits = shape[-1] == heads and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+        wanted = "({},) or ({}, {}): a slope for each query head"
+        remedy = "Pass alibi_slopes(heads), or slopes of your own"
+        _fits(fits, "alibi: slopes", wanted, self.slopes, remedy, heads, batch, heads)
+        slopes = to_float(arrays, self.slopes, wide)
         return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
 
     def __repr__(self) -> str:
@@ -98,25 +112,53 @@ class Alibi(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Relative(Bias):
+    """A bias by distance: T5's (Raffel et al. 2020, section 2.1), or any table.
+
+    Query i and key j, by global index, are j - i apart; distances beyond -L..L take the value at the end.
+
+    Args:
+        table: floating (H, n), with gradient: a row for each query head. T5's embedding is its transpose.
+        buckets: integer (2L + 1,), the column of the table for each distance from -L to L; None where the
+            table has a column for each, n = 2L + 1.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: for a table that is not floating, an even number of distances, or
+            a column that the table lacks (where it can be read; elsewhere the gather fails or gives NaN).
+
+    Example:
+        >>> Relative(np.zeros((4, 32), "float32"), t5_buckets())
+        relative(float32[4, 32], int32[257])
+    """
+
     table: Array
     buckets: Array | None = None
 
-    def lower(
-        self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
-    ) -> tuple[Array, int]:
-        del batch, q_len, k_len
-        if self.table.shape[0] != heads:
-            raise ShapeError(
-                "relative: table",
-                expected=f"({heads}, n): a row for each query head",
-                got=shown(self.table.shape),
-                remedy="Pass one row per query head; transpose an embedding's weight of (n, heads)",
-            )
-        arrays = self._arrays(like)
+    def __post_init__(self) -> None:
+        self._set(table=_floats("relative: table", self.table, (2,)))
+        odd = "an odd number of columns with that of distance 0 in the middle"
+        if self.buckets is None:
+            wanted, remedy = "(H, 2L + 1): a column for each distance from -L to L", f"Pass buckets, or {odd}"
+            _fits(self.table.shape[1] % 2 == 1, "relative: table", wanted, self.table, remedy)
+            return
+        self._set(buckets=checks.integers("relative: buckets", _readable(self.buckets), (1,)))
+        wanted = "(2L + 1,): the column of the table for each distance from -L to L"
+        remedy = f"Take t5_buckets(...), or {odd}"
+        _fits(self.buckets.shape[0] % 2 == 1, "relative: buckets", wanted, self.buckets, remedy)
+        arrays = arrays_for([self.table, self.buckets], what="relative: table and buckets")
+        if arrays.concrete(self.buckets):
+            values = arrays.to_numpy(self.buckets)
+            low, high, top = int(values.min()), int(values.max()), self.table.shape[1] - 1
+            wanted, remedy = f"columns of the table, 0 to {top}", "Make the table wider, or the buckets fewer"
+            expect(low >= 0 and high <= top, "relative: buckets", wanted, f"{low} to {high}", remedy)
+
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
+        heads, wanted = sizes[1], "({}, n): a row for each query head"
+        remedy = "Pass one row per query head; transpose an embedding's weight of (n, heads)"
+        _fits(self.table.shape[0] == heads, "relative: table", wanted, self.table, remedy, heads)
         table = to_float(arrays, self.table, wide)
         if self.buckets is None:
             return table, DISTANCE
-        # A gather of values that nobody could check: a negative index fails too, it never means the end.
+        # Nobody may have checked these values: a negative index must fail too, it never means the end.
         index = arrays.asarray(self.buckets, "int64")
         index = arrays.where(index < 0, self.table.shape[1], index)
         return arrays.take(table, index, 1), DISTANCE
@@ -128,24 +170,33 @@ class Relative(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseBias(Bias):
+    """A bias given value by value. It takes the memory of its values: prefer the others where they serve.
+
+    Args:
+        values: floating (Sq|1, Sk), (H|1, Sq|1, Sk) or (B|1, H|1, Sq|1, Sk), with gradient. A value of -inf
+            hides the key, as a mask does, but costs time where a mask saves it.
+
+    Raises:
+        DtypeError, ShapeError: for values that are not floating or of a wrong rank.
+
+    Example:
+        >>> DenseBias(np.zeros((8, 1, 16), "float32"))
+        dense_bias(float32[8, 1, 16])
+    """
+
     values: Array
 
-    def lower(
-        self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
-    ) -> tuple[Array, int]:
+    def __post_init__(self) -> None:
+        self._set(values=_floats("dense_bias", self.values, (2, 3, 4)))
+
+    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         given = tuple(self.values.shape)
         shape = (1,) * (4 - len(given)) + given
         # 1 first: a traced size that is known to be 1 then needs no guard against the problem's.
-        fits = all(x == 1 or x == full for x, full in zip(shape[:3], (batch, heads, q_len), strict=True))
-        if not fits or shape[3] != k_len:
-            raise ShapeError(
-                "dense bias",
-                expected=f"(B|1, H|1, q_len|1, k_len) with B={batch}, H={heads}, q_len={q_len}, "
-                f"k_len={k_len}",
-                got=shown(given),
-                remedy="Give it that shape; axes may be missing in front, or be 1, but for the keys",
-            )
-        arrays = self._arrays(like)
+        fits = all(x == 1 or x == full for x, full in zip(shape[:3], sizes[:3], strict=True))
+        wanted = "(B|1, H|1, q_len|1, k_len) with B={}, H={}, q_len={}, k_len={}"
+        remedy = "Give it that shape; axes may be missing in front, or be 1, but for the keys"
+        _fits(fits and shape[3] == sizes[3], "dense bias", wanted, self.values, remedy, *sizes)
         values = _moved(arrays, self.values)
         if wide or str(values.dtype).endswith("float64"):
             values = to_float(arrays, values, wide)
@@ -155,96 +206,62 @@ class DenseBias(Bias):
         return f"dense_bias({short(self.values)})"
 
 
-def floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
-    """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
-    x = readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
-    if not is_array(x) or not _is_floating(x):
-        got = str(x.dtype) if is_array(x) else type(x).__name__
-        raise DtypeError(what, expected="a floating array", got=got, remedy="Convert it to float32")
-    if len(x.shape) not in ranks:
-        raise ShapeError(
-            what,
-            expected=f"{' or '.join(map(str, ranks))} axes",
-            got=f"shape {shown(x.shape)}",
-            remedy="Drop or add axes; heads come before distances, a batch axis comes first",
-        )
-    return x
+def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The geometric slopes of Press et al. 2022: 2**(-8 i / heads) for i = 1..heads, as in the paper's code.
 
+    Args:
+        heads: number of query heads. If it is no power of two, the slopes are those of the next lower power,
+            then every other slope of the next higher one.
 
-def readable(x: Any) -> Any:
-    """`x` itself, or a tensor where torch's compiler reads this code, which cannot ask NumPy for a dtype."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, np.ndarray) and torch.compiler.is_compiling():
-        return torch.as_tensor(x)
-    return x
+    Returns:
+        float32 (heads,), in NumPy; to train them, make a parameter of them.
 
+    Raises:
+        DtypeError, OptionError: if `heads` is not an integer or is less than 1.
 
-def check_buckets(table: Array, buckets: Array) -> None:
-    """Raise for an even number of buckets, and for indices outside the table where they can be read."""
-    if len(buckets.shape) != 1 or buckets.shape[0] % 2 == 0:
-        raise ShapeError(
-            "relative: buckets",
-            expected="(2L + 1,): the column of the table for each distance from -L to L",
-            got=shown(buckets.shape),
-            remedy="Take t5_buckets(...), or an odd number of columns with that of distance 0 in the middle",
-        )
-    arrays = arrays_for([table, buckets], what="relative: table and buckets")
-    if not arrays.concrete(buckets):
-        return
-    values, columns = arrays.to_numpy(buckets), table.shape[1]
-    if values.min() < 0 or values.max() >= columns:
-        raise OptionError(
-            "relative: buckets",
-            expected=f"columns of the table, 0 to {columns - 1}",
-            got=f"{values.min()} to {values.max()}",
-            remedy="Make the table wider, or the buckets fewer",
-        )
-
-
-def to_float(arrays: Arrays, x: Array, wide: bool) -> Array:
-    """`x` as float32 or float64 in the framework of `arrays`, differentiably."""
-    name = "float64" if wide else "float32"
-    x = _moved(arrays, x)
-    if arrays.name == "torch":
-        torch = sys.modules["torch"]
-        return x.to(torch.float64 if wide else torch.float32)
-    return x.astype(name)
-
-
-def short(x: Array) -> str:
-    """Dtype and shape of an array, as reprs show them."""
-    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join([shown(n) for n in x.shape])}]"
-
-
-def _moved(arrays: Arrays, x: Array) -> Array:
-    """A NumPy array as one of the framework; any other is there already."""
-    if arrays.name == "numpy" or not isinstance(x, np.ndarray):
-        return x
-    if arrays.name == "torch":
-        return sys.modules["torch"].as_tensor(own(x), device=arrays.device)  # type: ignore[attr-defined]
-    return arrays.xp.asarray(own(x))
-
-
-def _is_floating(x: Array) -> bool:
-    # By name: ml_dtypes' bfloat16, which JAX brings, is no floating dtype to NumPy.
-    return "float" in str(x.dtype)
-
-
-def make_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """See `attnspan.alibi_slopes`."""
+    Example:
+        >>> alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    heads = checks.count("alibi_slopes: heads", heads, least=1)
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
-    # Between two powers of two the paper's code takes every other slope of the next one.
     slopes += [2.0 ** (-8 * (2 * i + 1) / (2 * power)) for i in range(heads - power)]
     return np.asarray(slopes, np.float32)
 
 
-def make_t5_buckets(
-    num_buckets: int, max_distance: int, bidirectional: bool
+def t5_buckets(
+    num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """See `attnspan.t5_buckets`."""
+    """T5's buckets for `relative` (Raffel et al. 2020, section 2.1; arXiv:1910.10683).
+
+    Half of the buckets of a side hold one distance each, the others logarithmically more, up to
+    `max_distance` and beyond. Make them once, outside the model.
+
+    Args:
+        num_buckets: columns of the table; both sides together if bidirectional.
+        max_distance: from here on, all distances share a bucket.
+        bidirectional: tell later keys from earlier ones; False (T5's decoder): later keys have distance 0.
+
+    Returns:
+        int32 (2 * max_distance + 1,), for distances from -max_distance to max_distance.
+
+    Raises:
+        DtypeError, OptionError: for numbers that leave some buckets without a distance.
+
+    Example:
+        >>> t5_buckets(8, 4).tolist()
+        [3, 3, 2, 1, 0, 5, 6, 7, 7]
+    """
+    least = 4 if bidirectional else 2
+    num_buckets = checks.count("t5_buckets: num_buckets", num_buckets, least=least)
+    max_distance = checks.count("t5_buckets: max_distance", max_distance, least=1)
     sides = num_buckets // 2 if bidirectional else num_buckets
     exact = sides // 2
+    fits = max_distance > exact and not (bidirectional and num_buckets % 2)
+    wanted = f"max_distance beyond the {exact} distances with a bucket each, and an even number of buckets"
+    got, remedy = f"num_buckets={num_buckets}, max_distance={max_distance}", "T5 itself has 32 and 128"
+    expect(fits, "t5_buckets", f"{wanted} where there are two sides", got, remedy)
     behind = np.array([_bucket(d, sides, exact, max_distance) for d in range(max_distance + 1)], np.int32)
     ahead = behind[1:] + sides if bidirectional else np.zeros(max_distance, np.int32)
     return NUMPY.concat([behind[::-1], ahead])  # type: ignore[no-any-return]
@@ -261,3 +278,54 @@ def _bucket(distance: int, sides: int, exact: int, max_distance: int) -> int:
     ):
         bucket += 1
     return exact + bucket
+
+
+def to_float(arrays: Arrays, x: Array, wide: bool) -> Array:
+    """`x` as float32 or float64 in the framework of `arrays`, differentiably."""
+    name, x = "float64" if wide else "float32", _moved(arrays, x)
+    return x.to(getattr(sys.modules["torch"], name)) if arrays.name == "torch" else x.astype(name)
+
+
+def is_floating(x: object) -> bool:
+    """Whether `x` is an array of floats, by the name of its dtype: NumPy does not know JAX's bfloat16."""
+    return is_array(x) and "float" in str(x.dtype)  # type: ignore[attr-defined]
+
+
+def kind_of(x: Any) -> str:
+    """The dtype of an array or the type of any other value, as errors show what came."""
+    return str(x.dtype) if is_array(x) else type(x).__name__
+
+
+def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
+    """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
+    x = _readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
+    expect(is_floating(x), what, "a floating array", kind_of(x), "Convert it to float32", error=DtypeError)
+    remedy = "Drop or add axes; heads come before distances, a batch axis comes first"
+    _fits(len(x.shape) in ranks, what, "{} axes", x, remedy, " or ".join(map(str, ranks)))
+    return x
+
+
+def _fits(holds: Any, what: str, expected: str, x: Array, remedy: str, *values: object) -> None:
+    expect(holds, what, expected, tuple(x.shape), remedy, *values, error=ShapeError)
+
+
+def _readable(x: Any) -> Any:
+    """`x` itself, or a tensor where torch's compiler reads this code, which cannot ask NumPy for a dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, np.ndarray) and torch.compiler.is_compiling():
+        return torch.as_tensor(x)
+    return x
+
+
+def short(x: Array) -> str:
+    """Dtype and shape of an array, as reprs show them."""
+    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join([shown(n) for n in x.shape])}]"
+
+
+def _moved(arrays: Arrays, x: Array) -> Array:
+    """A NumPy array as one of the framework; any other is there already."""
+    if arrays.name == "numpy" or not isinstance(x, np.ndarray):
+        return x
+    if arrays.name == "torch":
+        return sys.modules["torch"].as_tensor(own(x), device=arrays.device)  # type: ignore[attr-defined]
+    return arrays.xp.asarray(own(x))

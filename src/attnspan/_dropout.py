@@ -1,8 +1,8 @@
 """Which weights dropout drops: a function of the seed, the batch row, the head and the two global indices.
 
 Nothing is drawn in sequence, so every tiling, thread count and shard of one problem drops the same elements.
-Words of 32 bits are kept in int64, of NumPy or torch alike: a product that overflows keeps its low 64 bits,
-and that is all that is read of it.
+Words of 32 bits are kept in int64, of NumPy or torch: a product that overflows keeps its low 64 bits, of
+which only the low 32 are read.
 """
 
 from __future__ import annotations
@@ -46,20 +46,12 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
 
 
 def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
-    """The seeds of batch rows and heads.
+    """The seeds of batch rows and heads, int64 (B, H).
 
     Args:
         seed: int64, () or any shape that broadcasts with the indices.
         batch_index: int64 (B, 1), global indices of the batch rows.
         head_index: int64 (1, H), global indices of the query heads.
-
-    Returns:
-        int64 (B, H).
-
-    Example:
-        >>> indices = np.arange(2)
-        >>> split_seeds(np.array(7), indices[:, None], indices[None]).shape
-        (2, 2)
     """
     zero = (batch_index + head_index) * 0  # One shape for all four words: NumPy warns where scalars overflow.
     key = (zero + seed) & _WORD, (zero + seed) >> 32 & _WORD
@@ -68,10 +60,7 @@ def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
 
 
 def threshold(p: float) -> int:
-    """How many of 65,536 equally likely numbers are dropped: p as a multiple of 2**-16, never 0 or 1.
-
-    Args:
-        p: probability, in (0, 1).
+    """How many of 65,536 equally likely numbers are dropped: p in (0, 1) as a multiple of 2**-16, not 0 or 1.
 
     Example:
         >>> threshold(0.1), threshold(1e-9)
@@ -81,20 +70,13 @@ def threshold(p: float) -> int:
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
-    """Which weights are kept; those are to be multiplied by 65536 / (65536 - threshold(p)).
+    """Which weights are kept, bool (B, H, Sq, Sk); those are multiplied by `scale_of_kept`.
 
     Args:
         p: probability of being dropped, in (0, 1).
         seeds: int64 (B, H), from `split_seeds` or any others.
         q_index: integer (B|1, Sq), global indices of the queries.
         k_index: integer (B|1, Sk), global indices of the keys, in any order.
-
-    Returns:
-        bool (B, H, Sq, Sk).
-
-    Example:
-        >>> kept(0.5, np.zeros((1, 1), np.int64), np.arange(2)[None], np.arange(9)[None]).shape
-        (1, 1, 2, 9)
     """
     seeds = seeds[:, :, None]
     zero = seeds * 0
@@ -113,12 +95,7 @@ def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
 
 
 def scale_of_kept(p: float) -> float:
-    """The factor of kept weights, which keeps their expectation.
-
-    Example:
-        >>> scale_of_kept(0.5)
-        2.0
-    """
+    """The factor of kept weights, which keeps their expectation."""
     return 65536 / (65536 - threshold(p))
 
 

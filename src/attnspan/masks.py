@@ -153,7 +153,9 @@ class key_padding(Mask):
 
     def _lower(self, low: Lowering) -> Rows:
         if self.stop is None and self.side == "left":
-            low.needs_keys("key_padding", 'the length of the keys, which side="left" counts from')
+            low.needs_keys(
+                "key_padding", 'the length of the global key sequence, which side="left" counts from'
+            )
         end = low.top if self.stop is None else self.stop
         # The number of keys may be a symbol: it is compared only where a part was named.
         if (self.start > 0 or self.stop is not None) and not self.start <= end <= low.top:

@@ -1,18 +1,17 @@
-"""What a call of attention may ask for beside a mask, and the form in which operators and kernels take it.
+"""What a call of attention may ask for besides a mask: checked and lowered here for every framework.
 
 With x_j = scale * q_i . k_j for query i and its visible keys j: a softcap squashes x_j, a bias is added to
-it, sinks join the denominator of the softmax, and dropout takes weights out of its result. docs/options.md
+it, sinks join the denominator of the softmax, and dropout removes weights from its result. docs/options.md
 has the formulas. Positions are global indices, as for masks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 
-from . import checks
 from ._biases import (
     ALIBI,
     DENSE,
@@ -22,26 +21,32 @@ from ._biases import (
     Bias,
     DenseBias,
     Relative,
-    check_buckets,
-    floats,
-    make_slopes,
-    make_t5_buckets,
-    readable,
+    alibi_slopes,
+    is_floating,
+    kind_of,
+    t5_buckets,
+    to_float,
 )
 from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
-from .arrays import Array
-from .errors import OptionError, ShapeError, shown
+from .arrays import INT32_MAX, arrays_for, is_array, is_integer
+from .errors import DtypeError, OptionError, ShapeError, expect, shown
+from .masks import Prepared
 
 __all__ = [
     "ALIBI",
     "DENSE",
     "DISTANCE",
+    "FLOAT32_MAX",
     "SIGNED_ALIBI",
     "Bias",
+    "Given",
+    "Keywords",
     "Options",
     "alibi",
     "alibi_slopes",
+    "check_dropout_p",
+    "check_number",
     "dense_bias",
     "dropout_seeds",
     "dropout_threshold",
@@ -49,12 +54,37 @@ __all__ = [
     "t5_buckets",
 ]
 
+alibi, relative, dense_bias = Alibi, Relative, DenseBias
+
+#: Kernels compute in float32.
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_BELOW_1 = 1 - 2.0**-53
+
+A = TypeVar("A")
+M = TypeVar("M")
+
+
+class Keywords(TypedDict, Generic[A, M], total=False):
+    """The keywords of ``attention`` but ``return_lse``, for type checkers: of arrays A and masks M."""
+
+    mask: M | None
+    scale: float | None
+    softcap: float | None
+    bias: Bias | A | None
+    sinks: A | None
+    dropout_p: float
+    dropout_seed: A | None
+    q_index: A | None
+    k_index: A | None
+    layout: Any
+    backend: str | None
+
 
 @dataclass(frozen=True, eq=False)
 class Options:
     """Options as operators and kernels take them: numbers, and arrays of the call's framework.
 
-    Float arrays are float32, or float64 beside a float64 q (math backend and reference only).
+    Float arrays are float32, or float64 for a float64 q (math backend and reference only).
 
     Attributes:
         softcap: 0 for none, else x becomes softcap * tanh(x / softcap), before the bias.
@@ -63,7 +93,8 @@ class Options:
         bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE.
         sinks: (H,), the logit of each head's sink, or None.
         dropout_p: probability with which a weight is dropped; 0 for none.
-        dropout_seed: int64, () for one seed or (B, H) for one per batch row and head; None without dropout.
+        dropout_seed: int64, () for one seed or (B, H) for one per batch row and head; in JAX uint32
+            (B, H, 2), low and high words. None without dropout.
         q_index: int32 (B|1, Sq), global indices of the queries; None for k_len - q_len + row.
         k_index: int32 (B|1, Sk), global indices of the keys, in any order; None for 0..k_len-1.
 
@@ -82,132 +113,175 @@ class Options:
     k_index: Any = None
 
 
-def alibi(slopes: Array, signed: bool = False) -> Bias:
-    """Attention with linear biases, Press et al. 2022 (arXiv:2108.12409), section 3.
-
-    The bias of query i and key j, by global index, is -slope * |j - i|, or slope * (j - i) if signed: the two
-    are one where a query sees no later keys.
-
-    Args:
-        slopes: floating (H,) or (B, H), one for each query head, with gradient.
-        signed: keep the sign of the distance.
-
-    Raises:
-        DtypeError, ShapeError: for slopes that are not floating or of a wrong rank.
+@dataclass(frozen=True)
+class Given:
+    """Options as the caller of ``attention`` gave them.
 
     Example:
-        >>> alibi(alibi_slopes(8))
-        alibi(float32[8])
+        >>> print(Given(softcap=30.0, bias=alibi([0.5, 0.25])))
+        softcap 30, bias alibi(float64[2])
     """
-    return Alibi(floats("alibi: slopes", slopes, (1, 2)), bool(signed))
 
+    softcap: float | None = None
+    bias: Any = None
+    sinks: Any = None
+    dropout_p: float = 0.0
+    dropout_seed: Any = None
+    q_index: Any = None
+    k_index: Any = None
 
-def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The geometric slopes of Press et al. 2022: 2**(-8 i / heads) for i = 1..heads, as in the paper's code.
+    def keywords(self) -> dict[str, Any]:
+        """The options as keywords of ``attention``."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    Args:
-        heads: number of query heads; where that is no power of two, the slopes are those of the power below,
-            and then every other one of the power above.
+    def __str__(self) -> str:
+        words = [f"softcap {self.softcap:g}"] if self.softcap is not None else []
+        if self.bias is not None:
+            words += [f"bias {DenseBias(self.bias) if is_array(self.bias) else self.bias!r}"]
+        words += ["sinks"] if self.sinks is not None else []
+        words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
+        return ", ".join(words) or "none"
 
-    Returns:
-        float32 (heads,), in NumPy; train them by making a parameter of them.
+    def lower(
+        self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool, bare: bool = False
+    ) -> Options | None:
+        """Check the options of a call against it, and bring them into the form of kernels.
 
-    Raises:
-        DtypeError, OptionError: for a number that is none, or below 1.
+        Args:
+            front: What the framework adds, an `attnspan.call.Front`.
+            q: Shape (B, Hq, Sq, D), or what has its shape and dtype.
+            k: Shape (B, Hkv, Sk, D), likewise.
+            placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
+                where a plan has it.
+            fixed: The mask was lowered before the call, which did not read the indices that the call gives.
+            bare: It came as spans, which do not say where their rows are.
 
-    Example:
-        >>> alibi_slopes(4).tolist()
-        [0.25, 0.0625, 0.015625, 0.00390625]
-    """
-    return make_slopes(checks.count("alibi_slopes: heads", heads, least=1))
+        Returns:
+            The options; None where none is given.
 
+        Raises:
+            ValueError: Values, sizes or devices do not fit, or nothing would read the indices.
+            TypeError: Kinds of values do not fit.
+        """
+        if self.softcap is not None:
+            wanted, remedy = "a positive, finite number (1e-30 or more)", "Leave it out for no softcap"
+            check_number("softcap", self.softcap, 1e-30, FLOAT32_MAX, wanted, remedy)
+        wide = str(q.dtype).endswith("float64")
+        bias, kind = (None, 0) if self.bias is None else self._lower_bias(front, q, k, wide)
+        sinks = None if self.sinks is None else self._lower_sinks(front, q, wide)
+        drops = self.dropout_seed is not None or type(self.dropout_p) is not float or self.dropout_p != 0.0
+        seed = self._lower_dropout(front, q) if drops else None
+        positional = seed is not None or kind not in (0, DENSE)
+        q_index = k_index = None
+        unread = fixed and (self.q_index is not None or self.k_index is not None)
+        if placed is not None and (positional or unread):
+            q_index, k_index = self._indices(front, q, k, placed, fixed, bare, positional)
+        if self.softcap is None and bias is None and sinks is None and seed is None:
+            return None
+        softcap = 0.0 if self.softcap is None else self.softcap
+        dropout_p = 0.0 if seed is None else self.dropout_p
+        return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
 
-def relative(table: Array, buckets: Array | None = None) -> Bias:
-    """A bias by distance: T5's (Raffel et al. 2020, section 2.1), or any table of your own.
-
-    Query i and key j, by global index, are j - i apart; distances beyond -L..L take the value at the end.
-
-    Args:
-        table: floating (H, n), with gradient: a row for each query head. An embedding of T5 has it
-            transposed.
-        buckets: integer (2L + 1,), the column of the table for each distance from -L to L; None where the
-            table has a column for each, n = 2L + 1.
-
-    Raises:
-        DtypeError, ShapeError, OptionError: for a table that is not floating, an even number of distances, or
-            a column that the table lacks (where it can be read; elsewhere the gather fails or gives NaN).
-
-    Example:
-        >>> import numpy as np
-        >>> relative(np.zeros((4, 32), "float32"), t5_buckets())
-        relative(float32[4, 32], int32[257])
-    """
-    table = floats("relative: table", table, (2,))
-    if buckets is None:
-        if table.shape[1] % 2 == 0:
-            raise ShapeError(
-                "relative: table",
-                expected="(H, 2L + 1): a column for each distance from -L to L",
-                got=shown(table.shape),
-                remedy="Pass buckets, or an odd number of columns with that of distance 0 in the middle",
-            )
-        return Relative(table)
-    buckets = checks.integers("relative: buckets", readable(buckets), (1,))
-    check_buckets(table, buckets)
-    return Relative(table, buckets)
-
-
-def t5_buckets(
-    num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
-) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """T5's buckets for `relative` (Raffel et al. 2020, section 2.1; arXiv:1910.10683).
-
-    Half of the buckets of a side hold one distance each, the others logarithmically more, up to
-    `max_distance` and beyond. Make them once, outside the model.
-
-    Args:
-        num_buckets: columns of the table; both sides together if bidirectional.
-        max_distance: from here on, all distances share a bucket.
-        bidirectional: tell later keys from earlier ones; False (T5's decoder): later keys have distance 0.
-
-    Returns:
-        int32 (2 * max_distance + 1,), for distances from -max_distance to max_distance.
-
-    Raises:
-        DtypeError, OptionError: for numbers that leave a part of the buckets without a distance.
-
-    Example:
-        >>> t5_buckets(8, 4).tolist()
-        [3, 3, 2, 1, 0, 5, 6, 7, 7]
-    """
-    least = 4 if bidirectional else 2
-    num_buckets = checks.count("t5_buckets: num_buckets", num_buckets, least=least)
-    max_distance = checks.count("t5_buckets: max_distance", max_distance, least=1)
-    exact = num_buckets // least
-    if max_distance <= exact or (bidirectional and num_buckets % 2):
-        raise OptionError(
-            "t5_buckets",
-            expected=f"max_distance beyond the {exact} distances with a bucket each, and an even number of "
-            "buckets where there are two sides",
-            got=f"num_buckets={num_buckets}, max_distance={max_distance}",
-            remedy="T5 itself has num_buckets=32, max_distance=128",
+    def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
+        bias: Any = DenseBias(self.bias) if front.takes(self.bias) else self.bias
+        wanted = f"{front.an_array}, or what alibi(...), relative(...) or dense_bias(...) makes"
+        remedy = f"Other functions of the scores are not taken: give their values as {front.an_array}"
+        expect(isinstance(bias, Bias), "bias", wanted, type(bias).__name__, remedy, error=DtypeError)
+        for field in fields(bias):
+            front.check_place(f"bias: {field.name}", getattr(bias, field.name), q)
+        (batch, heads, q_len, _), like = q.shape, front.like(q)
+        lowered, kind = bias.lower(
+            batch=batch, heads=heads, q_len=q_len, k_len=k.shape[2], like=like, wide=wide
         )
-    return make_t5_buckets(num_buckets, max_distance, bool(bidirectional))
+        # Kernels read q's dtype or float32; float32 holds every value of another.
+        if kind == DENSE and not wide and lowered.dtype != q.dtype:
+            lowered = to_float(arrays_for([lowered]), lowered, wide)
+        return lowered, kind
+
+    def _lower_sinks(self, front: Any, q: Any, wide: bool) -> Any:
+        sinks, heads, noun = self.sinks, q.shape[1], front.noun
+        fits, remedy = front.takes(sinks) and is_floating(sinks), "They are logits: convert them to float32"
+        expect(fits, "sinks", f"a floating {noun}", kind_of(sinks), remedy, error=DtypeError)
+        fits, wanted = len(sinks.shape) == 1 and sinks.shape[0] == heads, "({},): a logit for each query head"
+        expect(fits, "sinks", wanted, tuple(sinks.shape), "Pass one per query head", heads, error=ShapeError)
+        front.check_place("sinks", sinks, q)
+        return to_float(arrays_for([front.like(q)]), sinks, wide)
+
+    def _lower_dropout(self, front: Any, q: Any) -> Any:
+        """The seed where anything is dropped."""
+        p, seed = self.dropout_p, self.dropout_seed
+        check_dropout_p(p)
+        if seed is None:
+            expect(p == 0, "dropout_seed", f"{front.seed} beside dropout_p={{}}", None, front.new_seed, p)
+            return None
+        front.check_seed(seed, q.shape[0], q.shape[1])
+        front.check_place("dropout_seed", seed, q)
+        return None if p == 0 else front.lower_seed(seed, q.shape[0], q.shape[1])
+
+    def _indices(
+        self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, bare: bool, positional: bool
+    ) -> tuple[Any, Any]:
+        """Global indices of queries and keys where an option reads them: the call's, else the mask's."""
+        expect(
+            positional,
+            "q_index, k_index",
+            "None with a mask that is already lowered and no option that goes by position",
+            "indices and a lowered mask",
+            "Give them to prepare() or spans(); only alibi, relative and dropout read them here",
+        )
+        q_index, k_index = placed.q_index, placed.k_index
+        if fixed:
+            q_index = _index(front, "q_index", self.q_index, q, q.shape[2], q_index)
+            k_index = _index(front, "k_index", self.k_index, q, k.shape[2], k_index)
+        if (bare or placed.bare) and self.q_index is None:
+            wanted = "the rows' indices beside bare spans, as an option needs positions"
+            remedy = "Pass what prepare() or spans() gives, which knows its rows, or pass q_index"
+            expect(q.shape[2] == k.shape[2], "q_index", wanted, None, remedy)
+        arrays = arrays_for([front.like(q)])
+        q_index, k_index = (
+            arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)
+        )
+        return q_index, k_index
 
 
-def dense_bias(values: Array) -> Bias:
-    """A bias given value by value. It takes the memory of its values: prefer the others where they serve.
-
-    Args:
-        values: floating (Sq|1, Sk), (H|1, Sq|1, Sk) or (B|1, H|1, Sq|1, Sk), with gradient. A value of -inf
-            hides the key, as a mask does, but costs time where a mask saves it.
-
-    Raises:
-        DtypeError, ShapeError: for values that are not floating or of a wrong rank.
+def check_number(what: str, x: Any, low: float, high: float, expected: str, remedy: str) -> None:
+    """Raise unless `x` is a Python number from `low` to `high`.
 
     Example:
-        >>> import numpy as np
-        >>> dense_bias(np.zeros((8, 1, 16), "float32"))
-        dense_bias(float32[8, 1, 16])
+        >>> check_number("softcap", 30, 1e-30, FLOAT32_MAX, "a positive number", "Leave it out")
     """
-    return DenseBias(floats("dense_bias", values, (2, 3, 4)))
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        convert = "Multiply q by it if it is an array, or call .item()"
+        convert = convert if what == "scale" else "Call .item() if it is an array"
+        raise DtypeError(what, expected="a Python number", got=type(x).__name__, remedy=convert)
+    if not low <= x <= high:
+        raise OptionError(what, expected=expected, got=shown(x), remedy=remedy)
+
+
+def check_dropout_p(p: Any) -> None:
+    """Raise unless `p` is a number of [0, 1).
+
+    Example:
+        >>> check_dropout_p(0.1)
+    """
+    remedy = "It is the share of weights to drop; dropping all leaves nothing"
+    check_number("dropout_p", p, 0, _BELOW_1, "at least 0 and below 1", remedy)
+
+
+def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> Any:
+    """Given indices as int32 (B|1, length), or the mask's own where there are none."""
+    if index is None:
+        return own
+    fits, wanted = front.takes(index) and is_integer(index), f"an integer {front.noun}"
+    expect(fits, name, wanted, kind_of(index), "Pass int32 or int64 indices", error=DtypeError)
+    front.check_place(name, index, q)
+    shape, batch = index.shape, q.shape[0]
+    fits = len(shape) in (1, 2) and shape[-1] == length
+    fits = fits and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+    wanted, remedy = "({},) or ({}, {})", "Pass one global index for each row of q or k"
+    expect(fits, name, wanted, tuple(shape), remedy, length, batch, length, error=ShapeError)
+    arrays = arrays_for([index])
+    if "64" in str(index.dtype) and arrays.concrete(index) and (values := arrays.to_numpy(index)).size:
+        low, high = int(values.min()), int(values.max())
+        expect(max(-low, high) <= INT32_MAX, name, "int32 indices", f"{low} to {high}", "Use smaller ones")
+    return arrays.cast(index if len(shape) == 2 else index[None], "int32")

@@ -208,7 +208,7 @@ def main():
         "compared": compared,
         "refused": refused,
         "mixed": mixed_devices(),
-        "shard_map": {backend: inside_shard_map(backend) for backend in ("ffi", "xla", "math")},
+        "shard_map": {backend: inside_shard_map(backend) for backend in ("cpu", "xla", "math")},
         "one key head": {name: one_key_head(spec) for name, spec in SPECS.items()},
         "key heads": unfit(None),
         "one axis twice": unfit(P(None, "x")),

@@ -18,10 +18,10 @@ from jax._src.cudnn import fused_attention_stablehlo
 from oracle_cases import Case
 
 import attnspan as a
+from attnspan.call import Problem
 from attnspan.jax import _cudnn
 from attnspan.jax._contract import MaskWords, Operands, Static
 from attnspan.options import ALIBI, DENSE
-from attnspan.problem import Problem
 
 PROBLEM = Problem(1, 4, 2, 128, 128, 64, 64, 1, "bfloat16", "gpu")
 CAUSAL = Static(scale=0.125, mask=("causal",), want_lse=False)

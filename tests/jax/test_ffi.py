@@ -142,7 +142,7 @@ def test_without_the_compiled_module_xla_code_runs():
         "import jax.numpy as jnp\n"
         "from attnspan.jax import attention, explain\n"
         "x = jnp.ones((1, 2, 8, 16))\n"
-        "print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refusals['ffi'])\n"
+        "print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refusals['cpu'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,7 @@ def _gradients(kind: str, depth: float, backend: str) -> list[jax.Array]:
 
 @pytest.mark.parametrize("depth", [-1e6, -1e9])
 @pytest.mark.parametrize("kind", ["table", "dense"])
-@pytest.mark.parametrize("backend", ["ffi", "math"])
+@pytest.mark.parametrize("backend", ["cpu", "math"])
 def test_results_are_those_without_it(backend: str, kind: str, depth: float) -> None:
     for got, plain in zip(_gradients(kind, depth, backend), _gradients(kind, 0.0, backend), strict=True):
         assert float(jnp.linalg.norm(got - plain)) <= 2e-6 * float(jnp.linalg.norm(plain))

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from attnspan.call import Problem
 from attnspan.jax import _pallas_tpu as pallas
 from attnspan.jax import _pallas_tpu_configs as sizes
 from attnspan.jax._contract import Static
 from attnspan.kernels.tuned import cache_path
 from attnspan.options import DISTANCE
-from attnspan.problem import Problem
 from attnspan.tools.tune.run import save
 
 PROBLEM = Problem(1, 8, 8, 4096, 4096, 128, 128, 1, "bfloat16", "tpu")

@@ -110,7 +110,7 @@ REMAT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "remat"), [*(("ffi", remat) for remat in REMAT), ("xla", "dots")])
+@pytest.mark.parametrize(("name", "remat"), [*(("cpu", remat) for remat in REMAT), ("xla", "dots")])
 def test_scan_over_layers_with_checkpoints(name: str, remat: str) -> None:
     x, weights, mask = _model_inputs()
     step = jax.jit(jax.value_and_grad(_layers(name, remat=REMAT[remat]), (0, 1)))
@@ -133,7 +133,7 @@ def test_checkpointing_runs_the_kernel_again() -> None:
     x, weights, mask = _model_inputs()
 
     def kernels(remat: Any) -> int:
-        step = jax.grad(_layers("ffi", remat=remat))
+        step = jax.grad(_layers("cpu", remat=remat))
         return _forward_kernels(jax.make_jaxpr(step)(x, weights, mask).jaxpr)
 
     counts = {name: kernels(remat) for name, remat in REMAT.items()}
@@ -248,7 +248,7 @@ def test_export_round_trip() -> None:
 
 def test_export_of_the_kernel_is_refused_by_jax() -> None:
     with pytest.raises(ValueError, match=r"custom call.*no compatibility guarantees"):
-        export.export(jax.jit(attend("ffi")))(*QKV)
+        export.export(jax.jit(attend("cpu")))(*QKV)
 
 
 def test_forward_mode_is_refused_by_kernels(name: str) -> None:

@@ -84,7 +84,7 @@ def _expected(case: str, gradients: bool = False) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [*(("ffi", case) for case in AXES), ("xla", "everything"), ("xla", "q")]
+    ("name", "case"), [*(("cpu", case) for case in AXES), ("xla", "everything"), ("xla", "q")]
 )
 def test_vmap(name: str, case: str) -> None:
     axes = AXES[case]
@@ -95,7 +95,7 @@ def test_vmap(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("ffi", "q"), ("ffi", "everything"), ("ffi", "sinks"), ("xla", "everything")]
+    ("name", "case"), [("cpu", "q"), ("cpu", "everything"), ("cpu", "sinks"), ("xla", "everything")]
 )
 def test_vmap_of_grad_and_grad_of_vmap(name: str, case: str) -> None:
     axes = AXES[case]

@@ -11,7 +11,7 @@ import numpy as np
 from attnspan import causal, segments
 from attnspan.jax import attention
 
-KERNELS = ("ffi", "xla")
+KERNELS = ("cpu", "xla")
 HEADS, KV_HEADS, LENGTH, DIM = 4, 2, 10, 8
 IDS = np.array([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 3, 3]])
 

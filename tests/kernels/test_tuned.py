@@ -17,9 +17,9 @@ import pytest
 import torch
 from kernel_cases import Arrays, Case, budget, error, make
 
+from attnspan.call import Problem
 from attnspan.kernels import cpu, tuned
 from attnspan.kernels.tuned import Key, cache_path, device_name, header, length_bucket, mask_kind
-from attnspan.problem import Problem
 
 KEY = Key("cpu", "forward", "portable", "float32", 64, 10, "half")
 DEVICE = device_name("portable")

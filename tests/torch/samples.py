@@ -11,9 +11,9 @@ from torch import Tensor
 
 import attnspan
 from attnspan import Prepared, Spans, reference
-from attnspan.options import Options
+from attnspan.options import Given, Options
 from attnspan.torch import dropout_seeds
-from attnspan.torch._options import Given, lower_options
+from attnspan.torch._front import PLAIN
 
 BATCH, Q_LEN, K_LEN = 2, 24, 24
 
@@ -137,8 +137,8 @@ class Sample:
         if indices:
             keywords["q_index"] = torch.arange(batch * q_len).view(batch, q_len)
             keywords["k_index"] = torch.arange(k_len).flip(0)
-        lowered = lower_options(
-            Given(**keywords), self.q, self.k, Prepared(Spans(self.bounds, k_len)), fixed=True
+        lowered = Given(**keywords).lower(
+            PLAIN, self.q, self.k, Prepared(Spans(self.bounds, k_len)), fixed=True
         )
         assert lowered is not None
         values = (getattr(lowered, field.name) for field in fields(lowered))

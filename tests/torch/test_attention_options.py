@@ -24,9 +24,9 @@ from attnspan import (
     spans,
 )
 from attnspan.kernels import cpu
-from attnspan.options import ALIBI, Options
+from attnspan.options import ALIBI, Given, Options
 from attnspan.torch import Attention, _eager, attention, dropout_seeds, explain
-from attnspan.torch._options import Given, lower_options
+from attnspan.torch._front import PLAIN
 
 B, H, S = 2, 4, 24
 BACKENDS = ["cpu", "math"]
@@ -41,7 +41,7 @@ def _qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _exact(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, spans: Spans, dout: Tensor) -> list:
     """out, lse and the gradients of q, k, v and of each parameter, by the oracle in float64."""
-    lowered = lower_options(Given(**options), q.double(), k, Prepared(spans), True)
+    lowered = Given(**options).lower(PLAIN, q.double(), k, Prepared(spans), fixed=True)
     assert lowered is not None
     arrays = {
         f.name: getattr(lowered, f.name).detach().numpy()

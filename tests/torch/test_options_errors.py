@@ -22,7 +22,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "softcap nan": ({"softcap": float("nan")}, ValueError, "softcap: expected a positive, finite .* got nan"),
     "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap: expected a positive, finite .* got inf"),
     "softcap tensor": ({"softcap": torch.tensor(3.0)}, TypeError, "softcap: expected a Python number"),
-    "sinks length": ({"sinks": torch.zeros(3)}, ValueError, r"sinks: expected \(4,\): .* got shape \(3,\)"),
+    "sinks length": ({"sinks": torch.zeros(3)}, ValueError, r"sinks: expected \(4,\): .* got \(3,\)"),
     "sinks rank": ({"sinks": torch.zeros(4, 1)}, ValueError, r"sinks: expected \(4,\)"),
     "sinks dtype": (
         {"sinks": torch.zeros(4).long()},
@@ -83,7 +83,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "seed shape": (
         {"dropout_p": 0.1, "dropout_seed": torch.zeros(4).long()},
         ValueError,
-        r"dropout_seed: expected shape \(\) or \(B, H\) = \(2, 4\), got shape \(4,\). .*dropout_seeds\(",
+        r"dropout_seed: expected shape \(\) or \(B, H\) = \(2, 4\), got \(4,\). .*dropout_seeds\(",
     ),
     "seed device": (
         {"dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64, device="meta")},
@@ -98,7 +98,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "index length": (
         {"mask": causal().prepare(7, 9), "q_index": torch.arange(6), "bias": alibi(torch.ones(4))},
         ValueError,
-        r"q_index: expected \(7,\) or \(2, 7\), got shape \(6,\)",
+        r"q_index: expected \(7,\) or \(2, 7\), got \(6,\)",
     ),
     "index batch": (
         {"mask": causal().spans(7, 9), "k_index": torch.zeros(3, 9).long(), "bias": alibi(torch.ones(4))},

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from . import _needs as _needs  # isort: skip  (first: without JAX it says what to install)
+from ..kernels import Explanation as Explanation
 from . import _pytrees as _pytrees  # registers the masks
 from ._attention import attention as attention
 from ._choice import SlowPathWarning as SlowPathWarning
 from ._dpa import dot_product_attention as dot_product_attention
-from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._ops import SAVE_NAMES as SAVE_NAMES
 from ._options import dropout_seeds as dropout_seeds

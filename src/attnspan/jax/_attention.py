@@ -1,30 +1,22 @@
-"""The public ``attention`` of JAX: layouts, lowering of the mask, choice of the back end."""
+"""The public ``attention`` of JAX: one call, the choice of its backend, the program."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from .._mistakes import not_a_mask, refuse_keywords
-from .._pytrees import static_key
-from ..arrays import own
-from ..errors import DtypeError, OptionError
+from .._mistakes import refuse_keywords
+from ..call import Call
 from ..masks import Mask, Prepared, full
-from ..options import Bias
-from ..problem import Problem, check_arrays, check_layout, check_scale, describe
+from ..options import Bias, Given
 from ..spans import Spans
 from ._choice import choose_backend, static_for
-from ._contract import Operands, Static
-from ._devices import check_devices, platform_of
-from ._foreign import check_framework
+from ._contract import Static
+from ._devices import check_devices
+from ._front import JaxFront, operands_of, static_of
 from ._ops import How, attend
-from ._options import Given, lower_options
 from ._sharded import ShardedMask
 from ._sharding import check_sharding, explicit_sharding, in_auto_mode
 from ._words_of_masks import words_of
@@ -99,6 +91,7 @@ def attention(
         NotImplementedError: A second derivative is asked of a kernel.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> from attnspan import causal, segments
         >>> q, k, v = jnp.ones((1, 4, 6, 16)), jnp.ones((1, 2, 6, 16)), jnp.ones((1, 2, 6, 16))
         >>> ids = jnp.array([[0, 0, 0, 1, 1, 1]])
@@ -108,23 +101,11 @@ def attention(
     if mistaken:
         refuse_keywords(attention, mistaken)
     mask = _FULL if mask is None else mask
-    if isinstance(mask, ShardedMask):
-        return mask.attention(
-            *(q, k, v),
-            scale=scale,
-            softcap=softcap,
-            bias=bias,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            q_index=q_index,
-            k_index=k_index,
-            layout=layout,
-            return_lse=return_lse,
-            backend=backend,
-        )
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
-    run = partial(_run, layout=layout, scale=scale, return_lse=return_lse, backend=backend)
+    asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
+    if isinstance(mask, ShardedMask):
+        return mask.attention(q, k, v, **asked, **given.keywords())
+    run: Any = partial(_run, **asked)
     sharding = explicit_sharding(q)
     if sharding is None:
         return run(q, k, v, mask, given)
@@ -134,139 +115,22 @@ def attention(
 
 
 def _run(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: AnyMask,
-    given: Given,
-    *,
-    layout: str,
-    scale: float | None,
-    return_lse: bool,
-    backend: str | None,
+    q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
 ) -> Any:
-    call = lower_call(q, k, v, mask, given, layout, scale, return_lse)
-    chosen = choose_backend(call.problem, call.static, backend)
-    how = How(static_for(chosen, call.static), chosen, "bhsd" if layout == "bhsd" else "bshd")
-    out, lse = attend(call.q, call.k, call.v, call.operands, how)
+    front = JaxFront()
+    call, static = lower_call(front, q, k, v, mask, given, scale, layout, return_lse)
+    chosen = choose_backend(call.problem, static, backend)
+    how = How(static_for(chosen, static), chosen, "bhsd" if layout == "bhsd" else "bshd")
+    out, lse = attend(*front.inputs, operands_of(call), how)
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call in the form of back ends; q, k and v in "bhsd" or "bshd"."""
-
-    q: Array
-    k: Array
-    v: Array
-    operands: Operands
-    static: Static
-    problem: Problem
-
-
 def lower_call(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: AnyMask,
-    given: Given,
-    layout: str,
-    scale: float | None,
-    want_lse: bool,
-) -> Call:
-    """Validate a call and bring it into the form of back ends."""
-    q, k, v = _as_arrays(q=q, k=k, v=v)
-    check_framework(mask, given)
-    check_layout(layout, q, k, v)
-    check_sharding(layout, q=q, k=k, v=v)
-    check_devices(q, k, v, mask, given)
-    if layout == "thd":
-        _check_packed(mask)
-        q, k, v = q[None], k[None], v[None]
-    platform = platform_of(q, k, v)
-    views = tuple(_view(x, layout, platform) for x in (q, k, v))
-    check_arrays(*views)
-    check_scale(scale)
-    placed = _lower(mask, views[0], views[1], given, q)
-    bounds = jnp.asarray(own(placed.lowered.bounds))
-    problem = describe(views[0], views[1], views[2], _View(bounds.shape, bounds.dtype, platform))
-    fixed, bare = isinstance(mask, Prepared | Spans), isinstance(mask, Spans)
-    options = lower_options(given, views[0], views[1], placed, fixed, bare, q)
-    static = Static(
-        scale=problem.head_dim**-0.5 if scale is None else float(scale),
-        softcap=0.0 if given.softcap is None else float(given.softcap),
-        bias_kind=options.bias_kind,
-        dropout_p=0.0 if options.seeds is None else float(given.dropout_p),
-        mask=words_of(mask, problem, given.q_index is None and given.k_index is None),
-        want_lse=want_lse,
-        sinks=options.sinks is not None,
-    )
-    operands = Operands(bounds, options.bias, options.sinks, options.seeds, options.q_index, options.k_index)
-    return Call(q, k, v, operands, static, problem)
-
-
-@dataclass(frozen=True)
-class _View:
-    """Shape, dtype and platform of an array in (B, H, S, D) order: all that checks look at."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    device: str
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
-def _view(x: Array, layout: str, platform: str) -> _View:
-    shape = x.shape if layout == "bhsd" else (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
-    return _View(tuple(shape), x.dtype, platform)
-
-
-def _as_arrays(**inputs: Any) -> tuple[Array, ...]:
-    for name, x in inputs.items():
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise DtypeError(
-                name,
-                expected="a JAX or NumPy array",
-                got=f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}",
-                remedy="Convert it by jnp.asarray (of a torch tensor: jax.dlpack.from_dlpack), or call the "
-                "attention of its own framework",
-            )
-    return tuple(map(jnp.asarray, inputs.values()))
-
-
-def _lower(mask: AnyMask, q: _View, k: _View, given: Given, like: Array) -> Prepared:
-    q_len, k_len = q.shape[2], k.shape[2]
-    if isinstance(mask, Prepared | Spans):
-        placed = mask if isinstance(mask, Prepared) else Prepared(mask)
-    elif isinstance(mask, Mask):
-        # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
-        # program, where a constant of the size of the bounds would be copied into it.
-        traced = like if isinstance(like, jax.core.Tracer) else None
-        indices = {"q_index": given.q_index, "k_index": given.k_index}
-        placed = mask.spans(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=traced, **indices)
-    else:
-        raise not_a_mask(mask)
-    if placed.lowered.k_len != k_len:
-        raise OptionError(
-            "mask",
-            expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {placed.lowered.k_len}",
-            remedy="Lower the mask for these keys",
-        )
-    return placed
-
-
-def _check_packed(mask: AnyMask) -> None:
-    if not isinstance(mask, Mask) or isinstance(mask, Prepared):
-        return
-    if static_key(mask) is not None:
-        raise OptionError(
-            "mask with layout='thd'",
-            expected="one that keeps packed documents apart",
-            got=f"{mask!r}, under which they see each other",
-            remedy="Combine it with documents(cu_seqlens) or segments(ids)",
-        )
+    front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
+) -> tuple[Call, Static]:
+    """A call, checked, and the part of it that a program is compiled for; the front has q, k and v."""
+    call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
+    words = words_of(mask, call.problem, given.q_index is None and given.k_index is None)
+    return call, static_of(call, words, want_lse)

@@ -16,8 +16,8 @@ from jax import lax
 
 from .._biases import HIDES
 from .._dropout import scale_of_kept
+from ..call import Problem
 from ..options import DENSE
-from ..problem import Problem
 from ._blockwise_bias import Bias, bias_of
 from ._blockwise_tiles import (
     Keys,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+from ..call import Problem
 from ..kernels import Choice, choose
-from ..problem import Problem
 from ._contract import Static
 from ._ops import MODULES, module_of
 
 #: The back ends of each platform, the preferred one first. "math", which stores every score, is for its name.
 PREFERRED = {
-    "cpu": ("ffi", "xla"),
+    "cpu": ("cpu", "xla"),
     "tpu": ("pallas", "xla"),
     "gpu": ("cudnn", "pallas_gpu", "xla"),
 }
@@ -35,6 +35,11 @@ def choice_of(problem: Problem, static: Static, requested: str | None) -> Choice
     return choose(problem, {name: _Backend(name, static) for name in names}, requested)
 
 
+def all_backends(static: Static) -> dict[str, _Backend]:
+    """Every back end by name, as `choose` sees it."""
+    return {name: _Backend(name, static) for name in MODULES}
+
+
 def choose_backend(problem: Problem, static: Static, requested: str | None) -> str:
     """Its name; a warning where kernels refuse and slower code stands in."""
     choice = choice_of(problem, static, requested)
@@ -48,7 +53,7 @@ def static_for(backend: str, static: Static) -> Static:
     """What of a call's numbers a back end reads: others must not make it a program of its own.
 
     Example:
-        >>> static_for("ffi", Static(1.0, mask=("causal",))).mask is None
+        >>> static_for("cpu", Static(1.0, mask=("causal",))).mask is None
         True
     """
     if getattr(module_of(backend), "READS_MASK", False):

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import jax
 
-from ..problem import Problem
+from ..call import Problem
 from ._contract import Operands, Static
 
 #: JAX differentiates `forward` itself; there is no `backward` here.

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from ..errors import DeviceError
-from ._options import Given
+from ..options import Given
 
 
 def platform_of(q: Array, k: Array, v: Array) -> str:

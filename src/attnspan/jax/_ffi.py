@@ -8,8 +8,8 @@ import numpy as np
 from jax import Array
 
 from .. import _dropout as dropout
+from ..call import Problem
 from ..kernels import cpu
-from ..problem import Problem
 from ._contract import Gradients, Operands, Static, result_dtype
 from ._varying import axes_of, spread
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..errors import DtypeError
-from ._options import Given
+from ..options import Given
 
 
 def check_framework(mask: Any, given: Given) -> None:

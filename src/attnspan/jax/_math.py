@@ -13,8 +13,8 @@ from jax import Array, lax
 
 from .._biases import HIDES
 from .._dropout import scale_of_kept
+from ..call import Problem
 from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-from ..problem import Problem
 from ._blockwise_tiles import capped, illegal_rows
 from ._contract import Operands, Static, result_dtype
 from ._visible_products import pair_product, row_product

@@ -22,7 +22,7 @@ from ._varying import axes_of, spread
 
 #: Every back end by name: its module here.
 MODULES = {
-    "ffi": "_ffi",
+    "cpu": "_ffi",
     "xla": "_blockwise",
     "pallas": "_pallas_tpu",
     "cudnn": "_cudnn",

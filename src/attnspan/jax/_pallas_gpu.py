@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from ..call import Problem
 from ..options import DENSE, DISTANCE
-from ..problem import Problem
 from ._contract import Gradients, Operands, Static
 from ._pallas_gpu_backward import differentiate_keys, differentiate_queries
 from ._pallas_gpu_bias import differentiate_bias

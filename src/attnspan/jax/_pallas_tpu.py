@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from ..call import Problem
 from ..options import DENSE, DISTANCE
-from ..problem import Problem
 from . import _pallas_tpu_backward as kernels
 from ._contract import Gradients, Operands, Static
 from ._pallas_blocks import clean

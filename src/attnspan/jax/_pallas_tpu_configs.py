@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import jax
 
+from ..call import Problem
 from ..kernels.tuned import Key, length_bucket, lookup, mask_kind
-from ..problem import Problem
 from ._contract import Static
 
 FIELDS = ("block_q", "block_k")

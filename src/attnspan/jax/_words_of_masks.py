@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..call import Problem
 from ..masks import Mask, causal, full, window
-from ..problem import Problem
 from ._contract import MaskWords
 
 

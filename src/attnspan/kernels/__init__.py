@@ -4,14 +4,17 @@ A backend is a module with ``supports(problem) -> None | reason`` and its forwar
 import each other. A front end lists the ones it can drive, fastest first, and `choose` picks from that list.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
+from ..call import Call, Problem
 from ..errors import BackendError, OptionError
-from ..problem import Problem
 
-__all__ = ["Backend", "Choice", "choose"]
+__all__ = ["Backend", "Choice", "Explanation", "choose"]
 
 
 class Backend(Protocol):
@@ -63,3 +66,67 @@ def choose(problem: Problem, backends: Mapping[str, Backend], requested: str | N
         got="; ".join(f"{name}: {reason}" for name, reason in refusals.items()),
         remedy="Change what the reason names, or choose another backend",
     )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found; ``print`` it.
+
+    Attributes:
+        backend: Name of the backend that runs the call.
+        refusals: For every other backend, why it does not.
+        problem: Sizes, dtype and device of the call.
+        pairs: Visible (query, key) pairs over all batch rows and query heads.
+        options: Softcap, bias, sinks and dropout in words.
+        isa: Instruction-set level of the CPU kernel, or None where it does not run.
+        threads: CPU threads that a kernel may use; None where the framework decides.
+    """
+
+    backend: str
+    refusals: dict[str, str]
+    problem: Problem
+    pairs: int
+    options: str = "none"
+    isa: str | None = None
+    threads: int | None = None
+
+    @classmethod
+    def of(
+        cls, call: Call, backends: Mapping[str, Backend], chosen: str, asked: bool, pairs: int, **rest: Any
+    ) -> Explanation:
+        """The explanation of a call: every other backend says why not. ``asked``: it was named."""
+        other = "not asked for" if asked else f"slower than {chosen}"
+        refusals = {
+            name: backends[name].supports(call.problem) or other for name in backends if name != chosen
+        }
+        isa = import_module(".cpu", __name__).isa() if chosen == "cpu" else None
+        return cls(chosen, refusals, call.problem, pairs, str(call.given), isa, **rest)
+
+    @property
+    def coverage(self) -> float:
+        """``pairs`` as a fraction of all pairs."""
+        p = self.problem
+        total = p.batch * p.q_heads * p.q_len * p.k_len
+        return self.pairs / total if total else 0.0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward pass (the backward pass has 2.5 times as many)."""
+        return self.problem.flops(self.pairs)
+
+    def __str__(self) -> str:
+        p = self.problem
+        sizes = (
+            f"B={p.batch} H={p.q_heads}/{p.kv_heads} S={p.q_len}x{p.k_len} D={p.head_dim}/{p.v_dim} {p.dtype}"
+        )
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}" if self.threads else ""
+        where = ", ".join(filter(None, (threads, self.isa)))
+        lines = [
+            f"attention {sizes} on {p.device}",
+            f"  runs     {self.backend}{f' ({where})' if where else ''}",
+            *(f"  not      {name}: {reason}" for name, reason in self.refusals.items()),
+            f"  mask     R={p.runs}, {self.pairs:,} visible pairs, {self.coverage:.1%} of all",
+            *([f"  options  {self.options}"] if self.options != "none" else []),
+            f"  forward  {self.flops / 1e9:.3f} GFLOP, backward {2.5 * self.flops / 1e9:.3f}",
+        ]
+        return "\n".join(lines)

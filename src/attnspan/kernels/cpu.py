@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from .. import _dropout as dropout
+from ..call import Problem
 from ..errors import expect
 from ..options import Options
-from ..problem import Problem
 from . import tuned
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .._biases import HIDES
 from .._dropout import kept, scale_of_kept, split_seeds
+from ..call import Problem
 from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
-from ..problem import Problem
 from ..spans import Spans
 
 __all__ = ["forward", "has_autocast", "supports"]

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import Problem
 from ..interop._operators import with_autograd
 from ..kernels import choose, cpu
 from ..kernels import math as math_kernel
 from ..options import Options
-from ..problem import describe
 from ..torch._attention import BACKENDS, warn_if_slow
 
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     @property
     def backend(self) -> str:
         """Name of the backend that runs the call."""
-        choice = choose(describe(self.q, self.k, self.v, self.bounds), BACKENDS)
+        choice = choose(Problem.of(self.q, self.k, self.v, self.bounds), BACKENDS)
         warn_if_slow(choice)
         return choice.name
 

@@ -11,19 +11,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._biases import DenseBias
-from ..errors import OptionError, ShapeError
-from ..masks import Mask, Prepared, full
-from ..problem import check_arrays, check_layout, check_scale
+from ..call import Call, check_layout
+from ..errors import OptionError, ShapeError, expect
+from ..masks import Mask, full
+from ..options import Given
 from ..spans import Spans
-from ..torch._attention import _autocast, _check_tensors, _from_bhsd, _to_bhsd
-from ..torch._options import Given, dropout_seeds, lower_options
-from ..torch.dtensor import ShardedMask, places_of
+from ..torch._front import TorchFront, from_bhsd
+from ..torch._options import dropout_seeds
+from ..torch.dtensor import Places, ShardedMask, is_dtensor
 from . import _flops as _flops  # registers what a call costs
 from ._agree import check_agreement
 from ._checks import check_given, check_heads, check_types, group_of, refuse
 from ._gather import gather_rows
 from ._ops import sharded_forward
-from .choose import Call
+from .choose import Call as Sizes
 from .dtensor import attend
 from .explain import Explanation, explain
 from .local import encode
@@ -35,7 +36,6 @@ from .strategy import Strategy
 __all__ = ["ContextParallel"]
 
 # Options without a place: the plan has the rows' indices.
-_NOWHERE = Prepared(cast(Spans, None))
 
 
 class ContextParallel(ShardedMask):
@@ -152,7 +152,7 @@ class ContextParallel(ShardedMask):
         self._group, node_size = group_of(mesh)
         self.mesh, self._group_name, self.rank = mesh, self._group.group_name, self._group.rank()
         self.q_len, self.k_len, self.heads = q_len, q_len if k_len is None else k_len, heads
-        call = Call(*heads, head_dim, head_dim, dtype.itemsize, batch)
+        call = Sizes(*heads, head_dim, head_dim, dtype.itemsize, batch)
         self._request = Request(
             ranks=self._group.size(),
             call=call,
@@ -281,23 +281,17 @@ class ContextParallel(ShardedMask):
         """
         return gather_rows(x, dim, self.partition, self._group)
 
-    def attention(  # type: ignore[override]
+    def attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *,
         scale: float | None = None,
-        softcap: float | None = None,
-        bias: Any = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: Tensor | None = None,
-        q_index: None = None,
-        k_index: None = None,
         layout: Any = "bhsd",
         return_lse: bool = False,
         backend: str | None = None,
+        **options: Any,
     ) -> Any:
         """`attnspan.torch.attention` of this rank's rows to the keys of all ranks.
 
@@ -308,17 +302,13 @@ class ContextParallel(ShardedMask):
             k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
             v: Its values, (B, Hkv, n, Dv).
             scale: Factor of the scores; 1/sqrt(D) by default.
-            softcap: As for `attention`.
-            bias: ``alibi(...)`` or ``relative(...)``, of all heads; a dense one is refused.
-            sinks: Of all heads, shape (Hq,).
-            dropout_p: As for `attention`.
-            dropout_seed: Shape (), the same on all ranks, or (B, Hq): what is dropped is what one rank would
-                drop.
-            q_index: Not taken: the plan knows where rows are.
-            k_index: Not taken.
             layout: "bhsd", "bshd" or "thd".
             return_lse: Also return the lse of this rank's rows.
             backend: Not taken: the kernel where it runs, else framework code.
+            **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all
+                heads; a ``dropout_seed`` is of shape (), the same on all ranks, or (B, Hq): what is dropped
+                is what one rank would drop. ``q_index`` and ``k_index`` are not taken: the plan knows where
+                rows are.
 
         Returns:
             This rank's rows of the output, and of lse. Padding rows see nothing: their output is 0.
@@ -329,57 +319,24 @@ class ContextParallel(ShardedMask):
             TypeError: Element types do not fit.
             NotImplementedError: A second derivative or a forward-mode one is asked of it.
         """
-        refuse(q_index=q_index, k_index=k_index, backend=backend)
-        _check_tensors(q=q, k=k, v=v)
-        check_layout(layout, q, k, v)
-        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, None, None)
-        places = places_of(q, k, v, layout, given, self.mesh)
-        if places is not None:
+        given, front = Given(**options), _Front(self)
+        refuse(q_index=given.q_index, k_index=given.k_index, backend=backend)
+        if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+            check_layout(front, layout, q, k, v)
+            places = cast(Places, front.split(q, k, v, given, layout))
             self._check_order()
             wanted = {"scale": scale, "layout": layout, "return_lse": return_lse}
             return attend(self, places, q, k, v, given, **wanted)
-        q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
-        check_arrays(q, k, v)
-        self._check_local(q, k)
-        check_scale(scale)
-        options = self._options(given, q, k)
+        call = Call.of(front, q, k, v, given, mask=None, scale=scale, layout=layout)
         out, lse, *_ = sharded_forward(
-            q,
-            k,
-            v,
-            self._data,
-            self._meta,
-            self._group_name,
-            self._members,
-            self._heads_here,
-            self._kv_here,
-            q.shape[3] ** -0.5 if scale is None else scale,
-            *options,
+            *(call.q, call.k, call.v, self._data, self._meta, self._group_name, self._members),
+            *(self._heads_here, self._kv_here, call.scale, *_arguments(call)),
         )
-        out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
-        return (out, lse) if return_lse else out
+        return from_bhsd(out, lse, layout, return_lse)
 
     def explain(self) -> Explanation:
         """What the plan does, and why; ``print`` it. Bytes go by ``head_dim``, ``dtype`` and ``batch``."""
         return explain(self.plan, self._request, self.choice)
-
-    def _options(self, given: Given, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        if isinstance(given.bias, Tensor | DenseBias):
-            # Before its shape is looked at: none would do.
-            raise OptionError(
-                "bias with context parallelism",
-                expected="alibi(...) or relative(...)",
-                got="a dense bias, which holds a value for each pair of rows of all ranks",
-                remedy="Use a bias by position, or fold what is visible into the mask",
-            )
-        # Rows are placed by the plan: only what the options are worth by themselves is asked here.
-        options = lower_options(given, q, k, _NOWHERE, fixed=True)
-        if options is None:
-            return ()
-        seed = options.dropout_seed
-        if seed is not None and seed.dim() == 0:
-            seed = dropout_seeds(seed, q.shape[0], q.shape[1])
-        return options.softcap, options.bias, options.bias_kind, options.sinks, options.dropout_p, seed
 
     def _check_order(self) -> None:
         if self.dtensor_rows == "natural" and not self._keeps_order:
@@ -391,25 +348,24 @@ class ContextParallel(ShardedMask):
                 'plan with method="contiguous"',
             )
 
-    def _check_local(self, q: Tensor, k: Tensor) -> None:
+    def _check_local(self, given: Given, q: Tensor, k: Tensor) -> None:
         for name, x, count, rows in (
             ("q", q, self.heads[0], self.rows_per_rank),
             ("k", k, self.heads[1], self.keys_per_rank),
         ):
-            if x.shape[1] != count or x.shape[2] != rows:
-                raise ShapeError(
-                    f"{name} with context parallelism",
-                    expected=f"{count} heads and this rank's {rows} rows, padding included",
-                    got=f"shape {tuple(x.shape)} in layout bhsd",
-                    remedy="Shard the model's inputs by cp.shard(...), and give ContextParallel its heads",
-                )
-        if self._planes != 1 and q.shape[0] != self._planes:
-            raise ShapeError(
-                "q with context parallelism",
-                expected=f"{self._planes} batch rows, as the mask has",
-                got=str(q.shape[0]),
-                remedy="Plan with the mask of this batch",
-            )
+            fits, what = x.shape[1] == count and x.shape[2] == rows, f"{name} with context parallelism"
+            wanted = f"{count} heads and this rank's {rows} rows, padding included"
+            remedy = "Shard the model's inputs by cp.shard(...), and give ContextParallel its heads"
+            if not fits:
+                got = f"shape {tuple(x.shape)} in layout bhsd"
+                raise ShapeError(what, expected=wanted, got=got, remedy=remedy)
+        what, wanted = "q with context parallelism", f"{self._planes} batch rows, as the mask has"
+        fits, remedy = self._planes in (1, q.shape[0]), "Plan with the mask of this batch"
+        expect(fits, what, wanted, q.shape[0], remedy, error=ShapeError)
+        got = "a dense bias, which holds a value for each pair of rows of all ranks"
+        what, wanted = "bias with context parallelism", "alibi(...) or relative(...)"
+        remedy = "Use a bias by position, or fold what is visible into the mask"
+        expect(not isinstance(given.bias, Tensor | DenseBias), what, wanted, got, remedy)
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
         """The plan itself: it is not changed, and a copy of a model works with the same ranks."""
@@ -426,6 +382,30 @@ class ContextParallel(ShardedMask):
             f"ContextParallel({self.strategy.name} on {self.strategy.ranks} ranks, q_len={self.q_len}, "
             f"k_len={self.k_len}, heads={self.heads}, rows_per_rank={self.rows_per_rank})"
         )
+
+
+class _Front(TorchFront):
+    """This rank's part of a call: the plan has the mask, and knows where rows are."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self.cp, self.mesh = cp, cp.mesh
+
+    def check_given(self, given: Given, q: Any, k: Any) -> None:
+        self.cp._check_local(given, q, k)
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[None, Given]:  # type: ignore[override]
+        del mask, q, k
+        return None, given
+
+
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """The options as `sharded_forward` takes them, with a seed for each batch row and head."""
+    if (o := call.options) is None:
+        return ()
+    seed = o.dropout_seed
+    if seed is not None and seed.dim() == 0:
+        seed = dropout_seeds(seed, call.q.shape[0], call.q.shape[1])
+    return o.softcap, o.bias, o.bias_kind, o.sinks, o.dropout_p, seed
 
 
 def _is_natural(partition: Partition) -> bool:

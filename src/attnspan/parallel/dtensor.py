@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..call import LAYOUTS
 from ..errors import OptionError, ShapeError
-from ..problem import LAYOUTS
-from ..torch._options import Given, dropout_seeds
+from ..options import Given
+from ..torch._options import dropout_seeds
 from ..torch.dtensor import BATCH, HEADS, ROWS, Places, is_dtensor, option_tensors
 
 if TYPE_CHECKING:
@@ -78,17 +79,7 @@ def attend(
     local = [x.to_local() for x in (q, k, v)]
     _check_sizes(cp, q, k, local, layout)
     options = _Options(places, _counts(q, layout), _counts(local[0], layout)).of(given)
-    found = cp.attention(
-        *local,
-        scale=scale,
-        softcap=options.softcap,
-        bias=options.bias,
-        sinks=options.sinks,
-        dropout_p=options.dropout_p,
-        dropout_seed=options.dropout_seed,
-        layout=layout,
-        return_lse=True,
-    )
+    found = cp.attention(*local, scale=scale, layout=layout, return_lse=True, **options.keywords())
     dims = LAYOUTS[layout]
     out = _join(found[0], (*q.shape[:-1], v.shape[-1]), dims, places)
     if not return_lse:

@@ -1,27 +1,22 @@
-"""The public ``attention``: layouts, autocast, lowering of the mask, choice of the backend."""
+"""The public ``attention``: one call, the choice of its backend, the operator."""
 
 import warnings
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .._mistakes import not_a_mask, refuse_keywords
-from .._pytrees import static_key
-from ..arrays import own
-from ..errors import DtypeError, OptionError
+from .._mistakes import refuse_keywords
+from ..call import Call
 from ..kernels import Choice, choose, cpu
 from ..kernels import math as math_kernel
 from ..masks import Mask, Prepared, full
-from ..options import Bias, Options
-from ..problem import Problem, check_arrays, check_layout, check_scale, describe
+from ..options import Bias, Given, Keywords
 from ..spans import Spans
 from . import _eager
-from ._lowered import as_tensors, lowered
-from ._options import Given, check_indices, lower_options
-from .dtensor import Places, ShardedMask, lower_mask, on_mesh, places_of
-from .ops import check_k_len, forward_op
+from ._front import TorchFront, from_bhsd
+from .dtensor import ShardedMask, on_mesh
+from .ops import forward_op
 
 #: Every backend that torch can drive, the preferred one first.
 BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}
@@ -35,12 +30,7 @@ _warned: set[str] = set()
 
 
 class SlowPathWarning(UserWarning):
-    """Attention runs on a slower backend than its device has.
-
-    Example:
-        >>> issubclass(SlowPathWarning, UserWarning)
-        True
-    """
+    """Attention runs on a slower backend than its device has."""
 
 
 @overload
@@ -49,18 +39,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AnyMask | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    bias: Bias | Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    q_index: Tensor | None = ...,
-    k_index: Tensor | None = ...,
-    layout: Layout = ...,
     return_lse: Literal[False] = ...,
-    backend: str | None = ...,
+    **options: Unpack[Keywords[Tensor, AnyMask]],
 ) -> Tensor: ...
 
 
@@ -70,18 +50,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AnyMask | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    bias: Bias | Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: Tensor | None = ...,
-    q_index: Tensor | None = ...,
-    k_index: Tensor | None = ...,
-    layout: Layout = ...,
     return_lse: Literal[True],
-    backend: str | None = ...,
+    **options: Unpack[Keywords[Tensor, AnyMask]],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -157,72 +127,31 @@ def attention(
     if mistaken:
         refuse_keywords(attention, mistaken)
     mask = _FULL if mask is None else mask
-    if isinstance(mask, ShardedMask):
-        return mask.attention(  # type: ignore[no-any-return]
-            *(q, k, v),
-            scale=scale,
-            softcap=softcap,
-            bias=bias,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            q_index=q_index,
-            k_index=k_index,
-            layout=layout,
-            return_lse=return_lse,
-            backend=backend,
-        )
     plain = (
         softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
-    )
-    plain = plain and isinstance(dropout_p, float) and dropout_p == 0.0
+    ) and (isinstance(dropout_p, float) and dropout_p == 0.0)
     given = _NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    if isinstance(mask, ShardedMask):
+        asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
+        return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and backend in (None, "cpu"):
         found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), None if plain else given)
         if found is not None:
             return found  # type: ignore[no-any-return]
-    q, k, v, bounds, problem, options = lower_call(q, k, v, mask, given, layout)
-    check_scale(scale)
-    choice = choose(problem, BACKENDS, backend)
+    call = Call.of(TorchFront(), q, k, v, given, mask=mask, scale=scale, layout=layout)
+    choice = choose(call.problem, BACKENDS, backend)
     warn_if_slow(choice)
-    scale = problem.head_dim**-0.5 if scale is None else scale
-    k_len = _unread_k_len(mask, q)
-    if choice.name == "math":
-        out, lse = math_kernel.forward(q, k, v, bounds, scale=scale, options=options, lowered_for=k_len)
-    else:
-        bounds, arguments, k_len = on_mesh(q, bounds, options, k_len)
-        out, lse = forward_op(q, k, v, bounds, scale, *arguments, k_len=k_len)
-    out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
-    return (out, lse) if return_lse else out
+    out, lse = _run(call, choice.name)
+    return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
 
 
-def lower_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, given: Given, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Problem, Options | None]:
-    """Validate a call and bring it into the operator's form: q, k, v as (B, H, S, D), bounds and options."""
-    _check_tensors(q=q, k=k, v=v)
-    check_layout(layout, q, k, v)
-    places = places_of(q, k, v, layout, given)
-    q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
-    check_arrays(q, k, v)
-    check_indices(given, q)
-    placed = _lower(mask, q, k, given, layout, places)
-    bounds = placed.lowered.bounds
-    bounds = bounds if isinstance(bounds, Tensor) else _moved(bounds, q)
-    problem = describe(q, k, v, bounds)
-    options = lower_options(given, q, k, placed, isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans))
-    return q, k, v, bounds, problem, options
-
-
-def _check_tensors(**inputs: object) -> None:
-    for name, x in inputs.items():
-        if not isinstance(x, Tensor):
-            raise DtypeError(
-                name,
-                expected="a torch.Tensor",
-                got=type(x).__name__,
-                remedy="Convert it with torch.as_tensor",
-            )
+def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    arrays = call.q, call.k, call.v
+    if backend == "math":
+        numbers: Any = {"scale": call.scale, "options": call.options, "lowered_for": call.lowered_for}
+        return math_kernel.forward(*arrays, call.bounds, **numbers)
+    bounds, options, k_len = on_mesh(call.q, call.bounds, call.options, call.lowered_for)
+    return forward_op(*arrays, bounds, call.scale, *options, k_len=k_len)  # type: ignore[no-any-return]
 
 
 def warn_if_slow(choice: Choice) -> None:
@@ -239,102 +168,5 @@ def warn_if_slow(choice: Choice) -> None:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(
-            f'{message}. Pass backend="math" to choose it without this warning.',
-            SlowPathWarning,
-            stacklevel=3,
-        )
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    device = q.device.type
-    if not math_kernel.has_autocast(device) or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-
-
-def _to_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    if layout == "bhsd":
-        return x
-    return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
-
-
-def _from_bhsd(x: Tensor, layout: Layout) -> Tensor:
-    if layout == "bhsd":
-        return x
-    return x.transpose(1, 2) if layout == "bshd" else x[0].transpose(0, 1)
-
-
-def _lower(
-    mask: AnyMask, q: Tensor, k: Tensor, given: Given, layout: Layout, places: Places | None
-) -> Prepared:
-    q_len, k_len = q.shape[2], k.shape[2]
-    if layout == "thd" and isinstance(mask, Mask) and not isinstance(mask, Prepared):
-        _check_packed(mask)
-    if (found := lower_mask(mask, places, q, k_len, given.q_index, given.k_index)) is not None:
-        return found
-    if isinstance(mask, (Prepared, Spans)):
-        placed = mask if isinstance(mask, Prepared) else Prepared(mask)
-        if isinstance(placed.lowered.bounds, np.ndarray) and _may_remember(given, q) and placed is mask:
-            placed = as_tensors(placed, q.device)
-    elif isinstance(mask, Mask):
-        indices = {"q_index": given.q_index, "k_index": given.k_index}
-        if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
-            return known
-        placed = mask.spans(q_len, k_len, batch=q.shape[0], heads=q.shape[1], like=q, **indices)
-    else:
-        raise not_a_mask(mask)
-    if _can_read_k_len(placed.lowered):
-        check_k_len(placed.lowered.k_len, k_len)
-    return placed
-
-
-def _may_remember(given: Given, q: Tensor) -> bool:
-    """Whether a mask means here what it means in other calls, and tensors are what they seem."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) in (Tensor, torch.nn.Parameter)
-        and given.q_index is None is given.k_index
-        and not _eager.is_transformed()
-    )
-
-
-def _can_read_k_len(spans: Spans) -> bool:
-    """Whether reading costs nothing: to a compiler the number is a constant; on a device it is waited for."""
-    if torch.compiler.is_compiling():
-        return False
-    return "k_len" in vars(spans) or not isinstance(spans._k_len, Tensor) or spans._k_len.is_cpu
-
-
-def _unread_k_len(mask: AnyMask, q: Tensor) -> Tensor | None:
-    """The k_len of a mask that was lowered before as a tensor, where `_lower` could not check the number."""
-    if not isinstance(mask, (Prepared, Spans)):
-        return None
-    spans = mask if isinstance(mask, Spans) else mask.lowered
-    if _can_read_k_len(spans):
-        return None
-    k_len = spans._k_len
-    return k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
-
-
-def _moved(bounds: Any, q: Tensor) -> Tensor:
-    """A mask that was lowered in NumPy."""
-    if not isinstance(bounds, np.ndarray):
-        raise DtypeError(
-            "mask",
-            expected="arrays of torch or NumPy, as q, k and v",
-            got=f"{type(bounds).__module__.partition('.')[0]} arrays",
-            remedy="Convert them by torch.from_dlpack, or call the attention of their framework",
-        )
-    return torch.as_tensor(own(bounds), device=q.device)
-
-
-def _check_packed(mask: Mask) -> None:
-    if static_key(mask) is not None:
-        raise OptionError(
-            "mask with layout='thd'",
-            expected="one that keeps packed documents apart",
-            got=f"{mask!r}, under which they see each other",
-            remedy="Combine it with documents(cu_seqlens) or segments(ids)",
-        )
+        message = f'{message}. Pass backend="math" to choose it without this warning.'
+        warnings.warn(message, SlowPathWarning, stacklevel=4)

@@ -1,8 +1,9 @@
 """The short way of an eager call: from plain CPU tensors straight to the compiled kernel.
 
 The operators exist for whatever looks at a program: compilers, modes, transforms, profilers, tracers. Where
-nothing looks, going through them costs more than a small problem's attention. A call takes the short way only
-if every condition below holds; any other call, and every error, takes the ordinary way.
+nothing looks, this way takes 4 to 15 Python calls of this package and the ordinary one about 150, which costs
+more than a small problem's attention. The compiled module checks what it is given; a call that it refuses, or
+that fails a condition below, takes the ordinary way, which says what is wrong.
 """
 
 from typing import Any
@@ -15,48 +16,25 @@ from torch.autograd import forward_ad
 from .._dropout import threshold
 from ..kernels import cpu
 from ..masks import Prepared
-from ..options import Options
-from ..problem import check_scale
+from ..options import FLOAT32_MAX, Bias, Given, Options
+from ._front import PLAIN, _dispatch_modes, _function_modes, _functorch, _tracer
 from ._lowered import as_tensors, lowered
-from ._options import Given, lower_options
 from .ops import backward_op
 
 # The compiled module reads such tensors without a Python call; those of an older torch go the ordinary way.
 _READABLE = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_functorch = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
 _autocast = torch._C._is_any_autocast_enabled
-_tracer = torch._C._get_tracing_state
 _profiler = torch._C._autograd._profiler_enabled
 
 
 def attend(
-    q: Any, k: Any, v: Any, mask: Any, scale: float | None, layout: str, return_lse: bool, given: Given | None
+    q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_lse: bool, given: Given | None
 ) -> Any:
     """The result of `attention`, or None where the call must take the ordinary way.
 
-    Args:
-        q: As given to `attention`, as all.
-        k: Keys.
-        v: Values.
-        mask: A mask, lowered or not.
-        scale: Factor of the scores; None for 1/sqrt(D).
-        layout: "bhsd" and "bshd" go the short way.
-        return_lse: Give (out, lse) instead of out.
-        given: The options; None for a plain call.
-
-    Raises:
-        ValueError: Illegal bounds or options, or a scale that is no finite number.
-
-    Example:
-        >>> from attnspan import causal
-        >>> x = torch.ones(1, 1, 2, 8)
-        >>> out = attend(x, x, x, causal(), None, "bhsd", False, None)
-        >>> out is None or out.shape == x.shape
-        True
+    Arguments are those of `attention`; ``given`` is None for a call without options.
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or is_watched():
         return None
@@ -67,59 +45,45 @@ def attend(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     elif layout != "bhsd":
         return None
-    own = type(mask) is Prepared
-    if own and type(mask.lowered.bounds) is np.ndarray:
+    if scale is not None and not (type(scale) in (float, int) and abs(scale) <= FLOAT32_MAX):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    fixed = type(mask) is Prepared
+    if fixed and type(mask.lowered.bounds) is np.ndarray:
         mask = as_tensors(mask, q.device)
-    elif not own:
+    elif not fixed:
         # Indices that the call gives are those of the mask too.
-        placed = given is None or given.q_index is None is given.k_index
-        mask = lowered(mask, q, k) if placed and q.is_cpu else None
-        if mask is None:
-            return None
+        indexed = given is not None and not (given.q_index is None is given.k_index)
+        mask = None if indexed or not q.is_cpu else lowered(mask, q, k)
+    if mask is None or type(mask.lowered.bounds) is not Tensor:
+        return None
     bounds, k_len = mask.lowered.bounds, mask.lowered.k_len
-    if type(bounds) is not Tensor or q.is_neg() or k.is_neg() or v.is_neg():
-        return None
-    if scale is not None:
-        check_scale(scale)
-    options = arguments = None
+    options, bias, sinks, arguments = None, None, None, None
     if given is not None:
-        if not given.is_plain(_PLAIN) or not core.fits(q, k, v, bounds, k_len, None):
+        if not _is_plain(given) or not core.fits(q, k, v, bounds, k_len, None):
             return None
-        options = lower_options(given, q, k, mask, own)
-        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
-        if (bias is not None and bias.is_neg()) or (sinks is not None and sinks.is_neg()):
+        options = given.lower(PLAIN, q, k, mask, fixed)
+        if options is not None:
+            bias, sinks, arguments = options.bias, options.sinks, _arguments(options)
+            if (bias is not None and bias.is_neg()) or (sinks is not None and sinks.is_neg()):
+                return None
+    wants = q.requires_grad or k.requires_grad or v.requires_grad
+    wants = wants or (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+    if wants and torch.is_grad_enabled():
+        # The kernel runs inside the node, where a refusal would come too late to take another way.
+        if not core.fits(q, k, v, bounds, k_len, arguments):
             return None
-        arguments = None if options is None else _arguments(options)
-    wants = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (options is not None and _wants_gradient(options))
-    )
-    if not wants:
-        found = core.attend(
-            *(q, k, v, bounds, k_len, scale, torch.get_num_threads(), torch.empty_strided, torch.float32),
-            *(return_lse, arguments),
-        )
-    # The kernel runs inside the node, where a refusal would come too late to take another way.
-    elif core.fits(q, k, v, bounds, k_len, arguments):
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
-        dropout_p = 0.0 if options is None else options.dropout_p
-        found = _record(core, q, k, v, bias, sinks, bounds, scale, return_lse, dropout_p, arguments)  # type: ignore[no-untyped-call]
-        found = found if return_lse else (found, None)
+        found = _record(core, q, k, v, bias, sinks, bounds, scale, options, arguments)  # type: ignore[no-untyped-call]
     else:
-        return None
-    if found is None:
-        return None
+        make = torch.get_num_threads(), torch.empty_strided, torch.float32
+        found = core.attend(q, k, v, bounds, k_len, scale, *make, return_lse, arguments)
+        if found is None:
+            return None
     out, lse = found
     out = out if layout == "bhsd" else out.transpose(1, 2)
     return (out, lse) if return_lse else out
-
-
-def is_transformed() -> bool:
-    """Are tensors not what they seem: a transform, a mode, a tracer?"""
-    return _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
 
 
 def is_watched() -> bool:
@@ -128,16 +92,22 @@ def is_watched() -> bool:
         _functorch()
         or _dispatch_modes() != 0
         or _function_modes() != 0
-        or _autocast()
         or _tracer() is not None
+        or _autocast()
         or _profiler()
         or forward_ad._current_level >= 0
     )
 
 
-def _wants_gradient(options: Options) -> bool:
-    bias, sinks = options.bias, options.sinks
-    return (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+def _is_plain(given: Given) -> bool:
+    """Whether the tensors of the options are plain ones. A bias may hold NumPy arrays too."""
+    for x in (given.sinks, given.dropout_seed, given.q_index, given.k_index):
+        if x is not None and type(x) not in _PLAIN:
+            return False
+    for x in vars(given.bias).values() if isinstance(given.bias, Bias) else (given.bias,):
+        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+            return False
+    return True
 
 
 def _arguments(o: Options) -> tuple[Any, ...]:
@@ -150,72 +120,48 @@ class _Attend(torch.autograd.Function):
     """The operators' derivative, without the operators."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        core: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        bounds: Tensor,
-        scale: float,
-        return_lse: bool,
-        dropout_p: float,
-        arguments: tuple[Any, ...] | None,
-    ) -> Any:
-        out, lse = core.attend(
-            *(
-                q,
-                k,
-                v,
-                bounds,
-                k.shape[2],
-                scale,
-                torch.get_num_threads(),
-                torch.empty_strided,
-                torch.float32,
-            ),
-            *(True, arguments),
-        )
+    def forward(ctx: Any, core: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, *rest: Any) -> Any:
+        bounds, scale, o, arguments = rest
+        make = torch.get_num_threads(), torch.empty_strided, torch.float32
+        out, lse = core.attend(q, k, v, bounds, k.shape[2], scale, *make, True, arguments)
         ctx.set_materialize_grads(False)
-        saved = [q, k, v, bounds, out, lse, bias, sinks, *(() if arguments is None else arguments[5:])]
+        others = () if o is None else (o.dropout_seed, o.q_index, o.k_index)
+        saved = [q, k, v, bounds, out, lse, bias, sinks, *others]
         ctx.save_for_backward(*[x.clone() if x is not None and x.is_inference() else x for x in saved])
-        ctx.scale, ctx.dropout_p = scale, dropout_p
-        ctx.numbers = None if arguments is None else (arguments[0], arguments[2])
-        return (out, lse) if return_lse else out
+        ctx.scale, ctx.numbers = scale, None if o is None else (o.softcap, o.bias_kind, o.dropout_p)
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bounds, out, lse, bias, sinks, *rest = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 11
-        dout = torch.zeros_like(out) if dout is None else dout
         needed = ctx.needs_input_grad
+        if dout is None and dlse is None:
+            return (None,) * len(needed)
+        dout = torch.zeros_like(out) if dout is None else dout
         given: tuple[Any, ...] = ()
         arguments = dbias = dsinks = None
         if ctx.numbers is not None:
-            softcap, kind = ctx.numbers
-            given = (softcap, bias, kind, sinks, ctx.dropout_p, *rest, needed[4])
-            arguments = _arguments(Options(softcap, bias, kind, sinks, ctx.dropout_p, *rest))
+            softcap, kind, dropout_p = ctx.numbers
+            given = (softcap, bias, kind, sinks, dropout_p, *rest)
+            arguments = _arguments(Options(*given))
             dbias = torch.empty(bias.shape, dtype=torch.float32) if needed[4] else None  # type: ignore[union-attr]
             dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)
+            given = (*given, needed[4])
         # The operator takes what is unusual: higher derivatives, which it refuses by name, whoever watches,
         # and incoming gradients that need a copy.
         plain = type(dout) is Tensor and dlse is None and dout.stride(-1) == 1 and not dout.is_neg()
         found = None
         if plain and not torch.is_grad_enabled() and not is_watched():
+            make = torch.get_num_threads(), torch.empty_strided
             found = cpu.compiled().gradients(
-                *(dout, q, k, v, out, lse, bounds, ctx.scale, torch.get_num_threads(), torch.empty_strided),
-                *(arguments, dbias, dsinks),
+                dout, q, k, v, out, lse, bounds, ctx.scale, *make, arguments, dbias, dsinks
             )
         if found is None:
             *found, dbias, dsinks = backward_op(dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given)
         if needed[4]:  # A dense bias may have q's dtype; its gradient is summed in float32.
             dbias = dbias.to(bias.dtype)  # type: ignore[union-attr]
-        gradients = (*found, dbias, dsinks)
-        wanted = (x if need else None for x, need in zip(gradients, needed[1:6], strict=True))
-        return None, *wanted, *(None,) * 5
+        wanted = zip((None, *found, dbias, dsinks), needed, strict=False)
+        return (*[x if need else None for x, need in wanted], *(None,) * 4)
 
 
 # That of Function would ask functorch once more.

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from .._pytrees import static_key
 from ..arrays import NUMPY
+from ..call import lower_mask
 from ..expression import Combined, Mask, Prepared
 from ..lowering import begin_in
+from ..options import Given
 from ..spans import Spans
 
 _STATIC = (bool, int, str, type(None))
@@ -76,11 +78,11 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     if known is None:
         if isinstance(mask, Mask) and (key := static_key(mask)) is not None:
             return _without_data(mask, (key, *sizes)) if q.is_cpu else None
-        return _remember(mask, q, sizes, [])
+        return _remember(mask, q, k, sizes, [])
     for one in known:
         if one.holds(sizes, q.device):
             return one.lowered
-    return _remember(mask, q, sizes, known)
+    return _remember(mask, q, k, sizes, known)
 
 
 def as_tensors(mask: Prepared, device: torch.device) -> Prepared:
@@ -117,7 +119,9 @@ class _UnknowableError(Exception):
     """Values cannot tell whether a part of the mask has changed: a function, or an array of another kind."""
 
 
-def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known]) -> Prepared | None:
+def _remember(
+    mask: Any, q: Tensor, k: Tensor, sizes: tuple[int, ...], known: list[_Known]
+) -> Prepared | None:
     sources: dict[int, tuple[Any, Any]] = {}
     leaves: list[Mask] = []
     try:
@@ -137,7 +141,7 @@ def _remember(mask: Any, q: Tensor, sizes: tuple[int, ...], known: list[_Known])
             tensors.append(x)
             tensor_values.append(x._version if copy is None else torch.from_numpy(copy))
     try:
-        found = _by_numpy(twin, leaves, sizes) if host else _on_device(mask, q, sizes)
+        found = _by_numpy(twin, leaves, sizes) if host else lower_mask(mask, q, k, Given(), like=q)
     except (ValueError, TypeError):
         return None
     entry = _Known(sizes, q.device, found, tensors, tensor_values, arrays, array_values)
@@ -188,11 +192,6 @@ def _by_numpy(mask: Mask, leaves: list[Mask], sizes: tuple[int, ...]) -> Prepare
     with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
         q_index = None if low.counted_back else torch.from_numpy(np.array(low.q_index[:, 0]))
         return Prepared(Spans._checked(torch.from_numpy(bounds), low.top), q_index)
-
-
-def _on_device(mask: Mask, q: Tensor, sizes: tuple[int, ...]) -> Prepared:
-    q_len, k_len, batch, heads = sizes
-    return mask.spans(q_len, k_len, batch=batch, heads=heads, like=q)
 
 
 def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:

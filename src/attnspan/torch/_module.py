@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._mistakes import refuse_keywords
+from .._biases import short
+from ..call import check_keywords
 from ..options import Bias
 from ._attention import AnyMask, attention
 
@@ -36,11 +37,7 @@ class Attention(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        mistaken = {
-            name: value for name, value in options.items() if name not in (attention.__kwdefaults__ or ())
-        }
-        if mistaken:
-            refuse_keywords(attention, mistaken)
+        check_keywords(attention, options)
         self.options = options
         # Of a bias: its type, and its fields, each a value or the name of the tensor that is kept here.
         self._bias: tuple[Any, dict[str, Any]] | None = None
@@ -91,10 +88,5 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The options, for ``print(model)``."""
-        return ", ".join(f"{name}={_short(value)}" for name, value in self.options.items())
-
-
-def _short(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        words = {name: short(x) if isinstance(x, Tensor) else repr(x) for name, x in self.options.items()}
+        return ", ".join(f"{name}={word}" for name, word in words.items())

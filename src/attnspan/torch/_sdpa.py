@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._option_checks import check_dropout_p
-from ..errors import DtypeError, OptionError, ShapeError, shown
-from ..masks import causal, from_dense, full
+from ..errors import DtypeError, ShapeError, expect, shown
+from ..masks import causal, from_dense
+from ..options import check_dropout_p
 from ._attention import AnyMask, attention
 
 
@@ -55,16 +55,11 @@ def scaled_dot_product_attention(
         True
     """
     _check(query, key, value, enable_gqa)
-    if is_causal and attn_mask is not None:
-        raise OptionError(
-            "is_causal",
-            expected="no attn_mask beside it",
-            got="both",
-            remedy="Combine masks with causal() & mask, and pass the result as attn_mask",
-        )
+    remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
+    expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask beside it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
     q, k, v = (_to_4d(x) for x in (query, key, value))
-    mask: AnyMask = full()
+    mask: AnyMask | None = None
     bias = q_index = None
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         bias = _bias(attn_mask, query, k.shape[2])
@@ -74,26 +69,20 @@ def scaled_dot_product_attention(
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
-    options: dict[str, Any] = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options: Any = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    if query.dim() < 3 or key.dim() != query.dim() or value.dim() != query.dim():
-        raise ShapeError(
-            "query, key and value",
-            expected="the same number of dims, at least 3",
-            got=f"{shown(query.shape)}, {shown(key.shape)}, {shown(value.shape)}",
-            remedy="Add the missing batch or heads dim",
-        )
+    inputs, remedy = "query, key and value", "Add the missing batch or heads dim"
+    fits = query.dim() >= 3 and key.dim() == query.dim() and value.dim() == query.dim()
+    if not fits:
+        got = f"{shown(query.shape)}, {shown(key.shape)}, {shown(value.shape)}"
+        raise ShapeError(inputs, expected="the same number of dims, at least 3", got=got, remedy=remedy)
     if query.dim() > 3 and not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise ShapeError(
-            "heads",
-            expected="as many key as query heads",
-            got=f"{query.shape[-3]} and {key.shape[-3]}",
-            remedy="Pass enable_gqa=True to share key heads",
-        )
+        got, remedy = f"{query.shape[-3]} and {key.shape[-3]}", "Pass enable_gqa=True to share key heads"
+        raise ShapeError("heads", expected="as many key as query heads", got=got, remedy=remedy)
 
 
 def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -106,12 +95,9 @@ def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
     try:
         lead = torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        raise ShapeError(
-            "query, key and value",
-            expected="batch dims that broadcast",
-            got=", ".join(shown(x.shape) for x in inputs),
-            remedy="Expand or index the batch dims",
-        ) from None
+        got, remedy = ", ".join(shown(x.shape) for x in inputs), "Expand or index the batch dims"
+        wanted = "batch dims that broadcast"
+        raise ShapeError("query, key and value", expected=wanted, got=got, remedy=remedy) from None
     return tuple(x.expand(*lead, *x.shape[-own:]) for x in inputs)
 
 
@@ -139,26 +125,19 @@ def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
 def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
     # Not by catching torch's error: a compiler would end there.
     own = attn_mask.shape
-    if len(own) > len(size) or any(n != 1 and n != m for n, m in zip(own[::-1], size[::-1], strict=False)):
-        raise ShapeError(
-            "attn_mask",
-            expected=f"a shape that broadcasts to {shown(size)}",
-            got=shown(own),
-            remedy="Its last dims are queries and keys",
-        )
+    fits = len(own) <= len(size)
+    fits = fits and all(n == 1 or n == m for n, m in zip(own[::-1], size[::-1], strict=False))
+    wanted, remedy = "a shape that broadcasts to {}", "Its last dims are queries and keys"
+    expect(fits, "attn_mask", wanted, own, remedy, size, error=ShapeError)
     return attn_mask.expand(size)
 
 
 def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -> AnyMask:
     if not isinstance(attn_mask, Tensor):
         return attn_mask
-    if attn_mask.dtype != torch.bool:
-        raise DtypeError(
-            "attn_mask",
-            expected="torch.bool, a floating dtype or a mask",
-            got=str(attn_mask.dtype),
-            remedy="Convert it with .bool()",
-        )
+    wanted, got = "torch.bool, a floating dtype or a mask", str(attn_mask.dtype)
+    fits, remedy = attn_mask.dtype == torch.bool, "Convert it with .bool()"
+    expect(fits, "attn_mask", wanted, got, remedy, error=DtypeError)
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
     if len(lead) == 2:  # What batch rows or heads share is encoded once.
         own = attn_mask[(None,) * (4 - attn_mask.dim())]

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from .._mistakes import OneMask
+from ..call import LAYOUTS
 from ..errors import OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
-from ..options import Bias, Options, dense_bias
-from ..problem import LAYOUTS
+from ..options import Bias, Given, Options, dense_bias
 from ..spans import Spans
-from ._options import Given, dropout_seeds
+from ._options import dropout_seeds
 
 __all__ = [
     "Places",
@@ -31,7 +31,7 @@ __all__ = [
     "check_places",
     "follow",
     "is_dtensor",
-    "lower_mask",
+    "lower_parts",
     "on_mesh",
     "option_tensors",
     "places_of",
@@ -281,7 +281,7 @@ def _batch(x: Any, rank: int) -> int | None:
     return 0 if getattr(x, "ndim", 0) > rank else None
 
 
-def lower_mask(
+def lower_parts(
     mask: Any, places: Places | None, q: Tensor, k_len: Any, q_index: Tensor | None, k_index: Tensor | None
 ) -> Prepared | None:
     """Lower a mask of which some arrays are DTensors; None for any other, and for one that is lowered.

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ..errors import expect
+from ..call import check_k_len
 from ..kernels import cpu
 from ..options import DENSE, Options
 
@@ -142,19 +142,6 @@ def _backward_cpu(
 def _savable(x: Tensor | None) -> Tensor | None:
     """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode."""
     return x.clone() if x is not None and x.is_inference() else x
-
-
-def check_k_len(own: int, k_len: int) -> None:
-    """Raise unless a mask that was lowered before was lowered for as many keys as there are.
-
-    Example:
-        >>> check_k_len(3, 4)
-        Traceback (most recent call last):
-        attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
-the mask for these keys.
-    """
-    expected, remedy = "spans over k_len={} keys (as k)", "Lower the mask for these keys"
-    expect(own == k_len, "mask", expected, f"spans over {own}", remedy, k_len)
 
 
 def _all_options(given: Sequence[Any], *last: Any) -> tuple[Any, ...]:

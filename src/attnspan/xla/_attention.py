@@ -1,26 +1,21 @@
 """The public ``attention`` on XLA tensors: lowering of the mask, specs of all tensors, the call."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._mistakes import refuse_keywords
-from ..errors import DeviceError
-from ..masks import Mask, Prepared, full
-from ..options import Bias, Options
-from ..problem import check_arrays, check_layout, check_scale, describe
-from ..spans import Spans
-from ..torch._attention import _check_packed, _check_tensors, _from_bhsd, _to_bhsd
-from ..torch._options import Given, check_indices, lower_options
+from ..call import Call, check_keywords
+from ..errors import DeviceError, expect
+from ..masks import Prepared
+from ..options import Given, Options
+from ..torch import attention as torchs
+from ..torch._front import TorchFront, autocast, from_bhsd, to_bhsd
 from ._lowering import lower_all
 from ._ops import forward_op, split_seeds_op
 from ._places import Places, places_of
 
-Layout = Literal["bhsd", "bshd", "thd"]
-
-_FULL = full()
 _WORD = 0xFFFFFFFF
 
 
@@ -29,21 +24,10 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | Prepared | Spans | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Bias | Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    q_index: Tensor | None = None,
-    k_index: Tensor | None = None,
-    layout: Layout = "bhsd",
-    return_lse: bool = False,
     mesh: Any = None,
     partition_spec: tuple[Any, ...] | None = None,
     specs: Mapping[str, tuple[Any, ...]] | None = None,
-    **mistaken: Any,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attnspan.torch.attention` on XLA tensors, as a part of the XLA graph that torch_xla builds.
 
@@ -59,24 +43,14 @@ def attention(
         q: Shape (B, Hq, Sq, D) in layout "bhsd"; on an XLA device.
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
-        mask: What each query may see; None is ``full()``. Its arrays are XLA tensors or of NumPy. From a
-            function (``from_predicate``), the function is given XLA tensors.
-        scale: Factor of the scores; 1/sqrt(D) by default.
-        softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
-        bias: Added to the scores, with gradients to its tensors.
-        sinks: Shape (Hq,), logits without a value of their own; with gradient.
-        dropout_p: Share of the weights to drop, in [0, 1); needs ``dropout_seed``.
-        dropout_seed: Integer, shape () or (B, Hq).
-        q_index: Shape (Sq,) or (B, Sq), integer, global indices of the queries.
-        k_index: Shape (Sk,), ascending integers, global indices of the keys.
-        layout: Order of the dims of q, k, v, the output and ``partition_spec``.
-        return_lse: Also return the logarithm of each row's sum of exponentials.
         mesh: A mesh of ``torch_xla.distributed.spmd``; by default the global one.
         partition_spec: For each dim of q, a mesh axis by name or number, a tuple of them, or None. Batch and
             heads may be split.
         specs: Where tensors beside q, k and v lie, by name: keywords of this function, or names of the mask's
             and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
-        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
+        **options: Keywords of `attnspan.torch.attention` but ``backend``. Arrays of the mask are XLA tensors
+            or of NumPy; the function of ``from_predicate`` is given XLA tensors. ``layout`` is also the order
+            of ``partition_spec``.
 
     Returns:
         The output in q's layout; with ``return_lse`` also ``lse``, shape (B, Hq, Sq), or (Hq, T) in "thd".
@@ -93,29 +67,64 @@ def attention(
         >>> attention(q, k, k, mask=causal() & segments(ids)).shape
         torch.Size([1, 4, 6, 16])
     """
-    if mistaken:
-        refuse_keywords(attention, mistaken)
-    mask = _FULL if mask is None else mask
-    _check_tensors(q=q, k=k, v=v)
-    check_layout(layout, q, k, v)
-    _check_devices(q, k, v)
-    places = places_of(q, mesh, partition_spec, layout)
-    q, k, v = (_to_bhsd(x, layout) for x in _autocast(q, k, v))
-    check_arrays(q, k, v)
-    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
-    if layout == "thd" and isinstance(mask, Mask) and not isinstance(mask, Prepared):
-        _check_packed(mask)
-    check_indices(given, q)
-    given, placed = lower_all(mask, q, k, given, places, specs or {})
-    problem = describe(q, k, v, placed.lowered.bounds)
-    options = lower_options(given, q, k, placed, isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans))
-    check_scale(scale)
-    if places is not None:
-        k, v = (_heads_for(x, places.head_parts) for x in (k, v))
-    scale = problem.head_dim**-0.5 if scale is None else float(scale)
-    out, lse = _attend(q, k, v, placed.lowered.bounds, scale, options or Options(), places)
-    out, lse = _from_bhsd(out, layout), lse[0] if layout == "thd" else lse
-    return (out, lse) if return_lse else out
+    check_keywords(attention, options)
+    return _run(_Front(mesh, partition_spec, specs or {}), q, k, v, **options)  # type: ignore[no-any-return]
+
+
+# What it takes, for `check_keywords` and its remedies.
+_OWN = attention.__kwdefaults__ or {}
+attention.__kwdefaults__ = {**(torchs.__kwdefaults__ or {}), **_OWN}
+del attention.__kwdefaults__["backend"]
+
+
+def _run(
+    front: "_Front",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    call = Call.of(front, q, k, v, Given(**options), mask=mask, scale=scale, layout=layout)
+    k, v = call.k, call.v
+    if front.spots is not None:
+        k, v = (_heads_for(x, front.spots.head_parts) for x in (k, v))
+    o = call.options or Options()
+    out, lse = _attend(call.q, k, v, call.bounds, float(call.scale), o, front.spots)
+    return from_bhsd(out, lse, layout, return_lse)
+
+
+class _Front(TorchFront):
+    """XLA tensors, which lie where specs say."""
+
+    spots: Places | None = None
+
+    def __init__(self, mesh: Any, partition_spec: Any, specs: Mapping[str, tuple[Any, ...]]) -> None:
+        self.spec, self.specs = (mesh, partition_spec), specs
+
+    def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
+        del mask, given
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            got, remedy = f"one on {x.device}", 'Move it by .to("xla"), or call attnspan.torch.attention'
+            expect(x.device.type == "xla", name, "an XLA tensor", got, remedy, error=DeviceError)
+        self.spots = places_of(q, *self.spec, layout)
+        q, k, v = (to_bhsd(x, layout) for x in autocast(q, k, v))
+        return q, k, v
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
+        given, placed = lower_all(mask, q, k, given, self.spots, self.specs)
+        return placed, given
+
+    def bounds(self, placed: Prepared, q: Any) -> Any:
+        del q
+        return placed.lowered.bounds
+
+    def unread(self, mask: Any, q: Any) -> Any:
+        del mask, q
 
 
 def _attend(
@@ -145,21 +154,3 @@ def _heads_for(x: Tensor, parts: int) -> Tensor:
     while heads * times % parts != 0:
         times += 1
     return x if times == 1 else x.repeat_interleave(times, 1)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    if not torch.is_autocast_enabled("xla"):
-        return tensors
-    dtype = torch.get_autocast_dtype("xla")
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def _check_devices(*tensors: Tensor) -> None:
-    for name, x in zip("qkv", tensors, strict=True):
-        if x.device.type != "xla":
-            raise DeviceError(
-                name,
-                expected="an XLA tensor",
-                got=f"one on {x.device}",
-                remedy='Move it by .to("xla"), or call attnspan.torch.attention',
-            )

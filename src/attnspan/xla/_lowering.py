@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._mistakes import not_a_mask
 from ..arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
+from ..call import check_k_len, lower_mask
 from ..errors import DeviceError, DtypeError, OptionError
-from ..masks import Mask, Prepared
-from ..options import Bias
+from ..masks import Prepared
+from ..options import Bias, Given
 from ..spans import Spans
-from ..torch._options import Given
 from ._ops import lower_op, place_op
 from ._places import Places, check_spec, default_spec, mesh_of, spec_text
 from ._recipe import Opaque, encode
@@ -44,23 +43,12 @@ def lower_all(
     Raises:
         OptionError: A spec does not fit, or has the name of no tensor of the call.
         DeviceError: An array of the mask is on another device.
-        DtypeError: ``mask`` is no mask.
     """
-    if not isinstance(mask, (Mask, Spans)):
-        raise not_a_mask(mask)
     words, arrays, names = _worded(mask)
     _check_names(specs, places, [*names, *_names(given)])
     given = _place_options(given, places, specs)
     if words == "":
-        return given, mask.spans(  # type: ignore[union-attr]
-            q.shape[2],
-            k.shape[2],
-            batch=q.shape[0],
-            heads=q.shape[1],
-            like=q,
-            q_index=given.q_index,
-            k_index=given.k_index,
-        )
+        return given, lower_mask(mask, q, k, given, like=q)  # type: ignore[arg-type]
     arrays = [_moved(x, name, q) for x, name in zip(arrays, names, strict=True)]
     if places is not None:
         arrays = [
@@ -102,13 +90,7 @@ def _lower(words: str, arrays: list[Tensor], q: Tensor, k: Tensor, given: Given)
 def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
     """A lowered mask with its arrays in their places."""
     lowered = mask if isinstance(mask, Spans) else mask.lowered
-    if lowered.k_len != k_len:
-        raise OptionError(
-            "mask",
-            expected=f"spans over k_len={k_len} keys (as k)",
-            got=f"spans over {lowered.k_len}",
-            remedy="Lower the mask for these keys",
-        )
+    check_k_len(lowered.k_len, k_len)
     return Prepared(Spans(arrays["bounds"], k_len), arrays.get("q_index"), arrays.get("k_index"))
 
 

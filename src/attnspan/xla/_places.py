@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..call import LAYOUTS
 from ..errors import DtypeError, OptionError
-from ..problem import LAYOUTS
 
 #: Mesh axes, by name or number, that split one dim together; () for none.
 Axes = tuple[str | int, ...]
@@ -68,7 +68,7 @@ def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places 
         q: The queries, in ``layout``.
         mesh: A mesh of torch_xla, or None for the global one.
         partition_spec: One entry for each dim of q: a mesh axis by name or number, several of them, or None.
-        layout: A key of `attnspan.problem.LAYOUTS`.
+        layout: A key of `attnspan.call.LAYOUTS`.
 
     Raises:
         OptionError: The spec does not fit q or the mesh, or splits what only a plan can split.

@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 from jax import Array
 
 from ..._mistakes import not_a_mask
-from ...errors import DtypeError, OptionError, ShapeError
-from ...jax._options import Given
+from ...errors import DtypeError, OptionError, ShapeError, expect
 from ...jax._sharded import ShardedMask
 from ...masks import Mask
+from ...options import Given
 from ...spans import Spans
 from ..strategy import Strategy
 from ._axes import Axes
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """The keywords of one call of attention, with their defaults."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    bias: Any = None
-    sinks: Any = None
-    dropout_p: float = 0.0
-    dropout_seed: Any = None
-    q_index: Any = None
-    k_index: Any = None
-    layout: str = "bhsd"
-    return_lse: bool = False
-    backend: str | None = None
-
-    @property
-    def given(self) -> Given:
-        """Those that change what is computed."""
-        return Given(**{field.name: getattr(self, field.name) for field in fields(Given)})
-
-
-def options_of(options: dict[str, Any]) -> CallOptions:
-    """The keywords of a call.
-
-    Raises:
-        TypeError: One is unknown, as Python itself would say.
-
-    Example:
-        >>> options_of({"softcap": 30.0}).layout
-        'bhsd'
-    """
-    return CallOptions(**options)
 
 
 def strategy_of(strategy: Any, parts: int) -> str | Strategy:
@@ -159,23 +123,15 @@ def check_placed(axes: Axes, name: str, x: Array, dims: tuple[str | None, ...]) 
         raise OptionError(f"sharding of {name}", expected=expected, got=f"{sharding.spec}", remedy=remedy)
 
 
-def check_call(options: CallOptions, dense: bool) -> None:
+def check_given(given: Given) -> None:
     """Raise for options that a split sequence does not take."""
-    for name in ("q_index", "k_index"):
-        if getattr(options, name) is not None:
-            raise OptionError(
-                f"{name} with a split sequence",
-                expected="None",
-                got=type(getattr(options, name)).__name__,
-                remedy="The plan knows where rows are",
-            )
-    if dense:
-        raise OptionError(
-            "bias with a split sequence",
-            expected="alibi(...) or relative(...)",
-            got="a dense bias, which holds a value for each pair of rows of all devices",
-            remedy="Use a bias by position, or fold what is visible into the mask",
-        )
+    for name, x in (("q_index", given.q_index), ("k_index", given.k_index)):
+        kind, remedy = type(x).__name__, "The plan knows where rows are"
+        expect(x is None, f"{name} with a split sequence", "None", kind, remedy)
+    dense = hasattr(given.bias, "values") or hasattr(given.bias, "shape")
+    got = "a dense bias, which holds a value for each pair of rows of all devices"
+    remedy = "Use a bias by position, or fold what is visible into the mask"
+    expect(not dense, "bias with a split sequence", "alibi(...) or relative(...)", got, remedy)
 
 
 def check_rows(what: str, x: Array, heads: int, rows: int, batch: int | None) -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import Array
 from jax import numpy as jnp
 
+from ...call import Call, Problem
 from ...errors import ShapeError
-from ...jax._attention import _as_arrays, _lower
 from ...jax._choice import choose_backend, static_for
-from ...jax._contract import Operands, Static
+from ...jax._contract import MaskWords
+from ...jax._front import JaxFront, operands_of, static_of
 from ...jax._ops import module_of
-from ...jax._options import Lowered, lower_options
 from ...jax._words_of_masks import words_of
 from ...masks import Prepared
-from ...problem import Problem, check_arrays, check_layout, check_scale
-from ...spans import Spans
-from ._arguments import CallOptions, check_call, check_placed, check_rows
+from ...options import Given
+from ._arguments import check_given, check_placed, check_rows
 from ._axes import Axes
 from ._call import attend, make_work, specs_of
 from ._device import Inputs, Work
@@ -30,43 +30,68 @@ if TYPE_CHECKING:
 _BHSD = ("batch", "heads", "sequence", None)
 
 
-def attention(sharded: Sharded, q: Any, k: Any, v: Any, options: CallOptions) -> Any:
+class _Front(JaxFront):
+    """Global arrays, which lie as a mesh and perhaps a plan say."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
+        self.device = str(sharded.mesh.devices.flat[0].platform)
+
+    def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
+        del mask, given
+        axes = self.sharded.axes
+        q, k, v = (_to_bhsd(jnp.asarray(x), layout) for x in (q, k, v))
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_placed(axes, name, x, _BHSD)
+        _check_divided(axes, q, layout)
+        return self.shapes(q, k, v, "bhsd")
+
+    def check_given(self, given: Given, q: Any, k: Any) -> None:
+        sharded = self.sharded
+        if sharded.route is None:
+            return
+        assert sharded.rows is not None
+        assert sharded.frame.num_heads is not None
+        keys = sharded.rows if sharded.keys is None else sharded.keys
+        planes = sharded.route.bounds.shape[1]
+        batch = planes if planes > 1 else None
+        check_rows("q", q, sharded.frame.num_heads[0], sharded.rows.rows.shape[0], batch)
+        check_rows("k", k, sharded.frame.num_heads[1], keys.rows.shape[0], batch)
+        check_given(given)
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
+        return (None, given) if self.sharded.route is not None else super().lower(mask, q, k, given)
+
+
+def attention(
+    sharded: Sharded,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options: Any,
+) -> Any:
     """See `Sharded.attention`."""
-    axes, layout = sharded.axes, options.layout
-    q, k, v = _as_arrays(q=q, k=k, v=v)
-    check_layout(layout, q, k, v)
-    q, k, v = (_to_bhsd(x, layout) for x in (q, k, v))
-    views = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
-    check_arrays(*views)
-    check_scale(options.scale)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_placed(axes, name, x, _BHSD)
-    _check_divided(axes, q, layout)
-    if sharded.route is None:
-        bounds, lowered, words = _whole_sequence(sharded, views, options, q)
-    else:
-        bounds, lowered, words = None, _split_sequence(sharded, views, options, q), None
-    given = Operands(bounds, None, None, lowered.seeds, lowered.q_index, lowered.k_index)  # type: ignore[arg-type]
-    inputs = Inputs(given, sharded.route)
+    axes, front, given = sharded.axes, _Front(sharded), Given(**options)
+    call = Call.of(front, q, k, v, given, mask=sharded.mask, scale=scale, layout=layout)
+    q, k, v = front.inputs
+    operands = operands_of(call)
+    inputs = Inputs(operands._replace(bias=None, sinks=None), sharded.route)
     split_kv = k.shape[1] % axes.size("heads") == 0
-    static = Static(
-        scale=q.shape[3] ** -0.5 if options.scale is None else float(options.scale),
-        softcap=0.0 if options.softcap is None else float(options.softcap),
-        bias_kind=lowered.bias_kind,
-        dropout_p=0.0 if lowered.seeds is None else float(options.dropout_p),
-        mask=words,
-        sinks=lowered.sinks is not None,
-        # Parts of sums over devices are not rounded before they are added.
-        wide=sharded.route is not None or not split_kv,
-    )
-    backend = choose_backend(_problem(axes, views, inputs), static, options.backend)
-    static = static_for(backend, static)
-    work = Work(axes, module_of(backend), static, q.shape[1] // k.shape[1], split_kv)
-    work = make_work(work, lowered.bias)
-    out, lse = _run(work, *_typed(work, q, k, v, lowered.bias, lowered.sinks, inputs))
+    # Parts of sums over devices are not rounded before they are added.
+    static = static_of(call, _words(sharded, call), wide=sharded.route is not None or not split_kv)
+    chosen = choose_backend(_problem(axes, call.problem, inputs), static, backend)
+    static = static_for(chosen, static)
+    work = Work(axes, module_of(chosen), static, call.problem.group_size, split_kv)
+    work = make_work(work, operands.bias)
+    out, lse = _run(work, *_typed(work, q, k, v, operands.bias, operands.sinks, inputs))
     out = _from_bhsd(out, layout)
     lse = lse[0] if layout == "thd" else lse
-    return (out, lse) if options.return_lse else out
+    return (out, lse) if return_lse else out
 
 
 # Eager calls then find the compiled program.
@@ -97,63 +122,30 @@ def _check_divided(axes: Axes, q: Array, layout: str) -> None:
     axes.check_divides("heads of q", q.shape[1], "heads")
 
 
-def _whole_sequence(sharded: Sharded, views: Any, options: CallOptions, like: Array) -> Any:
-    """Bounds, options and the mask in words where devices have whole sequences."""
-    mask, (q, k, v) = sharded.mask, views
-    assert mask is not None
-    given = options.given
-    placed = _lower(mask, q, k, given, like)
-    fixed, bare = isinstance(mask, Prepared | Spans), isinstance(mask, Spans)
-    lowered = lower_options(given, q, k, placed, fixed, bare, like)
-    bounds = jnp.asarray(placed.lowered.bounds)
-    whole = _sizes(Axes(sharded.mesh), q, k, v, k.shape[2], bounds.shape[3])
-    words = words_of(mask, whole, options.q_index is None and options.k_index is None)
-    return bounds, lowered, words
+def _words(sharded: Sharded, call: Call) -> MaskWords | None:
+    """The mask in words, where devices have whole sequences."""
+    if sharded.route is not None:
+        return None
+    indexed = call.given.q_index is not None or call.given.k_index is not None
+    return words_of(sharded.mask, _local(Axes(sharded.mesh), call.problem), not indexed)
 
 
-def _split_sequence(sharded: Sharded, views: Any, options: CallOptions, like: Array) -> Lowered:
-    """The options where the plan knows the rest."""
-    (q, k, _), frame = views, sharded.frame
-    assert sharded.rows is not None
-    assert sharded.route is not None
-    assert frame.num_heads is not None
-    keys = sharded.rows if sharded.keys is None else sharded.keys
-    planes = sharded.route.bounds.shape[1]
-    batch = planes if planes > 1 else None
-    check_rows("q", q, frame.num_heads[0], sharded.rows.rows.shape[0], batch)
-    check_rows("k", k, frame.num_heads[1], keys.rows.shape[0], batch)
-    bias = options.bias
-    check_call(options, dense=hasattr(bias, "values") or hasattr(bias, "shape"))
-    nowhere = Prepared(None)  # type: ignore[arg-type]
-    return lower_options(options.given, q, k, nowhere, True, False, like)
-
-
-def _problem(axes: Axes, views: Any, inputs: Inputs) -> Problem:
-    """What one device computes in one call of a back end."""
-    (q, k, v), route = views, inputs.route
-    if route is None:
-        return _sizes(axes, q, k, v, k.shape[2], inputs.given.bounds.shape[3])
-    parts = axes.size("sequence")
+def _problem(axes: Axes, whole: Problem, inputs: Inputs) -> Problem:
+    """What one device computes in one call of a backend."""
+    if (route := inputs.route) is None:
+        return _local(axes, whole)
     keys = route.own_keys if route.exchange is None else route.exchange.keys
-    return _sizes(axes, q, k, v, keys.shape[1] // parts, route.bounds.shape[4])
+    k_len = keys.shape[1] // axes.size("sequence")
+    return replace(_local(axes, whole), k_len=k_len, runs=route.bounds.shape[4])
 
 
-def _sizes(axes: Axes, q: Any, k: Any, v: Any, k_len: int, runs: int) -> Problem:
-    heads = q.shape[1] // axes.size("heads")
+def _local(axes: Axes, whole: Problem) -> Problem:
+    """The sizes of one device's part, its keys being whole."""
+    heads = whole.q_heads // axes.size("heads")
     # As many key heads as the kernels are given, where each device picks those that it reads.
-    groups = math.gcd(q.shape[1] // k.shape[1], heads)
-    return Problem(
-        batch=q.shape[0] // axes.size("batch"),
-        q_heads=heads,
-        kv_heads=heads // groups,
-        q_len=q.shape[2] // axes.size("sequence"),
-        k_len=k_len,
-        head_dim=q.shape[3],
-        v_dim=v.shape[3],
-        runs=runs,
-        dtype=str(q.dtype),
-        device=str(axes.mesh.devices.flat[0].platform),
-    )
+    kv_heads = heads // math.gcd(whole.group_size, heads)
+    batch, q_len = whole.batch // axes.size("batch"), whole.q_len // axes.size("sequence")
+    return replace(whole, batch=batch, q_heads=heads, kv_heads=kv_heads, q_len=q_len)
 
 
 def _typed(work: Work, q: Array, k: Array, v: Array, bias: Any, sinks: Any, inputs: Inputs) -> Any:

@@ -9,10 +9,10 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from ...call import LAYOUTS
 from ...errors import OptionError
 from ...jax._sharded import ShardedMask
 from ...masks import Mask
-from ...problem import LAYOUTS
 from ...spans import Spans
 from ..choose import Choice
 from ..explain import explain
@@ -20,7 +20,7 @@ from ..partition import Partition
 from ..plan import Plan
 from ..planning import Request, lower, make_plan
 from ..strategy import Strategy
-from ._arguments import check_mask, options_of
+from ._arguments import check_mask
 from ._attend import attention
 from ._axes import Axes
 from ._deal import Deal
@@ -217,7 +217,7 @@ class Sharded(ShardedMask):
             ValueError: Shapes, options or shardings do not fit.
             TypeError: Element types do not fit.
         """
-        return attention(self, q, k, v, options_of(options))
+        return attention(self, q, k, v, **options)
 
     def with_mask(self, mask: Mask | Spans, *, keep_rows: bool = False) -> Sharded:
         """The same for another mask of the same length: that of the next step, or of other layers.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from attnspan.call import Problem
 from attnspan.kernels import cpu
 from attnspan.kernels.tuned import device_name
-from attnspan.problem import Problem
 from attnspan.tools.tune.cases import Case
 
 if TYPE_CHECKING:

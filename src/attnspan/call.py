@@ -1,0 +1,388 @@
+"""One call of attention: what is asked, checked once for every front end, in the form that backends take.
+
+Nothing here knows a framework: an array is whatever has ``shape`` and ``dtype``, and each framework has a
+`Front`. A comparison of traced sizes becomes a guard, so sizes are compared only where they must be equal,
+and are converted to text only when an error is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar
+
+from ._mistakes import not_a_mask, refuse_keywords
+from ._pytrees import static_key
+from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
+from .masks import Mask, Prepared, full
+from .options import FLOAT32_MAX, Given, Options, check_number
+from .spans import Spans
+
+__all__ = [
+    "LAYOUTS",
+    "MAX_LENGTH",
+    "Call",
+    "Front",
+    "Problem",
+    "check_k_len",
+    "check_keywords",
+    "check_layout",
+    "forwards_to",
+    "lower_mask",
+]
+
+#: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
+MAX_LENGTH = 2**31 - 65
+
+#: The dims of q, k and v in each layout. ``thd`` packs the documents of a batch into one row of tokens.
+LAYOUTS = {
+    "bhsd": ("batch", "heads", "length", "head_dim"),
+    "bshd": ("batch", "length", "heads", "head_dim"),
+    "thd": ("tokens", "heads", "head_dim"),
+}
+
+_FLOATING = ("float16", "bfloat16", "float32", "float64")
+_FULL = full()
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a call, without its arrays: what a backend must know to say whether it can run it.
+
+    Attributes:
+        batch: Number of batch rows.
+        q_heads: Number of query heads, a multiple of ``kv_heads``.
+        kv_heads: Number of key and value heads.
+        q_len: Number of queries per row.
+        k_len: Number of keys per row.
+        head_dim: Elements of one query or key.
+        v_dim: Elements of one value.
+        runs: Spans per query row (R); 0 where a plan has the mask.
+        dtype: Name of the element type of q, k and v, such as ``"bfloat16"``.
+        device: Device type, such as ``"cpu"``.
+
+    Example:
+        >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
+        >>> problem.group_size, problem.flops(pairs=10)
+        (4, 2560)
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    v_dim: int
+    runs: int
+    dtype: str
+    device: str
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, bounds: Any, device: str | None = None) -> Problem:
+        """The sizes of arrays in (B, H, S, D) order, which bounds of (B|1, H|1, Sq, R, 2) must fit.
+
+        Args:
+            q: Shape (B, Hq, Sq, D), or anything with its shape and dtype; as all.
+            k: Shape (B, Hkv, Sk, D).
+            v: Shape (B, Hkv, Sk, Dv).
+            bounds: int32 (B|1, Hq|1, Sq, R, 2), or None where a plan has the mask.
+            device: Device type; None for that of q, which the bounds must share.
+
+        Raises:
+            ValueError: The bounds do not fit q, or are on another device.
+            TypeError: The bounds are not int32.
+        """
+        batch, heads, q_len, head_dim = q.shape
+        if bounds is not None:
+            shape, dtype, here = bounds.shape, _dtype(bounds), _device(q)
+            # 1 first: a traced size that is known to be 1 then needs no guard against the batch.
+            fits = len(shape) == 5 and (shape[0] == 1 or shape[0] == batch)
+            fits = fits and (shape[1] == 1 or shape[1] == heads)
+            fits = fits and shape[2] == q_len and shape[3] >= 1 and shape[4] == 2
+            wanted = "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}"
+            remedy = "Lower the mask for these q and k"
+            expect(fits, "bounds", wanted, tuple(shape), remedy, batch, heads, q_len, error=ShapeError)
+            remedy = "Convert them; lowered masks are int32"
+            expect(dtype == "int32", "bounds", "int32", dtype, remedy, error=DtypeError)
+            there = here if device is not None else _device(bounds)
+            wanted, remedy = f"device {here} (as q)", "Move the mask's arrays"
+            expect(there == here, "bounds", wanted, there, remedy, error=DeviceError)
+        device = _device(q).partition(":")[0] if device is None else device
+        runs = 0 if bounds is None else bounds.shape[3]
+        sizes = batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3]
+        return cls(*sizes, runs, _dtype(q), device)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head (1 is plain multi-head attention)."""
+        return self.q_heads // self.kv_heads
+
+    def flops(self, pairs: int) -> int:
+        """Floating-point operations of the forward pass; the backward pass costs 2.5 times as many.
+
+        Two products, each one multiplication and one addition per element (FlashAttention-2,
+        arXiv:2307.08691, section 4.1, with the two head dims apart).
+
+        Args:
+            pairs: Visible pairs over all batch rows and query heads.
+        """
+        return 2 * pairs * (self.head_dim + self.v_dim)
+
+
+class Front:
+    """What a front end adds to the checks of a call. One instance serves one call.
+
+    Attributes:
+        expected: What q, k and v must be, in errors.
+        convert: How to make one.
+        an_array: What its arrays are called.
+        noun: The same without the article.
+        seed: What a ``dropout_seed`` must be.
+        new_seed: How to make one.
+        device: Device type of the call, where arrays do not say it.
+    """
+
+    expected: str
+    convert: str
+    an_array, noun = "an array", "array"
+    seed: str
+    new_seed: str
+    device: str | None = None
+
+    def takes(self, x: Any) -> bool:
+        """Whether `x` is an array of the framework."""
+        raise NotImplementedError
+
+    def kind(self, x: Any) -> str:
+        """What came instead of an array, in errors."""
+        return type(x).__name__
+
+    def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
+        """q, k and v in (B, H, S, D) order, or their shapes; raises where arrays do not lie together."""
+        raise NotImplementedError
+
+    def check_place(self, name: str, x: Any, q: Any) -> None:
+        """Raise for an array of an option that is on another device than q."""
+
+    def check_given(self, given: Given, q: Any, k: Any) -> None:
+        """Raise for options that this front end does not take."""
+
+    def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
+        """Raise unless a ``dropout_seed`` is one seed, or one for each batch row and head."""
+        raise NotImplementedError
+
+    def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
+        """The seed as kernels take it."""
+        raise NotImplementedError
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
+        """The mask as spans, or None where a plan has it; and the options, moved if need be."""
+        raise NotImplementedError
+
+    def bounds(self, placed: Prepared, q: Any) -> Any:
+        """The bounds of a lowered mask as an array of the framework."""
+        raise NotImplementedError
+
+    def unread(self, mask: Any, q: Any) -> Any:
+        """The ``k_len`` of a mask that was lowered before, where reading its value would cost, else None."""
+        del mask, q
+
+    def like(self, q: Any) -> Any:
+        """An array of the call, whose framework and device lowered options have."""
+        return q
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of attention, checked.
+
+    Attributes:
+        q: Shape (B, Hq, Sq, D), or what has its shape and dtype; as k and v.
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        bounds: int32 (B|1, Hq|1, Sq, R, 2), the mask as spans; None where a plan has it.
+        scale: Factor of the scores.
+        options: Softcap, bias, sinks and dropout as kernels take them; None for a plain call.
+        given: The options as the caller gave them.
+        problem: The sizes, for the choice of a backend.
+        layout: Order of the dims of the caller's q, k, v and output.
+        lowered_for: Shape (), the number of keys that the mask was lowered for, where nobody has read it.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bounds: Any
+    scale: float
+    options: Options | None
+    given: Given
+    problem: Problem
+    layout: str
+    lowered_for: Any = None
+
+    @classmethod
+    def of(
+        cls, front: Front, q: Any, k: Any, v: Any, given: Given, *, mask: Any, scale: Any, layout: str
+    ) -> Call:
+        """Check a call and bring it into the form of backends.
+
+        Args:
+            front: What the framework adds.
+            q: In the layout, as all.
+            k: Keys.
+            v: Values.
+            given: The options.
+            mask: A mask, lowered or not, or spans; None for ``full()``.
+            scale: Factor of the scores; None for 1/sqrt(D).
+            layout: A key of ``LAYOUTS``.
+
+        Raises:
+            ValueError: Shapes, devices, options or bounds do not fit.
+            TypeError: Element types do not fit, or ``mask`` is no mask.
+        """
+        mask = _FULL if mask is None else mask
+        check_layout(front, layout, q, k, v)
+        q, k, v = front.enter(q, k, v, mask, given, layout)
+        _check_kinds(q, k, v)
+        _check_sizes(q, k, v)
+        if scale is not None:
+            wanted, remedy = "a finite float32 number", "Leave it out for 1/sqrt(D)"
+            check_number("scale", scale, -FLOAT32_MAX, FLOAT32_MAX, wanted, remedy)
+        front.check_given(given, q, k)
+        if not isinstance(mask, (Mask, Spans)):
+            raise not_a_mask(mask)
+        placed, given = front.lower(mask, q, k, given)
+        fixed, bare = isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans)
+        bounds = unread = None
+        if placed is not None:
+            bounds, unread = front.bounds(placed, q), front.unread(mask, q)
+            if fixed and unread is None:
+                check_k_len(placed.lowered.k_len, k.shape[2])
+            if layout == "thd" and not fixed:
+                _check_packed(mask)  # type: ignore[arg-type]
+        problem = Problem.of(q, k, v, bounds, front.device)
+        options = given.lower(front, q, k, placed, fixed, bare)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        return cls(q, k, v, bounds, scale, options, given, problem, layout, unread)
+
+
+def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
+    """Lower a mask for a call: the one place that does.
+
+    Args:
+        mask: A mask expression.
+        q: Shape (B, Hq, Sq, D).
+        k: Shape (B, Hkv, Sk, D).
+        given: The options, which may have indices.
+        like: An array whose framework and device the bounds have; None for those of the mask.
+
+    Returns:
+        The spans, with the indices of rows and keys that are not the default ones.
+    """
+    indices = {"q_index": given.q_index, "k_index": given.k_index}
+    return mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=like, **indices)
+
+
+def check_k_len(own: Any, k_len: Any) -> None:
+    """Raise unless a mask that was lowered before was lowered for as many keys as there are.
+
+    Example:
+        >>> check_k_len(3, 4)
+        Traceback (most recent call last):
+        attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
+the mask for these keys.
+    """
+    if own != k_len:
+        expected, got = f"spans over k_len={k_len} keys (as k)", f"spans over {own}"
+        raise OptionError("mask", expected=expected, got=got, remedy="Lower the mask for these keys")
+
+
+def forwards_to(target: Callable[..., Any]) -> Callable[[F], F]:
+    """Let a function of ``(q, k, v, **options)`` show the keywords of `target`, to which it forwards them."""
+
+    def decorate(function: F) -> F:
+        returned = signature(function).return_annotation
+        function.__signature__ = signature(target).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        function.__kwdefaults__ = target.__kwdefaults__
+        return function
+
+    return decorate
+
+
+def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise for keywords that a function does not have, with what says the same here."""
+    if mistaken := {
+        name: value for name, value in options.items() if name not in (function.__kwdefaults__ or ())
+    }:
+        refuse_keywords(function, mistaken)
+
+
+def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
+    """Raise unless q, k and v are arrays of the front end with the dims of the layout."""
+    expect(layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout), "Name the order")
+    dims = LAYOUTS[layout]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not front.takes(x):
+            raise DtypeError(name, expected=front.expected, got=front.kind(x), remedy=front.convert)
+        if len(x.shape) != len(dims):
+            wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
+            remedy = "Reshape it, or name the layout that q, k and v have"
+            raise ShapeError(name, expected=wanted, got=shown(tuple(x.shape)), remedy=remedy)
+
+
+def _check_kinds(q: Any, k: Any, v: Any) -> None:
+    dtypes, devices = (_dtype(q), _dtype(k), _dtype(v)), (_device(q), _device(k), _device(v))
+    for name, dtype in zip(("q", "k", "v"), dtypes, strict=True):
+        if dtype not in _FLOATING:
+            wanted, remedy = f"a floating dtype ({', '.join(_FLOATING)})", f"Convert {name} first"
+            raise DtypeError(name, expected=wanted, got=dtype, remedy=remedy)
+    same = dtypes[0] == dtypes[1] == dtypes[2]
+    remedy = "Convert them to one dtype by .astype, or in torch by .to or autocast"
+    expect(same, "q, k and v", "one dtype", ", ".join(dtypes), remedy, error=DtypeError)
+    same, remedy = devices[0] == devices[1] == devices[2], "Move them to one device"
+    expect(same, "q, k and v", "one device", ", ".join(devices), remedy, error=DeviceError)
+
+
+def _check_sizes(q: Any, k: Any, v: Any) -> None:
+    def rule(holds: Any, what: str, expected: str, remedy: str) -> None:
+        if not holds:
+            got = f"q {shown(q.shape)}, k {shown(k.shape)}, v {shown(v.shape)} as (B, H, S, D)"
+            raise ShapeError(what, expected=expected, got=got, remedy=remedy)
+
+    some_heads = q.shape[1] != 0 and k.shape[1] != 0
+    some_elements = q.shape[3] != 0 and v.shape[3] != 0
+    one_batch = q.shape[0] == k.shape[0] and k.shape[0] == v.shape[0]
+    grouped = "Grouped-query attention needs q_heads % kv_heads == 0; check the layout"
+    rule(some_heads, "heads", "at least one query and one key head", "Check the heads dim")
+    rule(some_elements, "head_dim", "at least one element", "Check the last dim")
+    rule(one_batch, "batch", "the same batch size", "Expand or index the batch dim")
+    rule(k.shape[1] == v.shape[1], "heads", "as many value as key heads", "Check k and v, and the layout")
+    rule(k.shape[2] == v.shape[2], "k_len", "as many values as keys", "Check k and v, and the layout")
+    rule(q.shape[3] == k.shape[3], "head_dim", "the same for q and k", "Check the projections")
+    rule(q.shape[1] % k.shape[1] == 0, "heads", "a multiple of the key heads as query heads", grouped)
+    for name, length in (("q_len", q.shape[2]), ("k_len", k.shape[2])):
+        # A symbol of a traced size has no limit that could be checked now.
+        if isinstance(length, int) and length > MAX_LENGTH:
+            wanted = f"at most {MAX_LENGTH} (bounds are int32)"
+            raise ShapeError(name, expected=wanted, got=f"{length}", remedy="Split the sequence")
+
+
+def _check_packed(mask: Mask) -> None:
+    if static_key(mask) is not None:
+        raise OptionError(
+            "mask with layout='thd'",
+            expected="one that keeps packed documents apart",
+            got=f"{mask!r}, under which they see each other",
+            remedy="Combine it with documents(cu_seqlens) or segments(ids)",
+        )
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).rpartition(".")[2]
+
+
+def _device(x: Any) -> str:
+    return str(getattr(x, "device", "cpu"))

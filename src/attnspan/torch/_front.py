@@ -1,0 +1,156 @@
+"""What torch adds to the checks of a call: autocast, DTensors, masks that are remembered."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arrays import arrays_for, is_array, own
+from ..call import Front, lower_mask
+from ..errors import DeviceError, DtypeError, expect
+from ..kernels import math as math_kernel
+from ..masks import Prepared
+from ..options import Given
+from ..spans import Spans
+from . import _options
+from ._lowered import as_tensors, lowered
+from .dtensor import Places, lower_parts, places_of
+
+_functorch = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_tracer = torch._C._get_tracing_state
+
+
+class TorchFront(Front):
+    """Tensors, plain or DTensors.
+
+    Attributes:
+        mesh: The mesh of a plan, whose axes may split the sequence of DTensors; None without a plan.
+        places: How q, k and v lie on their mesh; None for plain tensors.
+    """
+
+    expected, convert = "a torch.Tensor", "Convert it with torch.as_tensor"
+    an_array, noun = "a tensor", "tensor"
+    seed = "an integer tensor"
+    new_seed = "Pass another one for each layer and step, such as torch.randint(2**62, ())"
+    mesh: Any = None
+    places: Places | None = None
+
+    def takes(self, x: Any) -> bool:
+        return isinstance(x, Tensor)
+
+    def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
+        del mask
+        self.split(q, k, v, given, layout)
+        q, k, v = (to_bhsd(x, layout) for x in autocast(q, k, v))
+        return q, k, v
+
+    def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
+        """How DTensors lie on their mesh, after a look at those of the options; None for plain tensors."""
+        self.places = places_of(q, k, v, layout, given, self.mesh)
+        return self.places
+
+    def check_place(self, name: str, x: Any, q: Any) -> None:
+        # NumPy arrays, such as buckets, are moved when they are lowered.
+        if isinstance(x, Tensor) and x.device != q.device:
+            wanted, remedy = f"device {q.device} (as q)", "Move it to one device"
+            raise DeviceError(name, expected=wanted, got=str(x.device), remedy=remedy)
+
+    def check_given(self, given: Given, q: Any, k: Any) -> None:
+        """Raise for indices of another framework or device, which the mask would be blamed for."""
+        del k
+        for name, x in (("q_index", given.q_index), ("k_index", given.k_index)):
+            if is_array(x) and not isinstance(x, (Tensor, np.ndarray)):
+                wanted, got = "an integer tensor, or an array of NumPy", f"one of {arrays_for([x]).name}"
+                remedy = "Convert it by torch.from_dlpack, or call the attention of its own framework"
+                raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+            self.check_place(name, x, q)
+
+    def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
+        _options.check_seed(seed, batch, heads)
+
+    def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
+        del batch, heads
+        seed = seed.to(torch.int64)
+        # Compiled code saves it, and cannot ask whether it was made in inference mode. A copy was not; a copy
+        # of this kind is not made anew in the backward pass.
+        return seed[None].cumsum(0)[0] if torch.compiler.is_compiling() else seed
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
+        found = lower_parts(mask, self.places, q, k.shape[2], given.q_index, given.k_index)
+        if found is not None:
+            return found, given
+        if isinstance(mask, (Prepared, Spans)):
+            if isinstance(mask, Spans):
+                return Prepared(mask), given
+            numpy = isinstance(mask.lowered.bounds, np.ndarray)
+            return as_tensors(mask, q.device) if numpy and _may_remember(given, q) else mask, given
+        if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
+            return known, given
+        return lower_mask(mask, q, k, given, like=q), given
+
+    def bounds(self, placed: Prepared, q: Any) -> Any:
+        bounds: Any = placed.lowered.bounds
+        if isinstance(bounds, Tensor):
+            return bounds
+        got = f"{type(bounds).__module__.partition('.')[0]} arrays"
+        wanted = "arrays of torch or NumPy, as q, k and v"
+        remedy = "Convert them by torch.from_dlpack, or call the attention of their framework"
+        expect(isinstance(bounds, np.ndarray), "mask", wanted, got, remedy, error=DtypeError)
+        return torch.as_tensor(own(bounds), device=q.device)
+
+    def unread(self, mask: Any, q: Any) -> Any:
+        if not isinstance(mask, (Prepared, Spans)):
+            return None
+        spans = mask if isinstance(mask, Spans) else mask.lowered
+        k_len = spans._k_len
+        # To a compiler the number would be a constant; on a device it is waited for.
+        if not torch.compiler.is_compiling() and (
+            "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
+        ):
+            return None
+        return k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
+
+
+#: For options of plain tensors, which need nothing of a call.
+PLAIN = TorchFront()
+
+
+def is_transformed() -> bool:
+    """Are tensors not what they seem: a transform, a mode, a tracer?"""
+    return _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
+
+
+def _may_remember(given: Given, q: Any) -> bool:
+    """Whether a mask means here what it means in other calls, and tensors are what they seem."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and given.q_index is None is given.k_index
+        and not is_transformed()
+    )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in autocast's dtype, as torch's own attention casts them; float64 stays."""
+    device = tensors[0].device.type
+    if not math_kernel.has_autocast(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def to_bhsd(x: Tensor, layout: str) -> Tensor:
+    """A view in (B, H, S, D) order."""
+    if layout == "bhsd":
+        return x
+    return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def from_bhsd(out: Tensor, lse: Tensor, layout: str, return_lse: bool) -> Any:
+    """The output as a view in the layout, and if asked lse as (B, H, S), or (H, T) in "thd"."""
+    if layout != "bhsd":
+        out = out.transpose(1, 2) if layout == "bshd" else out[0].transpose(0, 1)
+    return (out, lse[0] if layout == "thd" else lse) if return_lse else out
