@@ -106,8 +106,8 @@ OF_PALLAS = ("none", "alibi, indices given", "distance table", "dense, per key, 
 BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
-    "jax:ffi": Backend(
-        partial(conformance_jax.run, "ffi"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=8
+    "jax:cpu": Backend(
+        partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=8
     ),
     "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="once", programs=PARTS),
     "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="once", programs=PARTS),
