@@ -122,7 +122,11 @@ BAD = {
     ),
     "scale nan": ({"scale": math.nan}, ValueError, "scale: expected a finite float32 number, got nan"),
     "scale inf": ({"scale": -math.inf}, ValueError, "scale: expected a finite float32 number, got -inf"),
-    "scale beyond float32": ({"scale": 1e300}, ValueError, "scale: expected a finite float32 number, got 1e\\+300"),
+    "scale beyond float32": (
+        {"scale": 1e300},
+        ValueError,
+        "scale: expected a finite float32 number, got 1e\\+300",
+    ),
     "scale tensor": ({"scale": torch.tensor(1.0)}, TypeError, "scale: expected a Python number, got Tensor"),
     "backend": ({"backend": "cuda"}, ValueError, "backend: expected None or one of cpu, math, got 'cuda'"),
     "mask": (
