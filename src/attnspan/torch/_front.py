@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arrays import arrays_for, is_array, own
 from ..call import Front, lower_mask
-from ..errors import DeviceError, DtypeError, expect
+from ..errors import DeviceError, DtypeError
 from ..kernels import math as math_kernel
 from ..masks import Prepared
 from ..options import Given
@@ -95,10 +95,12 @@ class TorchFront(Front):
         bounds: Any = placed.lowered.bounds
         if isinstance(bounds, Tensor):
             return bounds
-        got = f"{type(bounds).__module__.partition('.')[0]} arrays"
-        wanted = "arrays of torch or NumPy, as q, k and v"
-        remedy = "Convert them by torch.from_dlpack, or call the attention of their framework"
-        expect(isinstance(bounds, np.ndarray), "mask", wanted, got, remedy, error=DtypeError)
+        if not isinstance(bounds, np.ndarray):
+            got = f"{arrays_for([bounds]).name} arrays"
+            remedy = "Convert them by torch.from_dlpack, or call the attention of their framework"
+            raise DtypeError(
+                "mask", expected="arrays of torch or NumPy, as q, k and v", got=got, remedy=remedy
+            )
         return torch.as_tensor(own(bounds), device=q.device)
 
     def unread(self, mask: Any, q: Any) -> Any:
