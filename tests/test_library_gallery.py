@@ -24,14 +24,23 @@ def _pictures():
 
 pictures = _pictures()
 FUNCTIONS = sorted(library.__all__)
-MASKS = [name for name in FUNCTIONS if inspect.signature(getattr(library, name)).return_annotation == "Mask"]
+
+
+def _is_mask(name):
+    value = getattr(library, name)
+    if inspect.isclass(value):
+        return issubclass(value, attnspan.Mask)
+    return inspect.signature(value).return_annotation == "Mask"
+
+
+MASKS = [name for name in FUNCTIONS if _is_mask(name)]
 
 
 def test_what_is_public_is_listed():
     defined = {
         name
         for name, value in vars(library).items()
-        if inspect.isfunction(value) and value.__module__.startswith("attnspan.library") and name[0] != "_"
+        if callable(value) and value.__module__.startswith("attnspan.library") and name[0] != "_"
     }
     assert defined == set(library.__all__)
     assert len(MASKS) > 20

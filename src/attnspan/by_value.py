@@ -19,7 +19,16 @@ from .expression import Mask, RowNumbered
 from .lowering import Lowering
 from .spans import Spans
 
-__all__ = ["Blocks", "Explicit", "from_block_mask", "from_dense", "from_predicate", "is_traced", "keys"]
+__all__ = [
+    "Blocks",
+    "Explicit",
+    "encoded_rows",
+    "from_block_mask",
+    "from_dense",
+    "from_predicate",
+    "is_traced",
+    "keys",
+]
 
 _TRACED_CHUNKS = 16
 """Chunks of rows in a traced program, at most: each is a copy of the predicate in it."""

@@ -10,6 +10,8 @@ import numpy as np
 from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
 from .errors import DtypeError, ShapeError, expect
 
+__all__ = ["booleans", "count", "function", "integers", "lengths", "number", "offsets", "rank", "runs"]
+
 
 def number(what: str, value: Any) -> int:
     """A Python or NumPy integer."""

@@ -13,6 +13,8 @@ from .errors import OptionError, ShapeError, shown
 from .lowering import Lowering, begin
 from .spans import Spans
 
+__all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
+
 
 class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.

@@ -12,6 +12,8 @@ from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, 
 from .errors import DtypeError, ShapeError, expect, shown
 from .spans import check_index
 
+__all__ = ["DocumentRows", "Lowering", "begin", "begin_in"]
+
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:

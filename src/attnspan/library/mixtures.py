@@ -18,7 +18,7 @@ from ..lowering import Lowering
 from ..masks import Mask
 from ._shared import warn_of_size
 
-__all__ = ["batchify", "per_document", "per_head", "per_row", "reordered"]
+__all__ = ["Mixture", "batchify", "per_document", "per_head", "per_row", "reordered"]
 
 _CHUNK_KEYS = 1 << 22
 """(query, key) pairs that are put into a new order at once."""
@@ -107,7 +107,7 @@ class per_row(Mixture):
         return ("per_row", *(part for anchor in anchors for part in (anchor or (None,))))
 
     def _anchor_index(self, low: Lowering) -> Array:
-        expected, remedy = "the rows' indices, which differ from mask to mask", "Pass q_index with k_index"
+        expected, remedy = "the rows' global indices, which differ from mask to mask", "Pass q_index too"
         expect(low.k_len is not None, "q_index", expected, "k_index alone", remedy)
         found = []
         for mask in self.masks:

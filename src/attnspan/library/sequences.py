@@ -16,7 +16,16 @@ from ..lowering import Lowering
 from ..masks import Mask
 from ._shared import seen_by, warn_of_size
 
-__all__ = ["dilated", "global_sliding", "prefix_lm", "shared_prefix", "strided_order"]
+__all__ = [
+    "dilated",
+    "global_rows",
+    "global_sliding",
+    "global_tokens",
+    "prefix_of",
+    "prefix_lm",
+    "shared_prefix",
+    "strided_order",
+]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -218,11 +227,11 @@ def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
     n, m = offsets.shape[-1] - 1, table.shape[-1]
     what, remedy = "shared_prefix: prefix_of", "Give a document without a prefix its own number"
     expect(n == m, what, "one number per document, {}", m, remedy, n, error=ShapeError)
-    return (masks.causal() & masks.documents(offsets)) | prefix_documents(offsets, table)
+    return (masks.causal() & masks.documents(offsets)) | prefix_of(offsets, table)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class prefix_documents(Mask):
+class prefix_of(Mask):
     """The keys of another document, which each document names; its own number: none."""
 
     cu_seqlens: Array
