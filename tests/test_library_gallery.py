@@ -73,6 +73,6 @@ def test_no_picture_is_left_over():
 def test_it_is_shown_by_the_names_of_masks(name):
     mask = pictures.mask_of(name)
     assert isinstance(mask, attnspan.Mask)
-    names = {*vars(attnspan), *vars(library), "global_rows", "prefix_of"}
+    names = {*vars(attnspan), *vars(library), "global_rows", "prefix_documents"}
     called = set(re.findall(r"([a-z_]+)\(", repr(mask)))
     assert called <= names, repr(mask)

@@ -21,7 +21,7 @@ __all__ = [
     "global_rows",
     "global_sliding",
     "global_tokens",
-    "prefix_of",
+    "prefix_documents",
     "prefix_lm",
     "shared_prefix",
     "strided_order",
@@ -227,11 +227,11 @@ def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
     n, m = offsets.shape[-1] - 1, table.shape[-1]
     what, remedy = "shared_prefix: prefix_of", "Give a document without a prefix its own number"
     expect(n == m, what, "one number per document, {}", m, remedy, n, error=ShapeError)
-    return (masks.causal() & masks.documents(offsets)) | prefix_of(offsets, table)
+    return (masks.causal() & masks.documents(offsets)) | prefix_documents(offsets, table)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class prefix_of(Mask):
+class prefix_documents(Mask):
     """The keys of another document, which each document names; its own number: none."""
 
     cu_seqlens: Array
