@@ -327,7 +327,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             >>> from attnspan import causal, global_keys, window
             >>> mask = causal() & (window(8) | global_keys(1))
             >>> mask.spans(4, 4), mask.spans(4, 4).compact()
-            (Spans(B=1, H=1, q_len=4, k_len=4, R=2), Spans(B=1, H=1, q_len=4, k_len=4, R=1))
+            (Prepared(B=1, H=1, q_len=4, k_len=4, R=2), Spans(B=1, H=1, q_len=4, k_len=4, R=1))
         """
         self._require_values("compact")
         arrays, illegal = self._arrays, self._illegal_rows()

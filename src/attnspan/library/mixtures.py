@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -38,15 +37,19 @@ class Mixture(Mask):
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(map(repr, self.masks))}])"
 
-    def _inner(self) -> Iterator[Mask]:
+    # Lists, not generators: torch 2.15's compiler cannot leave one before its end.
+
+    def _inner(self) -> list[Mask]:
+        inner: list[Mask] = []
         for mask in self.masks:
-            yield from mask._leaves()
+            inner += mask._leaves()
+        return inner
 
     def _key_len(self, traced: bool = False) -> Any:
-        return next((n for n in (leaf._key_len(traced) for leaf in self._inner()) if n is not None), None)
+        return _first([leaf._key_len(traced) for leaf in self._inner()])
 
     def _row_len(self) -> Any:
-        return next((n for n in (leaf._row_len() for leaf in self._inner()) if n is not None), None)
+        return _first([leaf._row_len() for leaf in self._inner()])
 
     def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
         raise NotImplementedError
@@ -112,7 +115,7 @@ class per_row(Mixture):
         found = []
         for mask in self.masks:
             own = replace(low, batch=1, lowered=[], document_rows=[])
-            own.index_rows(list(mask._leaves()), None, None)
+            own.index_rows(mask._leaves(), None, None)
             found.append(own.q_index)
         return self._join(low, [low.arrays.to_int32(x) for x in found])
 
@@ -146,7 +149,7 @@ class per_head(Mixture):
 
     def _anchor_index(self, low: Lowering) -> Array:
         own = replace(low, lowered=[], document_rows=[])
-        own.index_rows(list(self._inner()), None, None)
+        own.index_rows(self._inner(), None, None)
         return own.q_index
 
     def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
@@ -344,6 +347,13 @@ def _places_of(flat: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.nd
     bounds[run_row, slot, 0] = at[first] % (k_len + 1)
     bounds[run_row, slot, 1] = at[last] % (k_len + 1) + 1
     return bounds
+
+
+def _first(values: list[Any]) -> Any:
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 def _several(what: str, masks: Any) -> tuple[Mask, ...]:
