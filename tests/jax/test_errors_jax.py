@@ -109,7 +109,7 @@ OPTIONS: Bad = {
         "q_index, k_index: expected None with a mask that is already lowered",
     ),
     "bare spans": (
-        {"mask": a.full().spans(7, 9), "bias": a.alibi(jnp.ones(4))},
+        {"mask": a.full().spans(7, 9).lowered, "bias": a.alibi(jnp.ones(4))},
         ValueError,
         "q_index: expected the rows' indices beside bare spans",
     ),
