@@ -38,7 +38,7 @@ class TestRemedies:
     def test_preparing_under_jit(self) -> None:
         message = (
             r"mask\.prepare: expected an array whose values can be read, got one that is being traced\. "
-            r"Call it outside the compiled function; inside, mask\.spans\(\.\.\.\) lowers a mask"
+            r"Call it outside the compiled function; inside, mask\.spans\(\.\.\.\) lowers"
         )
         ids = jnp.zeros((2, 6), jnp.int32)
         with pytest.raises(ValueError, match=message):
