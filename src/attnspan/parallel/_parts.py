@@ -43,7 +43,7 @@ def take(arrays: Arrays, x: Array, index: NDArray[Any], dim: int) -> Array:
 
 def concat(arrays: Arrays, parts: Sequence[Array], dim: int) -> Array:
     if arrays.name == "torch":
-        return arrays.torch.cat(list(parts), dim)  # type: ignore[attr-defined]
+        return arrays.xp.cat(list(parts), dim)
     return arrays.xp.concatenate(list(parts), axis=dim)
 
 
