@@ -353,15 +353,15 @@ class ContextParallel(ShardedMask):
             ("q", q, self.heads[0], self.rows_per_rank),
             ("k", k, self.heads[1], self.keys_per_rank),
         ):
-            fits, what = x.shape[1] == count and x.shape[2] == rows, f"{name} with context parallelism"
-            wanted = f"{count} heads and this rank's {rows} rows, padding included"
+            what, fits = f"{name} with context parallelism", x.shape[1] == count and x.shape[2] == rows
+            wanted = "{} heads and this rank's {} rows, padding included"
             remedy = "Shard the model's inputs by cp.shard(...), and give ContextParallel its heads"
             if not fits:
                 got = f"shape {tuple(x.shape)} in layout bhsd"
-                raise ShapeError(what, expected=wanted, got=got, remedy=remedy)
-        what, wanted = "q with context parallelism", f"{self._planes} batch rows, as the mask has"
+                expect(fits, what, wanted, got, remedy, count, rows, error=ShapeError)
+        what, wanted = "q with context parallelism", "{} batch rows, as the mask has"
         fits, remedy = self._planes in (1, q.shape[0]), "Plan with the mask of this batch"
-        expect(fits, what, wanted, q.shape[0], remedy, error=ShapeError)
+        expect(fits, what, wanted, q.shape[0], remedy, self._planes, error=ShapeError)
         got = "a dense bias, which holds a value for each pair of rows of all ranks"
         what, wanted = "bias with context parallelism", "alibi(...) or relative(...)"
         remedy = "Use a bias by position, or fold what is visible into the mask"
