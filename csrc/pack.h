@@ -20,7 +20,7 @@ struct alignas(64) Block {
   void get(int64_t row, float* to) const { std::memcpy(to, unit[row], 64); }
 };
 
-inline void transpose(Block& x) {
+[[gnu::noinline]] inline void transpose(Block& x) {
 #if defined(__AVX512F__)
   __m512i r[16], t[16];
   for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(x.unit[i]);
@@ -70,7 +70,7 @@ struct Packer {
 
   // `n` consecutive elements (at most 16 * pair) as one line of 16 units.
   static void line(const T* p, int64_t n, uint32_t* unit) {
-    n = most(0, least(n, 16 * pair));
+    n = max(0, min(n, 16 * pair));
     if constexpr (same) {
       if (n < 32) std::memset(unit, 0, 64);
       copy_line(unit, p, n * 2);
@@ -91,7 +91,7 @@ struct Packer {
       else
         std::memset(unit, 0, 64);
     } else {
-      n = most(0, least(n, 16));
+      n = max(0, min(n, 16));
 #if defined(__AVX512F__)
       if (n == 16 && rows >= 2) {
         const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -108,8 +108,8 @@ struct Packer {
     }
   }
 
-  static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda, int64_t padded_rows,
-                   bool negate) {
+  [[gnu::noinline]] static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda,
+                                     int64_t padded_rows, bool negate) {
     for (int64_t i = 0; i < padded_rows; ++i)
       for (int64_t d = 0; d < lda; d += 16 * pair) {
         if (same && !negate && i < rows && dim - d >= 16 * pair) {
@@ -126,21 +126,22 @@ struct Packer {
   }
 
   // dims x rows; `lda` a multiple of 16 * pair, at least the rows.
-  static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda, int64_t padded_dim) {
+  [[gnu::noinline]] static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda,
+                                        int64_t padded_dim) {
     Block x;
     for (int64_t d = 0; d < padded_dim; d += 16)
       for (int64_t i = 0; i < lda; i += 16 * pair) {
         for (int64_t s = 0; s < 16; ++s)
           step(p + (i + s * pair) * stride + d, stride, rows - i - s * pair, dim - d, x.unit[s]);
         transpose(x);
-        const int64_t valid = least(16, padded_dim - d);
+        const int64_t valid = min(16, padded_dim - d);
         for (int64_t r = 0; r < valid; ++r) std::memcpy(a + (d + r) * lda + i, x.unit[r], 64);
       }
   }
 
   // Rows [first, first + count) of the array, count a multiple of 16; `bs` elements between panels.
-  static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs, int64_t first,
-                   int64_t count, int64_t depth) {
+  [[gnu::noinline]] static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs,
+                                     int64_t first, int64_t count, int64_t depth) {
     Block x;
     for (int64_t i = first; i < first + count; i += panel)
       for (int64_t d = 0; d < depth; d += 16 * pair) {
@@ -148,13 +149,13 @@ struct Packer {
           line(i + r < rows ? p + (i + r) * stride + d : p, i + r < rows ? dim - d : 0, x.unit[r]);
         transpose(x);
         C* to = b + i / panel * bs + d * panel;
-        for (int64_t line = 0; line < least(16, (depth - d) / pair); ++line)
+        for (int64_t line = 0; line < min(16, (depth - d) / pair); ++line)
           std::memcpy(to + line * 16 * pair, x.unit[line], 64);
       }
   }
 
-  static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs, int64_t first,
-                   int64_t count, int64_t padded_dim) {
+  [[gnu::noinline]] static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs,
+                                     int64_t first, int64_t count, int64_t padded_dim) {
     alignas(64) uint32_t unit[16];
     for (int64_t i = first; i < first + count; i += pair)
       for (int64_t d = 0; d < padded_dim; d += panel) {
@@ -225,7 +226,7 @@ struct PackerFor {
         const Pieces x(p + i * stride, stride, rows - i, dim, depth);
         for (int n = 0; n < E::pieces; ++n)
           Packer<bf16, bf16>::keys(x.plane(n), Pieces::width, chunk, depth, b.data + n * b.plane + i / panel * bs, bs,
-                                   0, least(chunk, first + count - i), depth);
+                                   0, min(chunk, first + count - i), depth);
       }
 #endif
   }
@@ -268,7 +269,7 @@ struct PackerFor {
         for (int64_t s = 0; s < 16; ++s)
           Packer<bf16, bf16>::step(x[n] + 2 * s * width + d, width, 2, 16, block.unit[s]);
         transpose(block);
-        for (int64_t r = 0; r < least(16, padded_dim - d); ++r) std::memcpy(a + (d + r) * lda, block.unit[r], 64);
+        for (int64_t r = 0; r < min(16, padded_dim - d); ++r) std::memcpy(a + (d + r) * lda, block.unit[r], 64);
       }
     }
   };
@@ -277,7 +278,7 @@ struct PackerFor {
 
 // Is every element finite? (x * 0 is NaN exactly where x is not.)
 template <class T>
-inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+[[gnu::noinline]] inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
   Vec a = zero(), b = zero();
   for (int64_t i = 0; i < rows; ++i) {
     const T* x = p + i * stride;
@@ -286,7 +287,7 @@ inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
       a = fma(load(x + d), zero(), a);
       b = fma(load(x + d + Vec::width), zero(), b);
     }
-    for (; d < dim; d += Vec::width) a = fma(load_part(x + d, least(dim - d, Vec::width)), zero(), a);
+    for (; d < dim; d += Vec::width) a = fma(load_part(x + d, min(dim - d, Vec::width)), zero(), a);
   }
   return reduce_add(a + b) == 0.0f;
 }
@@ -305,7 +306,7 @@ inline Vec squares(const T* p, int64_t dim) {
 
 // The largest squared norm of the rows; not finite if an element is not.
 template <class T>
-inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+[[gnu::noinline]] inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
   float largest = 0.0f;
   int64_t i = 0;
   for (; i + 4 <= rows; i += 4) {

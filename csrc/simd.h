@@ -79,34 +79,16 @@ inline uint32_t as_bits(float x) {
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+#if defined(__F16C__)
+inline float to_float(f16 x) { return _cvtsh_ss(x.bits); }
+#else
 inline float to_float(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 0x1fu;
   const uint32_t mantissa = x.bits & 0x3ffu;
   if (exponent == 0) return as_float(sign | as_bits(static_cast<float>(mantissa) * 0x1p-24f));
   return as_float(sign | (exponent == 0x1fu ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
 }
-
-inline void from_float(float x, float* y) { *y = x; }
-inline void from_float(float x, bf16* y) {
-  const uint32_t bits = as_bits(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
-}
-inline void from_float(float x, f16* y) {
-  const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  uint32_t half;
-  if (magnitude > 0x7f800000u) {
-    half = 0x7e00u;
-  } else if (magnitude >= 0x477ff000u) {
-    half = 0x7c00u;  // rounds to infinity
-  } else if (magnitude < 0x38800000u) {
-    // Subnormal: let a float addition do the rounding at the right bit.
-    half = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
-  } else {
-    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-  }
-  y->bits = static_cast<uint16_t>(sign | half);
-}
+#endif
 
 #if defined(__AVX512F__)
 
@@ -411,6 +393,27 @@ inline uint32_t bits_at_least(Ints a, uint32_t least) {
 }
 inline Mask from_bits(uint32_t bits) { return (u32x4{bits, bits, bits, bits} & u32x4{1, 2, 4, 8}) != 0; }
 
+inline void from_float(float x, bf16* y) {
+  const uint32_t bits = as_bits(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+inline void from_float(float x, f16* y) {
+  const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;  // rounds to infinity
+  } else if (magnitude < 0x38800000u) {
+    // Subnormal: let a float addition do the rounding at the right bit.
+    half = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  y->bits = static_cast<uint16_t>(sign | half);
+}
+
 template <class T>
 inline Vec load_each(const T* p) {
   return {f32x4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
@@ -482,15 +485,15 @@ inline Ints count_from(int64_t first) {
 // The first n < width elements; the others are zero.
 template <class T>
 inline Vec load_part(const T* p, int64_t n) {
-  float x[Vec::width] = {};
-  for (int64_t i = 0; i < n; ++i) x[i] = to_float(p[i]);
+  T x[Vec::width] = {};
+  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
   return load(x);
 }
 template <class T>
 inline void store_part(T* p, Vec a, int64_t n) {
-  float x[Vec::width];
+  T x[Vec::width];
   store(x, a);
-  for (int64_t i = 0; i < n; ++i) from_float(x[i], p + i);
+  for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -6,8 +6,6 @@
 
 #include "arguments.h"
 #include "threads.h"
-#include "xla_frame.h"
-#include "xla_pool.h"
 
 namespace attnspan {
 namespace {
