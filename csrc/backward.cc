@@ -76,7 +76,7 @@ class Backward : BackwardTiles<E> {
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
       const Head head = head_of(b, h, share, large.biases > 0, o, partial);
       std::memset(head.dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
-      BlockSpan seen;
+      Range seen;
       int64_t chunk = -1;
       for (int64_t kb = share, held = 0; kb < k_blocks; kb += shares, ++held) {
         const KeyBlock keys = key_block_of(kb, a.group() == 1 ? 0 : held, o);
@@ -231,10 +231,10 @@ class Backward : BackwardTiles<E> {
   }
 
   // The queries that see a chunk of keys.
-  BlockSpan pack_queries(int64_t b, int64_t h, int64_t chunk, const Own& o) const {
+  Range pack_queries(int64_t b, int64_t h, int64_t chunk, const Own& o) const {
     const int64_t step = chunks.key_blocks * block, columns = this->column_panel();
-    const BlockSpan seen = blocks_that_see(o.block_hulls, q_blocks, chunk * step, (chunk + 1) * step);
-    const int64_t first = seen.begin * block, count = (seen.end - seen.begin) * block, valid = a.q_len - first;
+    const Range seen = blocks_that_see(o.block_hulls, q_blocks, chunk * step, (chunk + 1) * step);
+    const int64_t first = seen.begin * block, count = seen.size() * block, valid = a.q_len - first;
     if (count == 0) return seen;
     const T *q = at<T>(a.q, b, h, first), *dout = at<T>(a.dout, b, h, first);
     Pack::keys(q, a.q.row, valid, a.head_dim, {o.q_keys, this->key_plane()}, depth * panel, 0, count, depth);
@@ -322,39 +322,18 @@ class Backward : BackwardTiles<E> {
   }
 };
 
-template <class T, class E>
-Kernels::BackwardPair backward_pair() {
-  return {Backward<T, E>::blocks_allowed,
-          [](const BackwardArgs& args, int threads) { return Backward<T, E>(args, threads).scratch(); },
-          [](const BackwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
-            Backward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
-          }};
-}
-
 Kernels::BackwardPair backward_kernels(Dtype dtype) {
 #if defined(ATTNSPAN_AMX_FP16)
   // Probabilities of long rows are below float16's normal numbers, and gradients may be beyond them: split ones serve.
   return static_cast<void>(dtype), Kernels::BackwardPair{};
-#elif defined(__AMX_BF16__)
-  switch (dtype) {
-    case Dtype::bf16:
-      return backward_pair<bf16, AmxEngine<bf16, 1> >();
-    case Dtype::f16:
-      return backward_pair<f16, AmxEngine<bf16, 2> >();
-    default:
-      return backward_pair<float, AmxEngine<bf16, 3> >();
-  }
-#elif defined(__AVX512BF16__)
-  return dtype == Dtype::bf16 ? backward_pair<bf16, VectorEngine<bf16> >() : Kernels::BackwardPair{};
 #else
-  switch (dtype) {
-    case Dtype::bf16:
-      return backward_pair<bf16, VectorEngine<float> >();
-    case Dtype::f16:
-      return backward_pair<f16, VectorEngine<float> >();
-    default:
-      return backward_pair<float, VectorEngine<float> >();
-  }
+  return with_engine<Kernels::BackwardPair>(dtype, []<class T, class E>() -> Kernels::BackwardPair {
+    return {Backward<T, E>::blocks_allowed,
+            [](const BackwardArgs& args, int threads) { return Backward<T, E>(args, threads).scratch(); },
+            [](const BackwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
+              Backward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
+            }};
+  });
 #endif
 }
 

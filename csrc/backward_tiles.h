@@ -135,23 +135,22 @@ class BackwardTiles {
   };
 
   // Adds the gradients of a key block and of the packed query blocks [seen.begin, seen.end) that see it.
-  [[gnu::noinline]] void add_tiles(const Own& o, const Head& head, const KeyBlock& block_of_keys,
-                                   BlockSpan seen) const {
+  [[gnu::noinline]] void add_tiles(const Own& o, const Head& head, const KeyBlock& block_of_keys, Range seen) const {
     const auto [first, keys, dk, dv] = block_of_keys;
     const int64_t used = block_of_keys.strips();
     for (int64_t qb = seen.begin; qb < seen.end; ++qb) {
       if (o.block_hulls[qb].lo >= first + keys || o.block_hulls[qb].hi <= first) continue;
       Range range[most_strips];
-      Range all{panels(), 0};
+      Range all;
       for (int64_t s = 0; s < used; ++s) {
         range[s] = seen_panels(o.mask, qb, first + s * strip);
         all.include(range[s]);
       }
-      if (all.begin >= all.end) continue;
+      if (all.size() == 0) continue;
       if (drops) draw(head.b, qb, all, first, keys, o);
       for (int64_t s = 0; s < used; ++s) {
         hide_outside(o.ds_keys, s, all, range[s]);
-        if (range[s].begin < range[s].end)
+        if (range[s].size() > 0)
           add_strip({o, head, qb, (qb - seen.begin) * panels() + range[s].begin, first, s * strip, range[s]},
                     dk + s * strip * cols, dv + s * strip * v_cols);
       }
@@ -176,16 +175,6 @@ class BackwardTiles {
                          threads);
   }
 
-  // Panels of a query block.
-  struct Range {
-    int64_t begin, end;
-    int64_t size() const { return end - begin; }
-    void include(Range other) {
-      if (other.begin >= other.end) return;
-      begin = min(begin, other.begin), end = max(end, other.end);
-    }
-  };
-
   // Which weights of a tile dropout keeps.
   void draw(int64_t b, int64_t qb, Range seen, int64_t first, int64_t keys, const Own& o) const {
     for (int64_t j = 0; j < keys; j += 32)
@@ -195,7 +184,7 @@ class BackwardTiles {
 
   // Panels of a query block that see a strip of keys, as pairs: products want multiples of 32 queries.
   Range seen_panels(const Columns& mask, int64_t qb, int64_t key) const {
-    Range r{panels(), 0};
+    Range r;
     for (int64_t p = 0; p < panels(); ++p)
       if (mask.touches(qb * panels() + p, key, key + strip)) r.include({p & ~int64_t{1}, (p & ~int64_t{1}) + 2});
     return r;

@@ -74,21 +74,9 @@ bool detect(Isa level) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  switch (level) {
-    case Isa::portable:
-      return true;
-    case Isa::avx2:
-      return avx2;
-    case Isa::avx512:
-      return avx512;
-    case Isa::avx512bf16:
-      return avx512bf16;
-    case Isa::amx:
-      return avx512bf16 && amx_usable();
-    case Isa::amxfp16:
-      return avx512bf16 && amx_usable() && has_fp16_tiles();
-  }
-  return false;
+  const bool tiles = level >= Isa::amx && avx512bf16 && amx_usable();
+  const bool supported[isa_levels] = {true, avx2, avx512, avx512bf16, tiles, tiles && has_fp16_tiles()};
+  return supported[static_cast<int>(level)];
 #else
   return level == Isa::portable;
 #endif

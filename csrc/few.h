@@ -66,17 +66,13 @@ class FewTiles {
   }
 
   // Of all heads: the chunks that hold what its rows see, and what each chunk leaves for each row.
-  struct ChunkRange {
-    int64_t begin, end;
-    int64_t size() const { return end - begin; }
-  };
   struct Shared {
-    ChunkRange* seen;
+    Range* seen;
     float* records;
   };
   int64_t record() const { return v_cols + panel; }  // weighted values, their maximum and their sum
   Shared lay_out_shared(Carver& carver) const {
-    ChunkRange* seen = carver.take<ChunkRange>(heads);
+    Range* seen = carver.take<Range>(heads);
     return {seen, carver.take<float>(heads * chunks * rows * record())};
   }
   float* records_of(const Shared& all, int64_t head) const { return all.records + head * chunks * rows * record(); }
@@ -96,8 +92,8 @@ class FewTiles {
     for (int64_t m = 0; m < rows; ++m) hull.include(hull_of(row_of(head, m).spans, 1, a.runs));
     return hull;
   }
-  ChunkRange chunks_of(const Hull& hull) const {
-    return hull.lo >= hull.hi ? ChunkRange{0, 0} : ChunkRange{hull.lo / chunk, (hull.hi + chunk - 1) / chunk};
+  Range chunks_of(const Hull& hull) const {
+    return hull.lo >= hull.hi ? Range{0, 0} : Range{hull.lo / chunk, (hull.hi + chunk - 1) / chunk};
   }
 
   bool see_all(int64_t head, int64_t m, int64_t count, int64_t from, int64_t to) const {
@@ -191,7 +187,7 @@ class FewQueries : FewTiles<E> {
   using Pack = PackerFor<T, E>;
   using Tiles::a, Tiles::block, Tiles::changes, Tiles::chunk, Tiles::depth, Tiles::heads, Tiles::rows, Tiles::shares,
       Tiles::v_cols;
-  using typename Tiles::ChunkRange, typename Tiles::Own, typename Tiles::Row, typename Tiles::Shared;
+  using typename Tiles::Own, typename Tiles::Row, typename Tiles::Shared;
 
  public:
   FewQueries(const ForwardArgs& args, int threads) : Tiles(args, threads) {}
@@ -223,7 +219,7 @@ class FewQueries : FewTiles<E> {
  private:
   void share_of_keys(int64_t head, int64_t share, const Own& o, const Shared& all) const {
     const Hull hull = this->hull_of_head(head);
-    const ChunkRange seen = this->chunks_of(hull);
+    const Range seen = this->chunks_of(hull);
     const int64_t begin = seen.begin + seen.size() * share / shares,
                   end = seen.begin + seen.size() * (share + 1) / shares;
     if (share == 0) all.seen[head] = seen;
@@ -333,7 +329,7 @@ class FewQueries : FewTiles<E> {
     return true;
   }
 
-  void merge(int64_t head, int64_t m, ChunkRange seen, const float* records) const {
+  void merge(int64_t head, int64_t m, Range seen, const float* records) const {
     const Row row = this->row_of(head, m);
     const int64_t b = head / a.kv_heads;
     const auto record_of = [&](int64_t n) { return records + ((n - seen.begin) * rows + m) * this->record(); };

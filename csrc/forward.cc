@@ -63,9 +63,9 @@ class Forward : ForwardTiles<E> {
   void part_of_head(int64_t head, int64_t part, const Shared& all, int slot, const Own& o) const {
     const int64_t b = head / a.kv_heads, hk = head % a.kv_heads, first = part * parts.rows,
                   last = min(first + parts.rows, a.q_len);
-    const KeyRange range = range_of_rows(a, b, hk, first, last);
+    const Range range = range_of_rows(a, b, hk, first, last);
     assert(range.size() <= parts.keys && "the slot has room for what the part sees");
-    const Packed packed = this->packed_in(all, slot, b, hk, range.lo);
+    const Packed packed = this->packed_in(all, slot, b, hk, range.begin);
     for (int64_t i = 0; i < this->packs(); ++i) pack(packed, i, range.size());
     for (int64_t g = 0; g < a.group(); ++g)
       for (int64_t row = last - 1 - (last - 1 - first) % block_rows; row >= first; row -= block_rows)
@@ -143,43 +143,18 @@ class Forward : ForwardTiles<E> {
   const int64_t slots;
 };
 
-template <class T, class E>
-Kernels::ForwardPair forward_pair() {
-  return {Forward<T, E>::blocks_allowed,
-          [](const ForwardArgs& args, int threads) {
-            return few_queries(args) ? FewQueries<T, E>(args, threads).scratch()
-                                     : Forward<T, E>(args, threads).scratch();
-          },
-          [](const ForwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
-            few_queries(args) ? FewQueries<T, E>(args, parallel.threads).run(parallel, shared, own, bytes)
-                              : Forward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
-          }};
-}
-
 Kernels::ForwardPair forward_kernels(Dtype dtype) {
-#if defined(ATTNSPAN_AMX_FP16)
-  return dtype == Dtype::f16 ? forward_pair<f16, AmxEngine<f16, 1> >() : Kernels::ForwardPair{};
-#elif defined(__AMX_BF16__)
-  switch (dtype) {
-    case Dtype::bf16:
-      return forward_pair<bf16, AmxEngine<bf16, 1> >();
-    case Dtype::f16:
-      return forward_pair<f16, AmxEngine<bf16, 2> >();
-    default:
-      return forward_pair<float, AmxEngine<bf16, 3> >();
-  }
-#elif defined(__AVX512BF16__)
-  return dtype == Dtype::bf16 ? forward_pair<bf16, VectorEngine<bf16> >() : Kernels::ForwardPair{};
-#else
-  switch (dtype) {
-    case Dtype::bf16:
-      return forward_pair<bf16, VectorEngine<float> >();
-    case Dtype::f16:
-      return forward_pair<f16, VectorEngine<float> >();
-    default:
-      return forward_pair<float, VectorEngine<float> >();
-  }
-#endif
+  return with_engine<Kernels::ForwardPair>(dtype, []<class T, class E>() -> Kernels::ForwardPair {
+    return {Forward<T, E>::blocks_allowed,
+            [](const ForwardArgs& args, int threads) {
+              return few_queries(args) ? FewQueries<T, E>(args, threads).scratch()
+                                       : Forward<T, E>(args, threads).scratch();
+            },
+            [](const ForwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
+              few_queries(args) ? FewQueries<T, E>(args, parallel.threads).run(parallel, shared, own, bytes)
+                                : Forward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
+            }};
+  });
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

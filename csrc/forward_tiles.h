@@ -115,9 +115,9 @@ class ForwardTiles {
 
   // What the steps of keys hold that a block of rows sees, wherever they are packed: how rows are shared out over
   // threads must not change how they are computed.
-  Norms norms_of(const Packed& packed, const KeyRange& seen) const {
+  Norms norms_of(const Packed& packed, const Range& seen) const {
     Norms all;
-    for (int64_t i = (seen.lo - packed.base) / key_step; i < (seen.hi - packed.base) / key_step; ++i)
+    for (int64_t i = (seen.begin - packed.base) / key_step; i < (seen.end - packed.base) / key_step; ++i)
       all.include(packed.norms[i]);
     return all;
   }

@@ -12,22 +12,23 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// What some rows see lies in [lo, hi), whole steps of keys; lo == hi if nothing.
-struct KeyRange {
-  int64_t lo = 0, hi = 0;
-  int64_t size() const { return hi - lo; }
-  void include(KeyRange other) {
+// Of keys, or of blocks of them; begin == end if it is empty.
+struct Range {
+  int64_t begin = 0, end = 0;
+  int64_t size() const { return end - begin; }
+  void include(Range other) {
     if (other.size() == 0) return;
-    lo = size() == 0 ? other.lo : min(lo, other.lo), hi = max(hi, other.hi);
+    begin = size() == 0 ? other.begin : min(begin, other.begin), end = max(end, other.end);
   }
 };
 
-inline KeyRange key_range(const Hull& hull) {
-  return hull.lo >= hull.hi ? KeyRange{} : KeyRange{round_down(hull.lo, key_step), round_up(hull.hi, key_step)};
+// What some rows see, in whole steps of keys.
+inline Range key_range(const Hull& hull) {
+  return hull.lo >= hull.hi ? Range{} : Range{round_down(hull.lo, key_step), round_up(hull.hi, key_step)};
 }
 
 // What query rows [first, last) of all query heads of one key head see.
-inline KeyRange range_of_rows(const Problem& a, int64_t b, int64_t hk, int64_t first, int64_t last) {
+inline Range range_of_rows(const Problem& a, int64_t b, int64_t hk, int64_t first, int64_t last) {
   Hull hull;
   const int64_t heads = a.bounds.heads == 1 ? 1 : a.group();
   for (int64_t g = 0; g < heads; ++g)
@@ -54,12 +55,12 @@ struct Parts {
   int64_t keys;         // most keys of a part
 };
 
-inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads) {
+[[gnu::noinline]] inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads) {
   constexpr int64_t cached = int64_t{1} << 20;
   // One slice for each set of rows that differs: of all query heads of a key head together, as they share its keys.
   const int64_t blocks = (a.q_len + block_rows - 1) / block_rows, slice_heads = a.bounds.heads == 1 ? 1 : a.kv_heads,
                 slices = a.bounds.batches * slice_heads;
-  std::vector<KeyRange> ranges(static_cast<size_t>(slices * blocks));
+  std::vector<Range> ranges(static_cast<size_t>(slices * blocks));
   for (int64_t s = 0; s < slices; ++s)
     for (int64_t i = 0; i < blocks; ++i)
       ranges[static_cast<size_t>(s * blocks + i)] =
@@ -70,7 +71,7 @@ inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of
     int64_t widest = 0, all = 0;
     for (int64_t s = 0; s < slices; ++s)
       for (int64_t i = 0; i < blocks; i += step) {
-        KeyRange range;
+        Range range;
         for (int64_t j = i; j < min(i + step, blocks); ++j) range.include(ranges[static_cast<size_t>(s * blocks + j)]);
         widest = max(widest, range.size()), all += range.size();
       }
@@ -88,19 +89,15 @@ struct Chunks {
   int64_t query_blocks;  // most query blocks that see a chunk, with all between
 };
 
-struct BlockSpan {
-  int64_t begin = 0, end = 0;
-};
-
 // The query blocks, given what each sees, from the first to the last that sees a key in [first, last).
-inline BlockSpan blocks_that_see(const Hull* hulls, int64_t blocks, int64_t first, int64_t last) {
-  BlockSpan range{blocks, 0};
+inline Range blocks_that_see(const Hull* hulls, int64_t blocks, int64_t first, int64_t last) {
+  Range range;
   for (int64_t i = 0; i < blocks; ++i)
-    if (hulls[i].lo < last && hulls[i].hi > first) range = {min(range.begin, i), i + 1};
-  return range.begin < range.end ? range : BlockSpan{};
+    if (hulls[i].lo < last && hulls[i].hi > first) range.include({i, i + 1});
+  return range;
 }
 
-inline Chunks choose_chunks(const Problem& a, int64_t block, int64_t bytes_of_a_query) {
+[[gnu::noinline]] inline Chunks choose_chunks(const Problem& a, int64_t block, int64_t bytes_of_a_query) {
   constexpr int64_t cached = int64_t{5} << 18;
   const int64_t q_blocks = (a.q_len + block - 1) / block, k_blocks = (a.k_len + block - 1) / block;
   const Chunks whole{max(1, k_blocks), q_blocks};
@@ -116,8 +113,8 @@ inline Chunks choose_chunks(const Problem& a, int64_t block, int64_t bytes_of_a_
     int64_t widest = 0, all = 0;
     for (int64_t s = 0; s < slices; ++s)
       for (int64_t k = 0; k < k_blocks; k += chunk) {
-        const BlockSpan range = blocks_that_see(hulls.data() + s * q_blocks, q_blocks, k * block, (k + chunk) * block);
-        widest = max(widest, range.end - range.begin), all += range.end - range.begin;
+        const Range range = blocks_that_see(hulls.data() + s * q_blocks, q_blocks, k * block, (k + chunk) * block);
+        widest = max(widest, range.size()), all += range.size();
       }
     if (all > 2 * slices * q_blocks) return whole;  // queries would be packed more than twice
     if (widest * block * bytes_of_a_query <= cached) return {chunk, max(1, widest)};

@@ -33,11 +33,6 @@ Isa level() {
   return isa_active();
 }
 
-void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
-  if (result.status == Status::out_of_memory) throw std::bad_alloc();
-  if (result.status != Status::ok) fail(failure_text(result, p, direction, isa));
-}
-
 // Runs a pass without the GIL.
 template <class Args>
 void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Direction direction, int threads) {
@@ -95,16 +90,8 @@ RowArray row_array_of(const char* name, const Array& a) {
   if (a.ndim != 5 || a.dtype < 0 || a.dtype > 2 || (a.strides[4] != 1 && a.shape[4] > 1))
     fail(std::string(name) + ": expected floats (planes, length, inner, heads, width) with a unit last stride, got " +
          a.shape_text());
-  return {static_cast<char*>(a.data),
-          a.shape[0],
-          a.shape[1],
-          a.shape[2],
-          a.shape[3],
-          a.shape[4],
-          a.strides[0],
-          a.strides[1],
-          a.strides[2],
-          a.strides[3]};
+  const auto &n = a.shape, &s = a.strides;
+  return {static_cast<char*>(a.data), n[0], n[1], n[2], n[3], n[4], s[0], s[1], s[2], s[3]};
 }
 
 // The index, and its length if it is given.

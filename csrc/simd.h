@@ -103,9 +103,6 @@ inline Vec set(float x) { return {_mm512_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 // The second operand where either is NaN.
 inline Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
@@ -171,7 +168,6 @@ inline void store_two(f16* p, Vec a, Vec b) {
 // a * b in one rounding of its own, never as a part of a multiply-add.
 inline Vec rounded_product(Vec a, Vec b) { return {_mm512_mul_round_ps(a.v, b.v, _MM_FROUND_CUR_DIRECTION)}; }
 
-inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Mask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 
 struct Ints {  // unsigned 32-bit integers, modulo 2^32
@@ -213,9 +209,6 @@ inline Vec set(float x) { return {_mm256_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
-inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
-inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
@@ -263,7 +256,6 @@ inline void store(f16* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Mask greater(Vec a, Vec b) { return _mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)); }
 
 struct Ints {
@@ -318,9 +310,6 @@ inline Vec load(const float* p) {
 }
 inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
-inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
-inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
 // Of the other forms, compilers make scalar code with branches, here and for float16 below.
 #if defined(__aarch64__)
@@ -354,7 +343,6 @@ inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
   std::memcpy(&h, hi, sizeof h);
   return (l <= key) & (h > key);
 }
-inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 inline Mask greater(Vec a, Vec b) { return a.v > b.v; }
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
@@ -440,6 +428,12 @@ inline void store(f16* p, Vec a) {
 #endif
 
 #endif
+
+// Compilers' vectors of every width have them.
+inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 
 inline void store_two(float* p, Vec a, Vec b) {
   store(p, a);

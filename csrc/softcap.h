@@ -50,7 +50,7 @@ inline double error_of(const TanhPolynomial& p) {
 class TanhTable {
  public:
   static constexpr std::array<double, 9> reaches = {0.125, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25};
-  explicit TanhTable(double accuracy) {
+  [[gnu::noinline]] explicit TanhTable(double accuracy) {
     for (size_t i = 0; i < reaches.size(); ++i)
       for (int degree = 1; degree <= TanhPolynomial::most; ++degree)
         if (polynomials_[i] = tanh_polynomial(reaches[i], degree); error_of(polynomials_[i]) <= accuracy) break;

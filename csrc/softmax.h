@@ -181,7 +181,7 @@ inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int
 class Each {
  public:
   template <class Function>
-  Each(const Function& f)  // NOLINT: implicit on purpose
+  Each(const Function& f)
       : context_(&f), call_([](const void* f, int64_t i) { (*static_cast<const Function*>(f))(i); }) {}
   void operator()(int64_t i) const { call_(context_, i); }
 
