@@ -86,7 +86,8 @@ struct VectorEngine {
   struct Session {};
 
   template <int NP>
-  static void micro(const C* a, int64_t lda, const C* b, int64_t bs, float* c, int64_t ldc, int64_t k, bool add) {
+  [[gnu::always_inline]] static inline void micro(const C* a, int64_t lda, const C* b, int64_t bs, float* c,
+                                                  int64_t ldc, int64_t k, bool add) {
     constexpr int nv = NP * per_panel;
     Vec acc[tile_rows][nv];
 #pragma GCC unroll 16
@@ -111,18 +112,23 @@ struct VectorEngine {
       for (int j = 0; j < nv; ++j) store(c + i * ldc + j * Vec::width, acc[i][j]);
   }
 
-  [[gnu::noinline]] static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
-                                        bool add) {
+  // Known here, `add` costs no test in each tile.
+  static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
+    add ? product_of<true>(a, b, c, ldc, m, n, k) : product_of<false>(a, b, c, ldc, m, n, k);
+  }
+  template <bool Add>
+  [[gnu::noinline]] static void product_of(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n,
+                                           int64_t k) {
     int64_t j = 0;
     for (; j + tile_panels * panel <= n; j += tile_panels * panel)
       for (int64_t i = 0; i < m; i += tile_rows)
         micro<tile_panels>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j,
-                           ldc, k, add);
+                           ldc, k, Add);
     if constexpr (tile_panels > 1)
       if (j < n)
         for (int64_t i = 0; i < m; i += tile_rows)
           micro<1>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j, ldc, k,
-                   add);
+                   Add);
   }
 
   // Columns [lane, lane + width) and [16 + lane, 16 + lane + width) of a group of 32 in a row of A.
