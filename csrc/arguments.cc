@@ -1,6 +1,7 @@
 #include "arguments.h"
 
 #include <cmath>
+#include <new>
 
 namespace attnspan {
 namespace {
@@ -170,21 +171,20 @@ void fill(BackwardArgs& args, const GradientArrays& given) {
   args.dlse = given.dlse ? rows_of("dlse", *given.dlse, args) : nullptr;
 }
 
-std::string failure_text(const Result& result, const Problem& p, Direction direction, Isa isa) {
+void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
+  if (result.status == Status::out_of_memory) throw std::bad_alloc();
   if (result.status == Status::bad_bounds)
-    return "mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
-           std::to_string(p.k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
-           std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
-           ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
-           "separate places: raise max_runs, or give each document an id of its own. If it has lengths (cache, "
-           "key_padding), one may be beyond the keys: pass as many keys as it counts";
-  if (result.status == Status::bad_config) {
-    const Blocks blocks = blocks_of(direction, p.dtype, isa);
-    return "config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +
-           (blocks.square ? ", both the same" : "") + ", got " + std::to_string(p.config.block_q) + " and " +
-           std::to_string(p.config.block_k) + " with " + std::to_string(p.config.threads) + " threads";
-  }
-  return "out of memory";
+    fail("mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
+         std::to_string(p.k_len) + "; row " + std::to_string(result.bad.row) + " (batch " +
+         std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
+         ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
+         "separate places: raise max_runs, or give each document an id of its own. If it has lengths (cache, "
+         "key_padding), one may be beyond the keys: pass as many keys as it counts");
+  if (result.status == Status::ok) return;
+  const Blocks blocks = blocks_of(direction, p.dtype, isa);
+  fail("config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +
+       (blocks.square ? ", both the same" : "") + ", got " + std::to_string(p.config.block_q) + " and " +
+       std::to_string(p.config.block_k) + " with " + std::to_string(p.config.threads) + " threads");
 }
 
 }  // namespace attnspan

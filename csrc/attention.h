@@ -134,8 +134,12 @@ enum class Direction : int { forward = 0, backward = 1 };
 inline constexpr const char* direction_names[] = {"forward", "backward"};
 inline constexpr const char* dtype_names[] = {"float32", "bfloat16", "float16", "int32", "int64", "float64"};
 
-enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512bf16 = 3, amx = 4, amxfp16 = 5 };
-inline constexpr int isa_levels = 6;
+// Instruction-set levels, from the lowest on. CMakeLists.txt has the compiler's options of each.
+#define ATTNSPAN_LEVELS(level) level(portable) level(avx2) level(avx512) level(avx512bf16) level(amx) level(amxfp16)
+#define ATTNSPAN_NAME(level) level,
+enum class Isa : int { ATTNSPAN_LEVELS(ATTNSPAN_NAME) };
+#undef ATTNSPAN_NAME
+inline constexpr int isa_levels = static_cast<int>(Isa::amxfp16) + 1;
 
 const char* isa_name(Isa level);
 bool isa_supported(Isa level);    // does this build have it and this machine run it?
@@ -168,6 +172,12 @@ struct Scratch {
   size_t shared_bytes, thread_bytes;
 };
 
+// Loops for peak.cc: FLOPs done by so many rounds of each kind (null where a level lacks it), and a read of memory.
+struct PeakLoops {
+  double (*compute[5])(int64_t rounds);
+  void (*read)(const char* data, int64_t bytes);
+};
+
 struct Kernels {
   struct ForwardPair {
     Blocks blocks = {};
@@ -179,14 +189,11 @@ struct Kernels {
     Scratch (*scratch)(const BackwardArgs&, int threads) = nullptr;
     void (*run)(const BackwardArgs&, const Parallel&, char* shared, char* per_thread, size_t thread_bytes) = nullptr;
   };
+  // Pairs of null pointers where a level has nothing better than the one below it.
   ForwardPair (*forward)(Dtype);
   BackwardPair (*backward)(Dtype);
+  PeakLoops (*peak_loops)();
 };
-
-// Loops for peak.cc: FLOPs done by so many rounds of each kind (null where a level lacks it), and a read of memory.
-struct PeakLoops {
-  double (*compute[5])(int64_t rounds);
-  void (*read)(const char* data, int64_t bytes);
-};
+const Kernels& kernels_of(Isa level);
 
 }  // namespace attnspan

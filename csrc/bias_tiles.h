@@ -3,8 +3,8 @@
 
 #include <cassert>
 
+#include "head_bias.h"
 #include "pack.h"
-#include "scores.h"
 #include "spans.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -47,15 +47,47 @@ class BiasTiles {
     return kind == BiasKind::distance ? 2 * a.options.bias.reach + 1 : kind == BiasKind::dense ? 0 : 1;
   }
 
+  // Units that run together must not add to the same gradient of a dense bias: where batch rows or heads share one,
+  // they take turns. (Shares of a head own their keys.)
+  struct Rounds {
+    int64_t batch, heads;
+  };
+  static Rounds rounds_of(const BackwardArgs& a) {
+    const Bias& bias = a.options.bias;
+    if (bias.kind != BiasKind::dense || a.dbias.data == nullptr) return {1, 1};
+    return {bias.batches == 1 ? a.batch : 1, bias.heads == 1 ? a.kv_heads : 1};
+  }
+
+  static void clear_dense_gradient(const BackwardArgs& a, const Parallel& parallel) {
+    const Bias& bias = a.options.bias;
+    if (bias.kind != BiasKind::dense || a.dbias.data == nullptr) return;
+    parallel(bias.batches * bias.heads * bias.rows, [&](int64_t row, int) {
+      std::memset(a.dbias.data + row * a.k_len, 0, static_cast<size_t>(a.k_len) * sizeof(float));
+    });
+  }
+
+  // Adds what shares and batch rows have of the gradient of each head's bias.
+  static void reduce_gradient(const BackwardArgs& a, const Parallel& parallel, int64_t shares, const float* partial) {
+    const int64_t size = partial_size(a);
+    const bool reversed = a.options.bias.kind == BiasKind::distance;
+    if (size == 0) return;
+    parallel(a.q_heads, [&](int64_t h, int) {
+      for (int64_t b = 0; b < a.batch; ++b) {
+        const float* from = partial + (b * a.q_heads + h) * shares * size;
+        float* to = a.dbias.data + b * a.dbias.batch + h * a.dbias.head;
+        for (int64_t n = 0; n < size; ++n) {
+          double sum = 0.0;
+          for (int64_t s = 0; s < shares; ++s)
+            sum += static_cast<double>(from[s * size + (reversed ? size - 1 - n : n)]);
+          to[n] = static_cast<float>(sum) + (b > 0 && a.dbias.batch == 0 ? to[n] : 0.0f);
+        }
+      }
+    });
+  }
+
   // `partial` is null where no gradient is wanted.
   BiasTiles(const BackwardArgs& args, int64_t b, int64_t h, int64_t queries, const Room& room, float* partial)
-      : a_(args),
-        b_(b),
-        h_(h),
-        kind_(args.options.bias.kind),
-        room_(room),
-        partial_(partial),
-        scores_(Scores::make<float>(args, b, h, 1.0f, 0.0f)) {
+      : a_(args), b_(b), h_(h), kind_(args.options.bias.kind), room_(room), partial_(partial), bias_(args, b, h) {
     for (int64_t i = 0; i < partial_size(a_); ++i) partial_[i] = 0.0f;
     *room.slope_sum = 0.0;
     if (kind_ == BiasKind::none || kind_ == BiasKind::dense) return;
@@ -67,7 +99,7 @@ class BiasTiles {
         if (room.q_index[i] - int64_t{room.q_index[i - 1]} != 1) room.consecutive[p] = 0;
     }
     if (kind_ != BiasKind::distance) return;
-    const DistanceTable table = scores_.table_of_head();
+    const DistanceTable table = bias_.table_of_head();
     std::reverse_copy(table.values, table.values + table.size(), room.table);
   }
 
@@ -98,7 +130,7 @@ class BiasTiles {
 
   // One pair, off the tiles.
   void record(int64_t i, int64_t j, float ds) const {
-    const int64_t d = scores_.key_index(j) - query_index(a_, b_, i);
+    const int64_t d = bias_.key_index(j) - query_index(a_, b_, i);
     if (kind_ == BiasKind::dense)
       dense_gradient(i)[j] += ds;
     else if (kind_ == BiasKind::distance)
@@ -116,7 +148,7 @@ class BiasTiles {
  private:
   template <class Less>
   void fill_by_distance(const Tile& t, const Less& less) const {
-    const float slope = kind_ == BiasKind::distance ? 0.0f : scores_.slope_of_head() * log2_e;
+    const float slope = kind_ == BiasKind::distance ? 0.0f : bias_.slope_of_head() * log2_e;
     const Vec factor = set(kind_ == BiasKind::distance ? log2_e : -slope);
     for_each_row(t, [&](int64_t j, int64_t key) {
       for (int64_t i = 0; i < t.queries; i += Vec::width) {
@@ -129,7 +161,7 @@ class BiasTiles {
 
   template <class Row>
   void for_each_row(const Tile& t, const Row& row) const {
-    for (int64_t j = 0; j < t.keys; ++j) row(j, t.key + j < a_.k_len ? scores_.key_index(t.key + j) : 0);
+    for (int64_t j = 0; j < t.keys; ++j) row(j, t.key + j < a_.k_len ? bias_.key_index(t.key + j) : 0);
   }
 
   DistanceTable reversed() const { return {room_.table, a_.options.bias.reach}; }
@@ -173,7 +205,7 @@ class BiasTiles {
     if (a_.options.bias.row == 0) {  // one row for all queries
       float values[64] = {};
       assert(t.keys <= 64);
-      scores_.dense_row(0, t.key, most(0, least(t.keys, a_.k_len - t.key)), values);
+      bias_.dense_row(0, t.key, max(0, min(t.keys, a_.k_len - t.key)), values);
       for (int64_t j = 0; j < t.keys; ++j)
         for (int64_t i = 0; i < t.queries; i += Vec::width)
           store(t.row(j) + i, (set(values[j]) - load(t.base + t.query + i)) * set(log2_e));
@@ -181,16 +213,16 @@ class BiasTiles {
     }
     Block x;
     for (int64_t j = 0; j < t.keys; j += 16) {
-      const int64_t keys = most(0, least(16, a_.k_len - t.key - j));
+      const int64_t keys = max(0, min(16, a_.k_len - t.key - j));
       for (int64_t i = 0; i < t.queries; i += 16) {
         std::memset(x.unit, 0, sizeof x.unit);
-        for (int64_t r = 0; r < most(0, least(16, a_.q_len - t.query - i)); ++r) {
+        for (int64_t r = 0; r < max(0, min(16, a_.q_len - t.query - i)); ++r) {
           alignas(64) float line[16] = {};
-          scores_.dense_row(t.query + i + r, t.key + j, keys, line);
+          bias_.dense_row(t.query + i + r, t.key + j, keys, line);
           x.set(r, line);
         }
         transpose(x);
-        for (int64_t r = 0; r < least(16, t.keys - j); ++r) {
+        for (int64_t r = 0; r < min(16, t.keys - j); ++r) {
           alignas(64) float line[16];
           x.get(r, line);
           for (int64_t lane = 0; lane < 16; lane += Vec::width)
@@ -210,7 +242,7 @@ class BiasTiles {
     const bool shared = a_.dbias.batch == 0 || a_.dbias.head == 0;  // with other heads: their gradients are there
     Block x;
     for (int64_t j = 0; j < t.keys; j += 16) {
-      const int64_t keys = least(least(16, t.keys - j), a_.k_len - t.key - j);
+      const int64_t keys = min(min(16, t.keys - j), a_.k_len - t.key - j);
       for (int64_t i = 0; i < t.queries; i += 16) {
         for (int64_t r = 0; r < 16; ++r) {
           if (r < t.keys - j)
@@ -219,7 +251,7 @@ class BiasTiles {
             std::memset(x.unit[r], 0, 64);
         }
         transpose(x);
-        for (int64_t r = 0; r < least(16, a_.q_len - t.query - i); ++r) {
+        for (int64_t r = 0; r < min(16, a_.q_len - t.query - i); ++r) {
           alignas(64) float line[16];
           x.get(r, line);
           add_row(line, keys, shared, dense_gradient(t.query + i + r) + t.key + j);
@@ -239,7 +271,7 @@ class BiasTiles {
   // One row for all queries.
   void record_keys(const Tile& t) const {
     float* to = dense_gradient(0) + t.key;
-    for (int64_t j = 0; j < least(t.keys, a_.k_len - t.key); ++j) {
+    for (int64_t j = 0; j < min(t.keys, a_.k_len - t.key); ++j) {
       Vec sum = zero();
       for (int64_t i = 0; i < t.queries; i += Vec::width) sum = sum + load(t.row(j) + i);
       to[j] += reduce_add(sum);
@@ -251,7 +283,7 @@ class BiasTiles {
   const BiasKind kind_;
   const Room room_;
   float* const partial_;
-  const Scores scores_;
+  const HeadBias bias_;
 };
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -24,35 +24,26 @@
 
 namespace attnspan {
 
-#define ATTNSPAN_LEVEL(name)                     \
-  namespace name {                               \
+// forward.cc, backward.cc and peak_loops.cc define these, once per level.
+#define ATTNSPAN_DECLARE(level)                  \
+  namespace level {                              \
   Kernels::ForwardPair forward_kernels(Dtype);   \
   Kernels::BackwardPair backward_kernels(Dtype); \
+  PeakLoops peak_loops();                        \
   }
-ATTNSPAN_LEVEL(portable)
+#define ATTNSPAN_ENTRY(level) {level::forward_kernels, level::backward_kernels, level::peak_loops},
+#define ATTNSPAN_TEXT(level) #level,
 #if defined(__x86_64__)
-ATTNSPAN_LEVEL(avx2)
-ATTNSPAN_LEVEL(avx512)
-ATTNSPAN_LEVEL(avx512bf16)
-ATTNSPAN_LEVEL(amx)
-ATTNSPAN_LEVEL(amxfp16)
+#define ATTNSPAN_BUILT(use) ATTNSPAN_LEVELS(use)
+#else
+#define ATTNSPAN_BUILT(use) use(portable)
 #endif
-#undef ATTNSPAN_LEVEL
+ATTNSPAN_BUILT(ATTNSPAN_DECLARE)
 
 namespace {
 
-const Kernels levels[isa_levels] = {
-    {portable::forward_kernels, portable::backward_kernels},
-#if defined(__x86_64__)
-    {avx2::forward_kernels, avx2::backward_kernels},
-    {avx512::forward_kernels, avx512::backward_kernels},
-    {avx512bf16::forward_kernels, avx512bf16::backward_kernels},
-    {amx::forward_kernels, amx::backward_kernels},
-    {amxfp16::forward_kernels, amxfp16::backward_kernels},
-#endif
-};
-
-const char* const names[isa_levels] = {"portable", "avx2", "avx512", "avx512bf16", "amx", "amxfp16"};
+const Kernels levels[isa_levels] = {ATTNSPAN_BUILT(ATTNSPAN_ENTRY)};
+const char* const names[isa_levels] = {ATTNSPAN_LEVELS(ATTNSPAN_TEXT)};
 
 #if defined(__x86_64__)
 // AMX needs the processor's word and the kernel's permission to use the large tile state.
@@ -83,21 +74,9 @@ bool detect(Isa level) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  switch (level) {
-    case Isa::portable:
-      return true;
-    case Isa::avx2:
-      return avx2;
-    case Isa::avx512:
-      return avx512;
-    case Isa::avx512bf16:
-      return avx512bf16;
-    case Isa::amx:
-      return avx512bf16 && amx_usable();
-    case Isa::amxfp16:
-      return avx512bf16 && amx_usable() && has_fp16_tiles();
-  }
-  return false;
+  const bool tiles = level >= Isa::amx && avx512bf16 && amx_usable();
+  const bool supported[isa_levels] = {true, avx2, avx512, avx512bf16, tiles, tiles && has_fp16_tiles()};
+  return supported[static_cast<int>(level)];
 #else
   return level == Isa::portable;
 #endif
@@ -322,6 +301,7 @@ void clear_gradients(const BackwardArgs& a) {
 
 }  // namespace
 
+const Kernels& kernels_of(Isa level) { return levels[static_cast<int>(level)]; }
 const char* isa_name(Isa level) { return names[static_cast<int>(level)]; }
 bool isa_supported(Isa level) { return selection().supported[static_cast<int>(level)]; }
 Isa isa_active() { return selection().active; }

@@ -65,7 +65,7 @@ inline uint32_t kept_of_32(const Problem& a, RandomPair row, int64_t b, int64_t 
     return bits;
   }
   alignas(64) int32_t index[32] = {};
-  for (int64_t j = 0; j < least(32, a.k_len - first); ++j) index[j] = given[first + j];
+  for (int64_t j = 0; j < min(32, a.k_len - first); ++j) index[j] = given[first + j];
   for (int lane = 0; lane < 32; lane += Vec::width) {
     const Ints k = load_ints(index + lane);
     const Ints x = mix(shift_left<4>(shift_right<5>(k)) + (k & set_ints(15)), row);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "pack.h"
-#include "scores.h"
+#include "row_options.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 
@@ -35,7 +35,7 @@ class ExactRow {
         i_(i),
         sink_(sink_of(a, h)),
         spans_(a.bounds.slice(b, h) + i * a.runs * 2),
-        options_(RowOptions::make<T>(a, b, h, i, 1.0f)),
+        options_(a, b, h, i, 1.0f),
         q_(at<T>(a.q, b, h, i)),
         k_(at<T>(a.k, b, h / a.group(), 0)),
         v_(at<T>(a.v, b, h / a.group(), 0)) {}
@@ -111,7 +111,7 @@ class ExactRow {
   }
 
   // Scores beyond floats are infinite, as in every other implementation.
-  double exponent(int64_t j, float* slope) const {
+  [[gnu::noinline]] double exponent(int64_t j, float* slope) const {
     double x = product(q_, k_ + j * a_.k.row, a_.head_dim) * static_cast<double>(a_.scale);
     if (std::fabs(x) > static_cast<double>(std::numeric_limits<float>::max())) x = x > 0.0 ? HUGE_VAL : -HUGE_VAL;
     if (const auto cap = static_cast<double>(a_.options.softcap); cap > 0.0) {

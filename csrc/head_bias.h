@@ -13,7 +13,7 @@ struct DistanceTable {
   const float* values;
   int64_t reach;
   int64_t size() const { return 2 * reach + 1; }
-  int64_t clamp(int64_t distance) const { return most(0, least(2 * reach, distance + reach)); }
+  int64_t clamp(int64_t distance) const { return max(0, min(2 * reach, distance + reach)); }
   float at(int64_t distance) const { return values[clamp(distance)]; }
   // The values of consecutive distances, from `distance` on.
   Vec ascending(int64_t distance) const {
@@ -66,7 +66,7 @@ class HeadBias {
   // The base of row i: the largest finite bias of the keys that it sees. It is subtracted from each bias of the row,
   // which changes only the lse. For slopes it is given as a distance. It is 0 for slopes and tables whose biases are
   // small.
-  float base_of(int64_t i, const int32_t* spans) const {
+  [[gnu::noinline]] float base_of(int64_t i, const int32_t* spans) const {
     switch (a_->options.bias.kind) {
       case BiasKind::none:
         return 0.0f;
@@ -122,7 +122,7 @@ class HeadBias {
     };
     for (int64_t r = 0; r < a_->runs; ++r)
       if (const int64_t lo = spans[2 * r], hi = spans[2 * r + 1]; lo < hi)
-        meet(lo), meet(hi - 1), meet(most(lo, least(q, hi - 1)));
+        meet(lo), meet(hi - 1), meet(max(lo, min(q, hi - 1)));
     return largest == -infinity ? 0.0f : largest;
   }
 
@@ -176,7 +176,7 @@ class HeadBias {
       meet(key_index(lo) - q), meet(key_index(hi - 1) - q);
       if (alibi && slope > 0.0f && largest >= -most_plain_bias) return 0.0f;  // none is above 0
       if (k_index_ == nullptr)
-        meet(most(lo, least(q, hi - 1)) - q);
+        meet(max(lo, min(q, hi - 1)) - q);
       else
         meet_extremes(lo, hi, q, meet);
     }

@@ -8,6 +8,8 @@
 // Everything beyond the valid rows and dims is zero.
 #pragma once
 
+#include <type_traits>
+
 #include "tile.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -20,7 +22,7 @@ struct alignas(64) Block {
   void get(int64_t row, float* to) const { std::memcpy(to, unit[row], 64); }
 };
 
-inline void transpose(Block& x) {
+[[gnu::noinline]] inline void transpose(Block& x) {
 #if defined(__AVX512F__)
   __m512i r[16], t[16];
   for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(x.unit[i]);
@@ -62,6 +64,14 @@ inline void copy_line(void* to, const void* from, int64_t bytes) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
+// Where the first plane of elements begins, and how far it is to the next.
+template <class C>
+struct Target {
+  C* data;
+  int64_t plane = 0;
+};
+
+// For engines of one piece: one plane.
 template <class T, class C>
 struct Packer {
   static constexpr bool same = sizeof(C) == 2;  // halves stay what they are; everything else becomes float
@@ -70,7 +80,7 @@ struct Packer {
 
   // `n` consecutive elements (at most 16 * pair) as one line of 16 units.
   static void line(const T* p, int64_t n, uint32_t* unit) {
-    n = most(0, least(n, 16 * pair));
+    n = max(0, min(n, 16 * pair));
     if constexpr (same) {
       if (n < 32) std::memset(unit, 0, 64);
       copy_line(unit, p, n * 2);
@@ -91,7 +101,7 @@ struct Packer {
       else
         std::memset(unit, 0, 64);
     } else {
-      n = most(0, least(n, 16));
+      n = max(0, min(n, 16));
 #if defined(__AVX512F__)
       if (n == 16 && rows >= 2) {
         const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -108,12 +118,12 @@ struct Packer {
     }
   }
 
-  static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda, int64_t padded_rows,
-                   bool negate) {
+  [[gnu::noinline]] static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
+                                     int64_t padded_rows, bool negate) {
     for (int64_t i = 0; i < padded_rows; ++i)
       for (int64_t d = 0; d < lda; d += 16 * pair) {
         if (same && !negate && i < rows && dim - d >= 16 * pair) {
-          std::memcpy(a + i * lda + d, p + i * stride + d, 64);
+          std::memcpy(a.data + i * lda + d, p + i * stride + d, 64);
           continue;
         }
         alignas(64) uint32_t unit[16];
@@ -121,45 +131,46 @@ struct Packer {
         const uint32_t flip = same ? 0x80008000u : 0x80000000u;
         if (negate)
           for (auto& u : unit) u ^= flip;
-        copy_line(a + i * lda + d, unit, (lda - d) * static_cast<int64_t>(sizeof(C)));
+        copy_line(a.data + i * lda + d, unit, (lda - d) * static_cast<int64_t>(sizeof(C)));
       }
   }
 
   // dims x rows; `lda` a multiple of 16 * pair, at least the rows.
-  static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, C* a, int64_t lda, int64_t padded_dim) {
+  [[gnu::noinline]] static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
+                                        int64_t padded_dim) {
     Block x;
     for (int64_t d = 0; d < padded_dim; d += 16)
       for (int64_t i = 0; i < lda; i += 16 * pair) {
         for (int64_t s = 0; s < 16; ++s)
           step(p + (i + s * pair) * stride + d, stride, rows - i - s * pair, dim - d, x.unit[s]);
         transpose(x);
-        const int64_t valid = least(16, padded_dim - d);
-        for (int64_t r = 0; r < valid; ++r) std::memcpy(a + (d + r) * lda + i, x.unit[r], 64);
+        const int64_t valid = min(16, padded_dim - d);
+        for (int64_t r = 0; r < valid; ++r) std::memcpy(a.data + (d + r) * lda + i, x.unit[r], 64);
       }
   }
 
   // Rows [first, first + count) of the array, count a multiple of 16; `bs` elements between panels.
-  static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs, int64_t first,
-                   int64_t count, int64_t depth) {
+  [[gnu::noinline]] static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs,
+                                     int64_t first, int64_t count, int64_t depth) {
     Block x;
     for (int64_t i = first; i < first + count; i += panel)
       for (int64_t d = 0; d < depth; d += 16 * pair) {
         for (int64_t r = 0; r < 16; ++r)
           line(i + r < rows ? p + (i + r) * stride + d : p, i + r < rows ? dim - d : 0, x.unit[r]);
         transpose(x);
-        C* to = b + i / panel * bs + d * panel;
-        for (int64_t line = 0; line < least(16, (depth - d) / pair); ++line)
+        C* to = b.data + i / panel * bs + d * panel;
+        for (int64_t line = 0; line < min(16, (depth - d) / pair); ++line)
           std::memcpy(to + line * 16 * pair, x.unit[line], 64);
       }
   }
 
-  static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, C* b, int64_t bs, int64_t first,
-                   int64_t count, int64_t padded_dim) {
+  [[gnu::noinline]] static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs,
+                                     int64_t first, int64_t count, int64_t padded_dim) {
     alignas(64) uint32_t unit[16];
     for (int64_t i = first; i < first + count; i += pair)
       for (int64_t d = 0; d < padded_dim; d += panel) {
         step(p + i * stride + d, stride, rows - i, dim - d, unit);
-        std::memcpy(b + d / panel * bs + i * panel, unit, 64);
+        std::memcpy(b.data + d / panel * bs + i * panel, unit, 64);
       }
   }
 };
@@ -180,75 +191,50 @@ inline void split_row(const T* p, int64_t n, int64_t padded, bool negate, bf16* 
     }
   }
 }
-#endif
 
-// Packs for an engine: every plane of it. `Target` is where a plane begins, and how far it is to the next.
-template <class C>
-struct Target {
-  C* data;
-  int64_t plane;
-};
-
+// For engines whose elements are sums of pieces: a plane for each.
 template <class T, class E>
-struct PackerFor {
+struct SplitPacker {
   using C = typename E::Element;
-  using Whole = Packer<T, C>;
+  using Plane = Packer<bf16, bf16>;
 
   static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda, int64_t padded_rows,
                    bool negate) {
-    if constexpr (E::pieces == 1) return Whole::rows(p, stride, rows, dim, a.data, lda, padded_rows, negate);
-#if defined(__AMX_BF16__)
-    else
-      for (int64_t i = 0; i < padded_rows; ++i)
-        split_row<T, E::pieces>(p + i * stride, i < rows ? dim : 0, lda, negate, a.data + i * lda, a.plane);
-#endif
+    for (int64_t i = 0; i < padded_rows; ++i)
+      split_row<T, E::pieces>(p + i * stride, i < rows ? dim : 0, lda, negate, a.data + i * lda, a.plane);
   }
 
   static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
                       int64_t padded_dim) {
-    if constexpr (E::pieces == 1) return Whole::columns(p, stride, rows, dim, a.data, lda, padded_dim);
-#if defined(__AMX_BF16__)
-    else
-      for (int64_t i = 0; i < lda; i += chunk) {
-        const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
-        for (int n = 0; n < E::pieces; ++n) x.columns(n, a.data + n * a.plane + i, lda, padded_dim);
-      }
-#endif
+    for (int64_t i = 0; i < lda; i += chunk) {
+      const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
+      for (int n = 0; n < E::pieces; ++n) x.columns(n, a.data + n * a.plane + i, lda, padded_dim);
+    }
   }
 
   static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs, int64_t first,
                    int64_t count, int64_t depth) {
-    if constexpr (E::pieces == 1) return Whole::keys(p, stride, rows, dim, b.data, bs, first, count, depth);
-#if defined(__AMX_BF16__)
-    else
-      for (int64_t i = first; i < first + count; i += chunk) {
-        const Pieces x(p + i * stride, stride, rows - i, dim, depth);
-        for (int n = 0; n < E::pieces; ++n)
-          Packer<bf16, bf16>::keys(x.plane(n), Pieces::width, chunk, depth, b.data + n * b.plane + i / panel * bs, bs,
-                                   0, least(chunk, first + count - i), depth);
-      }
-#endif
+    for (int64_t i = first; i < first + count; i += chunk) {
+      const Pieces x(p + i * stride, stride, rows - i, dim, depth);
+      for (int n = 0; n < E::pieces; ++n)
+        Plane::keys(x.plane(n), Pieces::width, chunk, depth, {b.data + n * b.plane + i / panel * bs}, bs, 0,
+                    min(chunk, first + count - i), depth);
+    }
   }
 
   // Rows in the order in which `store_group` puts them: for an interleaving engine `first` is a multiple of 32.
   static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs, int64_t first,
                    int64_t count, int64_t padded_dim) {
-    if constexpr (E::pieces == 1) return Whole::dims(p, stride, rows, dim, b.data, bs, first, count, padded_dim);
-#if defined(__AMX_BF16__)
-    else
-      for (int64_t i = first; i < first + count; i += chunk) {
-        const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
-        for (int n = 0; n < E::pieces; ++n)
-          for (int64_t r = 0; r < chunk / 2; ++r)
-            for (int64_t d = 0; d < padded_dim; d += panel)
-              Packer<bf16, bf16>::step(
-                  x.plane(n) + r * Pieces::width + d, chunk / 2 * Pieces::width, 2, panel,
-                  reinterpret_cast<uint32_t*>(b.data + n * b.plane + d / panel * bs + (i + 2 * r) * panel));
-      }
-#endif
+    for (int64_t i = first; i < first + count; i += chunk) {
+      const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
+      for (int n = 0; n < E::pieces; ++n)
+        for (int64_t r = 0; r < chunk / 2; ++r)
+          for (int64_t d = 0; d < padded_dim; d += panel)
+            Plane::step(x.plane(n) + r * Pieces::width + d, chunk / 2 * Pieces::width, 2, panel,
+                        reinterpret_cast<uint32_t*>(b.data + n * b.plane + d / panel * bs + (i + 2 * r) * panel));
+    }
   }
 
-#if defined(__AMX_BF16__)
  private:
   static constexpr int64_t chunk = 32;
 
@@ -265,19 +251,24 @@ struct PackerFor {
     void columns(int n, C* a, int64_t lda, int64_t padded_dim) const {
       Block block;
       for (int64_t d = 0; d < padded_dim; d += 16) {
-        for (int64_t s = 0; s < 16; ++s)
-          Packer<bf16, bf16>::step(x[n] + 2 * s * width + d, width, 2, 16, block.unit[s]);
+        for (int64_t s = 0; s < 16; ++s) Plane::step(x[n] + 2 * s * width + d, width, 2, 16, block.unit[s]);
         transpose(block);
-        for (int64_t r = 0; r < least(16, padded_dim - d); ++r) std::memcpy(a + (d + r) * lda, block.unit[r], 64);
+        for (int64_t r = 0; r < min(16, padded_dim - d); ++r) std::memcpy(a + (d + r) * lda, block.unit[r], 64);
       }
     }
   };
-#endif
 };
+#else
+template <class T, class E>
+struct SplitPacker;
+#endif
+
+template <class T, class E>
+using PackerFor = std::conditional_t<E::pieces == 1, Packer<T, typename E::Element>, SplitPacker<T, E> >;
 
 // Is every element finite? (x * 0 is NaN exactly where x is not.)
 template <class T>
-inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+[[gnu::noinline]] inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
   Vec a = zero(), b = zero();
   for (int64_t i = 0; i < rows; ++i) {
     const T* x = p + i * stride;
@@ -286,7 +277,7 @@ inline bool finite(const T* p, int64_t stride, int64_t rows, int64_t dim) {
       a = fma(load(x + d), zero(), a);
       b = fma(load(x + d + Vec::width), zero(), b);
     }
-    for (; d < dim; d += Vec::width) a = fma(load_part(x + d, least(dim - d, Vec::width)), zero(), a);
+    for (; d < dim; d += Vec::width) a = fma(load_part(x + d, min(dim - d, Vec::width)), zero(), a);
   }
   return reduce_add(a + b) == 0.0f;
 }
@@ -305,7 +296,7 @@ inline Vec squares(const T* p, int64_t dim) {
 
 // The largest squared norm of the rows; not finite if an element is not.
 template <class T>
-inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+[[gnu::noinline]] inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
   float largest = 0.0f;
   int64_t i = 0;
   for (; i + 4 <= rows; i += 4) {

@@ -1,6 +1,5 @@
 // The loops behind the ceilings, compiled once per instruction-set level.
 #include "attention.h"
-#include "kernels.h"
 #include "tile.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -52,9 +51,8 @@ double peak_dot(int64_t rounds) {
 template <class C, int products>
 double peak_tiles(int64_t rounds) {
   alignas(64) static const C operand[16 * 32] = {};
-  AmxEngine<C, 1>::begin();
+  const typename AmxEngine<C, 1>::Session session;
   AmxEngine<C, 1>::repeat(operand, rounds);
-  AmxEngine<C, 1>::end();
   return static_cast<double>(rounds) * 4 * 16 * 16 * 64 / products;
 }
 #endif

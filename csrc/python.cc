@@ -17,7 +17,6 @@
 #include "threads.h"
 #include "tuned.h"
 #include "xla.h"
-#include "xla_callback.h"
 
 namespace nb = nanobind;
 using namespace attnspan;
@@ -34,9 +33,16 @@ Isa level() {
   return isa_active();
 }
 
-void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
-  if (result.status == Status::out_of_memory) throw std::bad_alloc();
-  if (result.status != Status::ok) fail(failure_text(result, p, direction, isa));
+// Runs a pass without the GIL.
+template <class Args>
+void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Direction direction, int threads) {
+  const Isa isa = level();
+  Result result;
+  {
+    const nb::gil_scoped_release release;
+    result = pass(args, isa, make_parallel(threads));
+  }
+  raise_unless_ok(result, args, direction, isa);
 }
 
 std::optional<Array> given(nb::handle x) { return x.is_none() ? std::nullopt : std::optional(array_of(x)); }
@@ -65,13 +71,7 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
   args.config = config_of(config);
   args.options = options_of(options, args);
   fill(args, array_of(out), given(lse));
-  const Isa isa = level();
-  Result result;
-  {
-    const nb::gil_scoped_release release;
-    result = forward(args, isa, make_parallel(threads));
-  }
-  raise_unless_ok(result, args, Direction::forward, isa);
+  run(forward, args, Direction::forward, threads);
 }
 
 void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
@@ -83,29 +83,15 @@ void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, 
   args.options = options_of(options, args);
   fill(args, {array_of(dout), given(dlse), array_of(out), array_of(lse), array_of(dq), array_of(dk), array_of(dv),
               given(dbias), given(dsinks)});
-  const Isa isa = level();
-  Result result;
-  {
-    const nb::gil_scoped_release release;
-    result = backward(args, isa, make_parallel(threads));
-  }
-  raise_unless_ok(result, args, Direction::backward, isa);
+  run(backward, args, Direction::backward, threads);
 }
 
 RowArray row_array_of(const char* name, const Array& a) {
   if (a.ndim != 5 || a.dtype < 0 || a.dtype > 2 || (a.strides[4] != 1 && a.shape[4] > 1))
     fail(std::string(name) + ": expected floats (planes, length, inner, heads, width) with a unit last stride, got " +
          a.shape_text());
-  return {static_cast<char*>(a.data),
-          a.shape[0],
-          a.shape[1],
-          a.shape[2],
-          a.shape[3],
-          a.shape[4],
-          a.strides[0],
-          a.strides[1],
-          a.strides[2],
-          a.strides[3]};
+  const auto &n = a.shape, &s = a.strides;
+  return {static_cast<char*>(a.data), n[0], n[1], n[2], n[3], n[4], s[0], s[1], s[2], s[3]};
 }
 
 // The index, and its length if it is given.
@@ -153,9 +139,11 @@ Tensor bshd(nb::handle x, int64_t heads, int64_t length, int64_t dim) {
   return {array_of(x).data, length * heads * dim, dim, heads * dim};
 }
 
-bool fits(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bounds) {
+// Runs what turns arrays into arguments; false for arrays that the kernel cannot take as they are.
+template <class Fill>
+bool accepted(const Fill& fill) {
   try {
-    p = problem_of(q, k, v, bounds, 1.0f);
+    fill();
   } catch (const std::invalid_argument&) {
     return false;
   } catch (const nb::builtin_exception&) {
@@ -163,7 +151,11 @@ bool fits(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bound
   } catch (const nb::python_error&) {
     return false;
   }
-  return p.batch * p.q_heads * p.q_len * p.k_len > 0;
+  return true;
+}
+
+bool fits(Problem& p, nb::handle q, nb::handle k, nb::handle v, nb::handle bounds) {
+  return accepted([&] { p = problem_of(q, k, v, bounds, 1.0f); }) && p.batch * p.q_heads * p.q_len * p.k_len > 0;
 }
 
 // Sets the options of a problem; false for arrays that the kernel cannot take as they are.
@@ -193,13 +185,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, i
                         nb::arg("dtype") = float32);
     args.lse = static_cast<float*>(array_of(lse).data);
   }
-  const Isa isa = level();
-  Result result;
-  {
-    const nb::gil_scoped_release release;
-    result = forward(args, isa, make_parallel(threads));
-  }
-  raise_unless_ok(result, args, Direction::forward, isa);
+  run(forward, args, Direction::forward, threads);
   return nb::make_tuple(out, lse);
 }
 
@@ -209,7 +195,7 @@ nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, 
                      nb::handle bounds, float scale, int threads, nb::handle empty_strided, nb::handle options,
                      nb::handle dbias, nb::handle dsinks) {
   BackwardArgs args{};
-  try {
+  const auto fill = [&] {
     static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
     args.options = options_of(options, args);
     fill_option_gradients(args, given(dbias), given(dsinks));
@@ -217,13 +203,8 @@ nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, 
     args.dout = tensor_of("dout", array_of(dout), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
     args.out = tensor_of("out", array_of(out), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
     args.lse = rows_of("lse", array_of(lse), args);
-  } catch (const std::invalid_argument&) {
-    return nb::none();
-  } catch (const nb::builtin_exception&) {
-    return nb::none();
-  } catch (const nb::python_error&) {
-    return nb::none();
-  }
+  };
+  if (!accepted(fill)) return nb::none();
   const nb::object type = q.attr("dtype");
   nb::object dq = new_bshd(empty_strided, type, args.batch, args.q_heads, args.q_len, args.head_dim),
              dk = new_bshd(empty_strided, type, args.batch, args.kv_heads, args.k_len, args.head_dim),
@@ -231,13 +212,7 @@ nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, 
   args.dq = bshd(dq, args.q_heads, args.q_len, args.head_dim);
   args.dk = bshd(dk, args.kv_heads, args.k_len, args.head_dim);
   args.dv = bshd(dv, args.kv_heads, args.k_len, args.v_dim);
-  const Isa isa = level();
-  Result result;
-  {
-    const nb::gil_scoped_release release;
-    result = backward(args, isa, make_parallel(threads));
-  }
-  raise_unless_ok(result, args, Direction::backward, isa);
+  run(backward, args, Direction::backward, threads);
   return nb::make_tuple(dq, dk, dv);
 }
 

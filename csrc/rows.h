@@ -96,7 +96,7 @@ inline void row_scores(const float* query, const KeyValues<T>& x, int64_t first,
     Vec sum[4] = {zero(), zero(), zero(), zero()};
     const T* key[K];
     for (int i = 0; i < K; ++i) {
-      key[i] = x.key(first + least(j + i, n - 1));
+      key[i] = x.key(first + min(j + i, n - 1));
       if (j + i < ahead) prefetch_row(x.key(first + row_keys + j + i), x.dim);
     }
     for (int64_t d = 0; d < x.dim; d += Vec::width)
@@ -107,7 +107,7 @@ inline void row_scores(const float* query, const KeyValues<T>& x, int64_t first,
     float four[4];
     reduce_add4(sum[0], sum[1], sum[2], sum[3], four);
     for (int r = 0; r < R; ++r)
-      for (int i = 0; i < K; ++i) s[r][least(j + i, n - 1)] = four[r * K + least(i, n - 1 - j)];
+      for (int i = 0; i < K; ++i) s[r][min(j + i, n - 1)] = four[r * K + min(i, n - 1 - j)];
   }
 }
 
@@ -137,7 +137,7 @@ inline void row_values(const KeyValues<T>& x, int64_t first, int64_t n, int64_t 
 }
 
 // Scores become probabilities relative to the row's running maximum, to which its sums are rescaled.
-inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* sums) {
+[[gnu::noinline]] inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* sums) {
   const int64_t padded = round_up(n, 2 * Vec::width);
   for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
   const float block_top = reduce_max(row_maximum(s, padded)) * c, now = block_top > sums->top ? block_top : sums->top;
@@ -157,28 +157,6 @@ inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* s
       reduce_add(exponentials<float>(s, padded, from, [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
 }
 
-// Rows of a call without options.
-struct PlainRows {
-  float exponents(int, float*, int64_t, int64_t, float c) const { return c; }
-  void drop(int, float*, int64_t, int64_t) const {}
-};
-
-// Adds keys [first, first + n) to what R rows have seen, n <= row_keys; the first `ahead` of those that lie row_keys
-// further are fetched meanwhile. Each row of `query` is padded to max_dim, times the sign of the scale; c is its
-// magnitude times log2(e). `rows` may change scores, and gives the factor that is left; and it may drop weights.
-template <int R, class T, class Rows>
-inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead, float c,
-                     const Rows& rows, RowSums* sums) {
-  alignas(64) float s[R][row_keys];
-  row_scores<R>(query, x, first, n, ahead, s);
-  for (int r = 0; r < R; ++r) {
-    const float factor = rows.exponents(r, s[r], n, first, c);
-    row_softmax(s[r], n, round_up(x.v_dim, Vec::width), factor, sums + r);
-    rows.drop(r, s[r], n, first);
-  }
-  row_values<R>(x, first, n, ahead, s, sums);
-}
-
 // The factor of scores that come with the sign of the scale, in units of log2.
 inline float magnitude_of(float scale) { return scale == 0.0f ? 1.0f : std::fabs(scale) * log2_e; }
 
@@ -189,19 +167,6 @@ inline float prepare_query(const T* q, int64_t dim, float scale, float* query) {
   widen(q, query, dim);
   scale_row(query, round_up(dim, Vec::width), scale == 0.0f ? 0.0f : std::copysign(1.0f, scale));
   return magnitude_of(scale);
-}
-
-// What row i has of the values goes into sum_v: round_up(v_dim, Vec::width) floats, zero at first.
-template <class T, class Rows>
-RowEnd forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale, const Rows& rows,
-                   const float* sink, float kept_weight, double base, float* sum_v) {
-  alignas(64) float query[max_dim];
-  const float c = prepare_query(q, x.dim, scale, query);
-  RowSums sums{-infinity, 0.0f, sum_v};
-  for (int64_t r = 0; r < runs; ++r)
-    for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys)
-      add_keys<1>(query, x, at, least(row_keys, hi - at), 0, c, rows, &sums);
-  return end_of_row(sums.top, sums.total, sink, kept_weight, base);
 }
 
 // What backward needs of one pair: its weight, what dropout makes of it, and how its exponent follows its score.
@@ -220,7 +185,7 @@ void backward_row(const T* q, const KeyValues<T>& x, const T* dout, const int32_
   widen(q, query, x.dim);
   widen(dout, grad, x.v_dim);
   for (int64_t r = 0; r < runs; ++r)
-    for (int64_t j = most(spans[2 * r], first); j < least(spans[2 * r + 1], last); ++j) {
+    for (int64_t j = max(spans[2 * r], first); j < min(spans[2 * r + 1], last); ++j) {
       const PairWeight w = weigh(j, dot(query, x.key(j), x.dim) * scale);
       if (finite && w.p == 0.0f) continue;
       const float ds = w.p * (w.kept * dot(grad, x.value(j), x.v_dim) - delta);

@@ -15,19 +15,14 @@ class Scores : public HeadBias {
 
   // `c` turns a product into an exponent (it is positive: products come with the sign of the scale); `bound` is the
   // largest magnitude that scaled scores can have.
-  template <class T>
-  static Scores make(const Problem& a, int64_t b, int64_t h, float c, float bound) {
-    Scores s;
-    static_cast<HeadBias&>(s) = HeadBias(a, b, h);
-    s.c_ = c;
-    if (a.options.softcap > 0.0f) s.cap_ = Softcap::make<T>(a.options.softcap, c / log2_e, bound);
-    return s;
+  Scores(const Problem& a, int64_t b, int64_t h, float c, float bound) : HeadBias(a, b, h), c_(c) {
+    if (a.options.softcap > 0.0f) cap_ = Softcap::make(a.dtype, a.options.softcap, c / log2_e, bound);
   }
 
   // s[j] is the product of row i and key first + j; it becomes the exponent, less that of `base` (see `base_of`). Keys
   // beyond the last stay as they are. Returns lanes whose maximum is that of the exponents.
   Vec exponents(float* s, int64_t n, int64_t i, int64_t first, float base) const {
-    n = most(0, least(n, a_->k_len - first));
+    n = max(0, min(n, a_->k_len - first));
     const bool capped = a_->options.softcap > 0.0f;
     if (capped) cap_.apply(s, n);
     const float c = capped ? 1.0f : c_;
@@ -105,7 +100,7 @@ class Scores : public HeadBias {
     with_dense(0, [&](const auto* values) {
       using B = std::remove_cv_t<std::remove_pointer_t<decltype(values)> >;
       use([&](int64_t i, float to) {
-        i = least(i, rows - 1);
+        i = min(i, rows - 1);
         const int64_t at = (row + i) * a_->options.bias.row + first;
         return Dense<B>{values + at, set(c_), set(log2_e), set(bases[i]), set(-to)};
       });
@@ -174,7 +169,7 @@ class Scores : public HeadBias {
         return fma(bias - from, unit, x);
       });
       // A bias is read once, in pieces too short for the processor to see them coming.
-      prefetch_row(row + first + n, least(n, a_->k_len - first - n));
+      prefetch_row(row + first + n, min(n, a_->k_len - first - n));
     });
     return top;
   }
@@ -187,7 +182,7 @@ class Scores : public HeadBias {
       const int32_t* spans = a_->bounds.slice(b_, h_) + i * a_->runs * 2;
       const int64_t q = query_index(*a_, b_, i);
       for (int64_t r = 0; r < a_->runs; ++r) {
-        const int64_t lo = most(spans[2 * r], first), hi = least(spans[2 * r + 1], first + n);
+        const int64_t lo = max(spans[2 * r], first), hi = min(spans[2 * r + 1], first + n);
         if (lo >= hi) continue;
         before = before && hi <= q + 1;
         after = after && lo >= q;
@@ -200,133 +195,18 @@ class Scores : public HeadBias {
   Vec distances(int64_t j, int64_t q) const {
     if (k_index_ == nullptr) return to_floats(count_from(j - q));
     alignas(64) int32_t index[Vec::width] = {};
-    for (int64_t n = 0; n < least(Vec::width, a_->k_len - j); ++n) index[n] = k_index_[j + n];
+    for (int64_t n = 0; n < min(Vec::width, a_->k_len - j); ++n) index[n] = k_index_[j + n];
     return to_floats(load_ints(index) + set_ints(static_cast<uint32_t>(-q)));
   }
   Vec from_table(const DistanceTable& table, int64_t j, int64_t q) const {
     if (k_index_ == nullptr) return table.ascending(j - q);
     float lanes[Vec::width] = {};
-    for (int64_t n = 0; n < least(Vec::width, a_->k_len - j); ++n) lanes[n] = table.at(k_index_[j + n] - q);
+    for (int64_t n = 0; n < min(Vec::width, a_->k_len - j); ++n) lanes[n] = table.at(k_index_[j + n] - q);
     return load(lanes);
   }
 
   float c_ = 1.0f;
   Softcap cap_{};
-};
-
-// One query row of a call with options: its scores and what dropout does to its weights.
-class RowOptions {
- public:
-  template <class T>
-  static RowOptions make(const Problem& a, int64_t b, int64_t h, int64_t i, float c) {
-    RowOptions row;
-    row.a_ = &a, row.b_ = b, row.i_ = i;
-    row.scores_ = Scores::make<T>(a, b, h, c, infinity);
-    row.base_ = row.scores_.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2);
-    if (a.options.dropout.on()) row.random_ = random_of_row(a, seed_of_head(a, b, h), b, i);
-    return row;
-  }
-  float exponents(float* s, int64_t n, int64_t first, float c) const {
-    if (!a_->options.change_scores()) return c;
-    scores_.exponents(s, n, i_, first, base_);
-    return 1.0f;
-  }
-  void drop(float* s, int64_t n, int64_t first) const {
-    if (!a_->options.dropout.on()) return;
-    for (int64_t j = first; j < first + n;) {
-      const int64_t group = round_down(j, 32);
-      const uint32_t bits = kept_of(group);
-      for (; j < least(first + n, group + 32); ++j)
-        if (!bit_of(&bits, j - group)) s[j - first] = 0.0f;
-    }
-  }
-  // Of key j, whose scaled score is x, less the base; `slope` is told how it follows the score.
-  float exponent(int64_t j, float x, float* slope = nullptr) const {
-    if (const float cap = a_->options.softcap; cap > 0.0f) {
-      const float t = std::tanh(x / cap);
-      x = cap * t;
-      if (slope != nullptr) *slope = 1.0f - t * t;
-    }
-    return x + static_cast<float>(scores_.bias_of(i_, j) - base());
-  }
-  // Of the same, for a row with this lse, less the base.
-  PairWeight weigh(int64_t j, float x, float lse) const {
-    PairWeight w{0.0f, kept_weight(j), 1.0f};
-    x = exponent(j, x, &w.slope);
-    w.p = x == -infinity || lse == -infinity ? 0.0f : std::exp(x - lse);
-    return w;
-  }
-  // What dropout makes of the weight of key j.
-  float kept_weight(int64_t j) const {
-    if (!a_->options.dropout.on()) return 1.0f;
-    const int64_t group = round_down(j, 32);
-    const uint32_t bits = kept_of(group);
-    return bit_of(&bits, j - group) ? a_->options.dropout.kept_weight() : 0.0f;
-  }
-  double base() const { return scores_.value_of_base(base_); }
-  float base_key() const { return base_; }
-  const Scores& scores() const { return scores_; }
-  // A bit for each of the 32 keys from the `first` on, a multiple of 32.
-  uint32_t kept_of(int64_t first) const { return kept_of_32(*a_, random_, b_, first); }
-
- private:
-  const Problem* a_ = nullptr;
-  int64_t b_ = 0, i_ = 0;
-  float base_ = 0.0f;
-  Scores scores_{};
-  RandomPair random_{};
-};
-
-// Rows that `add_keys` works on together.
-struct RowsWithOptions {
-  const RowOptions* rows;
-  float exponents(int r, float* s, int64_t n, int64_t first, float c) const {
-    return rows[r].exponents(s, n, first, c);
-  }
-  void drop(int r, float* s, int64_t n, int64_t first) const { rows[r].drop(s, n, first); }
-};
-
-// A strip of rows of a call with options: `prepare(i)` readies rows [i, i + 4), `bits` has `words` of each row's kept
-// weights, or is null; `tops` has lanes with the maxima of the four rows, or is null.
-template <class Prepare>
-struct ChangedStrip {
-  static constexpr bool fused = false;
-  const Prepare& prepare;
-  const uint32_t* bits;
-  int64_t words;
-  const Vec* tops = nullptr;
-
-  void before(int64_t i) const { prepare(i); }
-  Vec maximum(int64_t i, const float* s, int64_t cols) const {
-    return tops == nullptr ? row_maximum(s, cols) : tops[i % 4];
-  }
-  template <class E>
-  Vec weights(int64_t i, const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c,
-              float shift) const {
-    const Scaled<typename E::Exponential> from{set(c), set(shift)};
-    return bits == nullptr ? weights_of<E, false>(s, p, plane, cols, from, nullptr)
-                           : weights_of<E, true>(s, p, plane, cols, from, bits + i * words);
-  }
-};
-
-// The same where products become exponents as they become weights, by make(i, shift) of row i (see `Scores::fuse`).
-template <class Prepare, class Make>
-struct FusedStrip {
-  static constexpr bool fused = true;
-  const Prepare& prepare;
-  const Make& make;
-  const uint32_t* bits;
-  int64_t words;
-
-  void before(int64_t i) const { prepare(i); }
-  Vec maximum(int64_t, const float*, int64_t) const { return set(-infinity); }  // nobody asks
-  template <class E>
-  Vec weights(int64_t i, const float* s, typename E::Element* p, int64_t plane, int64_t cols, float,
-              float shift) const {
-    const auto from = make(i, shift);
-    return bits == nullptr ? weights_of<E, false>(s, p, plane, cols, from, nullptr)
-                           : weights_of<E, true>(s, p, plane, cols, from, bits + i * words);
-  }
 };
 
 inline const float* sink_of(const Problem& a, int64_t h) {

@@ -79,34 +79,16 @@ inline uint32_t as_bits(float x) {
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+#if defined(__F16C__)
+inline float to_float(f16 x) { return _cvtsh_ss(x.bits); }
+#else
 inline float to_float(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 0x1fu;
   const uint32_t mantissa = x.bits & 0x3ffu;
   if (exponent == 0) return as_float(sign | as_bits(static_cast<float>(mantissa) * 0x1p-24f));
   return as_float(sign | (exponent == 0x1fu ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
 }
-
-inline void from_float(float x, float* y) { *y = x; }
-inline void from_float(float x, bf16* y) {
-  const uint32_t bits = as_bits(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
-}
-inline void from_float(float x, f16* y) {
-  const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  uint32_t half;
-  if (magnitude > 0x7f800000u) {
-    half = 0x7e00u;
-  } else if (magnitude >= 0x477ff000u) {
-    half = 0x7c00u;  // rounds to infinity
-  } else if (magnitude < 0x38800000u) {
-    // Subnormal: let a float addition do the rounding at the right bit.
-    half = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
-  } else {
-    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
-  }
-  y->bits = static_cast<uint16_t>(sign | half);
-}
+#endif
 
 #if defined(__AVX512F__)
 
@@ -121,9 +103,6 @@ inline Vec set(float x) { return {_mm512_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 // The second operand where either is NaN.
 inline Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
@@ -189,7 +168,6 @@ inline void store_two(f16* p, Vec a, Vec b) {
 // a * b in one rounding of its own, never as a part of a multiply-add.
 inline Vec rounded_product(Vec a, Vec b) { return {_mm512_mul_round_ps(a.v, b.v, _MM_FROUND_CUR_DIRECTION)}; }
 
-inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Mask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 
 struct Ints {  // unsigned 32-bit integers, modulo 2^32
@@ -231,9 +209,6 @@ inline Vec set(float x) { return {_mm256_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
-inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
-inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec vmax(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
@@ -281,7 +256,6 @@ inline void store(f16* p, Vec a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Mask greater(Vec a, Vec b) { return _mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)); }
 
 struct Ints {
@@ -336,9 +310,6 @@ inline Vec load(const float* p) {
 }
 inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
-inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
-inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
 // Of the other forms, compilers make scalar code with branches, here and for float16 below.
 #if defined(__aarch64__)
@@ -372,7 +343,6 @@ inline Mask between(int32_t key, const int32_t* lo, const int32_t* hi) {
   std::memcpy(&h, hi, sizeof h);
   return (l <= key) & (h > key);
 }
-inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 inline Mask greater(Vec a, Vec b) { return a.v > b.v; }
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
@@ -411,6 +381,27 @@ inline uint32_t bits_at_least(Ints a, uint32_t least) {
 }
 inline Mask from_bits(uint32_t bits) { return (u32x4{bits, bits, bits, bits} & u32x4{1, 2, 4, 8}) != 0; }
 
+inline void from_float(float x, bf16* y) {
+  const uint32_t bits = as_bits(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  y->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+inline void from_float(float x, f16* y) {
+  const uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;  // rounds to infinity
+  } else if (magnitude < 0x38800000u) {
+    // Subnormal: let a float addition do the rounding at the right bit.
+    half = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  y->bits = static_cast<uint16_t>(sign | half);
+}
+
 template <class T>
 inline Vec load_each(const T* p) {
   return {f32x4{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}};
@@ -437,6 +428,12 @@ inline void store(f16* p, Vec a) {
 #endif
 
 #endif
+
+// Compilers' vectors of every width have them.
+inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 
 inline void store_two(float* p, Vec a, Vec b) {
   store(p, a);
@@ -482,15 +479,15 @@ inline Ints count_from(int64_t first) {
 // The first n < width elements; the others are zero.
 template <class T>
 inline Vec load_part(const T* p, int64_t n) {
-  float x[Vec::width] = {};
-  for (int64_t i = 0; i < n; ++i) x[i] = to_float(p[i]);
+  T x[Vec::width] = {};
+  for (int64_t i = 0; i < n; ++i) x[i] = p[i];
   return load(x);
 }
 template <class T>
 inline void store_part(T* p, Vec a, int64_t n) {
-  float x[Vec::width];
+  T x[Vec::width];
   store(x, a);
-  for (int64_t i = 0; i < n; ++i) from_float(x[i], p + i);
+  for (int64_t i = 0; i < n; ++i) p[i] = x[i];
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

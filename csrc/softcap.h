@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 
+#include "attention.h"
 #include "softmax.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -49,7 +50,7 @@ inline double error_of(const TanhPolynomial& p) {
 class TanhTable {
  public:
   static constexpr std::array<double, 9> reaches = {0.125, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25};
-  explicit TanhTable(double accuracy) {
+  [[gnu::noinline]] explicit TanhTable(double accuracy) {
     for (size_t i = 0; i < reaches.size(); ++i)
       for (int degree = 1; degree <= TanhPolynomial::most; ++degree)
         if (polynomials_[i] = tanh_polynomial(reaches[i], degree); error_of(polynomials_[i]) <= accuracy) break;
@@ -68,9 +69,12 @@ class TanhTable {
 
 // An error of the exponent is one of the weight: halves round weights to 2^-9 or 2^-12, and the exponential of bfloat16
 // weights has an error of 3.3e-6.
-template <class T>
-inline const TanhTable& tanh_table() {
-  static const TanhTable table(sizeof(T) == 4 ? 3e-8 : 4e-6);
+inline const TanhTable& tanh_table(Dtype dtype) {
+  if (dtype == Dtype::f32) {
+    static const TanhTable table(3e-8);
+    return table;
+  }
+  static const TanhTable table(4e-6);
   return table;
 }
 
@@ -79,11 +83,10 @@ class Softcap {
  public:
   Softcap() = default;
   // `scale` times a score is capped at `cap`, `bound` is the largest magnitude of scaled scores (may be infinite).
-  template <class T>
-  static Softcap make(float cap, float scale, float bound) {
+  [[gnu::noinline]] static Softcap make(Dtype dtype, float cap, float scale, float bound) {
     Softcap s;
-    const TanhPolynomial* short_one = tanh_table<T>().find(bound / cap);
-    const TanhPolynomial& p = short_one != nullptr ? *short_one : tanh_table<float>().unit();
+    const TanhPolynomial* short_one = tanh_table(dtype).find(bound / cap);
+    const TanhPolynomial& p = short_one != nullptr ? *short_one : tanh_table(Dtype::f32).unit();
     s.wide_ = short_one == nullptr;
     s.degree_ = p.degree;
     s.from_score_ = scale / cap;
@@ -102,46 +105,16 @@ class Softcap {
   // s[j] for j < n, in place: units of log2.
   void apply(float* s, int64_t n) const {
     if (wide_) return apply_wide(s, n);
-    switch (degree_) {
-      case 1:
-        return apply_short<1>(s, n);
-      case 2:
-        return apply_short<2>(s, n);
-      case 3:
-        return apply_short<3>(s, n);
-      case 4:
-        return apply_short<4>(s, n);
-      case 5:
-        return apply_short<5>(s, n);
-      case 6:
-        return apply_short<6>(s, n);
-      case 7:
-        return apply_short<7>(s, n);
-      default:
-        return apply_short<8>(s, n);
-    }
+    with_degree<TanhPolynomial::most>(degree_, [&](auto degree) { apply_short<degree>(s, n); });
   }
 
   // Calls use(f) with f(shift)(j, s) = capped s - shift, if the cap is one polynomial of s itself in float's range.
   template <class Use>
   bool as_polynomial(const Use& use) const {
-    if (!foldable_) return false;
-    switch (degree_) {
-      case 1:
-        return use(Capped<1>(*this)), true;
-      case 2:
-        return use(Capped<2>(*this)), true;
-      case 3:
-        return use(Capped<3>(*this)), true;
-      case 4:
-        return use(Capped<4>(*this)), true;
-      case 5:
-        return use(Capped<5>(*this)), true;
-      case 6:
-        return use(Capped<6>(*this)), true;
-      default:
-        return false;
-    }
+    constexpr int most_folded = 6;
+    if (!foldable_ || degree_ > most_folded) return false;
+    with_degree<most_folded>(degree_, [&](auto degree) { use(Capped<degree>(*this)); });
+    return true;
   }
 
   // The derivative's factor, given a capped score: 1 - tanh^2.
@@ -151,6 +124,14 @@ class Softcap {
   }
 
  private:
+  // Calls use(n) with n as a constant, 1 <= n <= N.
+  template <int N, class Use>
+  static void with_degree(int n, const Use& use) {
+    if constexpr (N > 1)
+      if (n < N) return with_degree<N - 1>(n, use);
+    use(std::integral_constant<int, N>{});
+  }
+
   template <int N>
   struct Capped {
     Vec c[N + 1], shift = zero();
@@ -189,12 +170,10 @@ class Softcap {
       const Vec e = exp2<float>(zero() - vmax(set(-64.0f), zero() - size * set(2.0f * log2_e)));
       const Vec far = set(1.0f) - set(2.0f) / (e + set(1.0f)), one = set(1.0f);
       const Vec side = select(greater(zero(), x), zero() - one, one) * set(to_cap_);
-      Vec near = x;
       const Vec t = x * x;
       Vec y = set(c_[degree_]);
       for (int i = degree_; i-- > 0;) y = fma(y, t, set(c_[i]));
-      near = x * y;
-      store(s + j, select(greater(size, one), far * side, near));
+      store(s + j, select(greater(size, one), far * side, x * y));
     }
   }
 

@@ -48,8 +48,8 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
   for (int64_t r = 0; r < runs; ++r) {
     const int64_t lo = spans[2 * r] - first, hi = spans[2 * r + 1] - first;
     if (lo >= hi || hi <= at) continue;
-    for (const int64_t end = least(lo, cols); at < end; ++at) s[at] = -infinity;
-    at = most(at, hi);
+    for (const int64_t end = min(lo, cols); at < end; ++at) s[at] = -infinity;
+    at = max(at, hi);
     if (at >= cols) return;
   }
   for (; at < cols; ++at) s[at] = -infinity;
@@ -94,7 +94,8 @@ inline RowEnd end_of_row(float maximum, float sum) {
 }
 
 // The same with a sink, which is one more logit without a value (null: none), where exponents are less `base`.
-inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight, double base) {
+[[gnu::noinline]] inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight,
+                                           double base) {
   RowEnd end = end_of_row(maximum, sum);
   if (sink != nullptr && sum == 0.0f) return {0.0f, static_cast<double>(*sink)};
   if (sink != nullptr) {
@@ -176,18 +177,61 @@ inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int
   });
 }
 
-// A strip of a call without options: nothing happens to its scores or weights.
-struct PlainStrip {
+// Any function of an index, called through a pointer: what is compiled once need not be a template of it.
+class Each {
+ public:
+  template <class Function>
+  Each(const Function& f)
+      : context_(&f), call_([](const void* f, int64_t i) { (*static_cast<const Function*>(f))(i); }) {}
+  void operator()(int64_t i) const { call_(context_, i); }
+
+ private:
+  const void* context_;
+  void (*call_)(const void*, int64_t);
+};
+
+// Rows of scores that become weights, four at a time: `prepare(i)` readies rows [i, i + 4), `bits` has `words` of each
+// row's kept weights, or is null; `tops` has lanes with the maxima of the four rows, or is null.
+struct Strip {
   static constexpr bool fused = false;
-  void before(int64_t) const {}
-  Vec maximum(int64_t, const float* s, int64_t cols) const { return row_maximum(s, cols); }
+  Each prepare;
+  const uint32_t* bits;
+  int64_t words;
+  const Vec* tops = nullptr;
+
+  Vec maximum(int64_t i, const float* s, int64_t cols) const {
+    return tops == nullptr ? row_maximum(s, cols) : tops[i % 4];
+  }
   template <class E>
-  Vec weights(int64_t, const float* s, typename E::Element* p, int64_t plane, int64_t cols, float c,
-              float shift) const {
-    const Scaled<typename E::Exponential> from{set(c), set(shift)};
-    return weights_of<E, false>(s, p, plane, cols, from, nullptr);
+  auto exponents(int64_t, float c, float shift) const {
+    return Scaled<typename E::Exponential>{set(c), set(shift)};
   }
 };
+
+// The same where products become exponents as they become weights, by make(i, shift) of row i (see `Scores::fuse`).
+template <class Make>
+struct FusedStrip {
+  static constexpr bool fused = true;
+  Each prepare;
+  const Make& make;
+  const uint32_t* bits;
+  int64_t words;
+
+  Vec maximum(int64_t, const float*, int64_t) const { return set(-infinity); }  // nobody asks
+  template <class E>
+  auto exponents(int64_t i, float, float shift) const {
+    return make(i, shift);
+  }
+};
+
+// The weights of row i of a strip, as a row of A; returns lanes of their sum.
+template <class E, class S>
+inline Vec weights_of_row(const S& strip, int64_t i, const float* s, typename E::Element* p, int64_t plane,
+                          int64_t cols, float c, float shift) {
+  const auto from = strip.template exponents<E>(i, c, shift);
+  return strip.bits == nullptr ? weights_of<E, false>(s, p, plane, cols, from, nullptr)
+                               : weights_of<E, true>(s, p, plane, cols, from, strip.bits + i * strip.words);
+}
 
 inline void scale_row(float* o, int64_t n, float factor) {
   const Vec f = set(factor);
@@ -199,24 +243,25 @@ inline void scale_row(float* o, int64_t n, float factor) {
 // > 0.
 //
 // The maximum is left alone while it rises by at most `slack`: any shift gives the same result, and rescaling is then
-// rare. `strip` has its say before each four rows, `between` is called after them.
+// rare. `between` is called after each four rows, with the first of them.
 //
 // `Bounded`: the exponential of every score, less the row's maximum as it is given, is at most 2^40, and at least 2^-40
 // for one that the row sees (see `within_range`). Then the maximum need not be found: it stays.
-template <class E, bool Bounded, class Strip, class Between>
-inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t ldp, int64_t plane, int64_t rows,
-                          int64_t cols, float c, float slack, Running run, float* out, int64_t v_cols,
-                          const Strip& strip, const Between& between) {
+template <class E, bool Bounded, class S>
+[[gnu::noinline]] inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t ldp, int64_t plane,
+                                            int64_t rows, int64_t cols, float c, float slack, Running run, float* out,
+                                            int64_t v_cols, const S& strip, const Each& between) {
   for (int64_t i = 0; i < rows; i += 4) {
     float *row = s + i * lds, *maximum = run.maximum + i;
-    strip.before(i);
+    const auto weigh = [&](int r, float factor, float shift) {
+      float* sum = run.sums + (i + r) * Vec::width;
+      store(sum,
+            load(sum) + weights_of_row<E>(strip, i + r, row + r * lds, p + (i + r) * ldp, plane, cols, factor, shift));
+    };
+    strip.prepare(i);
     if constexpr (Bounded) {
-      for (int r = 0; r < 4; ++r) {
-        float* sum = run.sums + (i + r) * Vec::width;
-        store(sum, load(sum) +
-                       strip.template weights<E>(i + r, row + r * lds, p + (i + r) * ldp, plane, cols, c, maximum[r]));
-      }
-      between();
+      for (int r = 0; r < 4; ++r) weigh(r, c, maximum[r]);
+      between(i);
       continue;
     }
     float now[4], shift[4];
@@ -237,15 +282,11 @@ inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t
         maximum[r] = now[r];
       }
     for (int r = 0; r < 4; ++r) {
-      float *sum = run.sums + (i + r) * Vec::width, factor = c;
-      if (!(std::fabs(shift[r]) <= most_fused_maximum)) {
-        shift_large(row + r * lds, cols, c, shift[r]);
-        factor = 1.0f, shift[r] = 0.0f;
-      }
-      store(sum, load(sum) +
-                     strip.template weights<E>(i + r, row + r * lds, p + (i + r) * ldp, plane, cols, factor, shift[r]));
+      const bool fused = std::fabs(shift[r]) <= most_fused_maximum;
+      if (!fused) shift_large(row + r * lds, cols, c, shift[r]);
+      weigh(r, fused ? c : 1.0f, fused ? shift[r] : 0.0f);
     }
-    between();
+    between(i);
   }
 }
 

@@ -34,10 +34,10 @@ inline T* at(const Tensor& x, int64_t b, int64_t h, int64_t i) {
 struct Hull {
   int64_t lo = INT64_MAX, hi = 0, all_lo = 0, all_hi = INT64_MAX;
   void include(const Hull& other) {
-    lo = least(lo, other.lo);
-    hi = most(hi, other.hi);
-    all_lo = most(all_lo, other.all_lo);
-    all_hi = least(all_hi, other.all_hi);
+    lo = min(lo, other.lo);
+    hi = max(hi, other.hi);
+    all_lo = max(all_lo, other.all_lo);
+    all_hi = min(all_hi, other.all_hi);
   }
 };
 
@@ -45,11 +45,11 @@ inline Hull hull_of(const int32_t* spans, int64_t rows, int64_t runs) {
   Hull hull;
   for (int64_t i = 0; i < rows * runs; ++i) {
     const int64_t lo = spans[2 * i], hi = spans[2 * i + 1];
-    hull.all_lo = most(hull.all_lo, lo);
-    hull.all_hi = least(hull.all_hi, hi);
+    hull.all_lo = max(hull.all_lo, lo);
+    hull.all_hi = min(hull.all_hi, hi);
     if (lo < hi) {
-      hull.lo = least(hull.lo, lo);
-      hull.hi = most(hull.hi, hi);
+      hull.lo = min(hull.lo, lo);
+      hull.hi = max(hull.hi, hi);
     }
   }
   return hull;
@@ -62,13 +62,13 @@ struct Seen {
 };
 
 inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& hull, int64_t first, int64_t last) {
-  int64_t lo = most(first, hull.lo), hi = least(last, hull.hi);
+  int64_t lo = max(first, hull.lo), hi = min(last, hull.hi);
   if (lo >= hi) return {0, 0, false};
   if (runs > 1) {  // the hull may have holes
     lo = last, hi = first;
     for (int64_t i = 0; i < rows * runs; ++i) {
-      const int64_t l = most(spans[2 * i], first), h = least(spans[2 * i + 1], last);
-      if (l < h) lo = least(lo, l), hi = most(hi, h);
+      const int64_t l = max(spans[2 * i], first), h = min(spans[2 * i + 1], last);
+      if (l < h) lo = min(lo, l), hi = max(hi, h);
     }
     if (lo >= hi) return {0, 0, false};
   }

@@ -7,11 +7,13 @@
 // `pair` is how many consecutive k one instruction consumes: 1 for float, 2 for bfloat16 dot products. An engine states
 // the multiples that m, n and k must have (`rows`, `cols`, `depth`); callers pad with zeros.
 //
-// An engine may hold each element in several pieces whose sum it is, one plane of elements for each (`pieces`).
+// An engine may hold each element in several pieces whose sum it is, one plane of elements for each (`pieces`). A
+// `Session` is alive while a thread uses the engine.
 #pragma once
 
 #include <type_traits>
 
+#include "attention.h"
 #include "simd.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -20,8 +22,9 @@ inline constexpr int64_t panel = 16;  // columns in a packed panel: one 64-byte 
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+// Not those of std: an inline function outside of this level's namespace may be linked into another level.
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // One side of a product: `stride` elements between rows of A or panels of B, `plane` between pieces.
 template <class C>
@@ -80,11 +83,11 @@ struct VectorEngine {
   static constexpr int64_t strip = 24;     // rows of a softmax strip
   static constexpr bool overlaps = false;  // products use the units that exponentials need
 
-  static void begin() {}
-  static void end() {}
+  struct Session {};
 
   template <int NP>
-  static void micro(const C* a, int64_t lda, const C* b, int64_t bs, float* c, int64_t ldc, int64_t k, bool add) {
+  [[gnu::always_inline]] static inline void micro(const C* a, int64_t lda, const C* b, int64_t bs, float* c,
+                                                  int64_t ldc, int64_t k, bool add) {
     constexpr int nv = NP * per_panel;
     Vec acc[tile_rows][nv];
 #pragma GCC unroll 16
@@ -109,17 +112,23 @@ struct VectorEngine {
       for (int j = 0; j < nv; ++j) store(c + i * ldc + j * Vec::width, acc[i][j]);
   }
 
+  // Known here, `add` costs no test in each tile.
   static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
+    add ? product_of<true>(a, b, c, ldc, m, n, k) : product_of<false>(a, b, c, ldc, m, n, k);
+  }
+  template <bool Add>
+  [[gnu::noinline]] static void product_of(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n,
+                                           int64_t k) {
     int64_t j = 0;
     for (; j + tile_panels * panel <= n; j += tile_panels * panel)
       for (int64_t i = 0; i < m; i += tile_rows)
         micro<tile_panels>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j,
-                           ldc, k, add);
+                           ldc, k, Add);
     if constexpr (tile_panels > 1)
       if (j < n)
         for (int64_t i = 0; i < m; i += tile_rows)
           micro<1>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j, ldc, k,
-                   add);
+                   Add);
   }
 
   // Columns [lane, lane + width) and [16 + lane, 16 + lane + width) of a group of 32 in a row of A.
@@ -159,18 +168,25 @@ struct AmxEngine {
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
   static constexpr bool interleaved = Pieces > 1;
 
-  static void begin() {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    };
-    static const Config config;
-    _tile_loadconfig(&config);
-  }
-  static void end() { _tile_release(); }
+  // The processor's tiles are configured while it lives.
+  class Session {
+   public:
+    Session() {
+      struct alignas(64) Config {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      };
+      static const Config config;
+      _tile_loadconfig(&config);
+    }
+    ~Session() { _tile_release(); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+  };
 
-  static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
+  [[gnu::noinline]] static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
+                                        bool add) {
     asm volatile("" : : : "memory");  // GCC's tile loads do not say that they read memory
     if constexpr (Pieces == 1)
       if (!add && m == 32 && n > 32) return short_product(a.data, a.stride, b.data, b.stride, c, ldc, n, k);
@@ -380,5 +396,38 @@ struct AmxEngine {
 };
 
 #endif
+
+// Calls make<T, E>() with the engine that this level has for a dtype. Nothing, `{}`, where it has none that is better
+// than what the level below has.
+template <class Pair, class Make>
+Pair with_engine(Dtype dtype, const Make& make) {
+  switch (dtype) {
+#if defined(ATTNSPAN_AMX_FP16)
+    case Dtype::f16:
+      return make.template operator()<f16, AmxEngine<f16, 1> >();
+    default:
+      return {};
+#elif defined(__AMX_BF16__)
+    case Dtype::bf16:
+      return make.template operator()<bf16, AmxEngine<bf16, 1> >();
+    case Dtype::f16:
+      return make.template operator()<f16, AmxEngine<bf16, 2> >();
+    default:
+      return make.template operator()<float, AmxEngine<bf16, 3> >();
+#elif defined(__AVX512BF16__)
+    case Dtype::bf16:
+      return make.template operator()<bf16, VectorEngine<bf16> >();
+    default:
+      return {};
+#else
+    case Dtype::bf16:
+      return make.template operator()<bf16, VectorEngine<float> >();
+    case Dtype::f16:
+      return make.template operator()<f16, VectorEngine<float> >();
+    default:
+      return make.template operator()<float, VectorEngine<float> >();
+#endif
+  }
+}
 
 }  // namespace attnspan::ATTNSPAN_ISA

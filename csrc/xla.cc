@@ -1,13 +1,13 @@
 // The XLA edge: the kernel as custom calls on XLA's own buffers, which are read and written in place.
 #include "xla.h"
 
+#include <algorithm>
+#include <iterator>
 #include <new>
 #include <string_view>
 
 #include "arguments.h"
 #include "threads.h"
-#include "xla_frame.h"
-#include "xla_pool.h"
 
 namespace attnspan {
 namespace {
@@ -16,20 +16,9 @@ namespace {
 enum Given : int { bias = 1, sinks = 2, seeds = 4, q_index = 8, k_index = 16, dlse = 32, want_dbias = 64 };
 
 int dtype_code(int type) {
-  switch (type) {
-    case ffi::f32:
-      return 0;
-    case ffi::bf16:
-      return 1;
-    case ffi::f16:
-      return 2;
-    case ffi::s32:
-      return 3;
-    case ffi::s64:
-      return 4;
-    default:
-      return -1;
-  }
+  constexpr int types[] = {ffi::f32, ffi::bf16, ffi::f16, ffi::s32, ffi::s64};  // in the order of dtype_names
+  const auto* found = std::find(std::begin(types), std::end(types), type);
+  return found == std::end(types) ? -1 : static_cast<int>(found - types);
 }
 
 Array array_of(const ffi::Buffer& buffer) {
@@ -104,18 +93,11 @@ class Call {
 
  private:
   static double value(const ffi::Scalar& scalar) {
-    switch (scalar.dtype) {
-      case ffi::f32:
-        return *static_cast<const float*>(scalar.value);
-      case ffi::f64:
-        return *static_cast<const double*>(scalar.value);
-      case ffi::s32:
-        return *static_cast<const int32_t*>(scalar.value);
-      case ffi::s64:
-        return static_cast<double>(*static_cast<const int64_t*>(scalar.value));
-      default:
-        fail("attribute: expected float32, float64, int32 or int64");
-    }
+    if (scalar.dtype == ffi::f32) return *static_cast<const float*>(scalar.value);
+    if (scalar.dtype == ffi::f64) return *static_cast<const double*>(scalar.value);
+    if (scalar.dtype == ffi::s32) return *static_cast<const int32_t*>(scalar.value);
+    if (scalar.dtype == ffi::s64) return static_cast<double>(*static_cast<const int64_t*>(scalar.value));
+    fail("attribute: expected float32, float64, int32 or int64");
   }
   static const ffi::Buffer& take(const ffi::Buffers& all, int64_t i, const char* what) {
     if (i >= all.size) fail(std::string(what) + ": expected more than " + std::to_string(all.size));
@@ -129,11 +111,6 @@ class Call {
 Isa level() {
   if (const char* error = isa_request_error()) fail(std::string("ATTNSPAN_ISA: expected a known level; ") + error);
   return isa_active();
-}
-
-void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
-  if (result.status == Status::out_of_memory) throw std::bad_alloc();
-  if (result.status != Status::ok) fail(failure_text(result, p, direction, isa));
 }
 
 // XLA's pool, or with `own_threads` those that torch's calls use.

@@ -1,5 +1,3 @@
-#include "xla_callback.h"
-
 #include <nanobind/nanobind.h>
 
 #include <exception>
@@ -7,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "xla_frame.h"
+#include "xla.h"
 
 namespace nb = nanobind;
 

@@ -1,9 +1,8 @@
-#include "xla_pool.h"
-
 #include <atomic>
 #include <exception>
 
 #include "threads.h"
+#include "xla.h"
 
 namespace attnspan {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "../../csrc/attention.h"
 #include "../../csrc/threads.h"
-#include "../../csrc/xla_pool.h"
+#include "../../csrc/xla.h"
 
 namespace attnspan {
 

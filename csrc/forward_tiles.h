@@ -1,0 +1,301 @@
+// Forward on tiles: the online softmax of a block of query rows over packed keys and values. It depends on the engine
+// alone: dtypes that share an engine share this code.
+#pragma once
+
+#include <algorithm>
+
+#include "parts.h"
+#include "scores.h"
+#include "spans.h"
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// The largest squared norms of keys and of values. Not finite if an element is not; a norm beyond all floats counts as
+// infinite: such values are left to the exact rows.
+struct Norms {
+  float k = 0.0f, v = 0.0f;
+  void include(Norms other) { k = larger_or_nan(k, other.k), v = larger_or_nan(v, other.v); }
+};
+
+template <class E>
+class ForwardTiles {
+ protected:
+  using C = typename E::Element;
+  static constexpr int64_t pack_keys = 512, pack_steps = pack_keys / key_step, most_strips = 16;
+  static constexpr bool in_place = E::pieces == 1;  // probabilities overwrite the scores of their row: both stay in L1
+
+  ForwardTiles(const ForwardArgs& args, int threads)
+      : a(args),
+        block_rows(a.config.block_q ? a.config.block_q : 4 * E::strip),
+        block_keys(a.config.block_k ? a.config.block_k : 256),
+        depth(round_up(a.head_dim, E::depth)),
+        v_cols(round_up(a.v_dim, panel)),
+        changes(a.options.change_weights()),
+        drops(a.options.dropout.on()),
+        parts(choose_parts(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads)) {}
+
+  // Elements of a packed range of keys: `parts.keys` of them. One more step keeps panels of values off powers of two.
+  int64_t packs() const { return (parts.keys + pack_keys - 1) / pack_keys; }
+  int64_t k_panel() const { return depth * panel; }
+  int64_t v_panel() const { return (parts.keys + 2) * panel; }
+  int64_t k_plane() const { return parts.keys / panel * k_panel(); }
+  int64_t v_plane() const { return v_cols / panel * v_panel(); }
+  int64_t q_plane() const { return block_rows * depth; }
+  // Rows of scores are off powers of two as well: fewer cache conflicts.
+  int64_t lds() const { return block_keys + 16; }
+  int64_t ldp() const { return in_place ? lds() * 4 / static_cast<int64_t>(sizeof(C)) : block_keys + 32; }
+  int64_t p_plane() const { return E::strip * ldp(); }
+  int64_t kept_words() const { return block_keys / 32; }
+
+  // Room for `slots` packed ranges of keys: one for each thread, or all heads.
+  struct Shared {
+    C *k, *v;
+    Norms* norms;
+  };
+  Shared lay_out_shared(Carver& carver, int64_t slots) const {
+    Shared s;
+    s.k = carver.take<C>(slots * E::pieces * k_plane());
+    s.v = carver.take<C>(slots * E::pieces * v_plane());
+    s.norms = carver.take<Norms>(slots * packs() * pack_steps);
+    return s;
+  }
+
+  // Packed keys and values of one head, from key `base` on; norms are those of each step of keys.
+  struct Packed {
+    int64_t b, hk, base;
+    C *k, *v;
+    Norms* norms;
+  };
+  Packed packed_in(const Shared& s, int64_t slot, int64_t b, int64_t hk, int64_t base) const {
+    return {b,
+            hk,
+            base,
+            s.k + slot * E::pieces * k_plane(),
+            s.v + slot * E::pieces * v_plane(),
+            s.norms + slot * packs() * pack_steps};
+  }
+
+  struct Own {  // one thread's scratch
+    C *q, *p;
+    float* scores[2];
+    float *out, *maximum, *sums;
+    uint32_t* kept;      // of dropout: a bit for each key of a block, row after row of a strip
+    RandomPair* random;  // of each row
+    float* base;         // of each row's biases
+  };
+  Own lay_out(Carver& carver) const {
+    Own o;
+    o.q = carver.take<C>(E::pieces * q_plane());
+    o.p = carver.take<C>(in_place ? 0 : E::pieces * p_plane());
+    for (auto& scores : o.scores) scores = carver.take<float>(E::strip * lds());
+    o.out = carver.take<float>(block_rows * v_cols);
+    o.maximum = carver.take<float>(block_rows);
+    o.sums = carver.take<float>(block_rows * Vec::width);
+    o.kept = carver.take<uint32_t>(drops ? E::strip * kept_words() : 0);
+    o.random = carver.take<RandomPair>(drops ? block_rows : 0);
+    o.base = carver.take<float>(block_rows);
+    return o;
+  }
+
+  // A block of query rows and what they see.
+  struct Rows {
+    int64_t first, count, strips;
+    const int32_t* spans;
+    Hull hull[most_strips], all;  // of each strip
+  };
+  Rows rows_from(int64_t b, int64_t h, int64_t first) const {
+    const int64_t count = min(block_rows, a.q_len - first);
+    Rows rows{first, count, (count + E::strip - 1) / E::strip, a.bounds.slice(b, h) + first * a.runs * 2, {}, {}};
+    for (int64_t t = 0; t < rows.strips; ++t) {
+      rows.hull[t] = hull_of(rows.spans + t * E::strip * a.runs * 2, min(E::strip, count - t * E::strip), a.runs);
+      rows.all.include(rows.hull[t]);
+    }
+    return rows;
+  }
+
+  // What the steps of keys hold that a block of rows sees, wherever they are packed: how rows are shared out over
+  // threads must not change how they are computed.
+  Norms norms_of(const Packed& packed, const Range& seen) const {
+    Norms all;
+    for (int64_t i = (seen.begin - packed.base) / key_step; i < (seen.end - packed.base) / key_step; ++i)
+      all.include(packed.norms[i]);
+    return all;
+  }
+
+  // Weighted values, maxima and sums of a block of rows of head h, whose queries are packed in `o.q`.
+  [[gnu::noinline]] void attend(const Packed& packed, int64_t h, const Rows& rows, float q_norm, Norms norm,
+                                const Own& o) const {
+    for (int64_t i = 0; i < block_rows; ++i) {
+      o.maximum[i] = -infinity;
+      store(o.sums + i * Vec::width, zero());
+    }
+    for (int64_t i = 0; i < rows.strips * E::strip * v_cols; i += Vec::width) store(o.out + i, zero());
+    const float c = magnitude_of(a.scale), product = largest_product(q_norm, norm.k, c);
+    Head head{.keys = packed, .rows = rows, .c = c};
+    if (changes) head.scoring = Scores(a, packed.b, h, c, product / log2_e);
+    for (int64_t i = 0; changes && i < block_rows; ++i)
+      o.base[i] = i < rows.count ? head.scoring.base_of(rows.first + i, rows.spans + i * a.runs * 2) : 0.0f;
+    if (E::wide_exponents) {
+      const float capped = a.options.softcap * log2_e;
+      const float exponent = a.options.softcap > 0.0f && !(product < capped) ? capped : product;
+      const BiasRange bias = range_of_bias(head.scoring);
+      head.slack = moderate(norm.v) ? 8.0f : 0.0f;
+      head.bounded = within_range(exponent + bias.spread, norm.v) && start_at_ceilings(head, bias.top, o);
+    }
+    if (drops) {
+      const uint64_t seed = seed_of_head(a, packed.b, h);
+      for (int64_t i = 0; i < rows.count; ++i) o.random[i] = random_of_row(a, seed, packed.b, rows.first + i);
+    }
+    Job job = next_job(head, {round_down(rows.all.lo, key_step), -1, {}});
+    if (E::overlaps && job.valid(rows)) scores(head, o, job, o.scores[0], 0, block_keys);
+    for (int side = 0; job.valid(rows); side = E::overlaps ? 1 - side : 0) {
+      const Job next = next_job(head, job);
+      if (!E::overlaps) scores(head, o, job, o.scores[0], 0, block_keys);
+      values(head, o, job, o.scores[side], next, o.scores[1 - side]);
+      job = next;
+    }
+  }
+
+  const ForwardArgs& a;
+  const int64_t block_rows, block_keys, depth, v_cols;
+  const bool changes, drops;
+  const Parts parts;
+
+ private:
+  // A block of rows of one head, and how its exponents are found.
+  struct Head {
+    const Packed& keys;
+    const Rows& rows;
+    float c;             // turns products into exponents
+    float slack = 0.0f;  // see `softmax_strip`, as for `bounded`
+    bool bounded = false;
+    Scores scoring{};
+    int64_t strip_rows(int64_t t) const { return min(E::strip, rows.count - t * E::strip); }
+  };
+
+  // One strip of query rows with what it sees of one key block.
+  struct Job {
+    int64_t key, strip;
+    Seen seen;
+    bool valid(const Rows& rows) const { return key < rows.all.hi; }
+    int64_t size() const { return seen.hi - seen.lo; }
+    int64_t row() const { return strip * E::strip; }
+  };
+
+  // The one after `job`: strips innermost, so that they share the key block while it is in cache.
+  Job next_job(const Head& head, Job job) const {
+    const Rows& rows = head.rows;
+    for (++job.strip; job.valid(rows); job.key += block_keys, job.strip = 0)
+      for (; job.strip < rows.strips; ++job.strip) {
+        job.seen = look(rows.spans + job.row() * a.runs * 2, head.strip_rows(job.strip), a.runs, rows.hull[job.strip],
+                        job.key, min(job.key + block_keys, head.keys.base + parts.keys));
+        if (job.seen.lo < job.seen.hi) return job;
+      }
+    return job;
+  }
+
+  // Bounds what a bias adds, in units of log2: values are within `spread` below `top`.
+  struct BiasRange {
+    float top, spread;
+  };
+  BiasRange range_of_bias(const Scores& scoring) const {
+    if (a.options.bias.kind != BiasKind::distance) return {0.0f, 0.0f};  // looked at row by row
+    const DistanceTable table = scoring.table_of_head();
+    const auto [low, high] = std::minmax_element(table.values, table.values + table.size());
+    return {*high * log2_e, (*high - *low) * log2_e};
+  }
+
+  // Sets each row's maximum to what its bias is at most, so that it need not be found; false where that is not known.
+  bool start_at_ceilings(const Head& head, float top, const Own& o) const {
+    for (int64_t i = 0; i < block_rows; ++i) {
+      const float ceiling = changes && i < head.rows.count ? ceiling_of_row(head, top, i, o.base[i]) : top;
+      if (!(std::fabs(ceiling) <= 0x1p20f)) {
+        for (int64_t n = 0; n < i; ++n) o.maximum[n] = -infinity;
+        return false;
+      }
+      o.maximum[i] = ceiling;
+    }
+    return true;
+  }
+  float ceiling_of_row(const Head& head, float top, int64_t i, float base) const {
+    if (base != 0.0f) return 0.0f;  // it is taken away already
+    const int32_t* spans = head.rows.spans + i * a.runs * 2;
+    switch (a.options.bias.kind) {
+      case BiasKind::alibi:
+      case BiasKind::signed_alibi:
+        return head.scoring.largest_of_slope(head.rows.first + i, spans);
+      case BiasKind::dense:
+        return !sees_any(spans, a.runs) ? 0.0f : head.scoring.largest_of_dense(head.rows.first + i, spans);
+      default:
+        return top;
+    }
+  }
+
+  // Scores of a job's keys [from, to), counted from the first that it sees.
+  void scores(const Head& head, const Own& o, const Job& job, float* to_scores, int64_t from, int64_t to) const {
+    to = min(to, job.size());
+    if (from >= to) return;
+    const C* k = head.keys.k + (job.seen.lo - head.keys.base + from) / panel * k_panel();
+    E::product({o.q + job.row() * depth, depth, q_plane()}, {k, k_panel(), k_plane()}, to_scores + from, lds(),
+               round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
+  }
+
+  // Softmax and product with V of one job, whose scores are ready. An engine with a matrix unit computes the scores of
+  // the next one meanwhile, a few columns after each few rows of exponentials: the two run on different parts of the
+  // processor.
+  void values(const Head& head, const Own& o, const Job& job, float* ready, const Job& next, float* ahead) const {
+    const int64_t step = round_up(block_keys / (E::strip / 4), panel);  // columns for each four rows
+    const bool prepare = E::overlaps && next.valid(head.rows);
+    int64_t done = 0;
+    softmax(head, o, job, ready, [&](int64_t) {
+      if (prepare) scores(head, o, next, ahead, done, done + step);
+      done += step;
+    });
+    if (prepare) scores(head, o, next, ahead, done, block_keys);
+    E::product({weights_in(o, ready), ldp(), p_plane()},
+               {head.keys.v + (job.seen.lo - head.keys.base) * panel, v_panel(), v_plane()}, o.out + job.row() * v_cols,
+               v_cols, round_up(head.strip_rows(job.strip), E::rows), v_cols, job.size(), true);
+  }
+  C* weights_in(const Own& o, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : o.p; }
+
+  void softmax(const Head& head, const Own& o, const Job& job, float* ready, const Each& between) const {
+    const uint32_t* kept = drops ? o.kept : nullptr;
+    Vec tops[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)}, *told = nullptr;
+    const auto prepare = [&](int64_t i) { ready_rows(head, o, job, ready, i, told); };
+    const auto by = [&](const auto& strip) {
+      using S = std::remove_cvref_t<decltype(strip)>;
+      const Running run{o.maximum + job.row(), o.sums + job.row() * Vec::width};
+      const auto run_strip = S::fused || head.bounded ? &softmax_strip<E, true, S> : &softmax_strip<E, false, S>;
+      run_strip(ready, lds(), weights_in(o, ready), ldp(), p_plane(), round_up(head.strip_rows(job.strip), 4),
+                job.size(), a.options.change_scores() ? 1.0f : head.c, head.slack, run, o.out + job.row() * v_cols,
+                v_cols, strip, between);
+    };
+    if (!a.options.change_scores()) return by(Strip{prepare, kept, kept_words()});
+    // Where no maximum is looked for, products become exponents as they become weights.
+    if (head.bounded && (job.seen.full || head.scoring.fuses_hidden()) &&
+        head.scoring.template fuse<E>(
+            head.rows.first + job.row(), head.strip_rows(job.strip), job.seen.lo, job.size(), o.base + job.row(),
+            [&]<class Make>(const Make& make) { by(FusedStrip<Make>{prepare, make, kept, kept_words()}); }))
+      return;
+    told = tops;
+    by(Strip{prepare, kept, kept_words(), job.seen.full ? tops : nullptr});
+  }
+
+  // Rows [i, i + 4) of a job's strip: scores become exponents where `tops` is told of their maxima (null: they do so
+  // later), dropout decides, and what a row may not see is hidden.
+  void ready_rows(const Head& head, const Own& o, const Job& job, float* ready, int64_t i, Vec* tops) const {
+    const int64_t end = min(i + 4, head.strip_rows(job.strip)), first = head.rows.first + job.row();
+    for (int64_t r = i; r < end; ++r) {
+      if (tops != nullptr)
+        tops[r - i] =
+            head.scoring.exponents(ready + r * lds(), job.size(), first + r, job.seen.lo, o.base[job.row() + r]);
+      if (drops)
+        for (int64_t j = 0; j < job.size(); j += 32)
+          o.kept[r * kept_words() + j / 32] = kept_of_32(a, o.random[job.row() + r], head.keys.b, job.seen.lo + j);
+      if (!job.seen.full)
+        hide(ready + r * lds(), job.seen.lo, job.size(), head.rows.spans + (job.row() + r) * a.runs * 2, a.runs);
+    }
+  }
+};
+
+}  // namespace attnspan::ATTNSPAN_ISA
