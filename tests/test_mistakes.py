@@ -305,3 +305,8 @@ def test_attention_has_the_name_of_a_framework(name):
         exec(f"from attnspan import {name}", {})
     with pytest.raises(AttributeError, match="has no attribute 'attend'"):
         attnspan.attend  # noqa: B018
+
+
+def test_masks_joined_without_their_parentheses_are_named():
+    with pytest.raises(TypeError, match=r"got two masks without their parentheses\. Call them"):
+        attnspan.torch.attention(X, X, X, mask=causal | window)

@@ -161,6 +161,8 @@ def _meant(value: Any) -> tuple[str, str]:
     if is_array(value):
         got = f"{kind} of {str(value.dtype).removeprefix('torch.')}, shape {shown(tuple(value.shape))}"
         return got, _meant_by_array(value, got)
+    if kind == "UnionType":
+        return "two masks without their parentheses", "Call them, as in causal() | window(2)"
     if kind == "Spans":
         return repr(value), "Wrap it in spans(...)"
     if kind == "BlockMask":

@@ -67,15 +67,17 @@ def arrays_in(x: Any) -> list[Any]:
     return found
 
 
-def static_key(x: Node) -> tuple[Any, ...] | None:
-    """A hashable key that two nodes without arrays and functions share if they mean the same, else None."""
+def static_key(x: Node, kinds: frozenset[type]) -> tuple[Any, ...] | None:
+    """A hashable key that nodes of these kinds, without arrays, share if they mean the same, else None."""
+    if type(x) not in kinds:
+        return None
     parts: list[Any] = [type(x)]
     for value in vars(x).values():
         several = type(value) is tuple
         for part in value if several else (value,):
             if type(part) in _STATIC:
                 parts.append((type(part), part))
-            elif isinstance(part, Node) and (key := static_key(part)) is not None:
+            elif isinstance(part, Node) and (key := static_key(part, kinds)) is not None:
                 parts.append(key)
             else:
                 return None

@@ -13,9 +13,8 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from ._mistakes import not_a_mask, refuse_keywords
-from ._pytrees import static_key
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
-from .masks import Mask, Prepared, full
+from .masks import Mask, Prepared, causal, full, global_keys, window
 from .options import FLOAT32_MAX, Given, Options, check_number
 from .spans import Spans
 
@@ -371,7 +370,7 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_packed(mask: Mask) -> None:
-    if static_key(mask) is not None:
+    if all(isinstance(leaf, (causal, full, global_keys, window)) for leaf in mask._leaves()):
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",

@@ -281,7 +281,8 @@ def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> 
     wanted, remedy = "({},) or ({}, {})", "Pass one global index for each row of q or k"
     expect(fits, name, wanted, tuple(shape), remedy, length, batch, length, error=ShapeError)
     arrays = arrays_for([index])
-    if "64" in str(index.dtype) and arrays.concrete(index) and (values := arrays.to_numpy(index)).size:
+    fits = str(index.dtype).rpartition(".")[2] in ("int8", "uint8", "int16", "uint16", "int32")
+    if not fits and arrays.concrete(index) and (values := arrays.to_numpy(index)).size:
         low, high = int(values.min()), int(values.max())
         expect(max(-low, high) <= INT32_MAX, name, "int32 indices", f"{low} to {high}", "Use smaller ones")
-    return arrays.cast(index if len(shape) == 2 else index[None], "int32")
+    return arrays.to_int32(index if len(shape) == 2 else index[None])

@@ -10,7 +10,7 @@ from samples import MASKS, make_sample, oracle, relative_error
 from torch import Tensor
 
 import attnspan
-from attnspan import Spans, causal, documents, full, segments
+from attnspan import Spans, causal, documents, full, library, segments
 from attnspan.kernels import cpu
 from attnspan.torch import Attention, SlowPathWarning, attention, explain
 from attnspan.torch import _attention as private
@@ -246,3 +246,10 @@ def test_what_is_no_tensor_is_named() -> None:
         attention("q", k, v)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"k: expected a torch\.Tensor, got ndarray"):
         attention(q, k.numpy(), v)
+
+
+def test_packed_layout_takes_masks_that_keep_documents_apart_without_arrays() -> None:
+    q = torch.randn(8, 2, 16)
+    apart = attention(q, q, q, mask=library.batchify(causal(), 4), layout="thd")
+    wanted = attention(q, q, q, mask=causal() & documents(torch.tensor([0, 4, 8])), layout="thd")
+    torch.testing.assert_close(apart, wanted)

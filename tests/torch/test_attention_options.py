@@ -385,3 +385,10 @@ def test_bare_spans_do_not_say_where_their_rows_are() -> None:
     wanted = attention(q, k, k, mask=mask, bias=bias)
     for lowered in (mask.spans(3, 9, like=q), mask.prepare(3, 9, like=q)):
         torch.testing.assert_close(attention(q, k, k, mask=lowered, bias=bias), wanted)
+
+
+def test_indices_beyond_int32_are_refused_whatever_their_dtype() -> None:
+    q = torch.randn(1, 2, 6, 8)
+    beyond = (torch.arange(6) + 2**31).to(torch.uint32)
+    with pytest.raises(ValueError, match="q_index: expected int32 indices"):
+        attention(q, q, q, mask=causal().prepare(6, 6), bias=alibi(torch.rand(2)), q_index=beyond)

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,9 @@ from mask_samples import BATCH, KEYS, SAMPLES
 from test_masks_trees import Tree
 from torch import Tensor
 
-from attnspan import Mask, causal, from_predicate, segments, window
+from attnspan import Mask, causal, from_predicate, library, segments, window
 from attnspan.torch import attention
-from attnspan.torch._lowered import _memory, as_tensors, lowered
+from attnspan.torch._lowered import _memory, _static, as_tensors, lowered
 
 S = 16
 
@@ -244,3 +245,32 @@ def test_few_python_calls_stand_before_the_kernel(name: str, options: Any, gradi
         assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 60
     attention(q, k, v, mask=mask, **options)
     assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 15
+
+
+def test_threads_share_the_memory_of_masks_without_arrays() -> None:
+    before, errors = sys.getswitchinterval(), []
+
+    def decode(start: int) -> None:
+        try:
+            for n in range(400):
+                k = torch.zeros(1, 1, 1 + (7 * n + start) % 97, 8)
+                assert lowered(causal(), k[:, :, :1], k).lowered.k_len == k.shape[2]
+        except Exception as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=decode, args=(start,)) for start in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
+
+
+def test_a_large_mask_of_the_library_is_not_kept() -> None:
+    kept = set(_static)
+    attention(q := torch.randn(1, 1, 64, 8), q, q, mask=library.dilated(8, 2))
+    assert set(_static) == kept

@@ -3,7 +3,9 @@
 Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls cost a fraction of torch's.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,15 +16,17 @@ from torch import Tensor
 from .._pytrees import static_key
 from ..arrays import NUMPY
 from ..call import lower_mask
-from ..expression import Combined, Mask, Prepared
+from ..expression import And, Combined, Mask, Or, Prepared
 from ..lowering import begin_in
+from ..masks import causal, full, global_keys, window
 from ..options import Given
 from ..spans import Spans
 
 _STATIC = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.
 _MOST_SIZES = 4
-# Masks without arrays. Bounds take 8 bytes for a row and span: 16 masks of 65,536 rows are 8 MiB.
+# Masks without arrays, of few spans: bounds take 8 bytes for a row and span, 16 masks of 65,536 rows 8 MiB.
+_WITHOUT_DATA = frozenset({And, Or, causal, full, global_keys, window})
 _MOST_STATIC = 16
 
 
@@ -49,7 +53,8 @@ class _Known:
 
 
 _memory: WeakKeyDictionary[Mask, list[_Known]] = WeakKeyDictionary()
-_static: dict[tuple[Any, ...], Prepared] = {}
+_static: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
+_lock = Lock()
 
 
 def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
@@ -76,8 +81,8 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     sizes = q.shape[2], k.shape[2], q.shape[0], q.shape[1]
     known = _memory.get(mask) if isinstance(mask, Mask) else None
     if known is None:
-        if isinstance(mask, Mask) and (key := static_key(mask)) is not None:
-            return _without_data(mask, (key, *sizes)) if q.is_cpu else None
+        if (key := static_key(mask, _WITHOUT_DATA)) is not None:
+            return _without_data(mask, (key, *sizes[:2])) if q.is_cpu else None
         return _remember(mask, q, k, sizes, [])
     for one in known:
         if one.holds(sizes, q.device):
@@ -195,13 +200,17 @@ def _by_numpy(mask: Mask, leaves: list[Mask], sizes: tuple[int, ...]) -> Prepare
 
 
 def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
-    found = _static.get(key)
-    if found is None:
-        try:
-            found = _by_numpy(mask, mask._leaves(), key[1:])
-        except (ValueError, TypeError):
-            return None
-        if len(_static) >= _MOST_STATIC:
-            _static.pop(next(iter(_static)), None)
+    with _lock:
+        found = _static.get(key)
+        if found is not None:
+            _static.move_to_end(key)
+            return found
+    try:
+        found = _by_numpy(mask, mask._leaves(), (*key[1:], 1, 1))
+    except (ValueError, TypeError):
+        return None
+    with _lock:
         _static[key] = found
+        while len(_static) > _MOST_STATIC:
+            _static.popitem(last=False)
     return found
