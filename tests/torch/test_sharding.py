@@ -12,7 +12,7 @@ from samples import OPTIONS, make_sample, parameters
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from attnspan import Mask, alibi, causal, full, segments
+from attnspan import Mask, alibi, causal, from_predicate, full, library, segments
 from attnspan.errors import OptionError
 from attnspan.torch import attention
 
@@ -172,3 +172,15 @@ def test_a_sharded_sequence_is_refused(mesh: object) -> None:
     )
     with pytest.raises(OptionError, match=r"q as a DTensor: .* got Shard\(dim=2\), which splits q_len"):
         attention(q, k, v)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: library.batchify(x, 24)], ids=["itself", "nested"])
+def test_a_function_of_batch_rows_is_refused_next_to_split_arrays(mesh: object, wrap: object) -> None:
+    sample = make_sample(q_len=24, k_len=24, transposed=False)
+    q, k, v = (
+        distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None) for x in (sample.q, sample.k, sample.v)
+    )
+    ids = distribute_tensor(IDS, mesh, [Shard(0)], src_data_rank=None)
+    mask = wrap(from_predicate(lambda b, h, i, j: (i >= j) & (b >= 0))) & segments(ids)
+    with pytest.raises(OptionError, match="number those of this rank from 0"):
+        attention(q, k, v, mask=mask)

@@ -349,6 +349,8 @@ class _Cutter:
         kind, changes = type(mask).__name__, {}
         for field in fields(mask):
             x = getattr(mask, field.name)
+            if isinstance(x, Mask):  # A mask inside of another may number batch rows too.
+                changes[field.name] = self.cut(x)
             if isinstance(x, Tensor | np.ndarray):
                 if kind not in _RANKS:
                     expected = "arrays of a mask whose parts are known, where some are DTensors"
