@@ -12,7 +12,7 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// Of keys, or of blocks of them; begin == end if it is empty.
+// A range of keys or of key blocks; empty if begin == end.
 struct Range {
   int64_t begin = 0, end = 0;
   int64_t size() const { return end - begin; }

@@ -29,7 +29,7 @@ class RowOptions {
         if (!bit_of(&bits, j - group)) s[j - first] = 0.0f;
     }
   }
-  // Of key j, whose scaled score is x, less the base; `slope` is told how it follows the score.
+  // The exponent of key j with scaled score x, relative to the base; sets `slope` to its derivative.
   float exponent(int64_t j, float x, float* slope = nullptr) const {
     if (const float cap = a_->options.softcap; cap > 0.0f) {
       const float t = std::tanh(x / cap);
@@ -38,7 +38,7 @@ class RowOptions {
     }
     return x + static_cast<float>(scores_.bias_of(i_, j) - base());
   }
-  // Of the same, for a row with this lse, less the base.
+  // The weight of key j with scaled score x, in a row with this lse relative to the base.
   PairWeight weigh(int64_t j, float x, float lse) const {
     PairWeight w{0.0f, kept_weight(j), 1.0f};
     x = exponent(j, x, &w.slope);

@@ -217,7 +217,7 @@ struct FusedStrip {
   const uint32_t* bits;
   int64_t words;
 
-  Vec maximum(int64_t, const float*, int64_t) const { return set(-infinity); }  // nobody asks
+  Vec maximum(int64_t, const float*, int64_t) const { return set(-infinity); }  // never called
   template <class E>
   auto exponents(int64_t i, float, float shift) const {
     return make(i, shift);

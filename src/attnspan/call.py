@@ -208,7 +208,7 @@ class Call:
         given: The options as the caller gave them.
         problem: The sizes, for the choice of a backend.
         layout: Order of the dims of the caller's q, k, v and output.
-        lowered_for: Shape (), the number of keys that the mask was lowered for, where nobody has read it.
+        lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
     """
 
     q: Any

@@ -92,8 +92,13 @@ class Mask(Node):
             >>> (causal() & window(1)).spans(2, 4).bounds[0, 0, :, 0].tolist()
             [[1, 3], [2, 4]]
         """
+        return self._spans(q_len, k_len, _batch(batch, like), heads, q_index, k_index, like)
+
+    def _spans(
+        self, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
+    ) -> Prepared:
         with outside_inference_mode():
-            low = begin(self, q_len, k_len, _batch(batch, like), heads, q_index, k_index, like)
+            low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
             spans = Spans(low.bounds(self), low.top)
             rows_at = None if low.counted_back else low.q_index[:, 0]
             if k_index is None:
@@ -275,7 +280,7 @@ class Prepared(Mask):
     """A mask lowered for one problem, by `Mask.prepare` or `Mask.spans`. Rows are as they come.
 
     Accepted wherever a mask is, and has the attributes and methods of `Spans`. `spans` checks the sizes it is
-    asked for. In an expression, the indices of its rows are the default ones of the other operands too.
+    asked for, restricts it to a `k_index`, and refuses a `q_index`: its rows are fixed. In an expression, the indices of its rows are the default ones of the other operands too.
 
     Attributes:
         lowered: the spans, over the keys that are here.
@@ -300,22 +305,10 @@ class Prepared(Mask):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.lowered, name)
 
-    def spans(
-        self,
-        q_len: int,
-        k_len: int,
-        *,
-        batch: int | None = None,
-        heads: int = 1,
-        q_index: Array | None = None,
-        k_index: Array | None = None,
-        like: Any = None,
+    def _spans(
+        self, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
     ) -> Prepared:
-        """The mask itself; with `k_index`, restricted to those keys.
-
-        Raises:
-            OptionError: for a `q_index`: the rows were fixed when the mask was prepared.
-        """
+        # The mask itself; with `k_index`, restricted to those keys.
         if q_index is not None:
             raise OptionError(
                 "q_index",
@@ -324,13 +317,12 @@ class Prepared(Mask):
                 remedy="Give them to prepare(), or take rows by mask.lowered.take_queries(...)",
             )
         if k_index is None:
-            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, _batch(batch, like), heads)
+            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, batch, heads)
             return self
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
         if q_index is None:  # Counted back from all keys, not from those that are left.
             q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
-        indices = {"q_index": q_index, "k_index": k_index}
-        found = super().spans(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
+        found = super()._spans(q_len, k_len, batch, heads, q_index, k_index, like)
         own = found.k_index if self.k_index is None else arrays.take_along(self.k_index, found.k_index)
         return Prepared(found.lowered, q_index, own)
 

@@ -181,6 +181,6 @@ def test_a_function_of_batch_rows_is_refused_next_to_split_arrays(mesh: object, 
         distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None) for x in (sample.q, sample.k, sample.v)
     )
     ids = distribute_tensor(IDS, mesh, [Shard(0)], src_data_rank=None)
-    mask = wrap(from_predicate(lambda b, h, i, j: (i >= j) & (b >= 0))) & segments(ids)
+    mask = wrap(from_predicate(lambda b, h, i, j: (i >= j) & (b + h >= 0))) & segments(ids)
     with pytest.raises(OptionError, match="number those of this rank from 0"):
         attention(q, k, v, mask=mask)

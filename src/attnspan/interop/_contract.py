@@ -277,7 +277,7 @@ class Outputs:
 
     def expected(self, values: Sequence[Any]) -> list[Meta]:
         """What the outputs are to be for these inputs."""
-        # Of what the declarations read alone: a scale that varies must not fill the cache.
+        # Keyed by the inputs that the declarations read: a varying scale must not fill the cache.
         return self._inferred(*[Meta.of(values[i]) for i, _ in self._places])
 
     def _infer(self, *kinds: Any) -> list[Meta]:

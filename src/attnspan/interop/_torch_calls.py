@@ -273,7 +273,7 @@ def _on_buffers(key: int, arguments: Sequence[_Buffer], results: Sequence[_Buffe
     except BaseException as error:  # All of them are XLA's to report.
         wrong = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__))}"
     if any(x() is not None for x in memories):
-        gc.collect()  # Cycles that nobody holds.
+        gc.collect()  # Collect cycles that are no longer referenced.
     held = [str(i) for i, x in enumerate(memories) if x() is not None]
     if not held:
         return wrong

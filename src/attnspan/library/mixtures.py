@@ -81,8 +81,8 @@ class Mixture(Mask):
     def _illegal(self, low: Lowering, parts: list[Array | None]) -> Array | None:
         if all(part is None for part in parts):
             return None
-        nobody = low.arrays.full((1, 1, low.q_len), 0, "bool")
-        return self._join(low, [nobody if part is None else nobody | part for part in parts])
+        legal = low.arrays.full((1, 1, low.q_len), 0, "bool")
+        return self._join(low, [legal if part is None else legal | part for part in parts])
 
 
 class per_row(Mixture):
