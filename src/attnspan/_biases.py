@@ -11,7 +11,7 @@ import numpy as np
 from . import checks
 from ._mistakes import refuse_truth_of_bias
 from ._pytrees import Node
-from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, own
+from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
 from .errors import DtypeError, ShapeError, expect, shown
 
 #: Kinds of lowered biases; 0 is no bias.
@@ -289,11 +289,6 @@ def to_float(arrays: Arrays, x: Array, wide: bool) -> Array:
 def is_floating(x: object) -> bool:
     """Whether `x` is an array of floats, by the name of its dtype: NumPy does not know JAX's bfloat16."""
     return is_array(x) and "float" in str(x.dtype)  # type: ignore[attr-defined]
-
-
-def kind_of(x: Any) -> str:
-    """The dtype of an array or the type of any other value, as errors show what came."""
-    return str(x.dtype) if is_array(x) else type(x).__name__
 
 
 def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:

@@ -130,4 +130,5 @@ def expect(
         attnspan.errors.ShapeError: k: expected 2 heads, got 3. Repeat them.
     """
     if not holds:
-        raise error(what, expected=expected.format(*map(shown, values)), got=shown(got), remedy=remedy)
+        text = expected.format(*map(shown, values)) if values else expected
+        raise error(what, expected=text, got=shown(got), remedy=remedy)

@@ -280,7 +280,8 @@ class Prepared(Mask):
     """A mask lowered for one problem, by `Mask.prepare` or `Mask.spans`. Rows are as they come.
 
     Accepted wherever a mask is, and has the attributes and methods of `Spans`. `spans` checks the sizes it is
-    asked for, restricts it to a `k_index`, and refuses a `q_index`: its rows are fixed. In an expression, the indices of its rows are the default ones of the other operands too.
+    asked for, restricts it to a `k_index`, and refuses a `q_index`, as its rows are fixed. In an expression,
+    the indices of its rows are the default ones of the other operands too.
 
     Attributes:
         lowered: the spans, over the keys that are here.

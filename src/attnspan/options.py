@@ -23,13 +23,12 @@ from ._biases import (
     Relative,
     alibi_slopes,
     is_floating,
-    kind_of,
     t5_buckets,
     to_float,
 )
 from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
-from .arrays import INT32_MAX, arrays_for, is_array, is_integer
+from .arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
 from .errors import DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Prepared
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, tuple_to_list
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import OptionError
-from ._errors import expect, expect_declared
+from ..errors import OptionError, expect
+from ._errors import expect_declared
 
 Declaration = str | Callable[..., Tensor]
 Declarations = Declaration | Sequence[str] | Mapping[str, Declaration]

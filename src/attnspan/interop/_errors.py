@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from ..errors import OptionError, _Explained
+from ..errors import _Explained, expect
 
 
 class DeclarationError(_Explained, ValueError):
@@ -23,17 +23,4 @@ class SpecializedShapesWarning(UserWarning):
     """JAX cannot trace a function for symbolic sizes, so it is compiled once for each size."""
 
 
-def expect(
-    condition: object,
-    name: str,
-    expected: str,
-    got: object,
-    remedy: str,
-    kind: type[_Explained] = OptionError,
-) -> None:
-    """Raise ``kind`` unless the condition holds."""
-    if not condition:
-        raise kind(name, expected=expected, got=str(got), remedy=remedy)
-
-
-expect_declared = partial(expect, kind=DeclarationError)
+expect_declared = partial(expect, error=DeclarationError)

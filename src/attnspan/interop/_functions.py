@@ -22,9 +22,9 @@ import jax
 import numpy as np
 import torch.utils._pytree as pytree
 
-from ..errors import DtypeError
+from ..errors import DtypeError, expect
 from ._convert import check_devices, jax_dtype
-from ._errors import RetraceWarning, expect
+from ._errors import RetraceWarning
 from ._programs import Flat, Program
 
 # Bounds of the caches; the oldest entries make room. Keys are weak, but a program may hold its own function.

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..errors import expect
 from ._contract import ByName, Outputs, Parameters, address, as_tuple
-from ._errors import expect, expect_declared
+from ._errors import expect_declared
 from ._operators import (
     Function,
     Op,

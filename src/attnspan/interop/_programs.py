@@ -9,9 +9,8 @@ import jax.extend
 import numpy as np
 from torch import Tensor
 
-from ..errors import DtypeError
+from ..errors import DtypeError, expect
 from ._convert import as_arguments, as_tensors, torch_dtype
-from ._errors import expect
 
 #: A function of arrays alone.
 Flat = Callable[..., Any]

@@ -21,12 +21,11 @@ from jax.sharding import PartitionSpec
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from ..errors import DtypeError, ShapeError
+from ..errors import DtypeError, ShapeError, expect
 from ..jax import _ffi
 from ..jax._varying import axes_of, axes_of_types, spread
 from ..kernels import cpu
 from ._convert import TYPES, as_arguments, check_layout, jax_dtype, torch_dtype
-from ._errors import expect
 
 #: A function of tensors, which returns tensors.
 Run = Callable[..., Sequence[Any]]

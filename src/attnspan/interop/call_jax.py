@@ -17,10 +17,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
+from ..errors import expect
 from ..torch._eager import is_watched
 from ._errors import RetraceWarning as RetraceWarning
 from ._errors import SpecializedShapesWarning as SpecializedShapesWarning
-from ._errors import expect
 from ._operators import Op, below_autograd, define, differentiate, refuse_second_order
 
 __all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, expect
 from ..kernels.math import has_autocast
 from ..masks import Mask
 from ..torch._attention import Layout
@@ -14,7 +14,6 @@ from ..torch.compile import save_also
 from ._check import Report, check
 from ._contract import REQUIRED, ByName, Declarations, Outputs, Parameters, read_parameters
 from ._errors import DeclarationError as DeclarationError
-from ._errors import expect
 from ._kernel import NAMESPACE, Backward, Derivative, register, register_flops
 from ._operators import Op
 

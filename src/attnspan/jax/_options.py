@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._biases import kind_of
-from ..arrays import is_array, own
+from ..arrays import is_array, kind_of, own
 from ..errors import DtypeError, ShapeError, expect
 from ._words import split_seeds
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._biases import kind_of
 from .._dropout import split_seeds
+from ..arrays import kind_of
 from ..errors import DtypeError, ShapeError, expect
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
