@@ -4,7 +4,7 @@ import json
 import os
 
 if __name__ == "__main__":  # Not where tests are collected: their process has one device.
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import jax
 import jax.numpy as jnp

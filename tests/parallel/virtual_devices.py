@@ -66,7 +66,9 @@ def devices() -> Devices:
 
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    )
     os.environ["JAX_PLATFORMS"] = "cpu"
     while True:
         job, arguments = pipe.recv()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import ARGUMENTS, find_browser
@@ -92,29 +94,37 @@ class Window:
         return self.drawn(self.page.locator("#ratios .chart:visible").first)
 
 
+@contextmanager
+def window_of(
+    browser: Browser, folder: Path, name: str, width: int = 1280, **options: Any
+) -> Iterator[Window]:
+    """Open a page; at the end there is no word on its console, and nothing was fetched but the file itself."""
+    window = Window(browser.new_page(viewport={"width": width, "height": 900}, **options))
+    page = window.page
+    page.on("console", lambda message: window.complaints.append(message.text))
+    page.on("pageerror", lambda error: window.complaints.append(str(error)))
+    page.on("dialog", lambda dialog: window.complaints.append(dialog.message))
+    page.on("request", lambda request: window.requests.append(request.url))
+    page.goto((folder / f"{name}.html").as_uri())
+    yield window
+    assert window.complaints == []
+    assert [url for url in window.requests if not url.startswith("data:")] == [page.url.split("#")[0]]
+    page.close()
+
+
 @pytest.fixture
-def open_page(browser: Browser, folder: Path) -> Iterator[object]:
-    windows: list[Window] = []
+def open_page(browser: Browser, folder: Path) -> Iterator[Callable[..., Window]]:
+    with ExitStack() as stack:
+        yield lambda name="all", width=1280, **options: stack.enter_context(
+            window_of(browser, folder, name, width, **options)
+        )
 
-    def open_(name: str = "all", width: int = 1280, **options: object) -> Window:
-        page = browser.new_page(viewport={"width": width, "height": 900}, **options)  # type: ignore[arg-type]
-        window = Window(page)
-        page.on("console", lambda message: window.complaints.append(message.text))
-        page.on("pageerror", lambda error: window.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: window.complaints.append(dialog.message))
-        page.on("request", lambda request: window.requests.append(request.url))
-        page.goto((folder / f"{name}.html").as_uri())
-        windows.append(window)
-        return window
 
-    yield open_
-    for window in windows:
-        # Of every page in every test: no word on the console, nothing fetched but the file itself.
-        assert window.complaints == []
-        assert [url for url in window.requests if not url.startswith("data:")] == [
-            window.page.url.split("#")[0]
-        ]
-        window.page.close()
+@pytest.fixture(scope="module")
+def visit(browser: Browser, folder: Path) -> Iterator[Window]:
+    """One visit to the large page, for tests that leave it as they found it, or use a part of their own."""
+    with window_of(browser, folder, "all") as window:
+        yield window
 
 
 def choose(page: Page, name: str, value: str) -> None:
@@ -122,19 +132,19 @@ def choose(page: Page, name: str, value: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "dtype"), [("forward", "float32"), ("forward+backward", "bfloat16")])
-def test_every_chart_has_marks_and_titles(open_page, mode: str, dtype: str) -> None:
+def test_every_chart_has_marks_and_titles(open_page) -> None:
     window = open_page()
-    choose(window.page, "mode", mode)
-    choose(window.page, "dtype", dtype)
-    shown = window.all_drawn()
-    assert len(shown) > 25
-    for chart in shown:
-        assert chart.marks > 0, chart
-        assert chart.x_title, chart
-        # Rows with names need no title for their axis; every other axis has one.
-        assert chart.y_title or chart.row_names, chart
-    assert {chart.note for chart in shown[:20]} == {f"{mode}, {dtype}"}
+    for mode, dtype in (("forward", "float32"), ("forward+backward", "bfloat16")):
+        choose(window.page, "mode", mode)
+        choose(window.page, "dtype", dtype)
+        shown = window.all_drawn()
+        assert len(shown) > 25
+        for chart in shown:
+            assert chart.marks > 0, chart
+            assert chart.x_title, chart
+            # Rows with names need no title for their axis; every other axis has one.
+            assert chart.y_title or chart.row_names, chart
+        assert {chart.note for chart in shown[:20]} == {f"{mode}, {dtype}"}
 
 
 @pytest.mark.parametrize("name", ["monitor", "bare", "hostile"])
@@ -155,8 +165,8 @@ def test_hostile_names_are_shown_as_they_are(open_page) -> None:
     assert window.page.locator("#cell-table tbody tr:visible").count() == 2
 
 
-def test_bars_stand_where_the_ratios_say(open_page) -> None:
-    bars = open_page().first_ratios.evaluate(
+def test_bars_stand_where_the_ratios_say(visit: Window) -> None:
+    bars = visit.first_ratios.evaluate(
         """(holder) => {
           const traces = holder.querySelectorAll(".trace.bars");
           const boxes = (index) => [...traces[index].querySelectorAll(".point")]
@@ -181,13 +191,12 @@ def test_bars_stand_where_the_ratios_say(open_page) -> None:
             assert (far > bar["one"]) == (ratio > 1)
 
 
-def test_a_peer_can_be_hidden_everywhere(open_page) -> None:
-    window = open_page()
-    bars = window.first_ratios.locator(".trace.bars .point")
+def test_a_peer_can_be_hidden_everywhere(visit: Window) -> None:
+    bars = visit.first_ratios.locator(".trace.bars .point")
     expect(bars).to_have_count(16)
-    choose(window.page, "peer", "jax")
+    choose(visit.page, "peer", "jax")
     expect(bars).to_have_count(12)
-    choose(window.page, "peer", "jax")
+    choose(visit.page, "peer", "jax")
     expect(bars).to_have_count(16)
 
 
@@ -222,17 +231,16 @@ def test_two_devices_have_a_switch(browser: Browser, folder: Path) -> None:
     page.close()
 
 
-def test_no_chart_offers_to_send_its_data(open_page) -> None:
-    buttons = open_page().first_ratios.locator(".modebar-btn")
+def test_no_chart_offers_to_send_its_data(visit: Window) -> None:
+    buttons = visit.first_ratios.locator(".modebar-btn")
     names = buttons.evaluate_all("buttons => buttons.map((button) => button.dataset.title)")
     assert [name.split()[0] for name in names] == ["Download", "Zoom", "Pan", "Reset"]
 
 
-def test_charts_are_drawn_when_they_come_near(open_page) -> None:
-    window = open_page()
-    assert window.first_ratios.is_visible()
-    drawn = window.page.locator(".chart:has(svg.main-svg)")
-    assert drawn.count() < window.page.locator(".chart:visible").count() / 2
+def test_charts_are_drawn_when_they_come_near(visit: Window) -> None:
+    assert visit.first_ratios.is_visible()
+    drawn = visit.page.locator(".chart:has(svg.main-svg)")
+    assert drawn.count() < visit.page.locator(".chart:visible").count() / 2
 
 
 def column(page: Page, table: str, name: str) -> list[str]:
@@ -246,8 +254,8 @@ def column(page: Page, table: str, name: str) -> list[str]:
     )
 
 
-def test_headings_sort_and_keep_missing_figures_last(open_page) -> None:
-    page = open_page().page
+def test_headings_sort_and_keep_missing_figures_last(visit: Window) -> None:
+    page = visit.page
     for name in ("time", "ratio", "peak memory"):
         heading = page.locator("#cell-table th", has_text=name).first
         for direction in ("ascending", "descending"):
@@ -262,8 +270,8 @@ def test_headings_sort_and_keep_missing_figures_last(open_page) -> None:
     assert page.locator("#cell-table th[aria-sort]").count() == 1
 
 
-def test_words_sort_as_people_read_numbers(open_page) -> None:
-    page = open_page().page
+def test_words_sort_as_people_read_numbers(visit: Window) -> None:
+    page = visit.page
     page.locator("#cell-table th button", has_text="workload").click()
     names = page.locator("#cell-table tbody th").evaluate_all(
         "cells => cells.map(cell => cell.firstChild.data)"
@@ -272,8 +280,8 @@ def test_words_sort_as_people_read_numbers(open_page) -> None:
     assert list(dict.fromkeys(grid)) == [f"grid-full-d64-s{length}" for length in (128, 1024, 4096, 16384)]
 
 
-def test_the_filter_narrows_and_counts(open_page) -> None:
-    page = open_page().page
+def test_the_filter_narrows_and_counts(visit: Window) -> None:
+    page = visit.page
     results = sample_results()
     runs = [(cell, run) for cell in results.cells for run in cell.runs]
     visible = page.locator("#cell-table tbody tr:visible")
@@ -290,6 +298,7 @@ def test_the_filter_narrows_and_counts(open_page) -> None:
     assert visible.count() == wanted
     page.locator("#filters input").fill("nothing is called so")
     assert visible.count() == 0
+    page.locator("#filters input").fill("")
 
 
 # What reaches beyond the window, and is not in a part that scrolls by itself.
@@ -300,7 +309,7 @@ BEYOND = """() => [...document.querySelectorAll("body *")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all", "hostile", "monitor", "bare"])
+@pytest.mark.parametrize("name", [pytest.param("all", marks=pytest.mark.long), "hostile", "monitor", "bare"])
 def test_a_phone_scrolls_in_one_direction(open_page, name: str) -> None:
     window = open_page(name, 390, is_mobile=True, has_touch=True, device_scale_factor=2)
     window.all_drawn()
@@ -341,7 +350,7 @@ def test_both_themes_are_complete(open_page, scheme: str) -> None:
 
 
 def test_the_theme_follows_the_reader(open_page) -> None:
-    page = open_page(color_scheme="light").page
+    page = open_page("bare", color_scheme="light").page
 
     def paper() -> float:
         return luminance(page.locator("body").evaluate("item => getComputedStyle(item).backgroundColor"))
@@ -357,8 +366,7 @@ def test_the_theme_follows_the_reader(open_page) -> None:
 
 
 def test_paper_gets_every_chart_in_light_and_in_its_width(open_page) -> None:
-    window = open_page(color_scheme="dark")
-    page = window.page
+    page = open_page("hostile", color_scheme="dark").page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     expect(page.locator("figure:not([hidden]) .chart:not(:has(svg.main-svg))")).to_have_count(0)
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
