@@ -98,7 +98,7 @@ class Window:
 def window_of(
     browser: Browser, folder: Path, name: str, width: int = 1280, **options: Any
 ) -> Iterator[Window]:
-    """Open a page; at the end there is no word on its console, and nothing was fetched but the file itself."""
+    """Open a page; by the end its console is empty, and nothing was fetched but the file itself."""
     window = Window(browser.new_page(viewport={"width": width, "height": 900}, **options))
     page = window.page
     page.on("console", lambda message: window.complaints.append(message.text))

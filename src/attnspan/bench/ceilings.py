@@ -89,7 +89,7 @@ def _ask(probe: Probe, threads: int, seconds: float) -> tuple[dict[str, float], 
 
 
 def _matmul(dtype: torch.dtype, device: Device, seconds: float) -> float:
-    """FLOP/s of the best size. CPUs without instructions for a dtype are too slow in it for the large sizes."""
+    """FLOP/s of the best size. A CPU without instructions for a dtype takes minutes for the large ones."""
     best = 0.0
     for size in _SIZES[device.name]:
         factor = torch.randn(size, size, device=device.name).to(dtype)
