@@ -32,11 +32,16 @@ def jax_dtype(name: str, dtype: torch.dtype) -> np.dtype[Any]:
     expect(
         dtype in _TO_JAX, name, "an element type that JAX has", dtype, "Convert the tensor", error=DtypeError
     )
-    kept = jax.dtypes.canonicalize_dtype(_TO_JAX[dtype]) == _TO_JAX[dtype]
-    narrow = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
-    remedy = 'Convert it (.int(), .float()), or set jax.config.update("jax_enable_x64", True)'
-    expect(kept, name, narrow, dtype, remedy, error=DtypeError)
+    check_width(name, _TO_JAX[dtype])
     return _TO_JAX[dtype]
+
+
+def check_width(name: str, dtype: np.dtype[Any]) -> None:
+    """Raise if JAX would narrow the element type."""
+    kept = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    expected = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
+    remedy = 'Convert it (.int(), .astype("int32")), or set jax.config.update("jax_enable_x64", True)'
+    expect(kept, name, expected, dtype, remedy, error=DtypeError)
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:

@@ -135,8 +135,9 @@ def static_key(x: Any) -> Hashable:
 class Call:
     """A function with its arguments but for the tensors: what the operators run.
 
-    ``spec`` is the arguments' tree, whose ``leaves`` have the class `Tensor` in the place of each tensor;
-    ``kinds`` holds the tensors' element types, numbers of dims and devices.
+    ``spec`` is the arguments' tree, whose ``leaves`` have the class `Tensor` in the place of each tensor; it
+    is None for tensors one after the other. ``kinds`` are the tensors' element types, numbers of dims and
+    devices.
     """
 
     def __init__(
@@ -183,6 +184,8 @@ class Call:
         return Program(self._of_arrays, avals, wanted)
 
     def _of_arrays(self, *arrays: Any) -> Any:
+        if self._spec is None:
+            return self._fn(*arrays)
         left = iter(arrays)
         leaves = [next(left) if x is Tensor else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)

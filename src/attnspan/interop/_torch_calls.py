@@ -25,7 +25,7 @@ from ..errors import DtypeError, ShapeError, expect
 from ..jax import _ffi
 from ..jax._varying import axes_of, axes_of_types, spread
 from ..kernels import cpu
-from ._convert import TYPES, as_arguments, check_layout, jax_dtype, torch_dtype
+from ._convert import TYPES, as_arguments, check_layout, check_width, jax_dtype, torch_dtype
 
 #: A function of tensors, which returns tensors.
 Run = Callable[..., Sequence[Any]]
@@ -77,10 +77,7 @@ def _check_leaf(name: str, x: Any) -> None:
         plain, remedy = not jnp.issubdtype(x.dtype, jax.dtypes.extended), "Pass jax.random.key_data(key)"
         expect(plain, name, "an element type that torch has", x.dtype, remedy, error=DtypeError)
     if isinstance(x, np.ndarray):
-        kept = jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
-        expected = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
-        remedy = 'Convert it (.astype("int32")), or set jax.config.update("jax_enable_x64", True)'
-        expect(kept, name, expected, x.dtype, remedy, error=DtypeError)
+        check_width(name, x.dtype)
 
 
 def _inferred(flat: Run, arrays: Sequence[Any]) -> list[Any]:

@@ -68,7 +68,8 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(fn, args, static)
     functions = _functions()
-    spec, leaves, tensors = _split(args, static)
+    plain = not static and all(isinstance(x, Tensor) for x in args)
+    spec, leaves, tensors = (None, (), list(args)) if plain else _split(args, static)
     call = functions.Call(fn, spec, leaves, [(x.dtype, x.dim(), x.device) for x in tensors])
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, call.handle if get_proxy_mode() is None else functions.pin(call))
@@ -109,11 +110,11 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     remedy = "Call it outside, or under torch.compiler.disable"
     expect(_TELLS_FUNCTIONS_APART, what, expected, torch.__version__, remedy)
     spec, leaves, tensors = _split(args, static)
-    leaves = tuple([_number(x) for x in leaves])
+    others = tuple([_number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
     # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
-    handle = _handle_of(owner, method, id(owner), _described(spec), leaves, kinds)
+    handle = _handle_of(owner, method, id(owner), _described(spec), others, kinds)
     results = call_op(tensors, handle)
     return _rebuild(_results_of(handle), results)
 
