@@ -252,17 +252,18 @@ class Outputs:
 
     def expected(self, named: Mapping[str, Any]) -> list[Any]:
         """Kinds of the outputs for these inputs, kept by what the declarations read of them."""
-        key = tuple(_kind(named[name]) for name in self._reads)
-        if key not in self._made:
+        read = {name: named[name] for name in self._reads}
+        key = tuple(map(_kind, read.values()))
+        found = self._made.get(key)
+        if found is None:
             if len(self._made) >= _MOST_KINDS:
                 self._made.clear()
             with FakeTensorMode() as mode:
-                read = {name: named[name] for name in self._reads}
                 fakes = {
                     name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in read.items()
                 }
-                self._made[key] = [_kind(x) for x in self.make(fakes)]
-        return self._made[key]
+                found = self._made[key] = [_kind(x) for x in self.make(fakes)]
+        return found
 
     def verify(self, returned: Any, named: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """What the kernel returned, if it is what was declared, in memory of its own."""
