@@ -85,17 +85,16 @@ def test_integers_have_no_gradient() -> None:
 def test_complex_gradients_follow_jax() -> None:
     z = _normal(4) + 1j * _normal(4, seed=1)
     ours, theirs = from_torch(lambda z: (z * z).sum().abs()), lambda z: jnp.abs((z * z).sum())
-    np.testing.assert_allclose(jax.grad(ours)(z), jax.grad(theirs)(z), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(ours))(z), jax.jit(jax.grad(theirs))(z), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool", "int8"])
-@pytest.mark.parametrize("jit", [False, True])
-def test_dtypes(dtype: str, jit: bool) -> None:
-    x = jnp.arange(6).reshape(2, 3).astype(dtype)
-    fn = from_torch(lambda x: x.t())
-    out = (jax.jit(fn) if jit else fn)(x)
-    assert out.dtype == x.dtype
-    assert (out == x.T).all()
+def test_dtypes() -> None:
+    given = [jnp.arange(6).reshape(2, 3).astype(dtype) for dtype in ("bfloat16", "float16", "bool", "int8")]
+    fn = from_torch(lambda given: [x.t() for x in given])
+    for run in (fn, jax.jit(fn)):
+        for x, out in zip(given, run(given), strict=True):
+            assert out.dtype == x.dtype
+            assert (np.asarray(out) == np.asarray(x).T).all()
 
 
 def test_declared_results() -> None:
@@ -134,8 +133,8 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "no array": (lambda: from_torch(torch.sin)(), "expected at least one array"),
     "no tensor": (lambda: from_torch(lambda x: 3.0)(jnp.ones(2)), "expected tensors, .* got a float"),
     "no tensor, traced": (lambda: jax.jit(from_torch(lambda x: "a"))(jnp.ones(2)), "got a str"),
-    "int64": (lambda: from_torch(torch.argmax)(jnp.ones(2)), r"torch\.int64\. .*\.int\(\)"),
-    "int64, traced": (lambda: jax.jit(from_torch(torch.argmax))(jnp.ones(2)), r"torch\.int64\. .*\.int\(\)"),
+    "int64": (lambda: from_torch(torch.argmax)(jnp.ones(2)), r"got int64\. .*\.int\(\)"),
+    "int64, traced": (lambda: jax.jit(from_torch(torch.argmax))(jnp.ones(2)), r"got int64\. .*\.int\(\)"),
     "writes": (lambda: from_torch(_spoil)(jnp.ones(64)), "got one that it wrote to"),
     "its own": (lambda: from_torch(_fail)(jnp.ones(2)), "the words of torch"),
     "a key": (lambda: from_torch(torch.sin)(jax.random.key(0)), r"got key<fry>\. .*key_data"),

@@ -100,12 +100,16 @@ def test_parameters_are_the_kernels() -> None:
         (
             (q, k, v),
             {"workspace": q},
-            "got workspace.*annotate a parameter without a type, or give wrap schema=",
+            "unknown or repeated workspace.*annotate a parameter without a type, or",
         ),
-        ((q, k, v), {"casual": True}, "expected keywords among dropout_p, .*, got casual"),
-        ((q, k, v), {"q": q}, "expected keywords among dropout_p, .*, got q"),
-        ((q, k), {}, "expected a value for v, got none"),
-        ((q, k, v, *[None] * 8), {}, "at most 10 arguments, got 11"),
+        (
+            (q, k, v),
+            {"casual": True},
+            "expected arguments among q, .*, got 3 by .*, unknown or repeated casual",
+        ),
+        ((q, k, v), {"q": q}, "got 3 by position, unknown or repeated q"),
+        ((q, k), {}, "got 2 by position, no v"),
+        ((q, k, v, *[None] * 8), {}, "got 11 by position"),
     ):
         with pytest.raises(TypeError, match=text):
             wrapped(*args, **options)

@@ -21,8 +21,10 @@ def _same_inputs_at_each_run() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softmax_scale": 0.7}])
-@pytest.mark.parametrize(("q_len", "k_len"), [(6, 6), (3, 7), (7, 3)])
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "options"),
+    [(6, 6, {}), (3, 7, {"causal": True}), (7, 3, {"causal": True, "softmax_scale": 0.7})],
+)
 def test_the_foreign_library_passes(foreign: Library, q_len: int, k_len: int, options: dict) -> None:
     wrapped = wrap_foreign(foreign, varying=("softmax_scale",))
     report = wrapped.check(*inputs(q_len, k_len), **options)

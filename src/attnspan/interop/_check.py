@@ -11,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..masks import Mask, causal, documents, full
 from ..torch._attention import attention
-from ._contract import address, as_tuple
-from ._errors import expect_declared
+from ._contract import address, as_tuple, expect_declared
 
 if TYPE_CHECKING:
     from .wrap import Wrapped

@@ -1,8 +1,8 @@
 """The contract with a wrapped kernel: the parameters that it takes, the outputs that it returns."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -11,12 +11,10 @@ from torch import Tensor
 from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, tuple_to_list
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import OptionError, expect
-from ._errors import expect_declared
+from ..errors import OptionError, _Explained, expect
 
 Declaration = str | Callable[..., Tensor]
 Declarations = Declaration | Sequence[str] | Mapping[str, Declaration]
-_SHAPES_ALONE = ("out", "lse")
 
 #: The default of a parameter that has none.
 REQUIRED: Any = inspect.Parameter.empty
@@ -25,6 +23,21 @@ _PLAIN = ("Tensor", "bool", "SymInt", "float", "str", "SymInt[]", "float[]")
 _KNOWN = dict.fromkeys(("scale", "sm_scale", "softmax_scale"), "float?")
 _KNOWN |= dict.fromkeys(("alibi_slopes", "attn_bias", "attn_mask", "bias", "mask", "sinks"), "Tensor?")
 _KNOWN |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"), "Tensor?")
+# Declarations are evaluated once for each kind of input, up to this many.
+_MOST_KINDS = 1024
+
+
+class DeclarationError(_Explained, ValueError):
+    """A wrapped kernel or its backward contradicts what was declared of it.
+
+    Example:
+        >>> raise DeclarationError("out", expected="dtype float32", got="bfloat16", remedy="Declare it")
+        Traceback (most recent call last):
+        attnspan.interop._contract.DeclarationError: out: expected dtype float32, got bfloat16. Declare it.
+    """
+
+
+expect_declared = partial(expect, error=DeclarationError)
 
 
 class Parameter(NamedTuple):
@@ -68,31 +81,9 @@ class Parameters:
         return kernel(*positional, **{item.name: x for item, x in given if item.keyword})
 
 
-class ByName:
-    """A user's function, which is given what its parameters name, and those names."""
-
-    def __init__(self, function: Callable[..., Any], available: Sequence[str], role: str) -> None:
-        try:
-            wanted = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):
-            expected, remedy = "a Python function, whose parameters have names", "Write a lambda around it"
-            raise OptionError(role, expected=expected, got=repr(function), remedy=remedy) from None
-        kinds = {p.kind for p in wanted}
-        named = [p for p in wanted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        unknown = [p.name for p in named if p.name not in available and p.default is REQUIRED]
-        expected, remedy = f"parameters among {', '.join(available)}", "Name them after what it needs"
-        expect(not unknown, role, expected, ", ".join(unknown), remedy)
-        everything = inspect.Parameter.VAR_KEYWORD in kinds
-        self.needs = tuple(available if everything else [p.name for p in named if p.name in available])
-        self._function = function
-
-    def __call__(self, named: Mapping[str, Any]) -> Any:
-        return self._function(**{name: named[name] for name in self.needs})
-
-
 def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Sequence[str]) -> Parameters:
     """Read what a kernel takes from ``schema``, without one from the kernel's signature."""
-    items = _from_signature(kernel) if schema is None else _from_schema(schema)
+    items = list(_from_signature(kernel) if schema is None else _from_schema(schema))
     expected, got = "a kernel with at least one tensor that every call gives", [x.name for x in items]
     remedy = "Describe its arguments with schema='Tensor q, Tensor k, Tensor v'"
     expect(any(x.type == "Tensor" for x in items), "wrap", expected, got, remedy)
@@ -103,22 +94,19 @@ def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Seq
     return Parameters(x._replace(varying=x.name in varying) for x in items)
 
 
-def _from_schema(schema: str) -> list[Parameter]:
+def _from_schema(schema: str) -> Iterator[Parameter]:
     try:
         arguments = torch._C.parse_schema(f"kernel({schema}) -> ()").arguments
     except RuntimeError as error:
         expected, got = "arguments in torch's schema language", f"{schema!r} ({str(error).splitlines()[0]})"
         remedy = "Write for example 'Tensor q, Tensor k, Tensor v, float? softmax_scale=None'"
         raise OptionError("schema", expected=expected, got=got, remedy=remedy) from None
-    items = []
     for x in arguments:
         kind = _text(x.type)
         _expect_type(kind.removesuffix("?") in _PLAIN, x.name, kind)
         what, remedy = f"parameter {x.name!r} of the kernel", "Wrap a function that returns its outputs"
         expect(x.alias_info is None, what, "one that the kernel only reads", "one that it writes", remedy)
-        default = x.default_value if x.has_default_value() else REQUIRED
-        items.append(Parameter(x.name, kind, default, x.kwarg_only))
-    return items
+        yield Parameter(x.name, kind, x.default_value if x.has_default_value() else REQUIRED, x.kwarg_only)
 
 
 def _text(kind: Any) -> str:
@@ -129,10 +117,18 @@ def _text(kind: Any) -> str:
     return _text(kind.getElementType()) + suffix
 
 
-def _from_signature(kernel: Callable[..., Any]) -> list[Parameter]:
-    items: list[Parameter] = []
+def _from_signature(kernel: Callable[..., Any]) -> Iterator[Parameter]:
+    try:
+        try:
+            signature = inspect.signature(kernel, eval_str=True)
+        except (NameError, SyntaxError):  # Annotations of names that exist for type checkers only.
+            signature = inspect.signature(kernel)
+    except (TypeError, ValueError):
+        expected, got = "a function whose signature Python can read", "one without, as extension modules have"
+        remedy = "Give schema='Tensor q, Tensor k, Tensor v, ...'"
+        raise OptionError(f"wrap({kernel!r})", expected=expected, got=got, remedy=remedy) from None
     skipped = False
-    for x in _signature(kernel).parameters.values():
+    for x in signature.parameters.values():
         if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
             continue
         kind = _type_of(x)
@@ -140,20 +136,7 @@ def _from_signature(kernel: Callable[..., Any]) -> list[Parameter]:
         if kind is None:
             skipped = True  # The operator lacks it, and the positions behind it are others.
         else:
-            items.append(Parameter(x.name, kind, x.default, skipped or x.kind is x.KEYWORD_ONLY))
-    return items
-
-
-def _signature(kernel: Callable[..., Any]) -> inspect.Signature:
-    try:
-        try:
-            return inspect.signature(kernel, eval_str=True)
-        except (NameError, SyntaxError):  # Annotations of names that exist for type checkers only.
-            return inspect.signature(kernel)
-    except (TypeError, ValueError):
-        expected, got = "a function whose signature Python can read", "one without, as extension modules have"
-        remedy = "Give schema='Tensor q, Tensor k, Tensor v, ...'"
-        raise OptionError(f"wrap({kernel!r})", expected=expected, got=got, remedy=remedy) from None
+            yield Parameter(x.name, kind, x.default, skipped or x.kind is x.KEYWORD_ONLY)
 
 
 def _type_of(x: inspect.Parameter) -> str | None:
@@ -186,24 +169,20 @@ def _expect_type(condition: bool, name: str, got: str) -> None:
     expect(condition, f"parameter {name!r} of the kernel", expected, got, remedy)
 
 
-class Meta(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Any) -> Any:
-        """A tensor without its values; anything else as something hashable."""
-        if isinstance(x, Tensor):
-            return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
-        return tuple(x) if isinstance(x, list) else x
-
-    def empty(self) -> Tensor:
-        """An uninitialised tensor of this kind."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+def names_of(function: Callable[..., Any], available: Sequence[str], role: str) -> tuple[str, ...]:
+    """The parameters of a user's function, which is given what they name."""
+    try:
+        wanted = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        expected, remedy = "a Python function, whose parameters have names", "Write a lambda around it"
+        raise OptionError(role, expected=expected, got=repr(function), remedy=remedy) from None
+    if any(p.kind is p.VAR_KEYWORD for p in wanted):
+        return tuple(available)
+    named = [p for p in wanted if p.kind is not p.VAR_POSITIONAL]
+    unknown = [p.name for p in named if p.name not in available and p.default is REQUIRED]
+    expected, remedy = f"parameters among {', '.join(available)}", "Name them after what it needs"
+    expect(not unknown, role, expected, ", ".join(unknown), remedy)
+    return tuple(p.name for p in named if p.name in available)
 
 
 class Outputs:
@@ -223,29 +202,28 @@ class Outputs:
         expected = "at least one, each with a name that neither a parameter nor its gradient has"
         remedy = "Give other names, as a mapping of names to 'out', 'lse' or functions"
         expect(declared and not taken, "outputs", expected, ", ".join(sorted(taken)) or "none", remedy)
-        makers = {name: self._maker(x) for name, x in declared.items()}
-        # The kernel sees inputs that conform; strides are not asked for where nothing depends on them.
-        self._makers = [(n, makers[n], x not in _SHAPES_ALONE) for n, x in declared.items()]
-        needed = {name for maker in makers.values() for name in maker.needs}
-        self._places = [(i, name) for i, name in enumerate(parameters.names) if name in needed]
-        self._inferred = lru_cache(maxsize=1024)(self._infer)
+        self._makers = {name: self._maker(x) for name, x in declared.items()}
+        self._reads = {name for reads, _ in self._makers.values() for name in reads}
+        self._made: dict[Any, list[Any]] = {}
 
-    def _maker(self, declaration: Declaration) -> ByName:
+    def _maker(self, declaration: Declaration) -> tuple[tuple[str, ...], Callable[..., Any]]:
+        """The names of the inputs that an output follows from, and a function of those."""
         if callable(declaration):
-            return ByName(declaration, self.parameters.traced, "outputs")
-        expected, remedy = "one of 'out', 'out like q', 'lse', or a function of inputs", "Give one of these"
-        expect(declaration in (*_SHAPES_ALONE, "out like q"), "outputs", expected, repr(declaration), remedy)
-        tensors, remedy = self.parameters.required, "Give a function of the inputs"
-        expected = "q, k, v as the first three tensors, which 'out' speaks of"
-        expect(len(tensors) >= 3 or declaration != "out", "outputs", expected, ", ".join(tensors), remedy)
-        makers: dict[str, Callable[..., Tensor]] = {
-            "out": _out,
-            "out like q": torch.empty_like,
-            "lse": self._lse,
+            reads = names_of(declaration, self.parameters.traced, "outputs")
+            # Users see what the kernel sees, inputs that conform.
+            return reads, lambda *x: declaration(**dict(zip(reads, map(self.conform, x), strict=True)))
+        makers: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
+            # Strides are not asked for where nothing depends on them: no guard of a graph does.
+            "out": ((0, 2), lambda q, v: q.new_empty((*q.shape[:-1], v.shape[-1]))),
+            "out like q": ((0,), lambda q: torch.empty_like(self.conform(q))),
+            "lse": ((0,), self._lse),
         }
-        make = makers[declaration]
-        needs = (tensors[0], tensors[2]) if declaration == "out" else tensors[:1]
-        return ByName(lambda **named: make(*named.values()), needs, "outputs")
+        expected, remedy = "one of 'out', 'out like q', 'lse', or a function of inputs", "Give one of these"
+        expect(declaration in makers, "outputs", expected, repr(declaration), remedy)
+        (places, make), tensors = makers[declaration], self.parameters.required
+        expected, remedy = "q, k, v as the first three tensors, which 'out' speaks of", "Give a function"
+        expect(len(tensors) > max(places), "outputs", expected, ", ".join(tensors), remedy)
+        return tuple(tensors[i] for i in places), make
 
     def _lse(self, q: Tensor) -> Tensor:
         shape = q.shape[:-1] if self._layout == "bhsd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -253,14 +231,11 @@ class Outputs:
 
     def make(self, named: Mapping[str, Any]) -> list[Tensor]:
         """The outputs, uninitialised, for these inputs: what the operator's fake kernel returns."""
-        made = []
-        for name, maker, reads_strides in self._makers:
-            given = {key: self.conform(named[key]) if reads_strides else named[key] for key in maker.needs}
-            output = maker(given)
-            what, got = f"{self.owner}, declaration of output {name!r}", type(output).__name__
-            expected, remedy = "a function that returns a tensor", "Return for example q.new_empty(shape)"
-            expect_declared(isinstance(output, Tensor), what, expected, got, remedy)
-            made.append(output)
+        made = [make(*(named[name] for name in reads)) for reads, make in self._makers.values()]
+        expected, remedy = "a function that returns a tensor", "Return for example q.new_empty(shape)"
+        for name, x in zip(self.names, made, strict=True):
+            what, got = f"{self.owner}, declaration of output {name!r}", type(x).__name__
+            expect_declared(isinstance(x, Tensor), what, expected, got, remedy)
         return made
 
     def conform(self, x: Any) -> Any:
@@ -275,27 +250,30 @@ class Outputs:
             return x if stored.is_contiguous() else stored.contiguous().transpose(1, 2)
         return x.contiguous()
 
-    def expected(self, values: Sequence[Any]) -> list[Meta]:
-        """What the outputs are to be for these inputs."""
-        # Keyed by the inputs that the declarations read: a varying scale must not fill the cache.
-        return self._inferred(*[Meta.of(values[i]) for i, _ in self._places])
+    def expected(self, named: Mapping[str, Any]) -> list[Any]:
+        """Kinds of the outputs for these inputs, kept by what the declarations read of them."""
+        read = {name: named[name] for name in self._reads}
+        key = tuple(map(_kind, read.values()))
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= _MOST_KINDS:
+                self._made.clear()
+            with FakeTensorMode() as mode:
+                fakes = {
+                    name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in read.items()
+                }
+                found = self._made[key] = [_kind(x) for x in self.make(fakes)]
+        return found
 
-    def _infer(self, *kinds: Any) -> list[Meta]:
-        with FakeTensorMode():
-            given = [x.empty() if isinstance(x, Meta) else x for x in kinds]
-            named = {name: x for (_, name), x in zip(self._places, given, strict=True)}
-            return [Meta.of(x) for x in self.make(named)]
-
-    def verify(self, returned: Any, values: Sequence[Any]) -> tuple[Tensor, ...]:
+    def verify(self, returned: Any, named: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """What the kernel returned, if it is what was declared, in memory of its own."""
         found, expected = as_tuple(returned), f"{len(self.names)} ({', '.join(self.names)})"
         got = f"{len(found)} values" if isinstance(returned, tuple | list) else type(returned).__name__
         self._expect(len(found) == len(self.names), "outputs", expected, got)
-        named = zip(self.parameters.names, values, strict=True)
-        owners = {address(x): f"input {n!r}" for n, x in named if isinstance(x, Tensor) and x.numel()}
-        for name, x, want in zip(self.names, found, self.expected(values), strict=True):
+        owners = {address(x): f"input {n!r}" for n, x in named.items() if isinstance(x, Tensor) and x.numel()}
+        for name, x, want in zip(self.names, found, self.expected(named), strict=True):
             own = f"output {name!r}"
-            if not isinstance(x, Tensor) or Meta.of(x) != want:
+            if not isinstance(x, Tensor) or _kind(x) != want:
                 self._compare(own, x, want)
             other = owners.setdefault(address(x), own) if x.numel() else own
             if other != own:
@@ -303,23 +281,25 @@ class Outputs:
                 expect_declared(False, what, "memory of its own", got, "Let the kernel return a clone")
         return found
 
-    def _compare(self, what: str, x: Any, want: Meta) -> None:
+    def _compare(self, what: str, x: Any, want: Any) -> None:
         self._expect(isinstance(x, Tensor), what, "a torch.Tensor", type(x).__name__)
-        got = Meta.of(x)
-        for name in ("shape", "dtype", "device"):
-            a, b = getattr(got, name), getattr(want, name)
+        *got, strides = _kind(x)
+        for name, a, b in zip(("shape", "dtype", "device"), got, want[:-1], strict=True):
             self._expect(a == b, what, f"{name} {b}", str(a))
         # Strides of dims of one element, and of empty tensors, address nothing.
-        moved = any(n > 1 and a != b for n, a, b in zip(x.shape, got.strides, want.strides, strict=True))
-        self._expect(not (moved and x.numel()), what, f"strides {want.strides}", f"{got.strides}")
+        moved = any(n > 1 and a != b for n, a, b in zip(x.shape, strides, want[-1], strict=True))
+        self._expect(not (moved and x.numel()), what, f"strides {want[-1]}", f"{strides}")
 
     def _expect(self, condition: bool, what: str, expected: str, got: str) -> None:
         what, remedy = f"{self.owner}, {what}", "Declare what it returns with outputs=..., or mend the kernel"
         expect_declared(condition, what, f"{expected}, as declared", f"{got} from the kernel", remedy)
 
 
-def _out(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+def _kind(x: Any) -> Any:
+    """All of a tensor but its values; anything else as something hashable."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.device, x.stride()
+    return tuple(x) if isinstance(x, list) else x
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

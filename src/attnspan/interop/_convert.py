@@ -29,18 +29,25 @@ _SEEN_AS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch
 
 def jax_dtype(name: str, dtype: torch.dtype) -> np.dtype[Any]:
     """The element type of the argument ``name`` as JAX calls it; refused if JAX would narrow it."""
-    expect(dtype in _TO_JAX, name, "an element type that JAX has", dtype, "Convert the tensor", DtypeError)
-    kept = jax.dtypes.canonicalize_dtype(_TO_JAX[dtype]) == _TO_JAX[dtype]
-    narrow = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
-    remedy = 'Convert it (.int(), .float()), or set jax.config.update("jax_enable_x64", True)'
-    expect(kept, name, narrow, dtype, remedy, DtypeError)
+    expect(
+        dtype in _TO_JAX, name, "an element type that JAX has", dtype, "Convert the tensor", error=DtypeError
+    )
+    check_width(name, _TO_JAX[dtype])
     return _TO_JAX[dtype]
+
+
+def check_width(name: str, dtype: np.dtype[Any]) -> None:
+    """Raise if JAX would narrow the element type."""
+    kept = jax.dtypes.canonicalize_dtype(dtype) == dtype
+    expected = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
+    remedy = 'Convert it (.int(), .astype("int32")), or set jax.config.update("jax_enable_x64", True)'
+    expect(kept, name, expected, dtype, remedy, error=DtypeError)
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:
     """The element type of ``name`` as torch calls it, if DLPack knows it."""
     remedy = "Convert it inside the function (jax.random.key_data for keys)"
-    expect(dtype in _TO_TORCH, name, "an element type that torch has", dtype, remedy, DtypeError)
+    expect(dtype in _TO_TORCH, name, "an element type that torch has", dtype, remedy, error=DtypeError)
     return _TO_TORCH[dtype]
 
 
@@ -48,13 +55,13 @@ def check_devices(devices: Sequence[torch.device]) -> None:
     """Raise unless the tensors are on one device, and JAX can read from there."""
     got = " and ".join(sorted(set(map(str, devices))))
     alike = len(set(devices)) == 1
-    expect(alike, "tensors", "all on one device", got, "Move them to one device", DeviceError)
+    expect(alike, "tensors", "all on one device", got, "Move them to one device", error=DeviceError)
     kind, index = devices[0].type, devices[0].index or 0
     remedy = "Move the tensors there (meta tensors have no data to read)"
-    expect(kind in ("cpu", "cuda"), "tensors", "a CPU or CUDA device", kind, remedy, DeviceError)
+    expect(kind in ("cpu", "cuda"), "tensors", "a CPU or CUDA device", kind, remedy, error=DeviceError)
     remedy = "Install jax[cuda13], or move the tensors to the CPU"
     seen = kind == "cpu" or _jax_sees_cuda(index)
-    expect(seen, "JAX", f"the device cuda:{index}", jax.local_devices(), remedy, DeviceError)
+    expect(seen, "JAX", f"the device cuda:{index}", jax.local_devices(), remedy, error=DeviceError)
 
 
 def _jax_sees_cuda(index: int) -> bool:
@@ -67,7 +74,7 @@ def _jax_sees_cuda(index: int) -> bool:
 def check_layout(name: str, x: Tensor) -> None:
     """Raise unless the tensor has strides."""
     dense = x.layout is torch.strided
-    expect(dense, name, "a dense tensor", f"one of layout {x.layout}", "Call .to_dense()", BackendError)
+    expect(dense, name, "a dense tensor", f"one of layout {x.layout}", "Call .to_dense()", error=BackendError)
 
 
 def as_arguments(tensors: Sequence[Tensor]) -> list[Any]:

@@ -15,9 +15,9 @@ from jax import export
 from torch import SymInt, Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._errors import SpecializedShapesWarning
 from ._functions import Call, find, pin
 from ._programs import Program
+from .call_jax import SpecializedShapesWarning
 
 
 def call(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:

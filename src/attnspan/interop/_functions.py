@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from ..errors import DtypeError, expect
 from ._convert import check_devices, jax_dtype
-from ._errors import RetraceWarning
-from ._programs import Flat, Program
+from ._programs import Program
+from .call_jax import RetraceWarning
 
 # Bounds of the caches; the oldest entries make room. Keys are weak, but a program may hold its own function.
 MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256
@@ -107,36 +108,9 @@ def _where(fn: Any) -> str:
     return f"{code.co_name} of {code.co_filename}:{code.co_firstlineno}"
 
 
-class Structure:
-    """The arguments of a call without its tensors: their tree, and its leaves with None for tensors."""
-
-    def __init__(self, spec: Any, leaves: Sequence[Any], places: Sequence[int]) -> None:
-        self._spec, self._leaves, self._places = spec, leaves, tuple(places)
-        self.key = spec, self._places, tuple(itertools.starmap(_leaf_key, enumerate(leaves)))
-
-    def bind(self, fn: Callable[..., Any]) -> Flat:
-        """The function of the tensors alone."""
-
-        def flat(*arrays: Any) -> Any:
-            leaves = list(self._leaves)
-            for place, x in zip(self._places, arrays, strict=True):
-                leaves[place] = x
-            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-            return fn(*args, **kwargs)
-
-        return flat
-
-
-@functools.cache
-def tensors_alone(count: int) -> Structure:
-    """The structure of a call with tensors one after the other."""
-    leaves = (None,) * count
-    return Structure(pytree.tree_structure((leaves, {})), leaves, range(count))
-
-
 def _leaf_key(i: int, x: Any) -> Hashable:
     try:
-        return static_key(x)
+        return x if x is Tensor else static_key(x)
     except TypeError:
         expected, got = "a tensor, or something hashable to compile for", f"a {type(x).__name__}"
         remedy = "Convert it (torch.from_numpy, torch.from_dlpack); in JAX, call the function itself"
@@ -159,15 +133,20 @@ def static_key(x: Any) -> Hashable:
 
 
 class Call:
-    """A function with the structure of its arguments: what the operators run.
+    """A function with its arguments but for the tensors: what the operators run.
 
-    ``kinds`` holds the element type, the number of dims and the device of each tensor.
+    ``spec`` is the arguments' tree, whose ``leaves`` have the class `Tensor` in the place of each tensor; it
+    is None for tensors one after the other. ``kinds`` are the tensors' element types, numbers of dims and
+    devices.
     """
 
-    def __init__(self, fn: Callable[..., Any], structure: Structure, kinds: Sequence[Any]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], spec: Any, leaves: Sequence[Any], kinds: Sequence[Any]
+    ) -> None:
         remedy = "Call the function itself where no tensor is involved"
         expect(kinds, "call_jax", "at least one tensor", "none", remedy)
-        self._fn, self._structure, self.kinds = fn, structure, tuple(kinds)
+        self._fn, self._spec, self._leaves, self.kinds = fn, spec, leaves, tuple(kinds)
+        self._structure = spec, tuple(itertools.starmap(_leaf_key, enumerate(leaves)))
         self._programs = programs_of(fn)
         self.name = self._programs.name
         #: Structure of the results, as the program that was found last has it.
@@ -194,7 +173,7 @@ class Call:
             config.jax_numpy_dtype_promotion,
         )
         key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), settings)
-        found = self._programs.get(self._structure.key, key, lambda: self._trace(shapes, wanted))
+        found = self._programs.get(self._structure, key, lambda: self._trace(shapes, wanted))
         self.tree = found.tree
         return found
 
@@ -202,7 +181,15 @@ class Call:
         check_devices([device for _, _, device in self.kinds])
         dtypes = [jax_dtype(f"tensor {i}", dtype) for i, (dtype, _, _) in enumerate(self.kinds)]
         avals = list(itertools.starmap(jax.ShapeDtypeStruct, zip(shapes, dtypes, strict=True)))
-        return Program(self._structure.bind(self._fn), avals, wanted)
+        return Program(self._of_arrays, avals, wanted)
+
+    def _of_arrays(self, *arrays: Any) -> Any:
+        if self._spec is None:
+            return self._fn(*arrays)
+        left = iter(arrays)
+        leaves = [next(left) if x is Tensor else x for x in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self._fn(*args, **kwargs)
 
     def shapes_of(self, sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The shape of each tensor, of all sizes one after the other."""
@@ -218,7 +205,7 @@ class Call:
             return "leaf", "" if x is None else str(x)
         what, expected = f"the result of {self.name} in compiled code", "arrays in tuples, lists and dicts"
         remedy, got = "Return one of these and make the object of it outside", f"a {type(x).__name__}"
-        expect(type(x) in (list, tuple, dict), what, expected, got, remedy, DtypeError)
+        expect(type(x) in (list, tuple, dict), what, expected, got, remedy, error=DtypeError)
         parts = x.values() if isinstance(x, dict) else x
         return type(x).__name__, tuple(x) if isinstance(x, dict) else (), tuple(map(self._nested, parts))
 

@@ -8,20 +8,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import expect
-from ._contract import ByName, Outputs, Parameters, address, as_tuple
-from ._errors import expect_declared
-from ._operators import (
-    Function,
-    Op,
-    below_autograd,
-    define,
-    differentiate,
-    refuse_second_order,
-    with_autograd,
-)
+from ..torch.ops import below_autograd
+from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_of
+from ._operators import Op, define, differentiate, refuse_derivative, with_autograd
 
 NAMESPACE = "attnspan_wrapped"
-Backward = Callable[..., Any] | Literal["recompute"] | None
+Backward = Callable[..., Any] | Literal["recompute"]
 
 # The compiler shows the kernel the very strides of eager mode.
 _STRIDES = torch.Tag.needs_exact_strides
@@ -43,7 +35,7 @@ class Derivative:
     def __init__(
         self, backward: Backward, kernel: Callable[..., Any], outputs: Outputs, names: Sequence[str] | None
     ) -> None:
-        self._kernel, self._outputs, self.owner = kernel, outputs, outputs.owner
+        self._backward, self._kernel, self._outputs, self._owner = backward, kernel, outputs, outputs.owner
         parameters = outputs.parameters
         self.differentiable = parameters.required if names is None else tuple(names)
         unknown = sorted(set(self.differentiable) - set(parameters.tensors))
@@ -52,22 +44,23 @@ class Derivative:
         expect(holds, "differentiable", expected, got or "none", remedy)
         holds, remedy = backward == "recompute" or callable(backward), "Write a function of dout, q, ..."
         expect(holds, "backward", 'a function, "recompute" or None', repr(backward), remedy)
-        self.recomputes, self._given = not callable(backward), None
-        self.incoming: tuple[str, ...] = outputs.names
-        self.saved: tuple[str, ...] = ()
+        self.recomputes = not callable(backward)
+        self._needs = (*(f"d{name}" for name in outputs.names), *parameters.names)
         if callable(backward):
-            gradients = tuple(f"d{name}" for name in outputs.names)
-            self._given = ByName(backward, (*gradients, *parameters.names, *outputs.names), "backward")
-            self.incoming = tuple(name for name in outputs.names if f"d{name}" in self._given.needs)
-            self.saved = tuple(name for name in outputs.names if name in self._given.needs)
+            self._needs = names_of(backward, (*self._needs, *outputs.names), "backward")
+        self.incoming = tuple(name for name in outputs.names if f"d{name}" in self._needs)
+        self.saved = tuple(name for name in outputs.names if name in self._needs)
 
     def gradients(self, named: Mapping[str, Any], wanted: Sequence[bool]) -> list[Tensor]:
         """Contiguous gradients, in memory of their own, of those differentiable inputs that are wanted."""
-        found = as_tuple(self._rerun(named, wanted) if self._given is None else self._given(named))
+        if callable(self._backward):
+            found = as_tuple(self._backward(**{name: named[name] for name in self._needs}))
+        else:
+            found = self._rerun(named, wanted)
         names = self.differentiable
         expected = f"{len(names)} gradients (of {', '.join(names)})"
         remedy = "Return one for each, or name those that have one with differentiable=(...)"
-        expect_declared(len(found) == len(names), f"{self.owner}, backward", expected, len(found), remedy)
+        expect_declared(len(found) == len(names), f"{self._owner}, backward", expected, len(found), remedy)
         taken = {address(x) for x in named.values() if isinstance(x, Tensor)}
         pairs = [(name, x) for name, x, want in zip(names, found, wanted, strict=True) if want]
         return [self._own(name, x, named[name], taken) for name, x in pairs]
@@ -76,7 +69,7 @@ class Derivative:
         if x is None:
             return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         expected, got = _described(like), _described(x)
-        what, remedy = f"{self.owner}, gradient of {name!r}", "Return gradients like their inputs"
+        what, remedy = f"{self._owner}, gradient of {name!r}", "Return gradients like their inputs"
         expect_declared(got == expected, what, f"{expected}, as the input", got, remedy)
         # The compiler was promised contiguous memory that nothing else owns.
         x = x.contiguous()
@@ -84,7 +77,7 @@ class Derivative:
         taken.add(address(own))
         return own
 
-    def _rerun(self, named: Mapping[str, Any], wanted: Sequence[bool]) -> list[Tensor | None]:
+    def _rerun(self, named: Mapping[str, Any], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Run the kernel again, with autograd, and differentiate that run."""
         parameters = self._outputs.parameters
         names = [name for name, want in zip(self.differentiable, wanted, strict=True) if want]
@@ -94,22 +87,28 @@ class Derivative:
             found = as_tuple(parameters.call(self._kernel, values))
             incoming = [named[f"d{name}"] for name in self._outputs.names]
             pairs = [(x, dx) for x, dx in zip(found, incoming, strict=True) if x.requires_grad]
-            what, got = f"{self.owner}, backward='recompute'", "outputs without a grad_fn"
+            what, got = f"{self._owner}, backward='recompute'", "outputs without a grad_fn"
             expected, remedy = "a kernel that autograd can differentiate", "Give its own: backward=fn"
             expect_declared(pairs, what, expected, got, remedy)
             ys, dys = zip(*pairs, strict=True)
             grads = iter(torch.autograd.grad(ys, list(inputs.values()), dys, allow_unused=True))
-        return [next(grads) if want else None for want in wanted]
+        return tuple(next(grads) if want else None for want in wanted)
 
-    def taken(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of outputs that the backward takes; none that it does not take may be lost."""
-        named = dict(zip(self._outputs.names, grads, strict=True))
-        for name, grad in named.items():
-            what, got = f"{self.owner}, gradient of output {name!r}", "a loss that depends on it"
+    def check_inputs(self, named: Mapping[str, Any]) -> None:
+        """Raise if an input wants a gradient that it will not get."""
+        expected = f"no gradient: its backward has those of {', '.join(self.differentiable)}"
+        got, remedy = "a tensor that requires one", "Give it detached, or name it in differentiable=(...)"
+        for name, x in named.items():
+            lost = isinstance(x, Tensor) and x.requires_grad and name not in self.differentiable
+            expect_declared(not lost, f"{self._owner}, input {name!r}", expected, got, remedy)
+
+    def check_incoming(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Raise if the gradient of an output would be lost."""
+        for name, grad in grads.items():
+            what, got = f"{self._owner}, gradient of output {name!r}", "a loss that depends on it"
             expected = f"none, as its backward has no parameter d{name}"
             remedy = f"Use {name}.detach(), or give a backward that takes d{name}"
             expect_declared(grad is None or name in self.incoming, what, expected, got, remedy)
-        return [named[name] for name in self.incoming]
 
 
 def _described(x: Any) -> str:
@@ -117,7 +116,12 @@ def _described(x: Any) -> str:
 
 
 def register(
-    name: str, kernel: Callable[..., Any], outputs: Outputs, derivative: Derivative | None, check: bool
+    name: str,
+    kernel: Callable[..., Any],
+    outputs: Outputs,
+    derivative: Derivative | None,
+    check: bool,
+    flops: Callable[..., int],
 ) -> tuple[Op, Op | None]:
     """Define the operators ``attnspan_wrapped::name`` and, with a derivative, ``name_backward``."""
     expect(name.isidentifier(), "name", "an identifier", repr(name), "Take a name like flash")
@@ -125,11 +129,25 @@ def register(
     for each in names:
         got, remedy = f"{each!r}, which {NAMESPACE}::{each} has", "Use what wrap() returned, or another name"
         expect(each not in _libraries, "name", "one that no other kernel has", got, remedy)
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    library, backward = torch.library.Library(NAMESPACE, "FRAGMENT"), None  # type: ignore[no-untyped-call]
     try:
         forward = _define_forward(library, name, kernel, outputs, check)
-        backward = None if derivative is None else _define_backward(library, names[1], outputs, derivative)
-        differentiate(library, forward, _node(forward, backward, outputs, derivative), _FIRST_ORDER)
+        register_flop_formula(forward.overloadpacket, get_raw=True)(flops)
+        if derivative is None:
+            text = (
+                f"{outputs.owner}: expected a kernel with a derivative, got backward() of one that was "
+                'wrapped without. Wrap it with backward=fn, or with backward="recompute" if autograd can '
+                "differentiate the kernel, or call it under torch.no_grad()."
+            )
+            refuse_derivative(library, forward, text, _FIRST_ORDER)
+        else:
+            backward = _define_backward(library, names[1], outputs, derivative)
+            differentiate(library, forward, _node(forward, backward, outputs, derivative), _FIRST_ORDER)
+            # Twice and a half the forward operations, and those that run again.
+            first, halves = len(derivative.incoming), 7 if derivative.recomputes else 5
+            inputs = slice(first, first + len(outputs.parameters.names))
+            formula = register_flop_formula(backward.overloadpacket, get_raw=True)
+            formula(lambda *values, **_: flops(*values[inputs]) * halves // 2)
     except BaseException:
         # What was half defined must not keep the name.
         library._destroy()  # type: ignore[no-untyped-call]
@@ -150,7 +168,8 @@ def _define_forward(
         # Autocast ends here, in eager mode as in compiled code, which runs without it.
         with torch._C._DisableAutocast():
             returned = parameters.call(kernel, map(outputs.conform, values))
-        found = outputs.verify(returned, values) if check else as_tuple(returned)
+        named = dict(zip(parameters.names, values, strict=True))
+        found = outputs.verify(returned, named) if check else as_tuple(returned)
         return found[0] if single else found
 
     def fake(*values: Any) -> Any:
@@ -168,13 +187,12 @@ def _define_backward(
 
     def real(*values: Any) -> list[Tensor]:
         named = dict(zip(names, values[:-1], strict=True))
-        inputs = [named[x] for x in parameters.names]
-        for output, meta in zip(outputs.names, outputs.expected(inputs), strict=True):
+        for output, (shape, dtype, device, _) in zip(outputs.names, outputs.expected(named), strict=True):
             if output in derivative.incoming and named[f"d{output}"] is None:
-                named[f"d{output}"] = meta.empty().zero_()
-        named |= zip(parameters.names, parameters.plain(inputs), strict=True)
+                named[f"d{output}"] = torch.zeros(shape, dtype=dtype, device=device)
+        named |= zip(parameters.names, parameters.plain(map(named.get, parameters.names)), strict=True)
         with torch._C._DisableAutocast():
-            conforming = {x: outputs.conform(value) for x, value in named.items()}
+            conforming = {name: outputs.conform(x) for name, x in named.items()}
             return derivative.gradients(conforming, values[-1])
 
     def fake(*values: Any) -> list[Tensor]:
@@ -182,34 +200,25 @@ def _define_backward(
         pairs = zip(derivative.differentiable, values[-1], strict=True)
         return [named[x].new_empty(named[x].shape) for x, want in pairs if want]
 
-    arguments = [f"Tensor? {x}" for x in incoming]
-    saved = [f"Tensor {x}" for x in derivative.saved]
-    schema = ", ".join([*arguments, parameters.schema, *saved, "bool[] gradients_wanted"])
+    first, last = [f"Tensor? {x}" for x in incoming], [f"Tensor {x}" for x in derivative.saved]
+    schema = ", ".join([*first, parameters.schema, *last, "bool[] gradients_wanted"])
     backward = define(library, f"{name}({schema}) -> Tensor[]", real, fake, _STRIDES)
-    refuse_second_order(library, backward, str(backward), _FIRST_ORDER)
+    text = f"second derivatives of {backward}: expected first ones, got one of its backward. {_FIRST_ORDER}."
+    refuse_derivative(library, backward, text, _FIRST_ORDER, list)
     return backward
 
 
-def _node(forward: Op, backward: Op | None, outputs: Outputs, derivative: Derivative | None) -> Function:
+def _node(
+    forward: Op, backward: Op, outputs: Outputs, derivative: Derivative
+) -> type[torch.autograd.Function]:
     """The derivative of the forward operator."""
-    names = outputs.parameters.names
-    differentiable = () if derivative is None else derivative.differentiable
-
-    def refuse(named: Mapping[str, Any]) -> None:
-        expected = f"no gradient: its backward has those of {', '.join(differentiable)}"
-        got, remedy = "a tensor that requires one", "Give it detached, or name it in differentiable=(...)"
-        for name, x in named.items():
-            lost = isinstance(x, Tensor) and x.requires_grad and name not in differentiable
-            expect_declared(not lost, f"{outputs.owner}, input {name!r}", expected, got, remedy)
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, values: tuple[Any, ...], *tensors: Tensor) -> Any:
             ctx.set_materialize_grads(False)
-            if derivative is None:
-                return below_autograd(forward, keyset, values)
-            named = dict(zip(names, values, strict=True))
-            refuse(named)
+            named = dict(zip(outputs.parameters.names, values, strict=True))
+            derivative.check_inputs(named)
             found = below_autograd(forward, keyset, values)
             made = dict(zip(outputs.names, as_tuple(found), strict=True))
             ctx.inputs = [name for name, x in named.items() if isinstance(x, Tensor)]
@@ -219,22 +228,16 @@ def _node(forward: Op, backward: Op | None, outputs: Outputs, derivative: Deriva
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            if derivative is None or backward is None:
-                raise NotImplementedError(
-                    f"{outputs.owner}: expected a kernel with a derivative, got backward() of one that was "
-                    'wrapped without. Wrap it with backward=fn, or with backward="recompute" if autograd can '
-                    "differentiate the kernel, or call it under torch.no_grad()."
-                )
-            taken, inputs = derivative.taken(grads), ctx.inputs
+            given = dict(zip(outputs.names, grads, strict=True))
+            derivative.check_incoming(given)
             # Read once: checkpointing computes them anew at each reading.
-            saved = dict(zip((*inputs, *derivative.saved), ctx.saved_tensors, strict=True))
-            if all(x is None for x in taken):
-                return (None,) * (2 + len(inputs))
-            needed = dict(zip(inputs, ctx.needs_input_grad[2:], strict=True))
-            wanted = [needed.get(name, False) for name in differentiable]
-            found = iter(backward(*taken, *(ctx.named | saved).values(), wanted))
-            made = {name: next(found) for name, want in zip(differentiable, wanted, strict=True) if want}
-            return None, None, *map(made.get, inputs)
+            saved = dict(zip((*ctx.inputs, *derivative.saved), ctx.saved_tensors, strict=True))
+            needed = dict(zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True))
+            wanted = [needed.get(name, False) for name in derivative.differentiable]
+            incoming = (given[name] for name in derivative.incoming)
+            found = iter(backward(*incoming, *(ctx.named | saved).values(), wanted))
+            made = {x: next(found) for x, want in zip(derivative.differentiable, wanted, strict=True) if want}
+            return None, None, *map(made.get, ctx.inputs)
 
     return Node
 
@@ -255,26 +258,15 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, layout: str, causal: boo
     return int(2 * batch * q.shape[heads] * pairs * (q.shape[-1] + v.shape[-1]))
 
 
-def register_flops(
-    ops: tuple[Op, Op | None],
-    derivative: Derivative | None,
-    own: ByName | None,
-    parameters: Parameters,
-    layout: str,
-) -> None:
-    """Tell torch's counter what the operators cost: backward 2.5 times forward, and what it runs again."""
+def flop_formula(own: Callable[..., int] | None, parameters: Parameters, layout: str) -> Callable[..., int]:
+    """The count of operations that torch's counter asks for, with the operator's values."""
+    reads = () if own is None else names_of(own, parameters.traced, "flops")
 
     def count(*values: Any, **_: Any) -> int:
         named = dict(zip(parameters.names, values, strict=True))
         if own is not None:
-            return int(own(named))
+            return int(own(**{name: named[name] for name in reads}))
         causal = bool(named.get("causal", named.get("is_causal", False)))
         return attention_flops(*(named[x] for x in parameters.required[:3]), layout=layout, causal=causal)
 
-    forward, backward = ops
-    register_flop_formula(forward.overloadpacket, get_raw=True)(count)
-    if backward is not None and derivative is not None:
-        first, halves = len(derivative.incoming), 7 if derivative.recomputes else 5
-        inputs = slice(first, first + len(parameters.names))
-        again = register_flop_formula(backward.overloadpacket, get_raw=True)
-        again(lambda *values, **_: count(*values[inputs]) * halves // 2)
+    return count

@@ -11,11 +11,9 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
-from ..torch.ops import below_autograd as below_autograd
-from ..torch.ops import has_tangent, single_level
+from ..torch.ops import below_autograd, has_tangent, single_level
 
 Op = torch._ops.OpOverload
-Function = type[torch.autograd.Function]
 
 
 def define(
@@ -36,7 +34,7 @@ def define(
 def differentiate(
     library: torch.library.Library,
     op: Op,
-    function: Function,
+    function: type[torch.autograd.Function],
     forward_mode: str,
     finish: Callable[[Any], Any] = lambda made: made,
 ) -> None:
@@ -68,23 +66,28 @@ def differentiate(
     library.impl(op, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def refuse_second_order(library: torch.library.Library, op: Op, of: str, remedy: str) -> None:
-    """Give a backward operator a derivative that raises: without one, second derivatives would be 0."""
+def refuse_derivative(
+    library: torch.library.Library,
+    op: Op,
+    text: str,
+    forward_mode: str,
+    finish: Callable[[Any], Any] = lambda made: made,
+) -> None:
+    """Give an operator a derivative that raises ``text``: without one, gradients would be 0."""
 
-    class FirstOrderOnly(torch.autograd.Function):
+    class Refusal(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, inputs: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        def forward(ctx: Any, keyset: Any, inputs: tuple[Any, ...], *tensors: Tensor) -> Any:
             del ctx, tensors
-            return tuple(below_autograd(op, keyset, inputs))
+            found = below_autograd(op, keyset, inputs)
+            return tuple(found) if isinstance(found, list) else found
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> None:
             del ctx, grads
-            raise NotImplementedError(
-                f"second derivatives of {of}: expected first ones, got one of its backward. {remedy}."
-            )
+            raise NotImplementedError(text)
 
-    differentiate(library, op, FirstOrderOnly, remedy, list)
+    differentiate(library, op, Refusal, forward_mode, finish)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def _leaves(fn: Flat, arrays: Sequence[Any], trees: list[Any]) -> list[Any]:
     remedy = "Return arrays only; register a class of your own with jax.tree_util"
     for x in leaves:
         is_array = isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-        expect(is_array, _RESULT, expected, f"a {type(x).__name__}", remedy, DtypeError)
+        expect(is_array, _RESULT, expected, f"a {type(x).__name__}", remedy, error=DtypeError)
     trees.append(tree)
     return [jax.numpy.asarray(x) for x in leaves]
 

@@ -25,7 +25,7 @@ from ..errors import DtypeError, ShapeError, expect
 from ..jax import _ffi
 from ..jax._varying import axes_of, axes_of_types, spread
 from ..kernels import cpu
-from ._convert import TYPES, as_arguments, check_layout, jax_dtype, torch_dtype
+from ._convert import TYPES, as_arguments, check_layout, check_width, jax_dtype, torch_dtype
 
 #: A function of tensors, which returns tensors.
 Run = Callable[..., Sequence[Any]]
@@ -54,7 +54,7 @@ def call(fn: Callable[..., Any], results: Any, args: tuple[Any, ...], kwargs: di
         expected, remedy = "tensors, in any structure that is a pytree of JAX", "Return tensors only"
         for x in found:
             what, got = "the result of the torch function", f"a {type(x).__name__}"
-            expect(isinstance(x, torch.Tensor), what, expected, got, remedy, DtypeError)
+            expect(isinstance(x, torch.Tensor), what, expected, got, remedy, error=DtypeError)
         return found
 
     arrays = [leaves[i] for i in places]
@@ -72,15 +72,12 @@ def _check_leaf(name: str, x: Any) -> None:
     """Raise unless it is an array that torch can read, or no array at all."""
     remedy = "Convert it with jax.dlpack.from_dlpack(x), or close over it"
     is_tensor = isinstance(x, torch.Tensor)
-    expect(not is_tensor, name, "arrays of JAX or NumPy", "a tensor of torch", remedy, DtypeError)
+    expect(not is_tensor, name, "arrays of JAX or NumPy", "a tensor of torch", remedy, error=DtypeError)
     if isinstance(x, jax.Array):
         plain, remedy = not jnp.issubdtype(x.dtype, jax.dtypes.extended), "Pass jax.random.key_data(key)"
-        expect(plain, name, "an element type that torch has", x.dtype, remedy, DtypeError)
+        expect(plain, name, "an element type that torch has", x.dtype, remedy, error=DtypeError)
     if isinstance(x, np.ndarray):
-        kept = jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
-        expected = "an element type of 32 bits or fewer, as JAX's 64-bit mode is off"
-        remedy = 'Convert it (.astype("int32")), or set jax.config.update("jax_enable_x64", True)'
-        expect(kept, name, expected, x.dtype, remedy, DtypeError)
+        check_width(name, x.dtype)
 
 
 def _inferred(flat: Run, arrays: Sequence[Any]) -> list[Any]:
@@ -164,11 +161,13 @@ def _read(run: Run, tensors: Sequence[Any]) -> Sequence[Any]:
 def _check_results(found: Sequence[Any], declared: Sequence[tuple[tuple[int, ...], Any]]) -> None:
     """Raise unless the tensors have the shapes and torch's element types that the program was made for."""
     what, remedy = "torch function", "Return what `results` declares, or as for torch's fake tensors"
-    expect(len(found) == len(declared), what, f"{len(declared)} results", len(found), remedy, ShapeError)
+    expect(
+        len(found) == len(declared), what, f"{len(declared)} results", len(found), remedy, error=ShapeError
+    )
     for i, (x, (shape, dtype)) in enumerate(zip(found, declared, strict=True)):
         name, got = f"result {i} of the {what}", tuple(x.shape)
-        expect(got == tuple(shape), name, f"{tuple(shape)}", got, remedy, ShapeError)
-        expect(x.dtype == dtype, name, f"{dtype}", x.dtype, remedy, DtypeError)
+        expect(got == tuple(shape), name, f"{tuple(shape)}", got, remedy, error=ShapeError)
+        expect(x.dtype == dtype, name, f"{dtype}", x.dtype, remedy, error=DtypeError)
         check_layout(name, x)
 
 

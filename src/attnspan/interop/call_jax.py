@@ -1,7 +1,6 @@
 """`call_jax`: a JAX function on torch tensors. JAX is imported by the first call, not by this module.
 
-The operators take a list of tensors and the name of a `_functions.Call`: the function with everything that is
-no tensor.
+The operators take a list of tensors and the name of a `_functions.Call`: the function with everything else.
 """
 
 import functools
@@ -19,13 +18,20 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from .._installed import require
 from ..errors import expect
 from ..torch._eager import is_watched
-from ._errors import RetraceWarning as RetraceWarning
-from ._errors import SpecializedShapesWarning as SpecializedShapesWarning
-from ._operators import Op, below_autograd, define, differentiate, refuse_second_order
+from ..torch.ops import below_autograd
+from ._operators import Op, define, differentiate, refuse_derivative
 
 __all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class RetraceWarning(UserWarning):
+    """`call_jax` traces one function of the source again and again for the same shapes."""
+
+
+class SpecializedShapesWarning(UserWarning):
+    """JAX cannot trace a function for symbolic sizes, so it is compiled once for each size."""
 
 
 def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
@@ -62,12 +68,9 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _in_graph(fn, args, static)
     functions = _functions()
-    if not static and args and all(isinstance(x, Tensor) for x in args):
-        structure, tensors = functions.tensors_alone(len(args)), list(args)
-    else:
-        *parts, tensors = _split(args, static)
-        structure = functions.Structure(*parts)
-    call = functions.Call(fn, structure, [(x.dtype, x.dim(), x.device) for x in tensors])
+    plain = not static and all(isinstance(x, Tensor) for x in args)
+    spec, leaves, tensors = (None, (), list(args)) if plain else _split(args, static)
+    call = functions.Call(fn, spec, leaves, [(x.dtype, x.dim(), x.device) for x in tensors])
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, call.handle if get_proxy_mode() is None else functions.pin(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -77,12 +80,11 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     return import_module("jax").tree_util.tree_unflatten(call.tree, results)
 
 
-def _split(args: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, list[Any], list[int], list[Tensor]]:
-    """The structure of arguments, their leaves with None for tensors, the places of tensors, and these."""
+def _split(args: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, list[Any], list[Tensor]]:
+    """The structure of arguments, their leaves with the class for each tensor, and the tensors."""
     leaves, spec = pytree.tree_flatten((args, static))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    others = [None if isinstance(x, Tensor) else x for x in leaves]
-    return spec, others, places, [leaves[i] for i in places]
+    others = [Tensor if isinstance(x, Tensor) else x for x in leaves]
+    return spec, others, [x for x in leaves if isinstance(x, Tensor)]
 
 
 @functools.cache
@@ -107,12 +109,12 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     what, expected = "call_jax in a compiled function", "torch 2.13 or newer, which guards the function"
     remedy = "Call it outside, or under torch.compiler.disable"
     expect(_TELLS_FUNCTIONS_APART, what, expected, torch.__version__, remedy)
-    spec, leaves, places, tensors = _split(args, static)
+    spec, leaves, tensors = _split(args, static)
     others = tuple([_number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
     # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
-    handle = _handle_of(owner, method, id(owner), _described(spec), others, tuple(places), kinds)
+    handle = _handle_of(owner, method, id(owner), _described(spec), others, kinds)
     results = call_op(tensors, handle)
     return _rebuild(_results_of(handle), results)
 
@@ -133,13 +135,10 @@ def _spec(described: tuple[Any, ...]) -> pytree.TreeSpec:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _handle_of(
-    fn: Any, method: Any, number: int, described: Any, others: tuple[Any, ...], places: Any, kinds: Any
-) -> str:
+def _handle_of(fn: Any, method: Any, number: int, spec: Any, leaves: tuple[Any, ...], kinds: Any) -> str:
     del number  # The identity of the function, so that it is guarded.
     fn = fn if method is None else MethodType(method, fn)
-    structure = _functions().Structure(_spec(described), list(others), places)
-    return _functions().pin(_functions().Call(fn, structure, kinds))  # type: ignore[no-any-return]
+    return _functions().pin(_functions().Call(fn, _spec(spec), leaves, kinds))  # type: ignore[no-any-return]
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -248,4 +247,6 @@ _record = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
 
 _JVP, _GRAD = "Call call_jax(jax.jvp, ...) on a function that holds yours", "call_jax(jax.grad(fn), ...)"
 differentiate(_library, call_op, _Node, _JVP, lambda made: list(made)[:-1])
-refuse_second_order(_library, backward_op, "call_jax", f"Take the inner derivative in JAX: {_GRAD}")
+_INNER = f"Take the inner derivative in JAX: {_GRAD}"
+_SECOND = f"second derivatives of call_jax: expected first ones, got one of its backward. {_INNER}."
+refuse_derivative(_library, backward_op, _SECOND, _INNER, list)

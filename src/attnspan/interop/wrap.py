@@ -12,9 +12,9 @@ from ..masks import Mask
 from ..torch._attention import Layout
 from ..torch.compile import save_also
 from ._check import Report, check
-from ._contract import REQUIRED, ByName, Declarations, Outputs, Parameters, read_parameters
-from ._errors import DeclarationError as DeclarationError
-from ._kernel import NAMESPACE, Backward, Derivative, register, register_flops
+from ._contract import REQUIRED, Declarations, Outputs, Parameters, read_parameters
+from ._contract import DeclarationError as DeclarationError
+from ._kernel import NAMESPACE, Backward, Derivative, flop_formula, register
 from ._operators import Op
 
 __all__ = ["DeclarationError", "Wrapped", "wrap"]
@@ -69,26 +69,20 @@ class Wrapped:
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         left = self._names[len(args) :]
         values = [*args, *map(kwargs.get, left, self._defaults[len(args) :])]
-        missing = any(x is REQUIRED for x in values)
-        if missing or len(values) > len(self._names) or any(name not in left for name in kwargs):
-            self._refuse(values, left, kwargs)
+        unknown = [name for name in kwargs if name not in left]
+        missing = [name for name, x in zip(self._names, values, strict=False) if x is REQUIRED]
+        if unknown or missing or len(values) > len(self._names):
+            got = f"{len(args)} by position"
+            got += f", unknown or repeated {', '.join(unknown)}" if unknown else ""
+            got += f", no {', '.join(missing)}" if missing else ""
+            expected = f"arguments among {', '.join(self._names)}"
+            remedy = "Call it as the kernel; annotate a parameter without a type, or give wrap schema=..."
+            expect(False, repr(self), expected, got, remedy, error=UsageError)
         for place, varies in enumerate(self._varying):
             if varies and values[place] is not None and not isinstance(values[place], Tensor):
                 # A product, because compilers know how to leave the number of a product open.
                 values[place] = torch.ones((), dtype=torch.float64) * values[place]
         return self._autocasted(values) if self._autocast else values
-
-    def _refuse(self, values: list[Any], left: tuple[str, ...], kwargs: dict[str, Any]) -> None:
-        """Raise what is wrong with the arguments."""
-        most, remedy = f"at most {len(self._names)} arguments", "Call it as the kernel"
-        expect(len(values) <= len(self._names), repr(self), most, len(values), remedy, UsageError)
-        unknown = [name for name in kwargs if name not in left]
-        remedy = "Call it as the kernel; annotate a parameter without a type, or give wrap schema=..."
-        expected = f"keywords among {', '.join(left) or 'none'}"
-        expect(not unknown, repr(self), expected, ", ".join(unknown), remedy, UsageError)
-        missing = [name for name, x in zip(self._names, values, strict=True) if x is REQUIRED]
-        expected, remedy = f"a value for {', '.join(missing)}", "Call it as the kernel"
-        expect(not missing, repr(self), expected, "none", remedy, UsageError)
 
     def _autocasted(self, values: list[Any]) -> list[Any]:
         device = values[self._cast.index(True)].device.type
@@ -145,7 +139,7 @@ def wrap(
     name: str,
     schema: str | None = None,
     outputs: Declarations = "out",
-    backward: Backward = None,
+    backward: Backward | None = None,
     differentiable: Sequence[str] | None = None,
     layout: Layout = "bhsd",
     strides: Strides = "unit",
@@ -213,9 +207,8 @@ def wrap(
     holds = backward is not None or differentiable is None
     expect(holds, "differentiable", "None without a backward", repr(differentiable), remedy)
     derivative = None if backward is None else Derivative(backward, kernel, declared, differentiable)
-    formula = None if flops is None else ByName(flops, parameters.traced, "flops")
-    ops = register(name, kernel, declared, derivative, check)
-    register_flops(ops, derivative, formula, parameters, layout)
+    formula = flop_formula(flops, parameters, layout)
+    ops = register(name, kernel, declared, derivative, check, formula)
     save_also(ops[0])
     sources = () if derivative is None else derivative.differentiable
     return Wrapped(kernel, ops, parameters, sources, layout, autocast)
