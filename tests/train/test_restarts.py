@@ -93,7 +93,7 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
 def test_the_others_say_which_step_failed_within_the_timeout(
     tiny: Tiny, tmp_path: Path, kind: signal.Signals, fsdp: bool
 ) -> None:
-    timeout = 3.0
+    timeout = 10.0
     config = tiny(dp=2, fsdp=fsdp, batch_size=1, timeout=timeout)
     how = json.dumps({0: {"step": 3, "signal": int(kind)}})
     command = [str(SCRIPT), json.dumps(asdict(config)), str(tmp_path / "run"), how]

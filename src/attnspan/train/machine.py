@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["faster_dtype", "matmul_ceiling", "peak_memory"]
 
-_SIZE = 1024
+_SIZES = (128, 1024)
 _BURST_SECONDS = 0.3
 
 
@@ -28,16 +28,22 @@ def matmul_ceiling(dtype: torch.dtype, seconds: float = _BURST_SECONDS) -> float
         >>> matmul_ceiling(torch.float32, seconds=0.01) > 0
         True
     """
-    factor = torch.randn(_SIZE, _SIZE).to(dtype)
-    factor @ factor  # first call: allocation and the library's own set-up
-    best, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        factor @ factor
-        stop = time.perf_counter()
-        best = min(best, stop - start)
-        if stop > end:
-            return 2.0 * _SIZE**3 / best
+    best = 0.0
+    for size in _SIZES:
+        flops = 2.0 * size**3
+        if best and flops / best > seconds:
+            break  # a CPU that emulates the dtype would take seconds for each product
+        factor = torch.randn(size, size).to(dtype)
+        factor @ factor  # first call: allocation and the library's own set-up
+        end = time.perf_counter() + seconds / len(_SIZES)
+        while True:
+            start = time.perf_counter()
+            factor @ factor
+            stop = time.perf_counter()
+            best = max(best, flops / (stop - start))
+            if stop > end:
+                break
+    return best
 
 
 def faster_dtype() -> str:
