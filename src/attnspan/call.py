@@ -254,7 +254,7 @@ class Call:
         if not isinstance(mask, (Mask, Spans)):
             raise not_a_mask(mask)
         placed, given = front.lower(mask, q, k, given)
-        fixed, bare = isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans)
+        fixed = isinstance(mask, (Prepared, Spans))
         bounds = unread = None
         if placed is not None:
             bounds, unread = front.bounds(placed, q), front.unread(mask, q)
@@ -263,7 +263,7 @@ class Call:
             if layout == "thd" and not fixed:
                 _check_packed(mask)  # type: ignore[arg-type]
         problem = Problem.of(q, k, v, bounds, front.device)
-        options = given.lower(front, q, k, placed, fixed, bare)
+        options = given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return cls(q, k, v, bounds, scale, options, given, problem, layout, unread)
 

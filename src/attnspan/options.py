@@ -8,7 +8,7 @@ has the formulas. Positions are global indices, as for masks.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -79,9 +79,8 @@ class Keywords(TypedDict, Generic[A, M], total=False):
     backend: str | None
 
 
-@dataclass(frozen=True, eq=False)
-class Options:
-    """Options as operators and kernels take them: numbers, and arrays of the call's framework.
+class Options(NamedTuple):
+    """Options as operators and kernels take them, in their order: numbers, and arrays of the framework.
 
     Float arrays are float32, or float64 for a float64 q (math backend and reference only).
 
@@ -141,9 +140,7 @@ class Given:
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         return ", ".join(words) or "none"
 
-    def lower(
-        self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool, bare: bool = False
-    ) -> Options | None:
+    def lower(self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool) -> Options | None:
         """Check the options of a call against it, and bring them into the form of kernels.
 
         Args:
@@ -153,7 +150,6 @@ class Given:
             placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
                 where a plan has it.
             fixed: The mask was lowered before the call, which did not read the indices that the call gives.
-            bare: It came as spans, which do not say where their rows are.
 
         Returns:
             The options; None where none is given.
@@ -174,7 +170,7 @@ class Given:
         q_index = k_index = None
         unread = fixed and (self.q_index is not None or self.k_index is not None)
         if placed is not None and (positional or unread):
-            q_index, k_index = self._indices(front, q, k, placed, fixed, bare, positional)
+            q_index, k_index = self._indices(front, q, k, placed, fixed, positional)
         if self.softcap is None and bias is None and sinks is None and seed is None:
             return None
         softcap = 0.0 if self.softcap is None else self.softcap
@@ -218,7 +214,7 @@ class Given:
         return None if p == 0 else front.lower_seed(seed, q.shape[0], q.shape[1])
 
     def _indices(
-        self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, bare: bool, positional: bool
+        self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, positional: bool
     ) -> tuple[Any, Any]:
         """Global indices of queries and keys where an option reads them: the call's, else the mask's."""
         expect(
@@ -232,7 +228,7 @@ class Given:
         if fixed:
             q_index = _index(front, "q_index", self.q_index, q, q.shape[2], q_index)
             k_index = _index(front, "k_index", self.k_index, q, k.shape[2], k_index)
-        if (bare or placed.bare) and self.q_index is None:
+        if placed.bare and self.q_index is None:
             wanted = "the rows' indices beside bare spans, as an option needs positions"
             remedy = "Pass what prepare() or spans() gives, which knows its rows, or pass q_index"
             expect(q.shape[2] == k.shape[2], "q_index", wanted, None, remedy)

@@ -76,7 +76,7 @@ class JaxFront(Front):
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
         if isinstance(mask, Prepared | Spans):
-            return mask if isinstance(mask, Prepared) else Prepared(mask), given
+            return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
         # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
         # program, where a constant of the size of the bounds would be copied into it.
         like = self.inputs[0] if isinstance(self.inputs[0], jax.core.Tracer) else None

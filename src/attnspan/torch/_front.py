@@ -14,8 +14,9 @@ from ..masks import Prepared
 from ..options import Given
 from ..spans import Spans
 from . import _options
-from ._lowered import as_tensors, lowered
-from .dtensor import Places, lower_parts, places_of
+from ._lowered import lowered
+from ._split_masks import lower_parts
+from .dtensor import Places, places_of
 
 _functorch = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -63,9 +64,7 @@ class TorchFront(Front):
         del k
         for name, x in (("q_index", given.q_index), ("k_index", given.k_index)):
             if is_array(x) and not isinstance(x, (Tensor, np.ndarray)):
-                wanted, got = "an integer tensor, or an array of NumPy", f"one of {arrays_for([x]).name}"
-                remedy = "Convert it by torch.from_dlpack, or call the attention of its own framework"
-                raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+                raise _foreign(name, x)
             self.check_place(name, x, q)
 
     def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
@@ -80,28 +79,19 @@ class TorchFront(Front):
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
         found = lower_parts(mask, self.places, q, k.shape[2], given.q_index, given.k_index)
-        if found is not None:
-            return found, given
-        if isinstance(mask, (Prepared, Spans)):
-            if isinstance(mask, Spans):
-                return Prepared(mask), given
-            numpy = isinstance(mask.lowered.bounds, np.ndarray)
-            return as_tensors(mask, q.device) if numpy and _may_remember(given, q) else mask, given
-        if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
-            return known, given
-        return lower_mask(mask, q, k, given, like=q), given
+        if found is None and _may_remember(given, q):
+            found = lowered(mask, q, k)
+        if found is None and isinstance(mask, (Prepared, Spans)):
+            found = mask if isinstance(mask, Prepared) else Prepared(mask, bare=True)
+        return lower_mask(mask, q, k, given, like=q) if found is None else found, given
 
     def bounds(self, placed: Prepared, q: Any) -> Any:
         bounds: Any = placed.lowered.bounds
         if isinstance(bounds, Tensor):
             return bounds
-        if not isinstance(bounds, np.ndarray):
-            got = f"{arrays_for([bounds]).name} arrays"
-            remedy = "Convert them by torch.from_dlpack, or call the attention of their framework"
-            raise DtypeError(
-                "mask", expected="arrays of torch or NumPy, as q, k and v", got=got, remedy=remedy
-            )
-        return torch.as_tensor(own(bounds), device=q.device)
+        if isinstance(bounds, np.ndarray):
+            return torch.as_tensor(own(bounds), device=q.device)
+        raise _foreign("mask", bounds)
 
     def unread(self, mask: Any, q: Any) -> Any:
         if not isinstance(mask, (Prepared, Spans)):
@@ -114,6 +104,12 @@ class TorchFront(Front):
         ):
             return None
         return k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
+
+
+def _foreign(name: str, x: Any) -> DtypeError:
+    remedy = "Convert it by torch.from_dlpack, or call the attention of its own framework"
+    got = f"one of {arrays_for([x]).name}"
+    return DtypeError(name, expected="an array of torch or NumPy", got=got, remedy=remedy)
 
 
 #: For options of plain tensors, which need nothing of a call.
