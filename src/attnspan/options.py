@@ -145,8 +145,7 @@ class Given:
 
         Args:
             front: What the framework adds, an `attnspan.call.Front`.
-            q: Shape (B, Hq, Sq, D), or what has its shape and dtype.
-            k: Shape (B, Hkv, Sk, D), likewise.
+            q, k: Shape (B, H, S, D), or what has their shapes and dtypes.
             placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
                 where a plan has it.
             fixed: The mask was lowered before the call, which did not read the indices that the call gives.
@@ -233,18 +232,12 @@ class Given:
             remedy = "Pass what prepare() or spans() gives, which knows its rows, or pass q_index"
             expect(q.shape[2] == k.shape[2], "q_index", wanted, None, remedy)
         arrays = arrays_for([front.like(q)])
-        q_index, k_index = (
-            arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)
-        )
-        return q_index, k_index
+        indices = [arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)]
+        return indices[0], indices[1]
 
 
 def check_number(what: str, x: Any, low: float, high: float, expected: str, remedy: str) -> None:
-    """Raise unless `x` is a Python number from `low` to `high`.
-
-    Example:
-        >>> check_number("softcap", 30, 1e-30, FLOAT32_MAX, "a positive number", "Leave it out")
-    """
+    """Raise unless `x` is a Python number from `low` to `high`."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         convert = "Multiply q by it if it is an array, or call .item()"
         convert = convert if what == "scale" else "Call .item() if it is an array"
@@ -254,11 +247,7 @@ def check_number(what: str, x: Any, low: float, high: float, expected: str, reme
 
 
 def check_dropout_p(p: Any) -> None:
-    """Raise unless `p` is a number of [0, 1).
-
-    Example:
-        >>> check_dropout_p(0.1)
-    """
+    """Raise unless `p` is a number of [0, 1)."""
     remedy = "It is the share of weights to drop; dropping all leaves nothing"
     check_number("dropout_p", p, 0, _BELOW_1, "at least 0 and below 1", remedy)
 

@@ -50,10 +50,7 @@ Follower = tuple[str, Any, int | None, int | None]
 
 
 class ShardedMask(OneMask):
-    """A mask together with who holds which part of the problem: `attention` hands its calls to it.
-
-    `attnspan.parallel.ContextParallel` is one.
-    """
+    """A mask and who holds which part of the problem: `attention` hands its calls to a `ContextParallel`."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """The result of `attnspan.torch.attention`, without ``mask``, for this rank's part of q, k and v."""

@@ -267,13 +267,7 @@ for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
-    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta).
-
-    Example:
-        >>> x = torch.zeros(2, 3, 2, 8)
-        >>> visible_pairs(x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
-        18
-    """
+    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta)."""
     batch, heads, q_len, _ = q.shape
     if isinstance(bounds, FakeTensor) or bounds.is_meta:
         return batch * heads * q_len * k.shape[2]
@@ -290,12 +284,9 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
     FlashAttention-2, arXiv:2307.08691, section 4.1.
 
     Args:
-        q: Shape (B, Hq, Sq, D).
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, Dv).
+        q, k, v: Shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32; without data (fake or meta) every pair counts.
-        *args: Further arguments of the operator, unused.
-        **kwargs: The result, as torch's counter passes it, unused.
+        *args, **kwargs: Further arguments and the result, as torch's counter passes them, unused.
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 8)
@@ -308,13 +299,6 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
 
 @register_flop_formula(torch.ops.attnspan.backward, get_raw=True)  # type: ignore[untyped-decorator]
 def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
-    """Floating-point operations of one call of the backward operator: 2.5 times the forward's.
-
-    Args:
-        dout: Gradient of the output, unused.
-        dlse: Gradient of the lse, unused.
-        *args: The arguments of `forward_flops`.
-        **kwargs: The result, unused.
-    """
+    """Floating-point operations of one call of the backward operator: 2.5 times those of `forward_flops`."""
     del dout, dlse
     return forward_flops(*args, **kwargs) * 5 // 2
