@@ -224,13 +224,6 @@ def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [7]
 
 
-def test_second_derivatives_are_refused_by_name() -> None:
-    q, k, v = (x.requires_grad_() for x in _qkv())
-    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        dq.sum().backward()
-
-
 def test_a_mask_lowered_in_inference_mode_serves_training() -> None:
     q, k, v = _qkv()
     mask = window(11)

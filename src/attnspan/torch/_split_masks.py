@@ -39,7 +39,7 @@ def lower_parts(
         return None
     split = [x for x in (q_index, k_index, *arrays_in(mask)) if is_dtensor(x)]
     if split and places is None:
-        check_follower(None, f"an array of mask {mask!r}", split[-1], None, None)
+        check_follower(None, f"mask {mask!r}: an array", split[-1], None, None)
     if places is None or not split:
         return None
     local: Any = q.to_local()  # type: ignore[attr-defined]
