@@ -159,25 +159,20 @@ class Front:
     def check_given(self, given: Given, q: Any, k: Any) -> None:
         """Raise for options that this front end does not take."""
 
-    def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
-        """Raise unless a ``dropout_seed`` is one seed, or one for each batch row and head."""
-        raise NotImplementedError
-
     def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
-        """The seed as kernels take it."""
+        """A ``dropout_seed`` as kernels take it; raises unless it is one, or one per batch row and head."""
         raise NotImplementedError
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
         """The mask as spans, or None where a plan has it; and the options, moved if need be."""
         raise NotImplementedError
 
-    def bounds(self, placed: Prepared, q: Any) -> Any:
-        """The bounds of a lowered mask as an array of the framework."""
-        raise NotImplementedError
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, Any]:
+        """The bounds of a lowered mask as an array of the framework, and a ``k_len`` that the program checks.
 
-    def unread(self, mask: Any, q: Any) -> Any:
-        """The ``k_len`` of a mask that was lowered before, where reading its value would cost, else None."""
-        del mask, q
+        That is None but for a mask that was lowered before and whose number would cost to read.
+        """
+        raise NotImplementedError
 
     def like(self, q: Any) -> Any:
         """An array of the call, whose framework and device lowered options have."""
@@ -240,7 +235,7 @@ class Call:
         fixed = isinstance(mask, (Prepared, Spans))
         bounds = unread = None
         if placed is not None:
-            bounds, unread = front.bounds(placed, q), front.unread(mask, q)
+            bounds, unread = front.bounds(placed, mask, q)
             if fixed and unread is None:
                 check_k_len(placed.lowered.k_len, k.shape[2])
             if layout == "thd" and not fixed:

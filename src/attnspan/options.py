@@ -208,9 +208,9 @@ class Given:
         if seed is None:
             expect(p == 0, "dropout_seed", f"{front.seed} beside dropout_p={{}}", None, front.new_seed, p)
             return None
-        front.check_seed(seed, q.shape[0], q.shape[1])
+        lowered = front.lower_seed(seed, q.shape[0], q.shape[1])
         front.check_place("dropout_seed", seed, q)
-        return None if p == 0 else front.lower_seed(seed, q.shape[0], q.shape[1])
+        return None if p == 0 else lowered
 
     def _indices(
         self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, positional: bool

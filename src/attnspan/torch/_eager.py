@@ -28,10 +28,8 @@ _autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled
 
 
-def attend(
-    q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_lse: bool, given: Given | None
-) -> Any:
-    """The result of `attention`, or None for the ordinary way; ``given`` is None without options."""
+def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_lse: bool, given: Given) -> Any:
+    """The result of `attention`, or None where the call must take the ordinary way."""
     core, fixed = cpu.compiled(), type(mask) is Prepared
     if core is None or not _READABLE or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
@@ -46,13 +44,13 @@ def attend(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # Indices that the call gives are those of the mask too.
-    indexed = given is not None and not (given.q_index is None is given.k_index)
+    indexed = not (given.q_index is None is given.k_index)
     mask = None if indexed and not fixed else lowered(mask, q, k)
     if mask is None or type(mask.lowered.bounds) is not Tensor:
         return None
-    bounds, k_len, options = mask.lowered.bounds, mask.lowered.k_len, None
+    bounds, k_len, options = mask.lowered.bounds, mask.lowered.k_len, given.lower(PLAIN, q, k, mask, fixed)
     tensors, arguments = [q, k, v], None
-    if given is not None and (options := given.lower(PLAIN, q, k, mask, fixed)) is not None:
+    if options is not None:
         softcap, bias, kind, sinks, dropout_p, *rest = options
         arguments = softcap, bias, kind, sinks, threshold(dropout_p) if dropout_p else 0, *rest
         tensors += [x for x in (bias, sinks, *rest) if x is not None]

@@ -67,11 +67,8 @@ class TorchFront(Front):
                 raise _foreign(name, x)
             self.check_place(name, x, q)
 
-    def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
-        _options.check_seed(seed, batch, heads)
-
     def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
-        del batch, heads
+        _options.check_seed(seed, batch, heads)
         seed = seed.to(torch.int64)
         # Compiled code saves it, and cannot ask whether it was made in inference mode. A copy was not; a copy
         # of this kind is not made anew in the backward pass.
@@ -85,25 +82,21 @@ class TorchFront(Front):
             found = mask if isinstance(mask, Prepared) else Prepared(mask, bare=True)
         return lower_mask(mask, q, k, given, like=q) if found is None else found, given
 
-    def bounds(self, placed: Prepared, q: Any) -> Any:
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, Any]:
         bounds: Any = placed.lowered.bounds
-        if isinstance(bounds, Tensor):
-            return bounds
         if isinstance(bounds, np.ndarray):
-            return torch.as_tensor(own(bounds), device=q.device)
-        raise _foreign("mask", bounds)
-
-    def unread(self, mask: Any, q: Any) -> Any:
+            bounds = torch.as_tensor(own(bounds), device=q.device)
+        if not isinstance(bounds, Tensor):
+            raise _foreign("mask", bounds)
         if not isinstance(mask, (Prepared, Spans)):
-            return None
+            return bounds, None
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
         # To a compiler the number would be a constant; on a device it is waited for.
-        if not torch.compiler.is_compiling() and (
-            "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
-        ):
-            return None
-        return k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
+        read = "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
+        if read and not torch.compiler.is_compiling():
+            return bounds, None
+        return bounds, k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
 
 
 def _foreign(name: str, x: Any) -> DtypeError:

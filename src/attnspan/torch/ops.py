@@ -162,15 +162,15 @@ class _Forward(torch.autograd.Function):
         q, k, v, bounds, scale, *given = inputs
         softcap, bias, kind, sinks, dropout_p, *rest = Options(*given[:_COUNT])
         ctx.numbers = scale, softcap, kind, dropout_p
-        kept = [bounds, bias, sinks, *rest]
-        # A mask or an index that was made in inference mode cannot be saved, but its copy can.
+        kept = [q, k, v, bounds, bias, sinks, *rest]
+        # What was made in inference mode cannot be saved, but its copy can.
         kept = [x.clone() if x is not None and x.is_inference() else x for x in kept]
-        ctx.save_for_backward(q, k, v, *results, *kept)
+        ctx.save_for_backward(*results, *kept)
         return results  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bounds, bias, sinks, *rest = ctx.saved_tensors
+        out, lse, q, k, v, bounds, bias, sinks, *rest = ctx.saved_tensors
         scale, softcap, kind, dropout_p = ctx.numbers
         needed: tuple[bool, ...] = ctx.needs_input_grad
         if dout is None and dlse is None:
