@@ -45,8 +45,8 @@ class TorchFront(Front):
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         del mask
         self.split(q, k, v, given, layout)
-        q, k, v = (to_bhsd(x, layout) for x in autocast(q, k, v))
-        return q, k, v
+        q, k, v = autocast(q, k, v)
+        return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
     def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
         """How DTensors lie on their mesh, after a look at those of the options; None for plain tensors."""

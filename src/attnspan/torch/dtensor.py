@@ -252,11 +252,13 @@ def option_tensors(given: Given) -> Iterator[Follower]:
         dims = {"slopes": (batch_dim(x, 1), n - 1), "table": (None, 0)}
         dims["values"] = batch_dim(x, 3), n - 3 if n > 2 else None
         yield f"bias.{field.name}", x, *dims.get(field.name, (None, None))
-    seed = given.dropout_seed
-    yield "sinks", given.sinks, None, 0
-    yield "dropout_seed", seed, *((None, None) if batch_dim(seed, 1) is None else (0, 1))
-    yield "q_index", given.q_index, batch_dim(given.q_index, 1), None
-    yield "k_index", given.k_index, batch_dim(given.k_index, 1), None
+    if given.sinks is not None:
+        yield "sinks", given.sinks, None, 0
+    if (seed := given.dropout_seed) is not None:
+        yield "dropout_seed", seed, *((None, None) if batch_dim(seed, 1) is None else (0, 1))
+    for name, index in (("q_index", given.q_index), ("k_index", given.k_index)):
+        if index is not None:
+            yield name, index, batch_dim(index, 1), None
 
 
 def batch_dim(x: Any, rank: int) -> int | None:
