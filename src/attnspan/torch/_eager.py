@@ -33,16 +33,17 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
     core, fixed = cpu.compiled(), type(mask) is Prepared
     if core is None or not _READABLE or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
-    if (
-        is_watched()
-        or layout not in ("bhsd", "bshd")
-        or not (q.is_cpu and q.dim() == k.dim() == v.dim() == 4)
-    ):
+    if is_watched() or not (q.is_cpu and q.dim() == k.dim() == v.dim() == 4):
         return None
     if scale is not None and not (type(scale) in (float, int) and abs(scale) <= FLOAT32_MAX):
         return None
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    elif layout != "bhsd":
+        return None
+    own = given.sinks, given.dropout_seed, given.q_index, given.k_index
+    if [x for x in own if x is not None and type(x) not in _PLAIN]:
+        return None
     # Indices that the call gives are those of the mask too.
     indexed = not (given.q_index is None is given.k_index)
     mask = None if indexed and not fixed else lowered(mask, q, k)
