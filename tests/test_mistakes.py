@@ -106,6 +106,7 @@ def test_a_jax_array_beside_a_mask_is_named():
         (lambda _b, _h, q, k: q >= k, r"got the function <lambda>\. Wrap a mask_mod in from_predicate"),
         ("causal", r"got 'causal'\. Read it by attnspan\.masks\.parse\('causal'\)\."),
         (True, r"got True\. Pass causal\(\) or full\(\)\."),
+        (causal | window, r"got two masks without their parentheses\. Call them"),
         (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),
         (VISIBLE, r"got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),
         (np.zeros((1, 1, 4, 1, 2), np.int32), r"got ndarray of int32.*Wrap bounds .* in spans"),
@@ -165,11 +166,6 @@ def test_a_misspelt_keyword_is_given_the_nearest_and_an_unknown_one_the_list():
             function(x, x, x, colour="red")
 
 
-def test_the_modules_call_refuses_them_too():
-    with pytest.raises(TypeError, match=r"got is_causal=\. Pass mask=causal"):
-        attnspan.torch.Attention(is_causal=True)(X, X, X)
-
-
 def test_remedies_name_what_there_is():
     """No keyword in the table is one of ours, and each keyword that a remedy writes is."""
     for function, _ in _front_ends():
@@ -216,10 +212,9 @@ def test_explain_takes_all_arguments_of_a_call():
 
 
 def test_a_module_refuses_them_when_it_is_made():
-    with pytest.raises(TypeError, match="got causal="):
-        attnspan.torch.Attention(causal=True)
-    with pytest.raises(TypeError, match="Write scale="):
-        attnspan.torch.Attention(sclae=1.0)
+    for mistaken, remedy in (("causal", "Pass mask=causal"), ("sclae", "Write scale=")):
+        with pytest.raises(TypeError, match=rf"got {mistaken}=\. {remedy}"):
+            attnspan.torch.Attention(**{mistaken: True})
 
 
 def test_return_lse_is_read_as_a_truth_value():
@@ -305,8 +300,3 @@ def test_attention_has_the_name_of_a_framework(name):
         exec(f"from attnspan import {name}", {})
     with pytest.raises(AttributeError, match="has no attribute 'attend'"):
         attnspan.attend  # noqa: B018
-
-
-def test_masks_joined_without_their_parentheses_are_named():
-    with pytest.raises(TypeError, match=r"got two masks without their parentheses\. Call them"):
-        attnspan.torch.attention(X, X, X, mask=causal | window)

@@ -36,13 +36,8 @@ class Bias(Node):
     ) -> tuple[Array, int]:
         """The array that kernels read, and its kind; differentiable and traceable.
 
-        Args:
-            batch: number of batch rows.
-            heads: number of query heads.
-            q_len: number of queries.
-            k_len: number of keys.
-            like: an array whose framework and device the result has; None for those of the bias's arrays.
-            wide: float64 instead of float32, for a float64 q.
+        The result has the framework and device of ``like``, by default those of the bias's arrays, and is
+        float64 instead of float32 if ``wide``, for a float64 q.
 
         Returns:
             ALIBI or SIGNED_ALIBI with slopes (B|1, H), DISTANCE with values (H, 2L + 1) by distance from -L
@@ -50,12 +45,6 @@ class Bias(Node):
 
         Raises:
             ShapeError: for parameters that do not fit the problem.
-
-        Example:
-            >>> from attnspan import alibi
-            >>> lowered, kind = alibi([0.5, 0.25]).lower(batch=1, heads=2, q_len=3, k_len=3)
-            >>> lowered.tolist(), kind
-            ([[0.5, 0.25]], 1)
         """
         own = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
         return self._lower(arrays_for([like, *own], what="bias"), wide, (batch, heads, q_len, k_len))
@@ -65,10 +54,6 @@ class Bias(Node):
 
     def __bool__(self) -> NoReturn:
         refuse_truth_of_bias(self)
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

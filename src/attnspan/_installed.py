@@ -5,18 +5,7 @@ from typing import Any
 
 
 def require(module: str, needed_by: str, extra: str) -> Any:
-    """Import a framework.
-
-    Args:
-        module: its name, such as "torch".
-        needed_by: what cannot do without, as users write it.
-        extra: the extra of attnspan that brings it.
-
-    Returns:
-        The module.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message says what to install.
+    """Import a framework, or raise a ModuleNotFoundError that says which extra of attnspan brings it.
 
     Example:
         >>> require("tensorfoo", "attnspan.foo", "foo")

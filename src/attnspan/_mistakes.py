@@ -9,26 +9,20 @@ from typing import Any, NoReturn
 from .arrays import is_array, is_bool
 from .errors import DtypeError, UsageError, shown
 
-_PADDING = (
-    "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or mask=keys(valid), "
-    "with booleans of shape (B, Sk), True for valid keys"
-)
-_OFFSETS = "Pass mask=documents(cu_seqlens_q, cu_seqlens_k), combined by & with causal() for a causal mask"
-_LONGEST = "Leave it out: documents(cu_seqlens) knows the lengths"
-_SOFTCAP = "Pass softcap=, a positive number"
-
 _REMEDIES = {
     "is_causal causal use_causal_mask is_causal_bottom_right": "Pass mask=causal(), which aligns the last "
     "query with the last key",
     "attn_mask attention_mask dense_mask": "Pass mask=from_dense(visible) for booleans of shape "
     "(B|1, H|1, Sq, Sk), True where a key is seen, mask=keys(valid) for booleans of shape (B, Sk), or bias= "
     "for numbers that are added to the scores",
-    "key_padding_mask padding_mask valid_length valid_lens": _PADDING,
-    "query_seq_lengths key_value_seq_lengths seq_lens seqlens": _PADDING,
-    "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv": _OFFSETS,
-    "cu_seq_q cu_seq_k cu_seq_lens_q cu_seq_lens_k": _OFFSETS,
-    "max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv": _LONGEST,
-    "max_q max_k max_length_q max_length_k": _LONGEST,
+    "key_padding_mask padding_mask valid_length valid_lens query_seq_lengths key_value_seq_lengths seq_lens "
+    "seqlens": "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or "
+    "mask=keys(valid), with booleans of shape (B, Sk), True for valid keys",
+    "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv cu_seq_q cu_seq_k cu_seq_lens_q "
+    "cu_seq_lens_k": "Pass mask=documents(cu_seqlens_q, cu_seqlens_k), combined by & with causal() for a "
+    "causal mask",
+    "max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv max_q max_k max_length_q "
+    "max_length_k": "Leave it out: documents(cu_seqlens) knows the lengths",
     "window_size local_window_size window": "Pass mask=window(left, right), with None where -1 stood for all "
     "keys of a side",
     "sliding_window": "Pass mask=window(sliding_window - 1): the keys before the query, without its own",
@@ -43,8 +37,8 @@ _REMEDIES = {
     "enable_gqa": "Leave it out: query heads share key heads wherever k and v have fewer",
     "softmax_scale sm_scale scale_factor scaling qk_scale": "Pass scale=",
     "alibi_slopes": "Pass bias=alibi(slopes)",
-    "logits_soft_cap logit_soft_cap attn_logits_soft_cap soft_cap": _SOFTCAP,
-    "logits_softcap logit_softcap attn_logit_softcapping softcapping": _SOFTCAP,
+    "logits_soft_cap logit_soft_cap attn_logits_soft_cap soft_cap logits_softcap logit_softcap "
+    "attn_logit_softcapping softcapping": "Pass softcap=, a positive number",
     "attn_bias bias_mask position_bias rel_pos_bias": "Pass bias=, a tensor, dense_bias(values), "
     "relative(table) or alibi(slopes)",
     "dropout dropout_rate attn_dropout attention_dropout": "Pass dropout_p= together with dropout_seed=",
@@ -105,33 +99,23 @@ def refuse_operand(sign: str, mask: Any, other: Any) -> NoReturn:
 
 def refuse_operator(mask: Any) -> NoReturn:
     """Raise for an operator that masks do not have."""
-    raise UsageError(
-        repr(mask),
-        expected="& (keys that both masks show) or | (keys that either shows)",
-        got="another operator",
-        remedy="Masks have no ~, + or -: write what is seen, by from_dense(visible) or from_predicate(fn) if "
-        "no mask has a name for it",
-    )
+    wanted = "& (keys that both masks show) or | (keys that either shows)"
+    remedy = "Masks have no ~, + or -: write what is seen, by from_dense(visible) or from_predicate(fn) if no"
+    remedy += " mask has a name for it"
+    raise UsageError(repr(mask), expected=wanted, got="another operator", remedy=remedy)
 
 
 def refuse_truth(mask: Any) -> NoReturn:
     """Raise for a mask that is tested for truth, which would drop one side of `and` and `or`."""
-    raise UsageError(
-        f"bool({mask!r})",
-        expected="masks combined by & and |",
-        got=_TRUTH,
-        remedy="Write a & b or a | b; test for a mask that may be missing by `mask is None`",
-    )
+    remedy = "Write a & b or a | b; test for a mask that may be missing by `mask is None`"
+    raise UsageError(f"bool({mask!r})", expected="masks combined by & and |", got=_TRUTH, remedy=remedy)
 
 
 def refuse_truth_of_bias(bias: Any) -> NoReturn:
     """Raise for a bias that is tested for truth."""
-    raise UsageError(
-        f"bool({bias!r})",
-        expected="one bias, which is neither true nor false",
-        got=_TRUTH,
-        remedy="Test for a bias that may be missing by `bias is None`; add two by dense_bias(a + b)",
-    )
+    wanted = "one bias, which is neither true nor false"
+    remedy = "Test for a bias that may be missing by `bias is None`; add two by dense_bias(a + b)"
+    raise UsageError(f"bool({bias!r})", expected=wanted, got=_TRUTH, remedy=remedy)
 
 
 class OneMask:
@@ -141,13 +125,9 @@ class OneMask:
     __array_ufunc__ = None
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise UsageError(
-            type(self).__name__,
-            expected="one mask, which is not combined with others",
-            got=f"`&`, `|`, or {_TRUTH}",
-            remedy="Combine masks by & and | before they are sharded; test for one that may be missing by "
-            "`mask is None`",
-        )
+        wanted, got = "one mask, which is not combined with others", f"`&`, `|`, or {_TRUTH}"
+        remedy = "Combine masks by & and | before they are sharded; test for one that may be missing by"
+        raise UsageError(type(self).__name__, expected=wanted, got=got, remedy=f"{remedy} `mask is None`")
 
     def __bool__(self) -> NoReturn:
         self._refuse()
@@ -189,5 +169,4 @@ def _meant_by_array(x: Any, text: str) -> str:
         return "Wrap bounds of shape (B|1, H|1, Sq, R, 2) in spans(...)"
     if "float" in text:
         return "Pass numbers that are added to the scores as bias=; wrap x > -inf in from_dense(...)"
-    ids = "Wrap bounds in spans(...), ids in segments(...), offsets in documents(...)"
-    return f"{ids}, lengths in key_padding(...)"
+    return "Wrap ids in segments(...), offsets in documents(...), lengths in key_padding(...)"

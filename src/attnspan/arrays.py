@@ -48,22 +48,12 @@ def _is_jax(x: object) -> bool:
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of one of the three frameworks.
-
-    Example:
-        >>> is_array(np.zeros(2)), is_array([0, 0])
-        (True, False)
-    """
+    """Whether `x` is an array of one of the three frameworks."""
     return isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)
 
 
 def is_integer(x: Array) -> bool:
-    """Whether `x` has an integer dtype, which bool is not.
-
-    Example:
-        >>> is_integer(np.zeros(2, np.uint8)), is_integer(np.zeros(2, bool))
-        (True, False)
-    """
+    """Whether `x` has an integer dtype, which bool is not."""
     if _is_torch(x):
         return not (x.is_floating_point() or x.is_complex() or is_bool(x))
     return bool(np.issubdtype(x.dtype, np.integer))

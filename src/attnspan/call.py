@@ -83,12 +83,8 @@ class Problem:
     def of(cls, q: Any, k: Any, v: Any, bounds: Any, device: str | None = None) -> Problem:
         """The sizes of arrays in (B, H, S, D) order, which bounds of (B|1, H|1, Sq, R, 2) must fit.
 
-        Args:
-            q: Shape (B, Hq, Sq, D), or anything with its shape and dtype; as all.
-            k: Shape (B, Hkv, Sk, D).
-            v: Shape (B, Hkv, Sk, Dv).
-            bounds: int32 (B|1, Hq|1, Sq, R, 2), or None where a plan has the mask.
-            device: Device type; None for that of q, which the bounds must share.
+        Anything with a shape and a dtype serves as q, k and v. ``bounds`` is None where a plan has the mask;
+        ``device`` is that of q by default, which the bounds must share.
 
         Raises:
             ValueError: The bounds do not fit q, or are on another device.
@@ -134,14 +130,8 @@ class Problem:
 class Front:
     """What a front end adds to the checks of a call. One instance serves one call.
 
-    Attributes:
-        expected: What q, k and v must be, in errors.
-        convert: How to make one.
-        an_array: What its arrays are called.
-        noun: The same without the article.
-        seed: What a ``dropout_seed`` must be.
-        new_seed: How to make one.
-        device: Device type of the call, where arrays do not say it.
+    Its words are those of errors: what arrays of the framework and seeds of dropout are called, and how to
+    make one. ``device`` is the device type of the call where arrays do not say it.
     """
 
     expected: str
@@ -169,25 +159,20 @@ class Front:
     def check_given(self, given: Given, q: Any, k: Any) -> None:
         """Raise for options that this front end does not take."""
 
-    def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
-        """Raise unless a ``dropout_seed`` is one seed, or one for each batch row and head."""
-        raise NotImplementedError
-
     def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
-        """The seed as kernels take it."""
+        """A ``dropout_seed`` as kernels take it; raises unless it is one, or one per batch row and head."""
         raise NotImplementedError
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
         """The mask as spans, or None where a plan has it; and the options, moved if need be."""
         raise NotImplementedError
 
-    def bounds(self, placed: Prepared, q: Any) -> Any:
-        """The bounds of a lowered mask as an array of the framework."""
-        raise NotImplementedError
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, Any]:
+        """The bounds of a lowered mask as an array of the framework, and a ``k_len`` that the program checks.
 
-    def unread(self, mask: Any, q: Any) -> Any:
-        """The ``k_len`` of a mask that was lowered before, where reading its value would cost, else None."""
-        del mask, q
+        That is None but for a mask that was lowered before and whose number would cost to read.
+        """
+        raise NotImplementedError
 
     def like(self, q: Any) -> Any:
         """An array of the call, whose framework and device lowered options have."""
@@ -228,15 +213,8 @@ class Call:
     ) -> Call:
         """Check a call and bring it into the form of backends.
 
-        Args:
-            front: What the framework adds.
-            q: In the layout, as all.
-            k: Keys.
-            v: Values.
-            given: The options.
-            mask: A mask, lowered or not, or spans; None for ``full()``.
-            scale: Factor of the scores; None for 1/sqrt(D).
-            layout: A key of ``LAYOUTS``.
+        q, k and v are in ``layout``, a key of ``LAYOUTS``; ``mask`` is a mask, lowered or not, or spans, and
+        None is ``full()``; a ``scale`` of None is 1/sqrt(D).
 
         Raises:
             ValueError: Shapes, devices, options or bounds do not fit.
@@ -254,32 +232,24 @@ class Call:
         if not isinstance(mask, (Mask, Spans)):
             raise not_a_mask(mask)
         placed, given = front.lower(mask, q, k, given)
-        fixed, bare = isinstance(mask, (Prepared, Spans)), isinstance(mask, Spans)
+        fixed = isinstance(mask, (Prepared, Spans))
         bounds = unread = None
         if placed is not None:
-            bounds, unread = front.bounds(placed, q), front.unread(mask, q)
+            bounds, unread = front.bounds(placed, mask, q)
             if fixed and unread is None:
                 check_k_len(placed.lowered.k_len, k.shape[2])
             if layout == "thd" and not fixed:
                 _check_packed(mask)  # type: ignore[arg-type]
         problem = Problem.of(q, k, v, bounds, front.device)
-        options = given.lower(front, q, k, placed, fixed, bare)
+        options = given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return cls(q, k, v, bounds, scale, options, given, problem, layout, unread)
 
 
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
-    """Lower a mask for a call: the one place that does.
+    """Lower a mask for q and k in (B, H, S, D) order: the one place that does.
 
-    Args:
-        mask: A mask expression.
-        q: Shape (B, Hq, Sq, D).
-        k: Shape (B, Hkv, Sk, D).
-        given: The options, which may have indices.
-        like: An array whose framework and device the bounds have; None for those of the mask.
-
-    Returns:
-        The spans, with the indices of rows and keys that are not the default ones.
+    ``like`` is an array whose framework and device the bounds have; None for those of the mask.
     """
     indices = {"q_index": given.q_index, "k_index": given.k_index}
     return mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=like, **indices)
@@ -313,9 +283,8 @@ def forwards_to(target: Callable[..., Any]) -> Callable[[F], F]:
 
 def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raise for keywords that a function does not have, with what says the same here."""
-    if mistaken := {
-        name: value for name, value in options.items() if name not in (function.__kwdefaults__ or ())
-    }:
+    known = function.__kwdefaults__ or ()
+    if mistaken := {name: value for name, value in options.items() if name not in known}:
         refuse_keywords(function, mistaken)
 
 
@@ -333,35 +302,40 @@ def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
 
 
 def _check_kinds(q: Any, k: Any, v: Any) -> None:
-    dtypes, devices = (_dtype(q), _dtype(k), _dtype(v)), (_device(q), _device(k), _device(v))
-    for name, dtype in zip(("q", "k", "v"), dtypes, strict=True):
+    dtypes, devices = [_dtype(q), _dtype(k), _dtype(v)], [_device(q), _device(k), _device(v)]
+    for name, dtype in zip("qkv", dtypes, strict=True):
         if dtype not in _FLOATING:
             wanted, remedy = f"a floating dtype ({', '.join(_FLOATING)})", f"Convert {name} first"
             raise DtypeError(name, expected=wanted, got=dtype, remedy=remedy)
-    same = dtypes[0] == dtypes[1] == dtypes[2]
     remedy = "Convert them to one dtype by .astype, or in torch by .to or autocast"
-    expect(same, "q, k and v", "one dtype", ", ".join(dtypes), remedy, error=DtypeError)
-    same, remedy = devices[0] == devices[1] == devices[2], "Move them to one device"
-    expect(same, "q, k and v", "one device", ", ".join(devices), remedy, error=DeviceError)
+    if not dtypes[0] == dtypes[1] == dtypes[2]:
+        raise DtypeError("q, k and v", expected="one dtype", got=", ".join(dtypes), remedy=remedy)
+    if not devices[0] == devices[1] == devices[2]:
+        got, remedy = ", ".join(devices), "Move them to one device"
+        raise DeviceError("q, k and v", expected="one device", got=got, remedy=remedy)
 
 
 def _check_sizes(q: Any, k: Any, v: Any) -> None:
-    def rule(holds: Any, what: str, expected: str, remedy: str) -> None:
-        if not holds:
-            got = f"q {shown(q.shape)}, k {shown(k.shape)}, v {shown(v.shape)} as (B, H, S, D)"
-            raise ShapeError(what, expected=expected, got=got, remedy=remedy)
-
-    some_heads = q.shape[1] != 0 and k.shape[1] != 0
-    some_elements = q.shape[3] != 0 and v.shape[3] != 0
-    one_batch = q.shape[0] == k.shape[0] and k.shape[0] == v.shape[0]
-    grouped = "Grouped-query attention needs q_heads % kv_heads == 0; check the layout"
-    rule(some_heads, "heads", "at least one query and one key head", "Check the heads dim")
-    rule(some_elements, "head_dim", "at least one element", "Check the last dim")
-    rule(one_batch, "batch", "the same batch size", "Expand or index the batch dim")
-    rule(k.shape[1] == v.shape[1], "heads", "as many value as key heads", "Check k and v, and the layout")
-    rule(k.shape[2] == v.shape[2], "k_len", "as many values as keys", "Check k and v, and the layout")
-    rule(q.shape[3] == k.shape[3], "head_dim", "the same for q and k", "Check the projections")
-    rule(q.shape[1] % k.shape[1] == 0, "heads", "a multiple of the key heads as query heads", grouped)
+    if q.shape[1] == 0 or k.shape[1] == 0:
+        broken = "heads", "at least one query and one key head", "Check the heads dim"
+    elif q.shape[3] == 0 or v.shape[3] == 0:
+        broken = "head_dim", "at least one element", "Check the last dim"
+    elif not (q.shape[0] == k.shape[0] and k.shape[0] == v.shape[0]):
+        broken = "batch", "the same batch size", "Expand or index the batch dim"
+    elif k.shape[1] != v.shape[1]:
+        broken = "heads", "as many value as key heads", "Check k and v, and the layout"
+    elif k.shape[2] != v.shape[2]:
+        broken = "k_len", "as many values as keys", "Check k and v, and the layout"
+    elif q.shape[3] != k.shape[3]:
+        broken = "head_dim", "the same for q and k", "Check the projections"
+    elif q.shape[1] % k.shape[1] != 0:
+        grouped = "Grouped-query attention needs q_heads % kv_heads == 0; check the layout"
+        broken = "heads", "a multiple of the key heads as query heads", grouped
+    else:
+        broken = None
+    if broken is not None:
+        got = f"q {shown(q.shape)}, k {shown(k.shape)}, v {shown(v.shape)} as (B, H, S, D)"
+        raise ShapeError(broken[0], expected=broken[1], got=got, remedy=broken[2])
     for name, length in (("q_len", q.shape[2]), ("k_len", k.shape[2])):
         # A symbol of a traced size has no limit that could be checked now.
         if isinstance(length, int) and length > MAX_LENGTH:

@@ -63,13 +63,7 @@ class _Explained(Exception):
 
 
 class ShapeError(_Explained, ValueError):
-    """Sizes that do not fit each other.
-
-    Example:
-        >>> raise ShapeError("k", expected="4 dims", got="3", remedy="Add a heads dim")
-        Traceback (most recent call last):
-        attnspan.errors.ShapeError: k: expected 4 dims, got 3. Add a heads dim.
-    """
+    """Sizes that do not fit each other."""
 
 
 class DtypeError(_Explained, TypeError):
@@ -89,16 +83,7 @@ class BackendError(_Explained, ValueError):
 
 
 class UsageError(_Explained, TypeError):
-    """A call or an operator of another library, or one that would not do what it seems to.
-
-    Example:
-        >>> from attnspan import causal, window
-        >>> causal() and window(2)
-        Traceback (most recent call last):
-        attnspan.errors.UsageError: bool(causal()): expected masks combined by & and |, got a test for \
-truth, as `and`, `or`, `not` and `if` make. Write a & b or a | b; test for a mask that may be missing \
-by `mask is None`.
-    """
+    """A call or an operator of another library, or one that would not do what it seems to."""
 
 
 def expect(

@@ -8,7 +8,7 @@ has the formulas. Positions are global indices, as for masks.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -79,9 +79,8 @@ class Keywords(TypedDict, Generic[A, M], total=False):
     backend: str | None
 
 
-@dataclass(frozen=True, eq=False)
-class Options:
-    """Options as operators and kernels take them: numbers, and arrays of the call's framework.
+class Options(NamedTuple):
+    """Options as operators and kernels take them, in their order: numbers, and arrays of the framework.
 
     Float arrays are float32, or float64 for a float64 q (math backend and reference only).
 
@@ -141,19 +140,15 @@ class Given:
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         return ", ".join(words) or "none"
 
-    def lower(
-        self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool, bare: bool = False
-    ) -> Options | None:
+    def lower(self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool) -> Options | None:
         """Check the options of a call against it, and bring them into the form of kernels.
 
         Args:
             front: What the framework adds, an `attnspan.call.Front`.
-            q: Shape (B, Hq, Sq, D), or what has its shape and dtype.
-            k: Shape (B, Hkv, Sk, D), likewise.
+            q, k: Shape (B, H, S, D), or what has their shapes and dtypes.
             placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
                 where a plan has it.
             fixed: The mask was lowered before the call, which did not read the indices that the call gives.
-            bare: It came as spans, which do not say where their rows are.
 
         Returns:
             The options; None where none is given.
@@ -174,7 +169,7 @@ class Given:
         q_index = k_index = None
         unread = fixed and (self.q_index is not None or self.k_index is not None)
         if placed is not None and (positional or unread):
-            q_index, k_index = self._indices(front, q, k, placed, fixed, bare, positional)
+            q_index, k_index = self._indices(front, q, k, placed, fixed, positional)
         if self.softcap is None and bias is None and sinks is None and seed is None:
             return None
         softcap = 0.0 if self.softcap is None else self.softcap
@@ -213,12 +208,12 @@ class Given:
         if seed is None:
             expect(p == 0, "dropout_seed", f"{front.seed} beside dropout_p={{}}", None, front.new_seed, p)
             return None
-        front.check_seed(seed, q.shape[0], q.shape[1])
+        lowered = front.lower_seed(seed, q.shape[0], q.shape[1])
         front.check_place("dropout_seed", seed, q)
-        return None if p == 0 else front.lower_seed(seed, q.shape[0], q.shape[1])
+        return None if p == 0 else lowered
 
     def _indices(
-        self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, bare: bool, positional: bool
+        self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, positional: bool
     ) -> tuple[Any, Any]:
         """Global indices of queries and keys where an option reads them: the call's, else the mask's."""
         expect(
@@ -232,23 +227,17 @@ class Given:
         if fixed:
             q_index = _index(front, "q_index", self.q_index, q, q.shape[2], q_index)
             k_index = _index(front, "k_index", self.k_index, q, k.shape[2], k_index)
-        if (bare or placed.bare) and self.q_index is None:
+        if placed.bare and self.q_index is None:
             wanted = "the rows' indices beside bare spans, as an option needs positions"
             remedy = "Pass what prepare() or spans() gives, which knows its rows, or pass q_index"
             expect(q.shape[2] == k.shape[2], "q_index", wanted, None, remedy)
         arrays = arrays_for([front.like(q)])
-        q_index, k_index = (
-            arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)
-        )
-        return q_index, k_index
+        indices = [arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)]
+        return indices[0], indices[1]
 
 
 def check_number(what: str, x: Any, low: float, high: float, expected: str, remedy: str) -> None:
-    """Raise unless `x` is a Python number from `low` to `high`.
-
-    Example:
-        >>> check_number("softcap", 30, 1e-30, FLOAT32_MAX, "a positive number", "Leave it out")
-    """
+    """Raise unless `x` is a Python number from `low` to `high`."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         convert = "Multiply q by it if it is an array, or call .item()"
         convert = convert if what == "scale" else "Call .item() if it is an array"
@@ -258,11 +247,7 @@ def check_number(what: str, x: Any, low: float, high: float, expected: str, reme
 
 
 def check_dropout_p(p: Any) -> None:
-    """Raise unless `p` is a number of [0, 1).
-
-    Example:
-        >>> check_dropout_p(0.1)
-    """
+    """Raise unless `p` is a number of [0, 1)."""
     remedy = "It is the share of weights to drop; dropping all leaves nothing"
     check_number("dropout_p", p, 0, _BELOW_1, "at least 0 and below 1", remedy)
 

@@ -79,7 +79,7 @@ class TestJaxInTorch:
         from attnspan.torch import attention as torchs
 
         q = self.torch.zeros(Q.shape)
-        message = rf"^{name}: expected an integer tensor, or an array of NumPy, got one of jax\. Convert it"
+        message = rf"^{name}: expected an array of torch or NumPy, got one of jax\. Convert it"
         with pytest.raises(TypeError, match=message):
             torchs(q, q, q, mask=mask, bias=a.alibi([0.5] * 4), **{name: jnp.arange(6)})
 

@@ -92,7 +92,7 @@ def _as_numpy(options: Options) -> Options:
             return x
         return x.double().numpy() if x.is_floating_point() else x.numpy()
 
-    return Options(**{name: array(x) for name, x in vars(options).items()})
+    return Options(*map(array, options))
 
 
 def _options(case: Case, generator: torch.Generator) -> Options | None:

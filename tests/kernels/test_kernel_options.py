@@ -145,7 +145,7 @@ def test_rows_that_see_nothing_do_not_see_a_bad_slope() -> None:
 def test_a_cap_far_above_all_scores_changes_none(cap: float) -> None:
     arrays = make(replace(SMALL, options=("sinks",)))
     plain = arrays.run()
-    arrays.options = replace(arrays.options, softcap=cap)
+    arrays.options = arrays.options._replace(softcap=cap)
     got = arrays.run()
     for name in plain:
         torch.testing.assert_close(got[name], plain[name])

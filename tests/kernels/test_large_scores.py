@@ -90,8 +90,7 @@ def test_sinks_and_options_next_to_large_biases(bias: str, rows: str) -> None:
     options = BIASES[bias](case, -1e6)
     # A sink of the size of the largest biases, and one far above them all.
     largest = -1e6 * (10_000 + case.q_len - case.k_len) / 10_000 if bias == "slopes" else -1e6
-    options = replace(
-        options,
+    options = options._replace(
         sinks=torch.tensor([largest + 1, 0.5]),
         softcap=3.0,
         dropout_p=0.3,
@@ -181,12 +180,12 @@ def _half(arrays: Arrays, first: int, last: int) -> Arrays:
     bounds = (arrays.bounds - first).clamp(0, last - first)
     options = arrays.options
     if options.bias_kind == DENSE:
-        options = replace(options, bias=options.bias[..., keys].contiguous())
+        options = options._replace(bias=options.bias[..., keys].contiguous())
     else:
         index = torch.arange(arrays.case.k_len) if options.k_index is None else options.k_index[0]
         rows = torch.arange(arrays.case.q_len) + arrays.case.k_len - arrays.case.q_len
         q_index = rows[None].int() if options.q_index is None else options.q_index
-        options = replace(options, k_index=index[None, keys].int().contiguous(), q_index=q_index)
+        options = options._replace(k_index=index[None, keys].int().contiguous(), q_index=q_index)
     case = replace(arrays.case, k_len=last - first)
     return replace(
         arrays, case=case, k=arrays.k[:, :, keys], v=arrays.v[:, :, keys], bounds=bounds, options=options

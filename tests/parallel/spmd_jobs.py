@@ -77,7 +77,7 @@ def oracle(given: Arrays, mask: Any, options: Options | None = None) -> Arrays:
     q, k, v, dout, dlse = given.values()
     placed = mask.prepare(q.shape[2], k.shape[2], batch=BATCH, heads=q.shape[1])
     bounds, scale = placed.lowered.bounds, DIM**-0.5
-    options = replace(options or Options(), q_index=placed.q_index)
+    options = (options or Options())._replace(q_index=placed.q_index)
     out, lse = reference.forward(q, k, v, bounds, scale, options)
     # The gradient of an lse that is -inf means nothing.
     names = ("dq", "dk", "dv", "dbias", "dsinks")

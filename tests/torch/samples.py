@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -141,8 +141,7 @@ class Sample:
             PLAIN, self.q, self.k, Prepared(Spans(self.bounds, k_len)), fixed=True
         )
         assert lowered is not None
-        values = (getattr(lowered, field.name) for field in fields(lowered))
-        options = tuple(x.detach() if isinstance(x, Tensor) else x for x in values)
+        options = tuple(x.detach() if isinstance(x, Tensor) else x for x in lowered)
         return Sample(self.q, self.k, self.v, self.bounds, self.scale, options)
 
 

@@ -1,7 +1,6 @@
 """Softcap, biases, sinks and dropout through the public call: values, gradients, positions, messages."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -43,14 +42,10 @@ def _exact(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, spans: Span
     """out, lse and the gradients of q, k, v and of each parameter, by the oracle in float64."""
     lowered = Given(**options).lower(PLAIN, q.double(), k, Prepared(spans), fixed=True)
     assert lowered is not None
-    arrays = {
-        f.name: getattr(lowered, f.name).detach().numpy()
-        for f in fields(Options)
-        if isinstance(getattr(lowered, f.name), Tensor)
-    }
+    exact = Options(*[x.detach().numpy() if isinstance(x, Tensor) else x for x in lowered])
     sample = make_sample()
     sample.q, sample.k, sample.v, sample.bounds, sample.scale = q, k, v, spans.bounds, q.shape[3] ** -0.5
-    *results, dbias, dsinks = oracle(sample, dout, torch.ones(q.shape[:3]), replace(lowered, **arrays))
+    *results, dbias, dsinks = oracle(sample, dout, torch.ones(q.shape[:3]), exact)
     known = [(lowered.bias, dbias), (lowered.sinks, dsinks)]
     outputs, gradients = zip(*[(x, g) for x, g in known if x is not None] or [((), ())], strict=True)
     wanted = parameters(options)

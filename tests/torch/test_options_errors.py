@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-import attnspan
 from attnspan import alibi, causal, dense_bias, relative
-from attnspan.torch import _attention, attention
+from attnspan.torch import attention
 
 SEED = torch.tensor(11)
 
@@ -126,10 +125,3 @@ def test_bad_options_say_what_how_and_why(name: str) -> None:
         attention(q, k, v, **options)
     assert str(caught.value).count(", got ") == 1
     assert str(caught.value).endswith(".")
-
-
-def test_a_slow_path_is_named_for_options_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention, "_warned", set())
-    x = torch.randn(1, 2, 4, 8, dtype=torch.float64)
-    with pytest.warns(attnspan.torch.SlowPathWarning, match="not float64"):
-        attention(x, x, x, softcap=3.0)

@@ -68,23 +68,21 @@ class JaxFront(Front):
         del q
         return self.inputs[0]
 
-    def check_seed(self, seed: Any, batch: int, heads: int) -> None:
-        _options.check_seed(seed, (batch, heads, 2))
-
     def lower_seed(self, seed: Any, batch: int, heads: int) -> Array:
+        _options.check_seed(seed, (batch, heads, 2))
         return _options.lower_seed(seed, batch, heads)
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
         if isinstance(mask, Prepared | Spans):
-            return mask if isinstance(mask, Prepared) else Prepared(mask), given
+            return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
         # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
         # program, where a constant of the size of the bounds would be copied into it.
         like = self.inputs[0] if isinstance(self.inputs[0], jax.core.Tracer) else None
         return lower_mask(mask, q, k, given, like), given
 
-    def bounds(self, placed: Prepared, q: Any) -> Array:
-        del q
-        return jnp.asarray(own(placed.lowered.bounds))
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Array, None]:
+        del mask, q
+        return jnp.asarray(own(placed.lowered.bounds)), None
 
 
 def operands_of(call: Call) -> Operands:

@@ -9,19 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from ..call import Call, Problem
 from ..errors import BackendError, OptionError
 
-__all__ = ["Backend", "Choice", "Explanation", "choose"]
-
-
-class Backend(Protocol):
-    """What `choose` needs of a backend."""
-
-    def supports(self, problem: Problem) -> str | None:
-        """Return None, or why the backend cannot run the problem."""
+__all__ = ["Choice", "Explanation", "choose"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class Choice:
     refusals: dict[str, str]  # name -> reason
 
 
-def choose(problem: Problem, backends: Mapping[str, Backend], requested: str | None = None) -> Choice:
+def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None = None) -> Choice:
     """Choose the backend that runs a problem.
 
     Args:
@@ -75,7 +68,7 @@ class Explanation:
     Attributes:
         backend: Name of the backend that runs the call.
         refusals: For every other backend, why it does not.
-        problem: Sizes, dtype and device of the call.
+        problem: The sizes of the call.
         pairs: Visible (query, key) pairs over all batch rows and query heads.
         options: Softcap, bias, sinks and dropout in words.
         isa: Instruction-set level of the CPU kernel, or None where it does not run.
@@ -92,7 +85,7 @@ class Explanation:
 
     @classmethod
     def of(
-        cls, call: Call, backends: Mapping[str, Backend], chosen: str, asked: bool, pairs: int, **rest: Any
+        cls, call: Call, backends: Mapping[str, Any], chosen: str, asked: bool, pairs: int, **rest: Any
     ) -> Explanation:
         """The explanation of a call: every other backend says why not. ``asked``: it was named."""
         other = "not asked for" if asked else f"slower than {chosen}"

@@ -75,9 +75,8 @@ def forward(
     """Attend, writing ``out`` and ``lse``.
 
     Args:
-        q: (B, Hq, Sq, D), float32, bfloat16 or float16. All arrays may have any strides with a unit last one.
-        k: (B, Hkv, Sk, D).
-        v: (B, Hkv, Sk, Dv).
+        q, k, v: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float32, bfloat16 or float16. All
+            arrays may have any strides with a unit last one.
         bounds: (B|1, Hq|1, Sq, R, 2), int32.
         out: (B, Hq, Sq, Dv), written, in the dtype of q or float32.
         lse: (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32, or
@@ -101,18 +100,8 @@ def forward(
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
     bounds = _packed(bounds)  # A name keeps a copy alive while the kernel reads it.
-    _compiled().forward(
-        _array(q),
-        _array(k),
-        _array(v),
-        _array(out),
-        _array(lse),
-        _array(bounds),
-        scale,
-        num_threads,
-        _config(config),
-        _options(options),
-    )
+    arrays = [_array(x) for x in (q, k, v, out, lse, bounds)]
+    _compiled().forward(*arrays, scale, num_threads, _config(config), _options(options))
 
 
 def backward(
@@ -145,7 +134,7 @@ def backward(
         lse: As `forward` wrote it, float32: a large one is computed anew from the keys of this call. In
             float64 it is taken as it is, and may be of a softmax of which these keys are a part, as ``out``.
         dq, dk, dv: The shapes of q, k and v, written, all in the dtype of q or all in float32.
-        num_threads: Threads to use. The same number gives the same bits.
+        num_threads: Threads to use; the same number gives the same bits.
         dbias: The shape of the bias, written, float32 and contiguous, or None.
         dsinks: (Hq,), written, float32, or None.
 
@@ -167,15 +156,9 @@ def backward(
                 x[:] = 0
         return
     bounds, dlse = _packed(bounds), None if dlse is None else _packed(dlse)
-    _compiled().backward(
-        *(_array(x) for x in (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)),
-        scale,
-        num_threads,
-        _config(config),
-        _options(options),
-        _array(dbias),
-        _array(dsinks),
-    )
+    arrays = [_array(x) for x in (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)]
+    rest = scale, num_threads, _config(config), _options(options), _array(dbias), _array(dsinks)
+    _compiled().backward(*arrays, *rest)
 
 
 def move_rows(target: Any, to: Any, source: Any, at: Any, *, num_threads: int, add: bool = False) -> None:
@@ -251,12 +234,10 @@ def peak_kinds() -> list[str]:
 
 
 def peak(kind: str, *, num_threads: int, seconds: float) -> float:
-    """Measure the machine's best rate of multiply-adds on registers, in FLOP/s over all threads.
+    """Measure for some seconds the best rate of multiply-adds on registers, in FLOP/s over all threads.
 
     Args:
         kind: One of `peak_kinds`.
-        num_threads: Threads to use.
-        seconds: About how long to measure.
 
     Example:
         >>> peak(peak_kinds()[0], num_threads=1, seconds=0.01) > 0
@@ -266,12 +247,10 @@ def peak(kind: str, *, num_threads: int, seconds: float) -> float:
 
 
 def read_bandwidth(size: int, *, num_threads: int, seconds: float) -> float:
-    """Measure how fast memory is read, in bytes/s over all threads.
+    """Measure for some seconds how fast memory is read, in bytes/s over all threads.
 
     Args:
         size: Bytes to read, each once, at least 4096 for each thread; choose more than the caches hold.
-        num_threads: Threads to use.
-        seconds: About how long to measure.
     """
     return float(_compiled().read_bandwidth(size, num_threads, seconds))
 
@@ -279,8 +258,7 @@ def read_bandwidth(size: int, *, num_threads: int, seconds: float) -> float:
 def isa() -> str:
     """Return the instruction-set level in use: the machine's best, or the one that ``ATTNSPAN_ISA`` names.
 
-    Raises:
-        ValueError: ``ATTNSPAN_ISA`` names a level that the build or the machine lacks.
+    Raises a ValueError for a level that the build or the machine lacks.
 
     Example:
         >>> isa() in isa_levels()
@@ -295,10 +273,7 @@ def isa_levels() -> list[str]:
 
 
 def threading() -> str:
-    """Return whose threads run the loops: "OpenMP of the process" (torch's) or the kernel's "own threads".
-
-    A forked child, where the threads of its parent are missing, has its own.
-    """
+    """Return whose threads run the loops: "OpenMP of the process" (torch's), or "own threads" as in forks."""
     return str(_compiled().threading())
 
 
@@ -334,16 +309,9 @@ def _config(config: Mapping[str, int] | None) -> tuple[int, ...] | None:
 def _options(options: Options | None) -> tuple[Any, ...] | None:
     if options is None:
         return None
-    return (
-        options.softcap,
-        _array(options.bias),
-        options.bias_kind,
-        _array(options.sinks),
-        dropout.threshold(options.dropout_p) if options.dropout_p else 0,
-        _array(options.dropout_seed),
-        _array(options.q_index),
-        _array(options.k_index),
-    )
+    softcap, bias, kind, sinks, p, *rest = options
+    dropped = dropout.threshold(p) if p else 0
+    return softcap, _array(bias), kind, _array(sinks), dropped, *[_array(x) for x in rest]
 
 
 def _array(x: Any) -> Any:

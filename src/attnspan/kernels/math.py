@@ -8,6 +8,7 @@ Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s
 spans.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,9 +52,7 @@ def forward(
     """Attend, differentiably to any order and in forward mode.
 
     Args:
-        q: (B, Hq, Sq, D), floating.
-        k: (B, Hkv, Sk, D).
-        v: (B, Hkv, Sk, Dv).
+        q, k, v: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), floating.
         bounds: (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span raises if its values can be read
             (CPU, eager) and gives NaN elsewhere.
         scale: Factor of the scores.
@@ -252,39 +251,29 @@ class _RowProduct(_Masked):
         return _pair_product(grad, x, visible), _row_product(w.transpose(-1, -2), grad, flipped), None
 
 
-class _PairProductForwardMode(_PairProduct):
-    """Not one class with its parent: compilers refuse an autograd function that has a ``jvp``."""
+def _with_jvp(function: type[_Masked], product: Callable[..., Tensor]) -> type[_Masked]:
+    """The function with forward mode. Not one class: compilers refuse an autograd function with a ``jvp``."""
 
-    @staticmethod
     def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Any:
         a, b, visible = ctx.saved_tensors
-        return _sum_known(
-            None if da is None else _pair_product(da, b, visible),
-            None if db is None else _pair_product(a, db, visible),
-        )
+        left = None if da is None else product(da, b, visible)
+        right = None if db is None else product(a, db, visible)
+        return right if left is None else left if right is None else left + right
 
-
-class _RowProductForwardMode(_RowProduct):
-    """Not one class with its parent: compilers refuse an autograd function that has a ``jvp``."""
-
-    @staticmethod
-    def jvp(ctx: Any, dw: Tensor | None, dx: Tensor | None, _: None) -> Any:
-        w, x, visible = ctx.saved_tensors
-        return _sum_known(
-            None if dw is None else _row_product(torch.where(visible, dw, 0.0), x, visible),
-            None if dx is None else _row_product(w, dx, visible),
-        )
-
-
-def _sum_known(left: Any, right: Any) -> Any:
-    return right if left is None else left if right is None else left + right
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
 def _pair_product(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
-    function = _PairProduct if torch.compiler.is_compiling() else _PairProductForwardMode
+    function = _PairProduct if torch.compiler.is_compiling() else _PairProductWithJvp
     return function.apply(a, b, visible)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _row_product(w: Tensor, x: Tensor, visible: Tensor) -> Tensor:
-    function = _RowProduct if torch.compiler.is_compiling() else _RowProductForwardMode
+    function = _RowProduct if torch.compiler.is_compiling() else _RowProductWithJvp
     return function.apply(w, x, visible)  # type: ignore[no-any-return, no-untyped-call]
+
+
+_PairProductWithJvp = _with_jvp(_PairProduct, _pair_product)
+_RowProductWithJvp = _with_jvp(
+    _RowProduct, lambda w, x, visible: _row_product(torch.where(visible, w, 0.0), x, visible)
+)

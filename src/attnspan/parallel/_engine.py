@@ -6,7 +6,6 @@ float32, whatever the inputs are.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -175,7 +174,7 @@ def _backward_at_hand(given: Given, done: Done) -> Gradients:
 
 def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
     q, options = given.q, given.options
-    bare = None if options is None else replace(options, sinks=None)
+    bare = None if options is None else options._replace(sinks=None)
     total = _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q)))
     for stage, rows in _round(given):
         if not stage.visible:
@@ -192,7 +191,7 @@ def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
 def _backward_ring(given: Given, done: Done) -> Gradients:
     """Keys go round once more, and each block's gradients with them, one step behind and home at last."""
     q, options = given.q, given.options
-    bare = None if options is None else replace(options, sinks=None)
+    bare = None if options is None else options._replace(sinks=None)
     dq = q.new_zeros(q.shape, dtype=_wide(q))
     sums, every = _OptionSums(options), slice(0, q.shape[1])
     behind: Pending | None = None
@@ -293,8 +292,7 @@ def options_of(options: Options | None, heads: slice) -> Options | None:
     if options is None:
         return None
     seed, sinks, bias = options.dropout_seed, options.sinks, options.bias
-    return replace(
-        options,
+    return options._replace(
         bias=None if bias is None else bias[bias_at(options, heads)].contiguous(),
         sinks=None if sinks is None else sinks[heads].contiguous(),
         dropout_seed=None if seed is None else seed[:, heads].contiguous(),
@@ -317,7 +315,7 @@ def _call(
         at = slice(0, q.shape[1]) if heads is None else heads
         bounds = bounds[:, first + at.start : first + at.stop].contiguous()
     if options is not None and _changes_anything(options):
-        options = replace(options, q_index=given.plan.q_index, k_index=stage.keys)
+        options = options._replace(q_index=given.plan.q_index, k_index=stage.keys)
     else:
         options = None
     kv_map = given.team.mine.kv_map

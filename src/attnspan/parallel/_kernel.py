@@ -110,7 +110,7 @@ def _differentiate_plainly(
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     known = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items() if x is not None}
     with with_autograd():
-        given = Options(**{**vars(options), "bias": known.get("bias"), "sinks": known.get("sinks")})
+        given = options._replace(bias=known.get("bias"), sinks=known.get("sinks"))
         q, k, v = (known[x] for x in "qkv")
         part, part_lse = math_kernel.forward(
             q, k, v, call.bounds, scale=call.scale, options=given, wide_lse=True

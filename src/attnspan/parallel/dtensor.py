@@ -21,7 +21,7 @@ from ..call import LAYOUTS
 from ..errors import OptionError, ShapeError
 from ..options import Given
 from ..torch._options import dropout_seeds
-from ..torch.dtensor import BATCH, HEADS, ROWS, Places, is_dtensor, option_tensors
+from ..torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, is_dtensor, option_tensors
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -163,7 +163,7 @@ class _Options:
         """This rank's part of a DTensor; its gradient is summed over ranks that share the part."""
         from torch.distributed.tensor import Partial, Replicate
 
-        self.places.check(name, x, batch, heads)
+        check_follower(self.places, name, x, batch, heads)
         wanted = self.places.wanted(x, batch, heads)
         gradient = [
             place if place.is_shard() else Partial() if role in (BATCH, HEADS, ROWS) else Replicate()

@@ -25,7 +25,6 @@ Layout = Literal["bhsd", "bshd", "thd"]
 AnyMask = Mask | Prepared | Spans | ShardedMask
 
 _FULL = full()
-_NO_OPTIONS = Given()
 _warned: set[str] = set()
 
 
@@ -127,15 +126,12 @@ def attention(
     if mistaken:
         refuse_keywords(attention, mistaken)
     mask = _FULL if mask is None else mask
-    plain = (
-        softcap is None is bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
-    ) and (isinstance(dropout_p, float) and dropout_p == 0.0)
-    given = _NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
         return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and backend in (None, "cpu"):
-        found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), None if plain else given)
+        found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
         if found is not None:
             return found  # type: ignore[no-any-return]
     call = Call.of(TorchFront(), q, k, v, given, mask=mask, scale=scale, layout=layout)

@@ -68,36 +68,28 @@ def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None
     starts = lengths.tolist()
     own = [n] * len(starts) if counts is None else counts.tolist()
     _check(starts, own, n, INT32_MAX if wrap else slots)
-    pairs = ((keys, k_new), (values, v_new))
-    if n == 1 and min(own, default=1) == 1:
-        row, slot = torch.arange(len(starts)), lengths.remainder(slots) if wrap else lengths
-        for cache, tokens in pairs:
-            cache.transpose(1, 2)[row, slot] = tokens.squeeze(2)
-    else:
-        for cache, tokens in pairs:
-            for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-                _write_row(cache[b], tokens[b, :, n - count :], start % slots if wrap else start)
+    for cache, tokens in ((keys, k_new), (values, v_new)):
+        if n == 1 and min(own, default=1) == 1:  # decoding: all rows at once
+            cache.transpose(1, 2)[torch.arange(len(starts)), lengths.remainder(slots)] = tokens.squeeze(2)
+            continue
+        for b, (start, count) in enumerate(zip(starts, own, strict=True)):
+            # To the slots from the row's own on, and on from slot 0 where they end.
+            slot, own_tokens = start % slots, tokens[b, :, n - count :]
+            first = min(count, slots - slot)
+            cache[b, :, slot : slot + first].copy_(own_tokens[:, :first])
+            cache[b, :, : count - first].copy_(own_tokens[:, first:])
     lengths.add_(n if counts is None else counts)
-
-
-def _write_row(cache: Tensor, new: Tensor, slot: int) -> None:
-    """Copy (Hkv, count, D) to the slots from ``slot`` on, and on from slot 0 where they end."""
-    first = min(new.shape[1], cache.shape[1] - slot)
-    cache[:, slot : slot + first].copy_(new[:, :first])
-    cache[:, : new.shape[1] - first].copy_(new[:, first:])
 
 
 def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
     check_not_lost(starts)
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-        legal, room = 0 <= count <= n, start + count <= limit
-        if legal and room:
-            continue
         remedy = "Pass how many of the last tokens of the chunk are the row's own"
-        expect(legal, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
+        expect(0 <= count <= n, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
         remedy = "Allocate a larger max_len, or truncate() or reset() the row; nothing was written"
-        expect(room, f"cache row {b}", "room for {} more tokens", f"{start} of {limit} taken", remedy, count)
+        room, got = start + count <= limit, f"{start} of {limit} taken"
+        expect(room, f"cache row {b}", "room for {} more tokens", got, remedy, count)
 
 
 def check_not_lost(lengths: list[int]) -> None:

@@ -20,17 +20,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     """Say what `attention` would do with the same arguments, without doing it.
 
     Args:
-        q: As for `attention`.
-        k: As for `attention`.
-        v: As for `attention`.
-        **options: Keywords of `attention`.
-
-    Returns:
-        The explanation.
+        q, k, v, **options: As for `attention`.
 
     Raises:
-        ValueError: As `attention` would.
-        TypeError: As `attention` would.
+        ValueError, TypeError: As `attention` would.
 
     Example:
         >>> from attnspan import causal
@@ -39,29 +32,16 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
         0.625
     """
     check_keywords(explain, options)
-    return _explain(q, k, v, **options)
-
-
-def _explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Any = None,
-    scale: float | None = None,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    backend: str | None = None,
-    **options: Any,
-) -> Explanation:
-    del return_lse  # No backend of torch minds.
+    asked = {**(attention.__kwdefaults__ or {}), **options}
+    del asked["return_lse"]  # No backend of torch minds.
+    mask, scale, layout, backend = (asked.pop(name) for name in ("mask", "scale", "layout", "backend"))
     wanted, got = (
         "the mask of a call on one device",
         f"{type(mask).__name__}, which spreads a call over ranks",
     )
-    single = not isinstance(mask, ShardedMask)
-    expect(single, "explain: mask", wanted, got, "Call its own explain()", error=DtypeError)
-    call = Call.of(TorchFront(), q, k, v, Given(**options), mask=mask, scale=scale, layout=layout)
+    one = not isinstance(mask, ShardedMask)
+    expect(one, "explain: mask", wanted, got, "Call its own explain()", error=DtypeError)
+    call = Call.of(TorchFront(), q, k, v, Given(**asked), mask=mask, scale=scale, layout=layout)
     chosen, pairs = choose(call.problem, BACKENDS, backend).name, visible_pairs(call.q, call.k, call.bounds)
     threads = torch.get_num_threads()
     return Explanation.of(call, BACKENDS, chosen, backend is not None, pairs, threads=threads)

@@ -14,8 +14,9 @@ from ..masks import Prepared
 from ..options import Given
 from ..spans import Spans
 from . import _options
-from ._lowered import as_tensors, lowered
-from .dtensor import Places, lower_parts, places_of
+from ._lowered import lowered
+from ._split_masks import lower_parts
+from .dtensor import Places, places_of
 
 _functorch = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -44,8 +45,8 @@ class TorchFront(Front):
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         del mask
         self.split(q, k, v, given, layout)
-        q, k, v = (to_bhsd(x, layout) for x in autocast(q, k, v))
-        return q, k, v
+        q, k, v = autocast(q, k, v)
+        return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
     def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
         """How DTensors lie on their mesh, after a look at those of the options; None for plain tensors."""
@@ -63,16 +64,11 @@ class TorchFront(Front):
         del k
         for name, x in (("q_index", given.q_index), ("k_index", given.k_index)):
             if is_array(x) and not isinstance(x, (Tensor, np.ndarray)):
-                wanted, got = "an integer tensor, or an array of NumPy", f"one of {arrays_for([x]).name}"
-                remedy = "Convert it by torch.from_dlpack, or call the attention of its own framework"
-                raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+                raise _foreign(name, x)
             self.check_place(name, x, q)
 
-    def check_seed(self, seed: Any, batch: Any, heads: Any) -> None:
-        _options.check_seed(seed, batch, heads)
-
     def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
-        del batch, heads
+        _options.check_seed(seed, batch, heads)
         seed = seed.to(torch.int64)
         # Compiled code saves it, and cannot ask whether it was made in inference mode. A copy was not; a copy
         # of this kind is not made anew in the backward pass.
@@ -80,40 +76,33 @@ class TorchFront(Front):
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
         found = lower_parts(mask, self.places, q, k.shape[2], given.q_index, given.k_index)
-        if found is not None:
-            return found, given
-        if isinstance(mask, (Prepared, Spans)):
-            if isinstance(mask, Spans):
-                return Prepared(mask), given
-            numpy = isinstance(mask.lowered.bounds, np.ndarray)
-            return as_tensors(mask, q.device) if numpy and _may_remember(given, q) else mask, given
-        if _may_remember(given, q) and (known := lowered(mask, q, k)) is not None:
-            return known, given
-        return lower_mask(mask, q, k, given, like=q), given
+        if found is None and _may_remember(given, q):
+            found = lowered(mask, q, k)
+        if found is None and isinstance(mask, (Prepared, Spans)):
+            found = mask if isinstance(mask, Prepared) else Prepared(mask, bare=True)
+        return lower_mask(mask, q, k, given, like=q) if found is None else found, given
 
-    def bounds(self, placed: Prepared, q: Any) -> Any:
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, Any]:
         bounds: Any = placed.lowered.bounds
-        if isinstance(bounds, Tensor):
-            return bounds
-        if not isinstance(bounds, np.ndarray):
-            got = f"{arrays_for([bounds]).name} arrays"
-            remedy = "Convert them by torch.from_dlpack, or call the attention of their framework"
-            raise DtypeError(
-                "mask", expected="arrays of torch or NumPy, as q, k and v", got=got, remedy=remedy
-            )
-        return torch.as_tensor(own(bounds), device=q.device)
-
-    def unread(self, mask: Any, q: Any) -> Any:
+        if isinstance(bounds, np.ndarray):
+            bounds = torch.as_tensor(own(bounds), device=q.device)
+        if not isinstance(bounds, Tensor):
+            raise _foreign("mask", bounds)
         if not isinstance(mask, (Prepared, Spans)):
-            return None
+            return bounds, None
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
         # To a compiler the number would be a constant; on a device it is waited for.
-        if not torch.compiler.is_compiling() and (
-            "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
-        ):
-            return None
-        return k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
+        read = "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
+        if read and not torch.compiler.is_compiling():
+            return bounds, None
+        return bounds, k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
+
+
+def _foreign(name: str, x: Any) -> DtypeError:
+    remedy = "Convert it by torch.from_dlpack, or call the attention of its own framework"
+    got = f"one of {arrays_for([x]).name}"
+    return DtypeError(name, expected="an array of torch or NumPy", got=got, remedy=remedy)
 
 
 #: For options of plain tensors, which need nothing of a call.

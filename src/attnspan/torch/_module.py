@@ -65,15 +65,7 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; options given here, ``mask`` among them, take the place of the module's.
 
-        Args:
-            q: Queries, in the module's layout.
-            k: Keys.
-            v: Values.
-            mask: The mask of this call, such as one prepared for this batch.
-            **options: Keywords of `attention`, such as the ``dropout_seed`` of this call.
-
-        Returns:
-            What `attention` returns.
+        Arguments, results and errors are those of `attention`; ``mask`` may be prepared for this batch.
         """
         own = {**self.options, **{name: getattr(self, name) for name in self._kept if name in self.options}}
         if self._bias is not None:

@@ -135,9 +135,8 @@ def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
 def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -> AnyMask:
     if not isinstance(attn_mask, Tensor):
         return attn_mask
-    wanted, got = "torch.bool, a floating dtype or a mask", str(attn_mask.dtype)
-    fits, remedy = attn_mask.dtype == torch.bool, "Convert it with .bool()"
-    expect(fits, "attn_mask", wanted, got, remedy, error=DtypeError)
+    boolean, wanted = attn_mask.dtype == torch.bool, "torch.bool, a floating dtype or a mask"
+    expect(boolean, "attn_mask", wanted, str(attn_mask.dtype), "Convert it with .bool()", error=DtypeError)
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
     if len(lead) == 2:  # What batch rows or heads share is encoded once.
         own = attn_mask[(None,) * (4 - attn_mask.dim())]

@@ -5,12 +5,14 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..options import DISTANCE
+from ..options import DISTANCE, Options
 from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
-from .ops import NO_OPTIONS, backward_op, forward_op
+from .ops import backward_op, forward_op
 
 # What one mesh axis may split, and how q, k and v then lie on it.
 _WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
+
+_COUNT = len(Options._fields)
 
 _Strategies = list[tuple[list[Any], list[Any]]]
 
@@ -19,7 +21,7 @@ _Strategies = list[tuple[list[Any], list[Any]]]
 def _forward(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
     del scale
     _check(q, k, v)
-    options, k_len = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :]
+    options, k_len = given[:_COUNT], given[_COUNT:]
     found = []
     for role, place in _WAYS:
         inputs = [place, place, place, follow(bounds, role), None, *_option_places(options, role)]
@@ -33,7 +35,7 @@ def _backward(
 ) -> _Strategies:
     del dout, out, lse, scale
     _check(q, k, v)
-    options, want_dbias = given[: len(NO_OPTIONS)], given[len(NO_OPTIONS) :] == (True,)
+    options, want_dbias = given[:_COUNT], given[_COUNT:] == (True,)
     found = []
     for role, place in _WAYS:
         places = _option_places(options, role)
@@ -47,10 +49,18 @@ def _backward(
 
 def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:
     """Placements of the option arguments; trailing ones may have been left out."""
-    _, bias, kind, sinks, _, seed, q_index, k_index = (*given, *NO_OPTIONS[len(given) :])
-    of_bias = follow(bias, role, None, 0) if kind == DISTANCE else follow(bias, role)
-    of_indices = [follow(index, role, 0, None) for index in (q_index, k_index)]
-    places = [None, of_bias, None, follow(sinks, role, None, 0), None, follow(seed, role), *of_indices]
+    o = Options(*given)
+    of_bias = follow(o.bias, role, None, 0) if o.bias_kind == DISTANCE else follow(o.bias, role)
+    of_indices = [follow(index, role, 0, None) for index in (o.q_index, o.k_index)]
+    places = [
+        None,
+        of_bias,
+        None,
+        follow(o.sinks, role, None, 0),
+        None,
+        follow(o.dropout_seed, role),
+        *of_indices,
+    ]
     return places[: len(given)]
 
 

@@ -36,11 +36,9 @@ def to_block_mask(
 
     Args:
         mask: What each query may see; lowered for the sizes given here if it is not yet.
-        q_len: Number of query rows.
-        k_len: Number of keys.
-        batch: Batch rows that arrays of the mask must fit; by default 1. Axes on which nothing depends stay
-            1.
-        heads: Query heads, likewise.
+        q_len, k_len: Numbers of query rows and keys.
+        batch, heads: Batch rows and query heads that arrays of the mask must fit; by default 1. Axes on which
+            nothing depends stay 1.
         block_size: Rows and keys of a block, one number or (rows, keys); FlexAttention's kernels may want
             multiples of 128.
         device: Where its tensors are; by default where the mask's are, or torch's default device for a mask

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import masks
 from ..arrays import INT32_MAX, arrays_for
 from ..checks import count
-from ..errors import DeviceError, DtypeError, OptionError, ShapeError, expect
+from ..errors import DeviceError, DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from ._cache_write import LOST, cache_write_op, check_not_lost
@@ -63,8 +63,8 @@ class Cache(nn.Module):
         sizes = {"batch": batch, "kv_heads": kv_heads, "slots": slots, "head_dim": head_dim}
         sizes["v_dim"] = head_dim if v_dim is None else v_dim
         batch, kv_heads, slots, *dims = (count(name, size, least=1) for name, size in sizes.items())
-        known, remedy = layout in ("bhsd", "bshd"), "Name the order of k and v"
-        expect(known, "layout", "bhsd or bshd", repr(layout), remedy)
+        known = layout in ("bhsd", "bshd")
+        expect(known, "layout", "bhsd or bshd", repr(layout), "Name the order of k and v")
         self.layout, self.slots, self._max_new = layout, slots, max_new
         like: dict[str, Any] = {"dtype": dtype, "device": device}
         # An inference tensor could not be written outside of inference mode later.
@@ -109,28 +109,22 @@ class Cache(nn.Module):
         """
         keys, values = self._keys, self._values
         k_new, v_new = self._tokens("k_new", k_new, keys), self._tokens("v_new", v_new, values)
-        n_k, n_v = k_new.shape[2], v_new.shape[2]
-        expect(n_k == n_v, "v_new", "as many tokens as k_new", n_v, "Check k and v", error=ShapeError)
+        fits, n = k_new.shape[2] == v_new.shape[2], v_new.shape[2]
+        expect(fits, "v_new", "as many tokens as k_new", n, "Check k and v", error=ShapeError)
         if counts is not None:
             self._check_rows("counts", counts)
         cache_write_op(keys, values, self.lengths, k_new, v_new, counts, self._wrap)
         return self._in_layout(keys), self._in_layout(values)
 
     def q_index(self, q_len: int) -> Tensor:
-        """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding.
-
-        Args:
-            q_len: Number of tokens.
-        """
+        """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding."""
         offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
         return self.lengths[:, None] + offset
 
     def positions(self, n: int, counts: Tensor | None = None) -> Tensor:
-        """Shape (B, n), int32: the indices that the tokens of the next `update` will have, for RoPE.
+        """Shape (B, n), int32: the indices that the n tokens of the next `update` will have, for RoPE.
 
-        Args:
-            n: Tokens of the chunk.
-            counts: As `update` will get them. Entries of padding have indices below the row's length.
+        ``counts`` as `update` will get them. Entries of padding have indices below the row's length.
         """
         own = n if counts is None else counts[:, None]
         return (self.q_index(n) + own).to(torch.int32)
@@ -156,20 +150,14 @@ class Cache(nn.Module):
             b = int(legal.logical_not().nonzero()[0])
             expected = f"{int(least[b])} to {int(self.lengths[b])}, whose window the row still holds"
             remedy = "A cache only gives back tokens that it still holds; reset() empties a row"
-            raise OptionError(
-                f"truncate: lengths[{b}]", expected=expected, got=f"{lengths[b]}", remedy=remedy
-            )
+            expect(False, f"truncate: lengths[{b}]", expected, f"{lengths[b]}", remedy)
         self._set_lengths(torch.where(legal, wanted, LOST))
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Empty the cache, or some of its batch rows.
-
-        Args:
-            rows: Shape (B,), bool: which rows; None for all.
+        """Empty the cache, or the batch rows for which ``rows``, bool of shape (B,), is True.
 
         Raises:
-            ValueError: ``rows`` has another shape or device.
-            TypeError: ``rows`` is not bool.
+            ValueError, TypeError: ``rows`` has another shape or device, or is not bool.
         """
         if rows is None:
             rows = torch.ones_like(self.lengths, dtype=torch.bool)
@@ -177,7 +165,7 @@ class Cache(nn.Module):
         self._set_lengths(self.lengths.masked_fill(rows, 0))
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(model)``."""
+        # Sizes, for ``print(model)``.
         batch, heads, slots, dim = self._keys.shape
         return f"batch={batch}, kv_heads={heads}, slots={slots}, head_dim={dim}, layout={self.layout!r}"
 
@@ -185,8 +173,8 @@ class Cache(nn.Module):
         # Its own inverse.
         return x.transpose(1, 2) if self.layout == "bshd" and x.dim() == 4 else x
 
-    def _least(self) -> Tensor:
-        """Shape (B,): the shortest length but 0 that each row can go back to."""
+    def _least(self) -> Any:
+        """The shortest length but 0 that each row can go back to, (B,)."""
         return torch.zeros_like(self.lengths)
 
     def _set_lengths(self, lengths: Tensor) -> None:
@@ -195,37 +183,35 @@ class Cache(nn.Module):
     def _tokens(self, name: str, new: Any, cache: Tensor) -> Tensor:
         """New tokens as (B, Hkv, n, D), checked."""
         remedy = "Make the cache with the dtype of k and v, under autocast with autocast's"
-        _check(name, new, (cache.dtype,), "{}, as the cache", remedy, cache.device)
+        self._check_kind(name, new, (cache.dtype,), "{}, as the cache", remedy)
         batch, heads, _, dim = cache.shape
-        tokens, sizes = self._in_layout(new), (batch, heads, dim, self.layout)
-        shape, most = tokens.shape, self._max_new
+        tokens = self._in_layout(new)
+        shape, sizes = tokens.shape, (batch, heads, dim, self.layout)
         fits = len(shape) == 4 and shape[0] == batch and shape[1] == heads and shape[3] == dim
         expected = "batch {}, {} heads and head dim {} in layout {}"
         remedy = "Make the cache for the model's sizes, and name the layout of k and v"
         expect(fits, name, expected, new.shape, remedy, *sizes, error=ShapeError)
-        expect(shape[2] <= most, name, "at most {} tokens", shape[2], self._remedy, most, error=ShapeError)
+        self._check_count(name, shape[2], "tokens")
         return tokens
 
     def _check_rows(self, name: str, x: Any, kind: str = "integers") -> None:
-        lengths, remedy = self.lengths, "Pass one for each row of the cache"
-        _check(name, x, (torch.bool,) if kind == "bool" else _INTEGERS, kind, remedy, lengths.device)
-        rows, expected = lengths.shape[0], "one entry per batch row, shape ({},)"
-        fits = x.dim() == 1 and x.shape[0] == rows
+        rows, remedy = self.lengths.shape[0], "Pass one for each row of the cache"
+        self._check_kind(name, x, (torch.bool,) if kind == "bool" else _INTEGERS, kind, remedy)
+        fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch row, shape ({},)"
         expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
 
-    def _check_query_rows(self, q_len: int) -> None:
+    def _check_count(self, name: str, n: int, what: str) -> None:
         most = self._max_new
-        expect(q_len <= most, "mask", "at most {} query rows", q_len, self._remedy, most, error=ShapeError)
+        expect(n <= most, name, f"at most {{}} {what}", n, self._remedy, most, error=ShapeError)
 
-
-def _check(
-    name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str, device: torch.device
-) -> None:
-    kind, move = type(x).__name__, "Move the cache with .to(device), or the tensor"
-    to_tensor = "Convert it with torch.as_tensor"
-    expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
-    expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
-    expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)
+    def _check_kind(
+        self, name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str
+    ) -> None:
+        kind, device, to_tensor = type(x).__name__, self.lengths.device, "Convert it with torch.as_tensor"
+        move = "Move the cache with .to(device), or the tensor"
+        expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+        expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
+        expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)
 
 
 class StaticCache(Cache):
@@ -244,8 +230,7 @@ class StaticCache(Cache):
             "bhsd" or "bshd": order of the dims of new tokens and of the views that come back.
 
     Raises:
-        ValueError: A size is not positive, or the layout is unknown.
-        TypeError: A size is no int, or the dtype is not floating.
+        ValueError, TypeError: A size is no positive int, the layout is unknown, or the dtype not floating.
 
     Example:
         >>> from attnspan.torch import attention
@@ -278,11 +263,8 @@ class StaticCache(Cache):
         biases too. Rows of padding before a row's first token see nothing. The lengths are read when the mask
         is lowered: lower it after `update`, and make it anew at each step.
 
-        Args:
-            q_len: Query rows, those of the newest tokens; at most ``max_len``.
-
         Raises:
-            ShapeError: More rows than the cache has room for.
+            ShapeError: More rows than ``max_len``.
 
         Example:
             >>> cache = StaticCache(1, 1, max_len=8, head_dim=4)
@@ -290,7 +272,7 @@ class StaticCache(Cache):
             >>> cache.mask(2).spans(2, 8).bounds[0, 0, :, 0].tolist()
             [[0, 2], [0, 3]]
         """
-        self._check_query_rows(q_len)
+        self._check_count("mask", q_len, "query rows")
         return masks.causal() & masks.cache(self.lengths)
 
 
@@ -302,18 +284,13 @@ class RollingCache(Cache):
     full attention under ``causal() & window(window)``.
 
     Args:
-        batch: Rows, B.
-        kv_heads: Key and value heads, Hkv.
+        batch, kv_heads, head_dim, v_dim, **storage: As of `StaticCache`.
         window: Keys before the query that it sees besides its own, as of the mask ``window(window)``.
-        head_dim: Elements of a key, D.
-        v_dim: Elements of a value, Dv; ``head_dim`` by default.
         chunk: The most tokens that one `update` brings; the first query of a chunk still sees its whole
             window, so there are ``window + chunk`` slots. Drafts to be taken back count as well.
-        **storage: As of `StaticCache`.
 
     Raises:
-        ValueError: ``window`` is negative, another size not positive, or the layout is unknown.
-        TypeError: A size is no int, or the dtype is not floating.
+        ValueError, TypeError: As `StaticCache`, and for a negative ``window``.
 
     Example:
         >>> from attnspan.torch import attention
@@ -361,9 +338,6 @@ class RollingCache(Cache):
         Position biases and dropout find the tokens' own indices in it. It is lowered: other masks count slots
         as if they were tokens, so do not compose it. Make it after `update`, anew at each step.
 
-        Args:
-            q_len: Query rows, those of the newest tokens; at most ``chunk``.
-
         Returns:
             A lowered mask with bounds (B, 1, q_len, 2, 2). Rows of padding, which the ring may no longer
             hold, see nothing; those of a row that was truncated to what it did not hold are illegal.
@@ -372,7 +346,7 @@ class RollingCache(Cache):
             ShapeError: More rows than ``chunk``.
             OptionError: Such a row, where it can be read (CPU, eager).
         """
-        self._check_query_rows(q_len)
+        self._check_count("mask", q_len, "query rows")
         if arrays_for([self.lengths]).concrete(self.lengths):
             check_not_lost(self.lengths.tolist())
         index = self.q_index(q_len)

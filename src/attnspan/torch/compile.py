@@ -31,30 +31,29 @@ def _new_bounds(visible: Tensor, runs: int) -> Tensor:
     return visible.new_empty((*visible.shape[:3], runs, 2), dtype=torch.int32)
 
 
-def _in_chunks(encode_rows: Callable[[Tensor, int], Tensor], visible: Tensor, runs: int) -> Tensor:
-    bounds = _new_bounds(visible, runs)
-    pairs = visible.shape[0] * visible.shape[1] * visible.shape[3]
-    step = max(CHUNK_PAIRS // max(pairs, 1), 1)
-    for i in range(0, visible.shape[2], step):
-        bounds[:, :, i : i + step] = encode_rows(visible[:, :, i : i + step], runs)
-    return bounds
+def _encoder(encode_rows: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    """A kernel of the operator, which encodes so many rows at once that its memory is bounded."""
+
+    def kernel(visible: Tensor, runs: int) -> Tensor:
+        bounds = _new_bounds(visible, runs)
+        pairs = visible.shape[0] * visible.shape[1] * visible.shape[3]
+        step = max(CHUNK_PAIRS // max(pairs, 1), 1)
+        for i in range(0, visible.shape[2], step):
+            bounds[:, :, i : i + step] = encode_rows(visible[:, :, i : i + step], runs)
+        return bounds
+
+    return kernel
 
 
+@_encoder
 def _encode_cpu(visible: Tensor, runs: int) -> Tensor:
     """Bounds of all rows; an OptionError for a row with more than ``runs`` runs."""
-
-    def encode_rows(rows: Tensor, runs: int) -> Tensor:
-        return torch.from_numpy(encode(rows.numpy(), runs, "from_predicate, from_dense"))
-
-    return _in_chunks(encode_rows, visible, runs)
+    return torch.from_numpy(encode(visible.numpy(), runs, "from_predicate, from_dense"))
 
 
+@_encoder
 def _encode_device(visible: Tensor, runs: int) -> Tensor:
     """The same without waiting for the device; (0, -1) in each span of a row with too many runs."""
-    return _in_chunks(_encode_rows, visible, runs)
-
-
-def _encode_rows(visible: Tensor, runs: int) -> Tensor:
     # Edges of a row alternate between starts and stops: the n-th one is an end of span n // 2.
     padded = torch.nn.functional.pad(visible, (1, 1))
     edges = padded[..., 1:] != padded[..., :-1]
@@ -146,13 +145,7 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the forward kernel then runs once per
     step instead of twice.
 
-    Args:
-        ctx: Torch's context of the policy, unused, as are the operator's arguments.
-        op: The operator about to run.
-        *args, **kwargs: Its arguments.
-
-    Returns:
-        ``MUST_SAVE`` for `SAVE_OPS` and the operators of `wrap`, else ``PREFER_RECOMPUTE``.
+    Returns ``MUST_SAVE`` for `SAVE_OPS` and the operators of `wrap`, else ``PREFER_RECOMPUTE``.
 
     Example:
         >>> from functools import partial

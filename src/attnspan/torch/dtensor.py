@@ -7,31 +7,30 @@ Only a tensor of the mask or of an option that each rank has whole is cut down t
 which moves nothing.
 """
 
+import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import combinations
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .._mistakes import OneMask
 from ..call import LAYOUTS
-from ..errors import OptionError, ShapeError, expect
-from ..masks import Mask, Prepared
+from ..errors import ShapeError, expect
 from ..options import Bias, Given, Options, dense_bias
-from ..spans import Spans
 from ._options import dropout_seeds
 
 __all__ = [
     "Places",
     "ShardedMask",
+    "batch_dim",
+    "check_follower",
     "check_places",
     "follow",
     "is_dtensor",
-    "lower_parts",
     "on_mesh",
     "option_tensors",
     "places_of",
@@ -40,23 +39,18 @@ __all__ = [
 #: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
 _DIMS = {"batch": BATCH, "heads": HEADS, "length": ROWS, "tokens": ROWS}
-#: Number of dims of a mask's arrays that have none for batch rows, by kind of mask.
-_RANKS = {"cache": 0, "key_padding": 0, "prefix": 0, "documents": 1, "groups": 1, "keys": 1, "segments": 1}
-_RANKS |= {"from_dense": 2, "Explicit": 4}
 _PLAN = (
     "Redistribute it, or plan the exchange of keys that a split sequence needs: "
     "mask=attnspan.parallel.ContextParallel(...)"
 )
+_MOVES_NOTHING = "Redistribute it: attention moves nothing by itself"
 
 #: A tensor that belongs to q: its name, its value, and which of its dims are those of batch rows and heads.
 Follower = tuple[str, Any, int | None, int | None]
 
 
 class ShardedMask(OneMask):
-    """A mask together with who holds which part of the problem: `attention` hands its calls to it.
-
-    `attnspan.parallel.ContextParallel` is one.
-    """
+    """A mask and who holds which part of the problem: `attention` hands its calls to a `ContextParallel`."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """The result of `attnspan.torch.attention`, without ``mask``, for this rank's part of q, k and v."""
@@ -65,11 +59,8 @@ class ShardedMask(OneMask):
 
 def is_dtensor(x: object) -> bool:
     """Whether it is a DTensor; asking loads nothing, as importing DTensor takes long."""
-    if type(x) is Tensor or not isinstance(x, Tensor) or "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
+    module = None if type(x) is Tensor else sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 @dataclass(frozen=True)
@@ -88,13 +79,9 @@ class Places:
         """The placements of a tensor with these dims for batch rows and heads: as q, but for sizes of 1."""
         return tuple(follow(x, role, batch, heads) for role in self.roles)
 
-    def check(self, name: str, x: Tensor, batch: int | None, heads: int | None) -> None:
-        """Raise an OptionError unless a tensor is plain, whole on each rank, or split where q is."""
-        _check_all([(name, x, batch, heads)], self)
-
     def part(self, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
         """This rank's part of a tensor that belongs to q; a plain one is taken to be the whole."""
-        self.check(name, x, batch, heads)
+        check_follower(self, name, x, batch, heads)
         whole = x if is_dtensor(x) else _replicated(x, self.mesh)
         # From whole to split: each rank cuts its own part out.
         return whole.redistribute(self.mesh, self.wanted(x, batch, heads)).to_local()  # type: ignore[no-any-return]
@@ -126,18 +113,19 @@ def places_of(
     ``plan_mesh`` is the mesh of a plan, whose axes split the rows. Raises an OptionError for tensors that lie
     otherwise, and a ShapeError where a rank would have no batch row, or heads without their key heads.
     """
-    tensors: tuple[Any, ...] = (q, k, v)
-    meshes = tuple(x.device_mesh if is_dtensor(x) else None for x in tensors)
-    if meshes == (None, None, None):
-        if "torch.distributed.tensor" in sys.modules:
-            _check_all(option_tensors(given), None)
+    if "torch.distributed.tensor" not in sys.modules:
         return None
-    placements = tuple(tuple(x.placements) if is_dtensor(x) else None for x in tensors)
-    heads, batch = LAYOUTS[layout].index("heads"), LAYOUTS[layout][0] == "batch"
-    sizes = (q.shape[0] if batch else 1, q.shape[heads], k.shape[heads])
-    found = check_places(layout, meshes, placements, sizes, plan_mesh)
-    _check_all(option_tensors(given), found)
-    return found
+    tensors: tuple[Any, ...] = (q, k, v)
+    meshes = tuple([x.device_mesh if is_dtensor(x) else None for x in tensors])
+    places = None
+    if meshes != (None, None, None):
+        placements = tuple([tuple(x.placements) if is_dtensor(x) else None for x in tensors])
+        heads, batch = LAYOUTS[layout].index("heads"), LAYOUTS[layout][0] == "batch"
+        sizes = (q.shape[0] if batch else 1, q.shape[heads], k.shape[heads])
+        places = check_places(layout, meshes, placements, sizes, plan_mesh)
+    for follower in option_tensors(given):
+        check_follower(places, *follower)
+    return places
 
 
 def check_places(
@@ -165,8 +153,7 @@ def _find_roles(
         remedy = "Give all three as DTensors (DTensor.from_local), or none (to_local)"
         expect(own is not None, name, "a DTensor with {} on {}, as {} is one", "a plain tensor", remedy, *one)
         expect(own == mesh, what, "the mesh of q, {}", own, "Place q, k and v on one mesh", mesh)
-        remedy = "Redistribute one of them: attention moves nothing by itself"
-        expect(places == wanted, what, "{}, as q", _words(places), remedy, _words(wanted))
+        expect(places == wanted, what, "{}, as q", _words(places), _MOVES_NOTHING, _words(wanted))
     split = {i: _DIMS[dim] for i, dim in enumerate(dims) if dim in _DIMS}
     may = [i for i, role in split.items() if role != ROWS or plan_mesh is not None]
     expected = ", ".join(f"Shard({i}) ({dims[i]})" for i in may)
@@ -207,9 +194,7 @@ def _check_parts(places: Places, batch: Any, q_heads: Any, kv_heads: Any) -> Non
     """Raise a ShapeError unless every rank has a batch row, and heads together with their key heads."""
     for role, what, size in ((BATCH, "batch rows", batch), (HEADS, "key heads", kv_heads)):
         counts = [places.mesh.size(axis) for axis, own in enumerate(places.roles) if own == role]
-        ranks, sizes = 1, {size}
-        for count in counts:
-            ranks *= count
+        ranks, sizes = math.prod(counts), {size}
         if ranks == 1 or size % ranks == 0:
             continue
         name, remedy = "q, k and v as DTensors", "Repeat key heads, or share heads out to fewer ranks"
@@ -238,16 +223,15 @@ def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> A
     return Replicate() if dim is None or x.shape[dim] == 1 else Shard(dim)
 
 
-def _check_all(tensors: Iterable[Follower], places: Places | None) -> None:
+def check_follower(places: Places | None, name: str, x: Any, batch: int | None, heads: int | None) -> None:
     """Raise an OptionError for a DTensor that does not lie as q does, and for any where q is plain."""
-    for name, x, batch, heads in tensors:
-        if is_dtensor(x):
-            mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))
-            _check_follower(name, x.device_mesh, tuple(x.placements), mesh, wanted)
+    if is_dtensor(x):
+        mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))
+        _check_placements(name, x.device_mesh, tuple(x.placements), mesh, wanted)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _check_follower(
+def _check_placements(
     name: str, mesh: Any, placements: tuple[Any, ...], q_mesh: Any, wanted: tuple[Any, ...]
 ) -> None:
     got, what = _words(placements), f"{name} as a DTensor"
@@ -256,8 +240,7 @@ def _check_follower(
     expect(mesh == q_mesh, what, "the mesh of q, {}", mesh, "Place it on the mesh of q, k and v", q_mesh)
     fits = placements == wanted or all(place.is_replicate() for place in placements)
     expected = "{}, which goes with q" + ", or Replicate()" * any(place.is_shard() for place in wanted)
-    remedy = "Redistribute it: attention moves nothing by itself"
-    expect(fits, what, expected, got, remedy, _words(wanted))
+    expect(fits, what, expected, got, _MOVES_NOTHING, _words(wanted))
 
 
 def option_tensors(given: Given) -> Iterator[Follower]:
@@ -266,126 +249,21 @@ def option_tensors(given: Given) -> Iterator[Follower]:
     for field in fields(bias) if isinstance(bias, Bias) else ():  # type: ignore[arg-type]
         x = getattr(bias, field.name)
         n = getattr(x, "ndim", 0)
-        dims = {"slopes": (_batch(x, 1), n - 1), "table": (None, 0)}
-        dims["values"] = _batch(x, 3), n - 3 if n > 2 else None
+        dims = {"slopes": (batch_dim(x, 1), n - 1), "table": (None, 0)}
+        dims["values"] = batch_dim(x, 3), n - 3 if n > 2 else None
         yield f"bias.{field.name}", x, *dims.get(field.name, (None, None))
-    seed = given.dropout_seed
-    yield "sinks", given.sinks, None, 0
-    yield "dropout_seed", seed, *((None, None) if _batch(seed, 1) is None else (0, 1))
-    yield "q_index", given.q_index, _batch(given.q_index, 1), None
-    yield "k_index", given.k_index, _batch(given.k_index, 1), None
+    if given.sinks is not None:
+        yield "sinks", given.sinks, None, 0
+    if (seed := given.dropout_seed) is not None:
+        yield "dropout_seed", seed, *((None, None) if batch_dim(seed, 1) is None else (0, 1))
+    for name, index in (("q_index", given.q_index), ("k_index", given.k_index)):
+        if index is not None:
+            yield name, index, batch_dim(index, 1), None
 
 
-def _batch(x: Any, rank: int) -> int | None:
+def batch_dim(x: Any, rank: int) -> int | None:
     """The dim of batch rows of an array that has one in front of this many, or has none."""
     return 0 if getattr(x, "ndim", 0) > rank else None
-
-
-def lower_parts(
-    mask: Any, places: Places | None, q: Tensor, k_len: Any, q_index: Tensor | None, k_index: Tensor | None
-) -> Prepared | None:
-    """Lower a mask of which some arrays are DTensors; None for any other, and for one that is lowered.
-
-    Plain arrays of a mask describe all batch rows and are the same on all ranks: such masks are lowered
-    whole, as on one rank. Arrays that are split over ranks cannot be, so all of the mask is then cut down to
-    this rank's part, lowered, and put together again as a DTensor. Nothing is moved.
-
-    Raises an OptionError for an array that is split otherwise than q, or where q is plain, and for a mask
-    with a function of batch rows or heads; a ShapeError for an array with other batch rows.
-    """
-    if not isinstance(mask, (Mask, Spans)) or "torch.distributed.tensor" not in sys.modules:
-        return None
-    arrays = _arrays(mask)
-    if places is None or isinstance(mask, (Prepared, Spans)):
-        _check_all(arrays, places)
-        return None
-    if not any(is_dtensor(x) for x in (q_index, k_index, *(array[1] for array in arrays))):
-        return None
-    local: Any = q.to_local()  # type: ignore[attr-defined]
-    cutter = _Cutter(places, q, local)
-    here = cutter.cut(mask)
-    rows, keys = cutter.part("q_index", q_index, _batch(q_index, 1)), cutter.part("k_index", k_index, None)
-    sizes = {"batch": local.shape[0], "heads": local.shape[1]}
-    placed = here.spans(q.shape[2], k_len, **sizes, q_index=rows, k_index=keys, like=local.detach())
-    spans = Spans(cutter.join(placed.lowered.bounds, 0, 1), placed.lowered.k_len)
-    return Prepared(spans, cutter.join(placed.q_index, 0), cutter.join(placed.k_index))
-
-
-def _arrays(mask: Any) -> list[Follower]:
-    """The fields of a mask; the dims of those of an expression are known where it is cut."""
-    if isinstance(mask, Spans):
-        return [("bounds of the mask", mask.bounds, 0, 1)]
-    if isinstance(mask, Prepared):
-        keys = ("k_index of the mask", mask.k_index, None, None)
-        return [*_arrays(mask.lowered), ("q_index of the mask", mask.q_index, 0, None), keys]
-    if hasattr(mask, "operands"):
-        return [array for operand in mask.operands for array in _arrays(operand)]
-    kind = type(mask).__name__
-    return [(f"mask {kind}: {f.name}", getattr(mask, f.name), None, None) for f in fields(mask)]
-
-
-class _Cutter:
-    """Cuts the arrays of one mask down to this rank's part, and remembers along what it cut."""
-
-    def __init__(self, places: Places, q: Tensor, local: Tensor) -> None:
-        self.places = places
-        self.sizes = {BATCH: (q.shape[0], local.shape[0]), HEADS: (q.shape[1], local.shape[1])}
-        self.split: set[str] = set()
-        self._known: list[tuple[Tensor, Tensor]] = []
-
-    def cut(self, mask: Any) -> Any:
-        """The mask of this rank's batch rows and heads."""
-        if hasattr(mask, "operands"):
-            return replace(mask, operands=tuple([self.cut(operand) for operand in mask.operands]))
-        if isinstance(mask, Prepared):
-            bounds = self.part("bounds of the mask", mask.lowered.bounds, 0, 1)
-            rows = self.part("q_index of the mask", mask.q_index, 0)
-            return Prepared(Spans(bounds, mask.lowered.k_len), rows, bare=mask.bare)
-        remedy = "Pass the arrays of all batch rows as plain tensors, or prepare the mask"
-        if hasattr(mask, "fn") and {BATCH, HEADS} & set(self.places.roles):
-            expected = "no function of batch rows and heads next to arrays that are DTensors, as q is split"
-            got = "one, which would number those of this rank from 0"
-            raise OptionError(f"mask {mask!r}", expected=expected, got=got, remedy=remedy)
-        kind, changes = type(mask).__name__, {}
-        for field in fields(mask):
-            x = getattr(mask, field.name)
-            if isinstance(x, Mask):  # A mask inside of another may number batch rows too.
-                changes[field.name] = self.cut(x)
-            if isinstance(x, Tensor | np.ndarray):
-                if kind not in _RANKS:
-                    expected = "arrays of a mask whose parts are known, where some are DTensors"
-                    raise OptionError(f"mask {mask!r}", expected=expected, got=kind, remedy=remedy)
-                per_document = getattr(mask, "cu_seqlens", None) is not None
-                batch, heads = _batch(x, _RANKS[kind] + per_document), 1 if x.ndim > 3 else None
-                changes[field.name] = self.part(f"mask {kind}: {field.name}", x, batch, heads)
-        return replace(mask, **changes) if changes else mask
-
-    def part(self, name: str, x: Any, batch: int | None, heads: int | None = None) -> Any:
-        """This rank's part of an array; it must have the batch rows and heads of q, or 1."""
-        if x is None:
-            return None
-        for known, found in self._known:  # Masks that share an array are lowered together.
-            if known is x:
-                return found
-        for role, dim in ((BATCH, batch), (HEADS, heads)):
-            if dim is not None and x.shape[dim] != 1:
-                expected, size = f"1 or {{}} along the {role} dim, as q has in all", self.sizes[role][0]
-                remedy = "Arrays next to DTensors describe the whole, not this rank's part"
-                expect(x.shape[dim] == size, name, expected, x.shape, remedy, size, error=ShapeError)
-                self.split |= {role} & set(self.places.roles)
-        self._known.append((x, self.places.part(name, torch.as_tensor(x), batch, heads)))
-        return self._known[-1][1]
-
-    def join(self, x: Any, batch: int | None = None, heads: int | None = None) -> Any:
-        """The DTensor of which each rank has made its part; what was cut has this rank's sizes."""
-        if x is None:
-            return None
-        dims = {role: dim for role, dim in ((BATCH, batch), (HEADS, heads)) if dim is not None}
-        dims = {role: dim for role, dim in dims.items() if role in self.split}
-        shape, here = list(x.shape), list(x.shape)
-        for role, dim in dims.items():
-            shape[dim], here[dim] = self.sizes[role]
-        return self.places.join(x.expand(here).contiguous(), shape, dims)
 
 
 def on_mesh(
@@ -395,21 +273,18 @@ def on_mesh(
 
     Every rank has made the same ones from the same arguments.
     """
-    given: tuple[Any, ...] = ()
-    if (o := options) is not None:
-        tensors = (o.sinks, o.dropout_p, o.dropout_seed, o.q_index, o.k_index)
-        given = (o.softcap, o.bias, o.bias_kind, *tensors)
     if not is_dtensor(q):
-        return bounds, given, k_len
+        return bounds, options or (), k_len
     from . import _strategies as _strategies  # registers them; importing DTensor takes long
 
-    mesh, seed = q.device_mesh, None if o is None else o.dropout_seed  # type: ignore[attr-defined]
-    if seed is not None and seed.dim() == 0:
+    seed = None if options is None else options.dropout_seed
+    if options is not None and seed is not None and seed.dim() == 0:
         # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
         seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
-        given = (*given[:5], seed, *given[6:])
+        options = options._replace(dropout_seed=seed)
+    mesh = q.device_mesh  # type: ignore[attr-defined]
     bounds, *arguments, k_len = (
-        x if is_dtensor(x) else _replicated(x, mesh) for x in (bounds, *given, k_len)
+        x if is_dtensor(x) else _replicated(x, mesh) for x in (bounds, *(options or ()), k_len)
     )
     return bounds, tuple(arguments), k_len
 

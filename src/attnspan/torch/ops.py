@@ -5,7 +5,7 @@ results are stored as contiguous (B, S, H, D) whatever the strides of the inputs
 no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "forward_flops",
     "has_tangent",
     "readable",
+    "record_forward",
     "single_level",
     "visible_pairs",
 ]
@@ -57,10 +58,8 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=_TAGS,
 )
 
-#: The option arguments of both operators that are absent, in their order.
-NO_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None, None, None)
-# Where the bias is among the inputs of an autograd function: behind the keyset, q, k, v, bounds and scale.
-_BIAS_AT = 7
+# Option arguments of both operators, those of `Options` in their order. Torch leaves trailing defaults out.
+_COUNT = len(Options._fields)
 
 
 def _stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
@@ -73,45 +72,31 @@ def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
-def _new_gradients(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Any], want_dbias: bool
-) -> tuple[Tensor, ...]:
-    """Uninitialised dq, dk, dv, dbias and dsinks; of what has no gradient, without elements."""
-    bias, sinks = given[1], given[3]
-    dq, dk, dv = (_stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
-    shape: tuple[Any, ...] = (0,) if bias is None or not want_dbias else tuple(bias.shape)
-    dbias = q.new_empty(shape, dtype=torch.float32)
-    dsinks = q.new_empty((0,) if sinks is None else tuple(sinks.shape), dtype=torch.float32)
-    return dq, dk, dv, dbias, dsinks
-
-
 def readable(x: Tensor) -> Tensor:
     """The tensor itself where its last stride is 1, else the one explicit copy that the kernel needs."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _read_options(given: Sequence[Any]) -> Options | None:
-    """What the kernel takes of the option arguments: arrays as it can read them, None where none is given."""
-    softcap, bias, kind, sinks, dropout_p, *rest = given
+def _read_options(options: Options) -> Options | None:
+    """The options with arrays as the kernel can read them; None where none is given."""
+    softcap, bias, kind, sinks, dropout_p, *rest = options
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
         return None
     if bias is not None:
         bias = readable(bias) if kind == DENSE else bias.contiguous()
-    sinks, seed, q_index, k_index = (None if x is None else x.contiguous() for x in (sinks, *rest))
-    return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
+    sinks, *rest = [None if x is None else x.contiguous() for x in (sinks, *rest)]
+    return Options(softcap, bias, kind, sinks, dropout_p, *rest)
 
 
 def _forward_cpu(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
 ) -> tuple[Tensor, Tensor]:
     out, lse = _new_outputs(q, v)
-    *options, k_len = _all_options(given, None)
-    if k_len is not None:
-        check_k_len(int(k_len), k.shape[2])
+    if given[_COUNT:] not in ((), (None,)):
+        check_k_len(int(given[_COUNT]), k.shape[2])
     q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
-    read = _read_options(options)
-    threads = torch.get_num_threads()
-    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=read)
+    threads, options = torch.get_num_threads(), _read_options(Options(*given[:_COUNT]))
+    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=options)
     return out, lse
 
 
@@ -119,34 +104,24 @@ def _backward_cpu(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     bounds, out, lse, scale, *given = rest
-    *options, want_dbias = _all_options(given, False)
-    dq, dk, dv, dbias, dsinks = gradients = _new_gradients(q, k, v, options, want_dbias)
+    gradients = _backward_fake(dout, dlse, q, k, v, *rest)
+    dq, dk, dv, dbias, dsinks = gradients
     if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
         return dq, *(x.zero_() for x in gradients[1:])
-    dout, q, k, v = readable(dout), readable(q), readable(k), readable(v)
-    # Kept in names until the kernel is done: it is given addresses.
-    dlse, bounds = None if dlse is None else dlse.contiguous(), bounds.contiguous()
-    out, lse = readable(out), lse.contiguous()  # Hooks on saved tensors may have changed their strides.
-    read = _read_options(options)
+    # Kept in names until the kernel is done: it is given addresses. Hooks on saved tensors may have changed
+    # the strides of out and lse.
+    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    dlse, bounds, lse = None if dlse is None else dlse.contiguous(), bounds.contiguous(), lse.contiguous()
+    options = _read_options(Options(*given[:_COUNT]))
     cpu.backward(
         *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
         scale=scale,
         num_threads=torch.get_num_threads(),
-        options=read,
-        dbias=dbias if want_dbias else None,
-        dsinks=None if read is None or read.sinks is None else dsinks,
+        options=options,
+        dbias=dbias if dbias.numel() else None,
+        dsinks=None if options is None or options.sinks is None else dsinks,
     )
     return gradients
-
-
-def _savable(x: Tensor | None) -> Tensor | None:
-    """A tensor of a mask or an index as autograd can save it: not one that was made in inference mode."""
-    return x.clone() if x is not None and x.is_inference() else x
-
-
-def _all_options(given: Sequence[Any], *last: Any) -> tuple[Any, ...]:
-    """The option arguments with the defaults at their end, which torch leaves out."""
-    return (*given, *(*NO_OPTIONS, *last)[len(given) :])
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -154,10 +129,16 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
     return _new_outputs(q, v)
 
 
-def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v = arguments[2:5]
-    *options, want_dbias = _all_options(arguments[9:], False)
-    return _new_gradients(q, k, v, options, want_dbias)
+def _backward_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Uninitialised dq, dk, dv, dbias and dsinks; of what has no gradient, without elements."""
+    del dout, dlse
+    options, want_dbias = Options(*rest[4 : 4 + _COUNT]), rest[4 + _COUNT :] == (True,)
+    dq, dk, dv = (_stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    wanted = options.bias if want_dbias else None, options.sinks
+    shapes: list[Any] = [(0,) if x is None else tuple(x.shape) for x in wanted]
+    return dq, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 _library.impl("forward", _forward_cpu, "CPU")  # type: ignore[no-untyped-call]
@@ -173,31 +154,33 @@ class _Forward(torch.autograd.Function):
     """The derivative of the forward operator."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = below_autograd(forward_op, keyset, inputs)
+    def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        # What autograd records: a call of the operator, or the results of one that the kernel has done.
+        results = source if type(source) is tuple else below_autograd(forward_op, source, inputs)
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
-        given = _all_options(inputs[5 : 5 + len(NO_OPTIONS)])
-        tensors = [_savable(x) if isinstance(x, Tensor) else None for x in given]
-        ctx.save_for_backward(*inputs[:3], _savable(inputs[3]), out, lse, *tensors)
-        ctx.scale = inputs[4]
-        ctx.given = tuple(None if isinstance(x, Tensor) else x for x in given)
-        return out, lse
+        q, k, v, bounds, scale, *given = inputs
+        softcap, bias, kind, sinks, dropout_p, *rest = Options(*given[:_COUNT])
+        ctx.numbers = scale, softcap, kind, dropout_p
+        kept = [q, k, v, bounds, bias, sinks, *rest]
+        # What was made in inference mode cannot be saved, but its copy can.
+        kept = [x.clone() if x is not None and x.is_inference() else x for x in kept]
+        ctx.save_for_backward(*results, *kept)
+        return results  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bounds, out, lse, *tensors = ctx.saved_tensors
+        out, lse, q, k, v, bounds, bias, sinks, *rest = ctx.saved_tensors
+        scale, softcap, kind, dropout_p = ctx.numbers
         needed: tuple[bool, ...] = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needed)
         dout = torch.zeros_like(out) if dout is None else dout
-        given = [x if tensor is None else tensor for x, tensor in zip(ctx.given, tensors, strict=True)]
-        want_dbias = len(needed) > _BIAS_AT and needed[_BIAS_AT]
-        dq, dk, dv, dbias, dsinks = backward_op(
-            dout, dlse, q, k, v, bounds, out, lse, ctx.scale, *given, want_dbias
-        )
+        want_dbias = needed[7:8] == (True,)
+        given = softcap, bias, kind, sinks, dropout_p, *rest, want_dbias
+        dq, dk, dv, dbias, dsinks = backward_op(dout, dlse, q, k, v, bounds, out, lse, scale, *given)
         if want_dbias:  # A dense bias may have q's dtype; its gradient is summed in float32.
-            dbias = dbias.to(given[1].dtype)
+            dbias = dbias.to(bias.dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
         # None for the inputs behind these; torch leaves trailing defaults out, so there may be fewer.
         pairs = zip_longest(gradients[: len(needed)], needed)
@@ -276,18 +259,15 @@ def has_tangent(x: Any) -> bool:
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
+# For results that the kernel has computed outside the operator.
+record_forward = super(torch.autograd.Function, _Forward).apply  # type: ignore[misc]
+
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
     _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
-    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta).
-
-    Example:
-        >>> x = torch.zeros(2, 3, 2, 8)
-        >>> visible_pairs(x, x, torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2))
-        18
-    """
+    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta)."""
     batch, heads, q_len, _ = q.shape
     if isinstance(bounds, FakeTensor) or bounds.is_meta:
         return batch * heads * q_len * k.shape[2]
@@ -304,12 +284,9 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
     FlashAttention-2, arXiv:2307.08691, section 4.1.
 
     Args:
-        q: Shape (B, Hq, Sq, D).
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, Dv).
+        q, k, v: Shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
         bounds: Shape (B|1, Hq|1, Sq, R, 2), int32; without data (fake or meta) every pair counts.
-        *args: Further arguments of the operator, unused.
-        **kwargs: The result, as torch's counter passes it, unused.
+        *args, **kwargs: Further arguments and the result, as torch's counter passes them, unused.
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 8)
@@ -322,13 +299,6 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
 
 @register_flop_formula(torch.ops.attnspan.backward, get_raw=True)  # type: ignore[untyped-decorator]
 def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
-    """Floating-point operations of one call of the backward operator: 2.5 times the forward's.
-
-    Args:
-        dout: Gradient of the output, unused.
-        dlse: Gradient of the lse, unused.
-        *args: The arguments of `forward_flops`.
-        **kwargs: The result, unused.
-    """
+    """Floating-point operations of one call of the backward operator: 2.5 times those of `forward_flops`."""
     del dout, dlse
     return forward_flops(*args, **kwargs) * 5 // 2

@@ -119,12 +119,9 @@ class _Front(TorchFront):
         given, placed = lower_all(mask, q, k, given, self.spots, self.specs)
         return placed, given
 
-    def bounds(self, placed: Prepared, q: Any) -> Any:
-        del q
-        return placed.lowered.bounds
-
-    def unread(self, mask: Any, q: Any) -> Any:
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, None]:
         del mask, q
+        return placed.lowered.bounds, None
 
 
 def _attend(

@@ -91,7 +91,8 @@ def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
     """A lowered mask with its arrays in their places."""
     lowered = mask if isinstance(mask, Spans) else mask.lowered
     check_k_len(lowered.k_len, k_len)
-    return Prepared(Spans(arrays["bounds"], k_len), arrays.get("q_index"), arrays.get("k_index"))
+    bare = isinstance(mask, Spans) or mask.bare
+    return Prepared(Spans(arrays["bounds"], k_len), arrays.get("q_index"), arrays.get("k_index"), bare)
 
 
 def _moved(x: Any, name: str, q: Tensor) -> Any:
