@@ -17,7 +17,7 @@ from .._pytrees import static_key
 from ..arrays import NUMPY
 from ..call import lower_mask
 from ..expression import And, Combined, Mask, Or, Prepared
-from ..lowering import begin_in
+from ..lowering import begin
 from ..masks import causal, full, global_keys, window
 from ..options import Given
 from ..spans import Spans
@@ -190,7 +190,7 @@ def _twin(mask: Any, sources: dict[int, tuple[Any, Any]], leaves: list[Mask] | N
 
 
 def _by_numpy(mask: Mask, leaves: list[Mask], sizes: tuple[int, ...]) -> Prepared:
-    low = begin_in(NUMPY, leaves, *sizes)
+    low = begin(NUMPY, leaves, *sizes)
     bounds = low.bounds(mask)
     if bounds.shape[3] > 1:
         bounds = Spans._checked(bounds, low.top).compact().bounds

@@ -44,7 +44,7 @@ def _encode_cpu(visible: Tensor, runs: int) -> Tensor:
     """Bounds of all rows; an OptionError for a row with more than ``runs`` runs."""
 
     def encode_rows(rows: Tensor, runs: int) -> Tensor:
-        return torch.from_numpy(encode(rows.numpy(), runs, "from_predicate, from_dense"))
+        return torch.from_numpy(encode(rows.numpy(), runs, "from_predicate, from_dense, keys"))
 
     return _in_chunks(encode_rows, visible, runs)
 
