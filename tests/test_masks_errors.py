@@ -33,7 +33,10 @@ AT_ONCE = [
     (lambda: a.key_padding(3, start=-1), "key_padding: start: expected 0 to"),
     (lambda: a.key_padding(3, start=4, stop=2), "key_padding: stop: expected 4 to"),
     (lambda: a.keys(IDS), r"keys: valid: expected a bool array, got int64. Compare: .* mask != 0"),
-    (lambda: a.keys(IDS[None, None] > 0), r"keys: valid: expected an array with 1 or 2 axes, got \(1, 1, 4\)"),
+    (
+        lambda: a.keys(IDS[None, None] > 0),
+        r"keys: valid: expected an array with 1 or 2 axes, got \(1, 1, 4\)",
+    ),
     (lambda: a.keys(IDS > 0, max_runs=0), "keys: max_runs: expected 1 to"),
     (lambda: a.groups(IDS + 0.5), "groups: ids: expected an integer array"),
     (lambda: a.from_dense(IDS), "from_dense: visible: expected a bool array, got int64"),

@@ -169,10 +169,6 @@ class Mask(Node):
         """The masks that it combines; itself where it combines none."""
         return [self]
 
-    def _parts(self) -> list[Mask]:
-        """Of a leaf, the masks whose arrays say how many keys and rows there are."""
-        return [self]
-
     def _key_len(self) -> Any:
         """Length of the global key sequence, if an array says it."""
         return None
@@ -236,13 +232,15 @@ class And(Combined):
     """The keys that every operand shows."""
 
     def _lower(self, low: Lowering) -> Rows:
-        clip, wide = Rows((FULL,)), []
+        clip: Rows | None = None
+        wide = []
         for operand in self._flat():
             rows = low.lower(operand)
             if len(rows.intervals) > 1:
                 wide.append((operand, rows))
             else:
-                clip = clip_rows(low.arrays, rows, clip)
+                clip = rows if clip is None else clip_rows(low.arrays, rows, clip)
+        clip = Rows((FULL,)) if clip is None else clip
         if not wide:
             return clip
         # Single intervals go into the operands of each `|` first: many of those then have unions known to be

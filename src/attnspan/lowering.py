@@ -13,7 +13,7 @@ from .arrays import INT32_MAX, Array, Arrays
 from .errors import ShapeError, expect
 from .spans import Spans, check_index
 
-__all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin"]
+__all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin", "key_len"]
 
 _SMALL = 1 << 20
 """Bytes of spans up to which no warning is given."""
@@ -77,7 +77,7 @@ class Lowering:
 
     def bounds(self, mask: Any) -> Array:
         """int32 (B|1, H|1, q_len, R, 2) of a mask; (0, -1) in each span of an illegal row."""
-        arrays, rows = self.arrays, self.lower(mask)
+        arrays, rows = self.arrays, mask._lower(self)
         los, his = materialise(arrays, rows.intervals, self.q_len, self.top)
         illegal = rows.illegal
         # Marked before they are interleaved, which is faster by far; not at all where none is illegal.
@@ -143,12 +143,12 @@ class Lowering:
     def index_rows(self, leaves: list[Any], q_index: Any, k_index: Any) -> None:
         """Give the rows their indices: those that are given, those that a mask implies, or the last ones."""
         anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
-        # A prepared mask compares its rows with those chosen, so that it need not be the same array.
-        others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
-        first, *rest = others or anchored[:1] or [None]
         if q_index is not None:
             self.q_index = self._checked(q_index)
-        elif first is not None:
+        elif anchored:
+            # A prepared mask compares its rows with those chosen, so that it need not be the same array.
+            others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
+            first, *rest = others or anchored[:1]
             for leaf in rest:
                 if not _same_anchor(leaf, first):
                     got = f"one from {first!r} and another from {leaf!r}"
@@ -187,7 +187,8 @@ class Lowering:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""
         x = self.int32(what, x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
-        self.check_axis(what, "batch", x.shape[0])
+        if x.shape[0] != 1:
+            self.check_axis(what, "batch", x.shape[0])
         return x
 
     def check_axis(self, what: str, axis: str, size: int) -> None:
@@ -311,30 +312,30 @@ def begin(
     tracing = arrays.tracing()
     if not tracing:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
-            holds = not isinstance(size, int) or 0 <= size <= INT32_MAX
-            expect(holds, name, "0 to {}", size, "Use fewer", INT32_MAX)
+            if isinstance(size, int) and not 0 <= size <= INT32_MAX:
+                expect(False, name, "0 to {}", size, "Use fewer", INT32_MAX)
     if k_index is not None:
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
         expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)
-    keys = _key_len(leaves, None if k_index is not None else k_len, tracing)
+    keys = key_len(leaves, None if k_index is not None else k_len, tracing)
     low = Lowering(arrays, q_len, keys, batch, heads)
     low.index_rows(leaves, q_index, k_index)
     return low
 
 
-def _key_len(leaves: list[Any], known: int | None, tracing: bool) -> int | None:
+def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) -> int | None:
+    """The length of the global key sequence, which is known or which masks say; raises where they differ."""
     for leaf in leaves:
-        for part in leaf._parts():
-            # The program checks a length that is data: read here, it would be a constant.
-            length = None if tracing and known is not None and part._key_len_is_data() else part._key_len()
-            if length is None:
-                continue
-            if known is not None and length != known:
-                remedy = "They describe the whole, global sequence; pass k_index if only some keys are here"
-                expected = "arrays that describe {} keys"
-                expect(False, repr(part), expected, length, remedy, known, error=ShapeError)
-            known = length
+        # The program checks a length that is data: read here, it would be a constant.
+        length = None if tracing and known is not None and leaf._key_len_is_data() else leaf._key_len()
+        if length is None:
+            continue
+        if known is not None and length != known:
+            remedy = "They describe the whole, global sequence; pass k_index if only some keys are here"
+            expected = "arrays that describe {} keys"
+            expect(False, repr(leaf), expected, length, remedy, known, error=ShapeError)
+        known = length
     return known
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,7 @@ def _own_runs(
     if is_padding is not None:
         nobody = either_illegal(nobody, is_padding(own))
     rows = _runs(low, own, ids, max_runs, nobody, anchored=max_runs == 1)
-    return Rows(rows.intervals, either_illegal(rows.illegal, None if beyond is None else beyond[:, None]))
+    return rows if beyond is None else replace(rows, illegal=rows.illegal | beyond[:, None])
 
 
 def _runs(
@@ -122,7 +123,10 @@ def _runs(
         rest = low.q_index[:, 0] if anchored else 0
         pairs = [(arrays.where(nobody, rest, lo), arrays.where(nobody, rest, hi)) for lo, hi in pairs]
         broken = broken & ~nobody
-    return Rows(tuple([Interval(lo[:, None], hi[:, None], anchored) for lo, hi in pairs]), broken[:, None])
+    intervals = []
+    for lo, hi in pairs:
+        intervals.append(Interval(lo[:, None], hi[:, None], anchored))
+    return Rows(tuple(intervals), broken[:, None])
 
 
 class documents(Mask):

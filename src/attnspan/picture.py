@@ -157,9 +157,8 @@ def svg_of_mask(mask: Any) -> str | None:
         >>> svg_of_mask(causal())[:4]
         '<svg'
     """
-    parts = [part for leaf in mask._leaves() for part in leaf._parts()]
-    k_lens = [n for n in (part._key_len() for part in parts) if n is not None]
-    q_lens = [n for n in (part._row_len() for part in parts) if n is not None]
+    k_lens = [n for n in (leaf._key_len() for leaf in mask._leaves()) if n is not None]
+    q_lens = [n for n in (leaf._row_len() for leaf in mask._leaves()) if n is not None]
     q_len = [*q_lens, *k_lens, 64][0]
     try:
         return svg(mask.spans(q_len, [*k_lens, q_len][0]), title=repr(mask))

@@ -14,7 +14,7 @@ from .._intervals import Interval, Rows, common, either_illegal, materialise, sp
 from ..arrays import Array, arrays_for
 from ..by_value import is_traced
 from ..errors import DtypeError, ShapeError, expect
-from ..lowering import Lowering
+from ..lowering import Lowering, key_len
 from ..masks import Mask
 
 __all__ = ["Mixture", "batchify", "per_document", "per_head", "per_row", "reordered"]
@@ -44,17 +44,22 @@ class Mixture(Mask):
             inner += mask._leaves()
         return inner
 
-    def _parts(self) -> list[Mask]:
-        parts: list[Mask] = []
-        for leaf in self._inner():
-            parts += leaf._parts()
-        return parts
+    def _key_len(self) -> Any:
+        return key_len(self._inner())
+
+    def _key_len_is_data(self) -> bool:
+        return True in [leaf._key_len_is_data() for leaf in self._inner()]
+
+    def _row_len(self) -> Any:
+        known = [n for n in [leaf._row_len() for leaf in self._inner()] if n is not None]
+        return known[0] if known else None
 
     def _each(self, low: Lowering, number: int) -> Lowering:
         raise NotImplementedError(f"{type(self).__name__} must say how one of its masks is lowered")
 
     def _lower(self, low: Lowering) -> Rows:
         low.check_axis(type(self).__name__, ("batch", "heads")[self.axis], len(self.masks))
+        key_len(self._inner(), low.k_len, low.arrays.tracing())
         lowered = [self._each(low, number).lower(mask) for number, mask in enumerate(self.masks)]
         runs = max(len(rows.intervals) for rows in lowered)
         los, his, illegal = [], [], []
@@ -321,9 +326,9 @@ def _check_inner(what: str, mask: Any, size: int | None) -> None:
     """Raise unless `mask` can be counted from the start of each of several stretches of keys."""
     (mask,) = _several(what, [mask])
     remedy = "Leave it outside, and compose with &"
-    for part in [part for leaf in mask._leaves() for part in leaf._parts()]:
-        free = part._anchor() is None and part._row_len() is None
-        expect(free, what, "a mask that follows from indices alone", repr(part), remedy)
-        n = part._key_len()
+    for leaf in mask._leaves():
+        free = leaf._anchor() is None and leaf._row_len() is None
+        expect(free, what, "a mask that follows from indices alone", repr(leaf), remedy)
+        n = leaf._key_len()
         expected = "a mask without arrays for keys" if size is None else "arrays that describe {} keys"
-        expect(n is None or n == size, what, expected, repr(part), remedy, size, error=ShapeError)
+        expect(n is None or n == size, what, expected, repr(leaf), remedy, size, error=ShapeError)
