@@ -10,8 +10,8 @@ import numpy as np
 
 from .. import checks
 from .._encoding import table
-from .._intervals import Interval, Rows, common, either_illegal, materialise, split
-from ..arrays import Array, arrays_for
+from .._intervals import Interval, Rows, either_illegal, split
+from ..arrays import Array, Arrays, arrays_for
 from ..by_value import is_traced
 from ..errors import DtypeError, ShapeError, expect
 from ..lowering import Lowering, key_len
@@ -60,26 +60,13 @@ class Mixture(Mask):
     def _lower(self, low: Lowering) -> Rows:
         low.check_axis(type(self).__name__, ("batch", "heads")[self.axis], len(self.masks))
         key_len(self._inner(), low.k_len, low.arrays.tracing())
-        lowered = [self._each(low, number).lower(mask) for number, mask in enumerate(self.masks)]
-        runs = max(len(rows.intervals) for rows in lowered)
-        los, his, illegal = [], [], []
-        for rows in lowered:
-            padded = rows.intervals + (Interval(0, 0),) * (runs - len(rows.intervals))
-            lo, hi = common(low.arrays, *materialise(low.arrays, padded, low.q_len, low.top))
-            los.append(lo)
-            his.append(hi)
-            illegal.append(rows.illegal)
-        return Rows(split(self._join(low, los), self._join(low, his)), self._illegal(low, illegal))
+        parts = [self._each(low, number).bounds(mask) for number, mask in enumerate(self.masks)]
+        runs = max([part.shape[3] for part in parts])
+        return low.rows_of(self._join(low, [_padded(low.arrays, part, runs) for part in parts]))
 
     def _join(self, low: Lowering, parts: list[Array]) -> Array:
         """Arrays with 1 along the axis as one with all of them."""
         return low.arrays.stack(parts).swapaxes(self.axis, -1)[..., 0]
-
-    def _illegal(self, low: Lowering, parts: list[Array | None]) -> Array | None:
-        if all(part is None for part in parts):
-            return None
-        legal = low.arrays.full((1, 1, low.q_len), 0, "bool")
-        return self._join(low, [legal if part is None else legal | part for part in parts])
 
 
 class per_row(Mixture):
@@ -310,6 +297,12 @@ def _runs_of_places(
     first = np.diff(at, prepend=-2) != 1
     last = np.append(first[1:], True) if len(at) else first
     return np.stack([at[first] // wide + start, at[first] % wide, at[last] % wide + 1])
+
+
+def _padded(arrays: Arrays, bounds: Array, runs: int) -> Array:
+    """Bounds with empty spans up to a number of them."""
+    empty = arrays.full((*bounds.shape[:3], 2, runs - bounds.shape[3]), 0)
+    return arrays.concat([bounds.swapaxes(-1, -2), empty]).swapaxes(-1, -2)
 
 
 def _several(what: str, masks: Any) -> tuple[Mask, ...]:
