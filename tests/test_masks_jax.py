@@ -38,12 +38,7 @@ def test_spans_arithmetic():
         (a.causal() & (a.window(2) | a.global_keys(1))).spans(9, 9, like=like)
         for like in (jnp.zeros(1), None)
     )
-    for name, arguments in (
-        ("dense", ()),
-        ("cost", ()),
-        ("block_states", (2, 3)),
-        ("block_ranges", (2, 3)),
-    ):
+    for name, arguments in (("dense", ()), ("cost", ()), ("block_states", (2, 3)), ("block_ranges", (2, 3))):
         np.testing.assert_array_equal(getattr(spans, name)(*arguments), getattr(want, name)(*arguments))
     keys = np.array([0, 3, 4, 8])
     taken, wanted = (x.take_keys(keys).take_queries(keys).compact() for x in (spans, want))
