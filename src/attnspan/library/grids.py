@@ -35,11 +35,8 @@ class _Grid(Mask):
 
     canvas: Any
 
-    def _text(self) -> int:
-        return getattr(self, "text", 0)
-
     def _key_len(self) -> Any:
-        return math.prod(self.canvas) + self._text()
+        return math.prod(self.canvas) + getattr(self, "text", 0)
 
     def _cells(self, arrays: Arrays, index: Array) -> list[tuple[Array, Array]]:
         raise NotImplementedError(f"{type(self).__name__} must say which tokens a row sees, as runs [lo, hi)")
@@ -204,9 +201,8 @@ def tiled_natten(canvas: Sizes, kernel: Sizes, tile: Sizes) -> Mask:
     Source: attention-gym's `generate_tiled_natten`, with odd kernels as `natten` says.
 
     Args:
-        canvas: tokens along each axis, a multiple of the tile.
-        kernel: keys along each axis, at most the canvas.
-        tile: tokens of a tile along each axis.
+        canvas, kernel: as for `natten`.
+        tile: tokens of a tile along each axis; it divides the canvas.
 
     Example:
         >>> tiled_natten((4, 4), (3, 3), (2, 2)).spans(16, 16).dense()[0, 0, 0].astype(int).tolist()
@@ -223,8 +219,8 @@ def morton_natten(canvas: Sizes, kernel: Sizes) -> Mask:
     Source: attention-gym's `generate_morton_natten`.
 
     Args:
-        canvas: tokens along each axis, powers of two, all the same.
-        kernel: keys along each axis, at most the canvas.
+        canvas: as for `morton_order`.
+        kernel: as for `natten`.
 
     Example:
         >>> morton_natten((4, 4), (3, 3)).spans(16, 16).dense()[0, 0, 0].astype(int).tolist()

@@ -214,9 +214,7 @@ def _inside(low: Lowering, mask: Mask, lo: Array, hi: Array, length: int | None)
 
 
 def _cut(low: Lowering, end: Any, size: Array) -> Array:
-    if isinstance(end, int):
-        return low.arrays.minimum(size, max(end, 0))
-    return low.arrays.maximum(low.arrays.minimum(end, size), 0)
+    return low.arrays.maximum(low.arrays.minimum(size, end), 0)
 
 
 class reordered(Mask):
