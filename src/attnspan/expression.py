@@ -25,8 +25,9 @@ class Mask(Node):
     Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it
     is lowered.
 
-    A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in `__post_init__`, and says in
-    `_lower` which keys each row sees. The masks are in `attnspan.masks` and `attnspan.library`.
+    A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in
+    `__post_init__`, and says in `_lower` which keys each row sees. The masks are in `attnspan.masks` and
+    `attnspan.library`.
 
     Example:
         >>> from attnspan import causal, window
