@@ -80,6 +80,28 @@ def _pairs(name: str) -> np.ndarray:
     return np.array([sample.sees(*map(int, pair)) for pair in np.ndindex(shape)], bool).reshape(shape)
 
 
+def _natten(note: str, canvas: tuple, kernel: tuple, runs: int = 1, text: int = 0, **options: Any) -> Sample:
+    return Sample(
+        "natten",
+        note,
+        lambda: lib.natten(canvas, kernel, text=text, **options),
+        lambda b, h, i, j: neighbours(canvas, kernel, i, j, text, **options),
+        keys=int(np.prod(canvas)) + text,
+        runs=runs,
+    )
+
+
+def _sta(note: str, canvas: tuple, kernel: tuple, tile: tuple, runs: int = 1, text: int = 0) -> Sample:
+    return Sample(
+        "sta",
+        note,
+        lambda: lib.sta(canvas, kernel, tile, text),
+        lambda b, h, i, j: tiles_near(canvas, kernel, tile, i, j, text),
+        keys=int(np.prod(canvas)) + text,
+        runs=runs,
+    )
+
+
 SAMPLES = [
     Sample(
         "dilated",
@@ -202,64 +224,14 @@ SAMPLES = [
         runs=5,
         arrays=(PARENTS_TWO_ROWS, np.array([3, 7])),
     ),
-    Sample("natten", "1-D", lambda: lib.natten(24, 5), lambda b, h, i, j: neighbours((24,), (5,), i, j)),
-    Sample(
-        "natten",
-        "2-D",
-        lambda: lib.natten((4, 6), (3, 3)),
-        lambda b, h, i, j: neighbours((4, 6), (3, 3), i, j),
-        runs=3,
-    ),
-    Sample(
-        "natten",
-        "2-D, even kernel, text",
-        lambda: lib.natten((4, 6), (2, 4), text=3),
-        lambda b, h, i, j: neighbours((4, 6), (2, 4), i, j, text=3),
-        keys=27,
-        runs=3,
-    ),
-    Sample(
-        "natten",
-        "3-D",
-        lambda: lib.natten((3, 3, 4), (2, 3, 3)),
-        lambda b, h, i, j: neighbours((3, 3, 4), (2, 3, 3), i, j),
-        keys=36,
-        runs=6,
-    ),
-    Sample(
-        "natten",
-        "dilated",
-        lambda: lib.natten((5, 7), (2, 3), dilation=(2, 2)),
-        lambda b, h, i, j: neighbours((5, 7), (2, 3), i, j, dilation=(2, 2)),
-        keys=35,
-        runs=6,
-    ),
-    Sample(
-        "natten",
-        "strided",
-        lambda: lib.natten((5, 7), (3, 4), stride=(2, 3)),
-        lambda b, h, i, j: neighbours((5, 7), (3, 4), i, j, stride=(2, 3)),
-        keys=35,
-        runs=3,
-    ),
-    Sample(
-        "natten",
-        "causal in time",
-        lambda: lib.natten((5, 7), (3, 3), causal=(True, False)),
-        lambda b, h, i, j: neighbours((5, 7), (3, 3), i, j, causal=(True, False)),
-        keys=35,
-        runs=3,
-    ),
-    Sample(
-        "natten",
-        "causal, strided, dilated",
-        lambda: lib.natten((6, 9), (2, 3), dilation=(2, 3), stride=(2, 2), causal=True),
-        lambda b, h, i, j: neighbours(
-            (6, 9), (2, 3), i, j, dilation=(2, 3), stride=(2, 2), causal=(True, True)
-        ),
-        keys=54,
-        runs=6,
-    ),
+    _natten("1-D", (24,), (5,)),
+    _natten("2-D", (4, 6), (3, 3), 3),
+    _natten("2-D, even kernel, text", (4, 6), (2, 4), 3, text=3),
+    _natten("3-D", (3, 3, 4), (2, 3, 3), 6),
+    _natten("dilated", (5, 7), (2, 3), 6, dilation=(2, 2)),
+    _natten("strided", (5, 7), (3, 4), 3, stride=(2, 3)),
+    _natten("causal in time", (5, 7), (3, 3), 3, causal=(True, False)),
+    _natten("all", (6, 9), (2, 3), 6, dilation=(2, 3), stride=(2, 2), causal=(True, True)),
     Sample(
         "natten",
         "as attention-gym, odd",
@@ -283,28 +255,9 @@ SAMPLES = [
         lambda b, h, i, j: abs(i // 6 - j // 6) <= 1 and abs(i % 6 - j % 6) <= 2,
         runs=3,
     ),
-    Sample(
-        "sta",
-        "2-D",
-        lambda: lib.sta((4, 6), (2, 6), (2, 2)),
-        lambda b, h, i, j: tiles_near((4, 6), (2, 6), (2, 2), i, j),
-    ),
-    Sample(
-        "sta",
-        "2-D, text",
-        lambda: lib.sta((6, 4), (4, 2), (2, 1), text=2),
-        lambda b, h, i, j: tiles_near((6, 4), (4, 2), (2, 1), i, j, text=2),
-        keys=26,
-        runs=3,
-    ),
-    Sample(
-        "sta",
-        "3-D, even kernel",
-        lambda: lib.sta((4, 4, 3), (2, 4, 2), (1, 2, 1)),
-        lambda b, h, i, j: tiles_near((4, 4, 3), (2, 4, 2), (1, 2, 1), i, j),
-        keys=48,
-        runs=4,
-    ),
+    _sta("2-D", (4, 6), (2, 6), (2, 2)),
+    _sta("2-D, text", (6, 4), (4, 2), (2, 1), 3, text=2),
+    _sta("3-D, even kernel", (4, 4, 3), (2, 4, 2), (1, 2, 1), 4),
     Sample(
         "tiled_natten",
         "",

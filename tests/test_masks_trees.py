@@ -1,6 +1,7 @@
 """Random mask trees, with lengths of each batch row on both sides, against their dense definitions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,46 +199,27 @@ def test_prepared_subtrees_are_their_definitions_or_refused(convert: Convert, q_
     assert _TREES // 4 < refused < 2 * _TREES - _TREES // 4
 
 
-def test_trees_under_jax_jit() -> None:
-    jax = pytest.importorskip("jax")
-    pytest.importorskip("attnspan.jax")  # It registers masks as pytrees.
-    for tree in _trees(seed=7, count=5):
-        spans = jax.jit(lambda mask: mask.spans(5, KEYS, batch=BATCH))(tree.mask(jax.numpy.asarray))
-        _check(spans, tree.dense(_last_rows(5)))
-
-
-def test_prepared_subtrees_under_jax_jit() -> None:
-    jax = pytest.importorskip("jax")
-    pytest.importorskip("attnspan.jax")
-    for tree, rows in _traceable_trees(5):
-        own = _once(jax.numpy.asarray)
-        q_index = None if rows is None else own(_ROWS[rows](5))
-        lower = jax.jit(lambda mask, q_index: mask.spans(5, KEYS, batch=BATCH, q_index=q_index).bounds)
-        _check_traced(lower(tree.mask(own, 5), q_index), tree, rows, 5)
-
-
-def test_trees_while_a_compiler_traces() -> None:
-    for tree in _trees(seed=9, count=6):
-        torch._dynamo.reset()
-        compiled = torch.compile(
-            lambda mask, like: mask.spans(5, KEYS, batch=BATCH, like=like).bounds,
-            backend="eager",
-            fullgraph=True,
-        )
-        bounds = compiled(tree.mask(torch.from_numpy), torch.zeros(1))
-        _check(a.Spans(bounds, KEYS), tree.dense(_last_rows(5)))
-
-
-def test_prepared_subtrees_while_a_compiler_traces() -> None:
-    def lower(mask: a.Mask, q_index: torch.Tensor | None) -> torch.Tensor:
+@pytest.mark.parametrize("framework", ["jax.jit", "torch.compile"])
+def test_trees_in_a_program_that_is_traced(framework: str) -> None:
+    def lower(mask: a.Mask, q_index: Any) -> Any:
         return mask.spans(5, KEYS, batch=BATCH, q_index=q_index).bounds
 
-    for tree, rows in _traceable_trees(5):
-        torch._dynamo.reset()
-        own = _once(torch.from_numpy)
+    if framework == "jax.jit":
+        jax = pytest.importorskip("jax")
+        pytest.importorskip("attnspan.jax")  # It registers masks as pytrees.
+        convert = jax.numpy.asarray
+    else:
+        convert = torch.from_numpy
+    plain: list[tuple[Tree, str | None]] = [(tree, None) for tree in _trees(seed=7, count=4)]
+    for tree, rows in [*plain, *_traceable_trees(5)]:
+        own = _once(convert)
         q_index = None if rows is None else own(_ROWS[rows](5))
-        compiled = torch.compile(lower, backend="eager", fullgraph=True)
-        _check_traced(compiled(tree.mask(own, 5), q_index), tree, rows, 5)
+        if framework == "jax.jit":
+            bounds = jax.jit(lower)(tree.mask(own, 5), q_index)
+        else:
+            torch._dynamo.reset()
+            bounds = torch.compile(lower, backend="eager", fullgraph=True)(tree.mask(own, 5), q_index)
+        _check_traced(bounds, tree, rows, 5)
 
 
 _LENGTHS = np.array([2, 4])

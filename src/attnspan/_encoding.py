@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array, Arrays
-from .errors import OptionError, expect
+from .errors import expect
 
 CHUNK_PAIRS = 1 << 22
 """(query, key) pairs that are encoded at once, per batch row and head: it bounds the memory."""
@@ -17,14 +16,9 @@ CHUNK_PAIRS = 1 << 22
 TRACED_RUNS = 8
 """R in a traced program without `max_runs`: there it cannot follow from data."""
 
-_SMALL = 1 << 20
-"""Bytes of spans up to which no warning is given."""
+_Values = np.ndarray[Any, Any]
 
 _operators: dict[str, Callable[[Any, int], Any]] = {}
-
-
-class SpansLargerThanMask(UserWarning):
-    """The spans of a mask take more memory than its booleans would: its rows have too many runs."""
 
 
 def register_operator(framework: str, operator: Callable[[Any, int], Any]) -> None:
@@ -40,15 +34,11 @@ def encode_traced(arrays: Arrays, visible: Array, runs: int) -> Array:
     Raises:
         OptionError: if no front end has registered an operator.
     """
-    if arrays.name == "jax":
+    if arrays.name != "torch":
         return _encode_in_passes(arrays, visible, runs)
-    if arrays.name not in _operators:
-        raise OptionError(
-            "from_predicate, from_dense",
-            expected=f"attnspan.{arrays.name}, which encodes booleans in traced programs, to be imported",
-            got="a program traced without it",
-            remedy=f"Import attnspan.{arrays.name} first",
-        )
+    expected = f"attnspan.{arrays.name}, which encodes booleans in traced programs, to be imported"
+    got, remedy = "a program traced without it", f"Import attnspan.{arrays.name} first"
+    expect(arrays.name in _operators, "from_predicate, from_dense, keys", expected, got, remedy)
     return _operators[arrays.name](visible, runs)
 
 
@@ -69,9 +59,7 @@ def _encode_in_passes(arrays: Arrays, visible: Array, runs: int) -> Array:
     return arrays.cast(arrays.xp.concatenate(spans, axis=-2), "int32")
 
 
-def encode(
-    visible: np.ndarray[Any, Any], runs: int | None = None, what: str = "from_dense"
-) -> np.ndarray[Any, Any]:
+def encode(visible: _Values, runs: int | None = None, what: str = "from_dense") -> _Values:
     """Run-length encode the rows of a boolean mask.
 
     Args:
@@ -99,26 +87,23 @@ def encode(
     edges[:, -1:] = flat[:, -1:]
     count = edges.sum(axis=1) // 2
     most = int(count.max(initial=0))
-    expect(
-        runs is None or most <= runs,
-        what,
-        "rows of at most max_runs={} runs of visible keys",
-        f"one with {most}",
+    expected = "rows of at most max_runs={} runs of visible keys"
+    remedy = (
         f"Pass max_runs={most} or more (in a traced program it is {TRACED_RUNS} unless given), or lower the "
-        "mask outside the compiled function, with mask.prepare(...)",
-        runs,
+        "mask outside the compiled function, with mask.prepare(...)"
     )
-    width = max(most, 1) if runs is None else runs
+    expect(runs is None or most <= runs, what, expected, f"one with {most}", remedy, runs)
     row, at = np.nonzero(edges)
-    bounds = np.zeros((len(flat), width, 2), np.int32)
     # Edges of a row alternate between starts and stops, and come in pairs.
-    slot = np.arange(len(row) // 2) - np.repeat(np.cumsum(count) - count, count)
-    bounds[row[::2], slot] = np.stack([at[::2], at[1::2]], axis=-1)
-    if runs is None and bounds.nbytes > max(flat.nbytes, _SMALL):
-        warnings.warn(
-            f"mask: its rows have up to {width} runs, so its spans take {bounds.nbytes >> 20} MiB where "
-            f"booleans would take {flat.nbytes >> 20} MiB. Spans are meant for masks with few runs per row.",
-            SpansLargerThanMask,
-            stacklevel=2,
-        )
-    return bounds.reshape(*lead, width, 2)
+    bounds = table(row[::2], at[::2], at[1::2], len(flat), runs)
+    return bounds.reshape(*lead, -1, 2)
+
+
+def table(row: _Values, lo: _Values, hi: _Values, rows: int, runs: int | None = None) -> _Values:
+    """Spans [lo, hi), sorted by row and place, as int32 bounds (rows, runs, 2); runs: at least the most."""
+    count = np.bincount(row, minlength=rows)
+    runs = max(int(count.max(initial=0)), 1) if runs is None else runs
+    bounds = np.zeros((rows, runs, 2), np.int32)
+    slot = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    bounds[row, slot] = np.stack([lo, hi], axis=-1)
+    return bounds

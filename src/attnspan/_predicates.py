@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, arrays_for, is_array, is_bool
-from .errors import DtypeError, OptionError, ShapeError, shown
+from .arrays import Array, arrays_for, is_array, is_bool, kind_of
+from .errors import DtypeError, OptionError, ShapeError, expect, shown
 from .lowering import Lowering
 
 Function = Callable[[Any, Any, Any, Any], Any]
 
+_ALL_AXES = "Index with all axes at once, ids[b, q] and not ids[b][q]"
 _AMBIGUOUS = ("Boolean value of Tensor", "truth value of an array", "TracerBoolConversionError")
 
 
@@ -23,16 +24,7 @@ def name_of(fn: Any) -> str:
 
 
 def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
-    """Call `fn` (b, h, q_index, k_index) -> bool on values.
-
-    Args:
-        what: the caller, for errors.
-        fn: the function.
-        low: the lowering it is called for.
-        rows: int32 (B|1, 1, rows), global indices of rows.
-
-    Returns:
-        Bool (B|1, H|1, rows, k_len).
+    """Call `fn` on the indices of `rows`, int32 (B|1, 1, rows): bool (B|1, H|1, rows, k_len).
 
     Raises:
         DtypeError, ShapeError, OptionError: for no booleans, booleans of another shape, or if `fn` raises.
@@ -70,23 +62,16 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
     if not is_array(visible) or not is_bool(visible):
         raise _no_booleans(what, visible)
     found = arrays_for([visible])
-    if found.name != low.arrays.name and (found.tracing() or not found.concrete(visible)):
-        raise OptionError(
-            what,
-            expected="indices of the framework that is being traced",
-            got=f"{low.arrays.name} indices and a traced {found.name} result",
-            remedy="Pass like=, an array of that framework",
-        )
+    readable = found.name == low.arrays.name or (not found.tracing() and found.concrete(visible))
+    got, remedy = f"{low.arrays.name} indices and a traced {found.name} result", "Pass like=, an array of it"
+    expect(readable, what, "indices of the framework that is being traced", got, remedy)
     visible = low.arrays.asarray(visible, "bool")
     shape = tuple(visible.shape) or (1, 1, 1, 1)
     # Indices have four axes. A reduction leaves fewer, and would put rows where keys belong.
-    if len(shape) != 4 or any(n != 1 and n != m for n, m in zip(shape, wanted, strict=True)):
-        raise ShapeError(
-            what,
-            expected=f"a function whose result broadcasts to (batch, heads, rows, keys), {shown(wanted)}",
-            got=shown(visible.shape),
-            remedy="Index with all axes at once, ids[b, q] and not ids[b][q], and reduce no axis",
-        )
+    fits = len(shape) == 4 and all(n == 1 or n == m for n, m in zip(shape, wanted, strict=True))
+    expected = "a function whose result broadcasts to (batch, heads, rows, keys), {}"
+    remedy = f"{_ALL_AXES}, and reduce no axis"
+    expect(fits, what, expected, tuple(visible.shape), remedy, wanted, error=ShapeError)
     return low.arrays.broadcast_to(visible, (shape[0], shape[1], *wanted[2:]))
 
 
@@ -98,7 +83,7 @@ def _no_booleans(what: str, visible: Any) -> DtypeError:
     else:
         remedy = "Return what comparisons of the index arrays give"
     expected = "a function that returns booleans, True where a query may see a key"
-    got = f"an array of {visible.dtype}" if is_array(visible) else type(visible).__name__
+    got = ("an array of " if is_array(visible) else "") + kind_of(visible)
     return DtypeError(what, expected=expected, got=got, remedy=remedy)
 
 
@@ -107,7 +92,7 @@ def _failed(what: str, indices: tuple[Array, ...], error: Exception) -> OptionEr
     if any(sign in text for sign in _AMBIGUOUS):
         remedy = "Write it with &, | and where instead of and, or, not and if"
     elif isinstance(error, IndexError):
-        remedy = "Index with all axes at once, ids[b, q] and not ids[b][q], within the arrays it reads"
+        remedy = f"{_ALL_AXES}, within the arrays it reads"
     else:
         shapes = ", ".join(shown(x.shape) for x in indices)
         remedy = f"Try it on integer arrays b, h, q, k of shapes {shapes}"

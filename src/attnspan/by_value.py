@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from ._blocks import BlockLists
 from ._encoding import CHUNK_PAIRS, TRACED_RUNS, encode, encode_traced
 from ._intervals import Interval, Rows, split
 from ._predicates import call, call_traced, name_of
-from ._runs import find_runs
 from .arrays import Array
 from .expression import Mask, RowNumbered
 from .lowering import Lowering
@@ -22,7 +21,6 @@ from .spans import Spans
 __all__ = [
     "Blocks",
     "Explicit",
-    "encoded_rows",
     "from_block_mask",
     "from_dense",
     "from_predicate",
@@ -30,41 +28,35 @@ __all__ = [
     "keys",
 ]
 
+_RUNS = checks.optional(checks.positive)
+
 _TRACED_CHUNKS = 16
 """Chunks of rows in a traced program, at most: each is a copy of the predicate in it."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Explicit(Mask):
     """See `attnspan.spans`."""
 
     bounds: Array
 
     def __post_init__(self) -> None:
-        self._set(bounds=Spans(self.bounds, 0).bounds)
+        Spans(self.bounds, 0)  # checks them
 
     def _row_len(self) -> Any:
         return self.bounds.shape[2]
 
     def _lower(self, low: Lowering) -> Rows:
         low.check_rows("spans: bounds", self.bounds.shape[2])
-        low.check_axis("spans: bounds", "batch", self.bounds.shape[0], low.batch)
-        low.check_axis("spans: bounds", "heads", self.bounds.shape[1], low.heads)
-        given = Spans(low.arrays.asarray(self.bounds, "int64"), low.top)
+        low.check_planes("spans: bounds", self.bounds)
         if low.arrays.concrete(self.bounds):
             # As NumPy's: in a trace JAX makes a tracer even of an array whose values it knows.
             Spans(low.arrays.to_numpy(self.bounds), low.top).validate()
-            illegal = None
-        else:
-            illegal = given._illegal_rows()
-        bounds = low.arrays.cast(given.bounds, "int32")
-        return Rows(split(bounds[..., 0], bounds[..., 1]), illegal)
+        return low.rows_of(self.bounds)
 
     def __repr__(self) -> str:
         return f"spans{super().__repr__().removeprefix('Explicit')}"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class from_dense(Mask):
     """A mask given by booleans, run-length encoded when it is lowered.
 
@@ -74,10 +66,6 @@ class from_dense(Mask):
         max_runs: R, the most runs of visible keys that a row has, at least 1. None: as many as the data have;
             8 in a traced program, where R cannot follow from data. A row with more raises when it is encoded
             on the host, and is illegal on a device.
-
-    Raises:
-        DtypeError, ShapeError, OptionError: for an array that is not bool or of a wrong rank, or
-            max_runs < 1.
 
     Example:
         >>> import numpy as np
@@ -89,10 +77,9 @@ class from_dense(Mask):
     max_runs: int | None = None
 
     def __post_init__(self) -> None:
-        checks.booleans("from_dense", self.visible, (2, 3, 4))
-        self._set(max_runs=checks.runs("from_dense: max_runs", self.max_runs))
+        self._check(visible=partial(checks.booleans, ranks=(2, 3, 4)), max_runs=_RUNS)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return self.visible.shape[-1]
 
     def _row_len(self) -> Any:
@@ -103,24 +90,15 @@ class from_dense(Mask):
         if visible.ndim < 4:
             visible = visible[:, None] if visible.ndim == 3 else visible[None, None]
         low.check_rows("from_dense", visible.shape[2])
-        low.check_axis("from_dense", "batch", visible.shape[0], low.batch)
-        low.check_axis("from_dense", "heads", visible.shape[1], low.heads)
-        if is_traced(low, visible):
-            return _traced_rows(low, [low.arrays.asarray(visible, "bool")], self.max_runs)
-        return encoded_rows(low, [encode(low.arrays.to_numpy(visible), self.max_runs, "from_dense")])
+        return _encoded(low, "from_dense", visible, self.max_runs)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class keys(Mask):
     """Only the marked keys of each batch row are seen, wherever they stand.
 
     Args:
         valid: bool (k_len,) or (B, k_len); True: may be seen. An `attention_mask` of Hugging Face is `!= 0`.
         max_runs: R, as for `from_dense`.
-
-    Raises:
-        DtypeError, ShapeError, OptionError: for an array that is not bool or of a wrong rank, or
-            max_runs < 1.
 
     Example:
         >>> import numpy as np
@@ -132,27 +110,16 @@ class keys(Mask):
     max_runs: int | None = None
 
     def __post_init__(self) -> None:
-        checks.booleans("keys", self.valid, (1, 2))
-        self._set(max_runs=checks.runs("keys: max_runs", self.max_runs))
+        self._check(valid=checks.booleans, max_runs=_RUNS)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return self.valid.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
-        if self.valid.shape[-1] == 0:
-            return Rows((Interval(0, 0),))
-        if not is_traced(low, self.valid):
-            values = np.atleast_2d(low.arrays.to_numpy(self.valid))
-            low.check_axis("keys: valid", "batch", len(values), low.batch)
-            return encoded_rows(low, [encode(values[:, None, None], self.max_runs, "keys")])
-        valid = low.per_batch("keys: valid", self.valid, "int64")
-        runs = TRACED_RUNS if self.max_runs is None else self.max_runs
-        marked = low.arrays.full((valid.shape[0], 1), 1, "int64")
-        pairs, broken = find_runs(low.arrays, marked, valid, runs)
-        return Rows(tuple([Interval(lo[:, None], hi[:, None]) for lo, hi in pairs]), broken[:, None])
+        valid = self.valid[:, None, None] if self.valid.ndim == 2 else self.valid[None, None, None]
+        return _encoded(low, "keys", valid, self.max_runs)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class from_predicate(Mask):
     """A mask given by FlexAttention's `mask_mod`: fn(b, h, q_index, k_index) -> bool, on global indices.
 
@@ -166,9 +133,6 @@ class from_predicate(Mask):
             other arrays of the expression or of `like`.
         max_runs: R, as for `from_dense`.
 
-    Raises:
-        DtypeError, OptionError: if `fn` cannot be called, or for max_runs < 1.
-
     Example:
         >>> from_predicate(lambda b, h, q, k: q >= k).spans(2, 2).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2]]
@@ -178,15 +142,14 @@ class from_predicate(Mask):
     max_runs: int | None = None
 
     def __post_init__(self) -> None:
-        checks.function("from_predicate", self.fn)
-        self._set(max_runs=checks.runs("from_predicate: max_runs", self.max_runs))
+        self._check(fn=checks.function, max_runs=_RUNS)
 
     def _lower(self, low: Lowering) -> Rows:
         low.needs_keys(self._what())
         if is_traced(low, low.q_index):
             return self._traced(low)
         if low.q_len == 0 or low.k_len == 0:
-            return encoded_rows(low, [encode(np.zeros((1, 1, low.q_len, low.k_len), bool), self.max_runs)])
+            return _rows(low, [encode(np.zeros((1, 1, low.q_len, low.k_len), bool), self.max_runs)])
         chunks = []
         step = max(CHUNK_PAIRS // low.top, 1)
         for i in range(0, low.q_len, step):
@@ -194,7 +157,7 @@ class from_predicate(Mask):
             if is_traced(low, visible):  # Under vmap over an array that the function holds.
                 return self._traced(low)
             chunks.append(encode(low.arrays.to_numpy(visible), self.max_runs, self._what()))
-        return encoded_rows(low, chunks)
+        return _rows(low, chunks)
 
     def _traced(self, low: Lowering) -> Rows:
         chunks = (call_traced(self._what(), self.fn, low, rows) for rows in _traced_chunks(low))
@@ -207,7 +170,6 @@ class from_predicate(Mask):
         return self._what()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Blocks(RowNumbered, from_predicate):
     """See `from_block_mask`."""
 
@@ -219,7 +181,7 @@ class Blocks(RowNumbered, from_predicate):
     def __post_init__(self) -> None:
         pass  # from_block_mask checked it.
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return None if self.lengths is None else self.lengths[1]
 
     def _row_len(self) -> Any:
@@ -232,8 +194,7 @@ class Blocks(RowNumbered, from_predicate):
 
     def _lower(self, low: Lowering) -> Rows:
         if self.example is not None and self.example.ndim > 2:
-            low.check_axis(self._what(), "batch", self.example.shape[0], low.batch)
-            low.check_axis(self._what(), "heads", self.example.shape[1], low.heads)
+            low.check_planes(self._what(), self.example)
         return super()._lower(low)
 
     def _what(self) -> str:
@@ -251,9 +212,6 @@ def from_block_mask(block_mask: Any, max_runs: int | None = None) -> Mask:
         block_mask: an object with a `mask_mod` attribute; without block lists, that alone decides.
         max_runs: R, as for `from_dense`.
 
-    Raises:
-        DtypeError, OptionError: if it has no `mask_mod`, or for max_runs < 1.
-
     Example:
         >>> from types import SimpleNamespace
         >>> block_mask = SimpleNamespace(mask_mod=lambda b, h, q, k: q >= k)
@@ -261,7 +219,7 @@ def from_block_mask(block_mask: Any, max_runs: int | None = None) -> Mask:
         [[[[[0, 1]]]]]
     """
     fn = checks.function("from_block_mask: mask_mod", getattr(block_mask, "mask_mod", None))
-    runs = checks.runs("from_block_mask: max_runs", max_runs)
+    runs = _RUNS("from_block_mask: max_runs", max_runs)
     blocks = getattr(block_mask, "kv_num_blocks", None)
     if blocks is None:
         return Blocks(fn, runs)
@@ -275,7 +233,15 @@ def is_traced(low: Lowering, x: Array) -> bool:
     return low.arrays.tracing() or (on_host and not low.arrays.concrete(x))
 
 
-def encoded_rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
+def _encoded(low: Lowering, what: str, visible: Array, max_runs: int | None) -> Rows:
+    """Rows of booleans (B|1, H|1, rows|1, k_len)."""
+    low.check_planes(what, visible)
+    if is_traced(low, visible):
+        return _traced_rows(low, [low.arrays.asarray(visible, "bool")], max_runs)
+    return _rows(low, [encode(low.arrays.to_numpy(visible), max_runs, what)])
+
+
+def _rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
     """Chunks of bounds along the row axis as one set of rows."""
     runs = max(chunk.shape[3] for chunk in chunks)
     chunks = [np.pad(x, ((0, 0),) * 3 + ((0, runs - x.shape[3]), (0, 0))) for x in chunks]
@@ -294,7 +260,7 @@ def _traced_chunks(low: Lowering) -> list[Array]:
 
 
 def _traced_rows(low: Lowering, chunks: Iterable[Array], max_runs: int | None) -> Rows:
-    """`encoded_rows` from chunks of booleans; rows with too many runs are illegal."""
+    """`_rows` of chunks of booleans; rows with too many runs are illegal."""
     runs = TRACED_RUNS if max_runs is None else max_runs
     encoded = [encode_traced(low.arrays, chunk, runs) for chunk in chunks]
     ends = [low.arrays.concat([x[..., r, i] for x in encoded]) for r in range(runs) for i in range(2)]

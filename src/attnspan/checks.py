@@ -1,4 +1,7 @@
-"""Checks of what masks and biases are made of, before there is a problem to fit."""
+"""Checks of what masks and biases are made of, before there is a problem to fit.
+
+Each takes a name for errors and a value, and returns the value that is kept.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,17 @@ import numpy as np
 from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
 from .errors import DtypeError, ShapeError, expect
 
-__all__ = ["booleans", "count", "function", "integers", "lengths", "number", "offsets", "rank", "runs"]
+__all__ = [
+    "booleans",
+    "count",
+    "function",
+    "integers",
+    "lengths",
+    "number",
+    "offsets",
+    "optional",
+    "positive",
+]
 
 
 def number(what: str, value: Any) -> int:
@@ -28,39 +41,42 @@ def count(what: str, value: Any, least: int = 0) -> int:
     return value  # type: ignore[no-any-return]
 
 
-def runs(what: str, value: Any) -> int | None:
-    """A number of runs, or None where the data decide."""
-    return None if value is None else count(what, value, least=1)
+def positive(what: str, value: Any) -> int:
+    """An integer of int32, at least 1."""
+    return count(what, value, least=1)
 
 
-def rank(what: str, x: Array, ranks: tuple[int, ...]) -> Array:
-    """An array with one of the numbers of axes."""
+def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """A check that lets None pass."""
+    return lambda what, value: None if value is None else check(what, value)
+
+
+def _rank(what: str, x: Array, ranks: tuple[int, ...]) -> Array:
     expected = f"an array with {' or '.join(map(str, ranks))} axes"
     remedy = "Drop or add axes; a batch axis comes first"
     expect(x.ndim in ranks, what, expected, tuple(x.shape), remedy, error=ShapeError)
     return x
 
 
-def integers(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
-    """An integer array; lists become NumPy arrays."""
+def integers(what: str, x: Any, ranks: tuple[int, ...] = (1, 2)) -> Array:
+    """An integer array with one of the numbers of axes; lists become NumPy arrays."""
     if isinstance(x, (list, tuple)):
         try:
             x = np.asarray(x)
         except ValueError:
-            raise ShapeError(
-                what, expected="rows of one length", got="rows of several", remedy="Pad them to one length"
-            ) from None
+            remedy = "Pad them to one length"
+            expect(False, what, "rows of one length", "rows of several", remedy, error=ShapeError)
         x = x if x.size else x.astype(np.int64)
     holds = is_array(x) and is_integer(x)
     expect(holds, what, "an integer array", kind_of(x), "Convert it to int32 or int64", error=DtypeError)
-    return rank(what, x, ranks)
+    return _rank(what, x, ranks)
 
 
-def booleans(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
-    """An array of bool."""
+def booleans(what: str, x: Any, ranks: tuple[int, ...] = (1, 2)) -> Array:
+    """An array of bool with one of the numbers of axes."""
     remedy = "Compare: scores > -inf, or mask != 0"
     expect(is_array(x) and is_bool(x), what, "a bool array", kind_of(x), remedy, error=DtypeError)
-    return rank(what, x, ranks)
+    return _rank(what, x, ranks)
 
 
 def lengths(what: str, x: Any, ranks: tuple[int, ...] = (0, 1)) -> int | Array:
@@ -70,7 +86,7 @@ def lengths(what: str, x: Any, ranks: tuple[int, ...] = (0, 1)) -> int | Array:
 
 def offsets(what: str, x: Any) -> Array:
     """Integer (n + 1,) or (B, n + 1): where documents start, and where the last one ends."""
-    x = integers(what, x, (1, 2))
+    x = integers(what, x)
     expected = "at least 2 offsets: 0 and the end of the first document"
     remedy = "Pass cumulative lengths with a 0 before them"
     expect(x.shape[-1] >= 2, what, expected, x.shape[-1], remedy, error=ShapeError)

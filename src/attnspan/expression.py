@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from functools import reduce
+from typing import Any, NoReturn, dataclass_transform
 
-from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known, split
+from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
-from ._pytrees import Node
+from ._pytrees import Node, arrays_in
 from .arrays import Array, arrays_for, is_array, outside_inference_mode
-from .errors import OptionError, ShapeError, shown
+from .errors import OptionError, ShapeError, expect, shown
 from .lowering import Lowering, begin
 from .spans import Spans
 
 __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
 class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
 
-    A subclass is a frozen dataclass that checks its fields in `__post_init__` and says in `_lower` which keys
-    each row sees. It is a pytree. The masks are in `attnspan.masks` and `attnspan.library`.
+    Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it
+    is lowered.
+
+    A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in
+    `__post_init__`, and says in `_lower` which keys each row sees. The masks are in `attnspan.masks` and
+    `attnspan.library`.
 
     Example:
         >>> from attnspan import causal, window
@@ -30,6 +37,15 @@ class Mask(Node):
 
     # NumPy then leaves its operators to those below, instead of calling them for each element.
     __array_ufunc__ = None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        dataclass(frozen=True, eq=False, repr=False)(cls)
+
+    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
+        """Replace each field by what its check makes of it; errors name the mask and the field."""
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(f"{type(self).__name__}: {name}", getattr(self, name)))
 
     def __and__(self, other: Mask) -> Mask:
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
@@ -84,26 +100,26 @@ class Mask(Node):
             dropout read. Its R depends on the mask's structure, not on data, except for `from_dense`, `keys`
             and `from_predicate` without `max_runs` outside traced programs.
 
-        Raises:
-            ShapeError, DtypeError, OptionError: for arguments or arrays of the mask that do not fit.
-
         Example:
             >>> from attnspan import causal, window
             >>> (causal() & window(1)).spans(2, 4).bounds[0, 0, :, 0].tolist()
             [[1, 3], [2, 4]]
         """
-        return self._spans(q_len, k_len, _batch(batch, like), heads, q_index, k_index, like)
+        if batch is None:
+            batch = like.shape[0] if len(getattr(like, "shape", ())) == 4 else 1
+        return self._spans(q_len, k_len, batch, heads, q_index, k_index, like)
 
     def _spans(
         self, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
     ) -> Prepared:
         with outside_inference_mode():
-            low = begin(self, q_len, k_len, batch, heads, q_index, k_index, like)
+            arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
+            low = begin(arrays, self._leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)
             rows_at = None if low.counted_back else low.q_index[:, 0]
             if k_index is None:
                 return Prepared(spans, rows_at)
-            k_index = low.arrays.asarray(k_index, "int32")
+            k_index = arrays.asarray(k_index, "int32")
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
@@ -115,15 +131,13 @@ class Mask(Node):
         O(q_len * k_len). If R varies from batch to batch, so does a shape that a compiler sees: use `spans`.
 
         Args:
-            q_len: number of query rows.
-            k_len: number of keys.
-            **options: those of `spans`.
+            q_len, k_len, **options: as for `spans`.
 
         Returns:
             The lowered mask, with canonical, contiguous bounds.
 
         Raises:
-            ShapeError, DtypeError, OptionError: as `spans`, and for rows whose data break a promise.
+            OptionError: for rows whose data break a promise, besides what `spans` raises.
 
         Example:
             >>> from attnspan import causal
@@ -136,19 +150,7 @@ class Mask(Node):
             return replace(found, lowered=found.lowered.compact().validate())
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
-        """Print a picture of the mask; see `attnspan.picture.show` for the options.
-
-        Example:
-            >>> from attnspan import causal
-            >>> causal().show(4)
-            causal()
-              key 0
-            query┌────┐
-                0│█▄  │
-                2│███▄│
-                 └────┘
-            4 queries x 4 keys, R = 1, 62.5 % visible
-        """
+        """Print a picture of the mask, as `attnspan.picture.show` does, which has the options."""
         from .picture import show
 
         show(self, q_len, q_len if k_len is None else k_len, **options)
@@ -168,9 +170,13 @@ class Mask(Node):
         """The masks that it combines; itself where it combines none."""
         return [self]
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
-        """Length of the global key sequence, if an array says it; None for data in a trace."""
+    def _key_len(self) -> Any:
+        """Length of the global key sequence, if an array says it."""
         return None
+
+    def _key_len_is_data(self) -> bool:
+        """Whether a program that is being traced must not read that length."""
+        return False
 
     def _row_len(self) -> Any:
         """Number of query rows, if an array of the mask has one entry for each."""
@@ -205,7 +211,6 @@ class RowNumbered(Mask):
         return low.arrays.arange(low.q_len)[None, None]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Combined(Mask):
     """Masks joined by an operator."""
 
@@ -236,8 +241,7 @@ class And(Combined):
                 wide.append((operand, rows))
             else:
                 clip = rows if clip is None else clip_rows(low.arrays, rows, clip)
-        if clip is None:
-            clip = Rows((FULL,))
+        clip = Rows((FULL,)) if clip is None else clip
         if not wide:
             return clip
         # Single intervals go into the operands of each `|` first: many of those then have unions known to be
@@ -246,10 +250,7 @@ class And(Combined):
             operand._lower_within(low, clip) if isinstance(operand, Or) else clip_rows(low.arrays, rows, clip)
             for operand, rows in wide
         ]
-        result = lowered[0]
-        for rows in lowered[1:]:
-            result = low.intersection(result, rows)
-        return result
+        return reduce(low.intersection, lowered)
 
     def __repr__(self) -> str:
         return " & ".join(f"({x!r})" if isinstance(x, Or) else repr(x) for x in self.operands)
@@ -275,7 +276,6 @@ class Or(Combined):
         return " | ".join(map(repr, self.operands))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Prepared(Mask):
     """A mask lowered for one problem, by `Mask.prepare` or `Mask.spans`. Rows are as they come.
 
@@ -310,15 +310,11 @@ class Prepared(Mask):
         self, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
     ) -> Prepared:
         # The mask itself; with `k_index`, restricted to those keys.
-        if q_index is not None:
-            raise OptionError(
-                "q_index",
-                expected="None with a prepared mask, whose rows are known",
-                got="indices of rows",
-                remedy="Give them to prepare(), or take rows by mask.lowered.take_queries(...)",
-            )
+        what, expected = "q_index", "None with a prepared mask, whose rows are known"
+        remedy = "Give them to prepare(), or take rows by mask.lowered.take_queries(...)"
+        expect(q_index is None, what, expected, "indices of rows", remedy)
         if k_index is None:
-            _check_fit(self.lowered, q_len, self.lowered.k_len, k_len, batch, heads)
+            self._check_fit(self.lowered.k_len, q_len, k_len, batch, heads)
             return self
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
         if q_index is None:  # Counted back from all keys, not from those that are left.
@@ -327,8 +323,23 @@ class Prepared(Mask):
         own = found.k_index if self.k_index is None else arrays.take_along(self.k_index, found.k_index)
         return Prepared(found.lowered, q_index, own)
 
-    def _key_len(self, traced: bool = False) -> Any:
-        return None if traced and self.lowered._k_len is not None else self.lowered.k_len
+    def _check_fit(self, own_k_len: int, q_len: int, k_len: int, batch: int, heads: int) -> None:
+        own_batch, own_heads, own_q_len = self.lowered.bounds.shape[:3]
+        fits = (
+            own_q_len == q_len and own_k_len == k_len and own_batch in (1, batch) and own_heads in (1, heads)
+        )
+        expected, remedy = (
+            "(batch, heads, q_len, k_len) = {}",
+            "Prepare the mask for the problem it is used in",
+        )
+        got, wanted = (own_batch, own_heads, own_q_len, own_k_len), (batch, heads, q_len, k_len)
+        expect(fits, "prepared mask", expected, got, remedy, wanted, error=ShapeError)
+
+    def _key_len(self) -> Any:
+        return self.lowered.k_len
+
+    def _key_len_is_data(self) -> bool:
+        return self.lowered._k_len is not None
 
     def _row_len(self) -> Any:
         return self.lowered.q_len
@@ -339,60 +350,39 @@ class Prepared(Mask):
     def _anchor_index(self, low: Lowering) -> Array:
         if self.q_index is None:
             return low.last_rows()
-        return low.per_batch("prepared mask: q_index", self.q_index, "int32")[:, None]
+        return low.per_batch("prepared mask: q_index", self.q_index)[:, None]
 
     def _lower(self, low: Lowering) -> Rows:
-        traced = low.arrays.tracing() and self.lowered._k_len is not None
+        traced = low.arrays.tracing() and self._key_len_is_data()
         k_len = low.top if traced else self.lowered.k_len
-        _check_fit(self.lowered, low.q_len, k_len, low.top, low.batch, low.heads)
-        bounds = low.arrays.to_int32(self.lowered.bounds)
-        illegal = Spans(bounds, low.top)._illegal_rows()
+        self._check_fit(k_len, low.q_len, low.top, low.batch, low.heads)
+        rows = low.rows_of(self.lowered.bounds)
+        illegal = either_illegal(rows.illegal, self._other_rows(low))
         if traced:
-            illegal = illegal | (low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
-        return Rows(split(bounds[..., 0], bounds[..., 1]), either_illegal(illegal, self._other_rows(low)))
+            illegal = either_illegal(illegal, low.arrays.asarray(self.lowered._k_len, "int64") != low.top)
+        return replace(rows, illegal=illegal)
 
     def _other_rows(self, low: Lowering) -> Array | None:
         """Rows that the other operands take for those of other indices."""
         if self.q_index is None and (self.bare or low.counted_back):
             return None
-        sources, other = (self.q_index, low.q_index), self._anchor_index(low) != low.q_index
+        expected = "the rows that it was prepared for"
         remedy = "Combine masks before they are prepared, or prepare them for the same rows"
-        what, expected = "q_index of a prepared mask", "the rows that it was prepared for"
-        return low.broken(what, other, sources, expected, remedy)
+        other = self._anchor_index(low) != low.q_index
+        return low.broken("q_index of a prepared mask", other, expected, remedy)
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")
-
-
-def _batch(batch: int | None, like: Any) -> int:
-    if batch is None and len(getattr(like, "shape", ())) == 4:
-        return like.shape[0]  # type: ignore[no-any-return]
-    return 1 if batch is None else batch
 
 
 def _one_order(*masks: Mask) -> tuple[Mask, ...]:
     """The masks, if none has keys in an order of their own: another would take slots for indices."""
     for mask in masks:
         if isinstance(mask, Prepared) and mask.k_index is not None:
-            raise OptionError(
-                "& and | with a prepared mask",
-                expected="keys that are 0..k_len-1",
-                got=f"{mask!r}, whose keys have indices of their own",
-                remedy="Combine the masks before one is prepared for some keys, or for the slots of a cache",
-            )
+            what, got = "& and | with a prepared mask", f"{mask!r}, whose keys have indices of their own"
+            remedy = "Combine the masks before one is prepared for some keys, or for the slots of a cache"
+            raise OptionError(what, expected="keys that are 0..k_len-1", got=got, remedy=remedy)
     return masks
-
-
-def _check_fit(spans: Spans, q_len: int, own_k_len: int, k_len: int, batch: int, heads: int) -> None:
-    shape = spans.bounds.shape
-    fits = shape[2] == q_len and own_k_len == k_len and shape[0] in (1, batch) and shape[1] in (1, heads)
-    if not fits:
-        raise ShapeError(
-            "prepared mask",
-            expected=f"spans for batch {batch}, heads {heads}, q_len {q_len}, k_len {k_len}",
-            got=f"spans for batch {shape[0]}, heads {shape[1]}, q_len {shape[2]}, k_len {own_k_len}",
-            remedy="Prepare the mask for the problem it is used in",
-        )
 
 
 def _short(value: object) -> str:

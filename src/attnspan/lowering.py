@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from . import checks
 from ._intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
-from ._pytrees import arrays_in
-from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
-from .errors import DtypeError, ShapeError, expect, shown
-from .spans import check_index
+from .arrays import INT32_MAX, Array, Arrays
+from .errors import ShapeError, expect
+from .spans import Spans, check_index
 
-__all__ = ["DocumentRows", "Lowering", "begin", "begin_in"]
+__all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin", "key_len"]
+
+_SMALL = 1 << 20
+"""Bytes of spans up to which no warning is given."""
+
+
+class SpansLargerThanMask(UserWarning):
+    """The spans of a mask take more memory than its booleans would: its rows have too many runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +56,15 @@ class Lowering:
     counted_back: bool = False
     # Lists searched by identity, not dicts by id(): compilers trace `is` on tensors.
     lowered: list[tuple[object, Rows]] = field(default_factory=list)
-    document_rows: list[tuple[object, DocumentRows]] = field(default_factory=list)
+    document_rows: list[tuple[object, object, DocumentRows]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # A bound on key indices, exclusive.
         self.top = INT32_MAX if self.k_len is None else self.k_len
+
+    def part(self, **changes: Any) -> Lowering:
+        """A lowering for a part of the problem, which shares nothing that was computed."""
+        return replace(self, lowered=[], document_rows=[], **changes)
 
     def lower(self, mask: Any) -> Rows:
         """Lower a sub-expression, once."""
@@ -65,7 +77,7 @@ class Lowering:
 
     def bounds(self, mask: Any) -> Array:
         """int32 (B|1, H|1, q_len, R, 2) of a mask; (0, -1) in each span of an illegal row."""
-        arrays, rows = self.arrays, self.lower(mask)
+        arrays, rows = self.arrays, mask._lower(self)
         los, his = materialise(arrays, rows.intervals, self.q_len, self.top)
         illegal = rows.illegal
         # Marked before they are interleaved, which is faster by far; not at all where none is illegal.
@@ -74,26 +86,55 @@ class Lowering:
             his = [arrays.where(illegal, -1, hi) for hi in his]
         if len(los) == 1:
             return arrays.cast(arrays.stack([los[0], his[0]])[..., None, :], "int32")
+        self._warn_of_size(len(los))
         return arrays.cast(arrays.stack(common(arrays, los, his)), "int32")
+
+    def _warn_of_size(self, runs: int) -> None:
+        q_len, k_len = self.q_len, self.k_len
+        # Sizes may be symbols.
+        if not (isinstance(q_len, int) and isinstance(k_len, int)) or self.arrays.tracing():
+            return
+        if 8 * runs > k_len and 8 * runs * q_len > _SMALL:
+            warnings.warn(
+                f"mask: its rows have up to {runs} runs, so its spans take {8 * runs * q_len >> 20} MiB "
+                f"where booleans would take {q_len * k_len >> 20} MiB. Spans are meant for masks with few "
+                "runs per row.",
+                SpansLargerThanMask,
+                stacklevel=2,
+            )
+
+    def rows_of(self, bounds: Array) -> Rows:
+        """Bounds (B|1, H|1, q_len, R, 2) that users gave; those that are illegal stay so."""
+        bounds = self.arrays.to_int32(bounds)
+        return Rows(split(bounds[..., 0], bounds[..., 1]), Spans(bounds, self.top)._illegal_rows())
 
     def union(self, intervals: Sequence[Interval], illegal: Array | None = None) -> Rows:
         """The union of intervals in any order: as many, ascending and disjoint, those that touch joined."""
         if len(intervals) == 1:
             return Rows(tuple(intervals), illegal)
-        los, his = materialise(self.arrays, intervals, self.q_len, self.top)
         if len(intervals) == 2:
-            los, his = union_of_two(self.arrays, los, his, self.top)
-            return Rows(tuple(map(Interval, los, his)), illegal)
-        lo, hi = common(self.arrays, los, his)
-        lo, hi = sweep(self.arrays, lo, hi, depth=1, count=len(intervals), top=self.top)
-        return Rows(split(lo, hi), illegal)
+            ends = materialise(self.arrays, intervals, self.q_len, self.top)
+            return Rows(tuple(map(Interval, *union_of_two(self.arrays, *ends, self.top))), illegal)
+        return Rows(self._sweep(intervals, depth=1, count=len(intervals)), illegal)
 
     def intersection(self, a: Rows, b: Rows) -> Rows:
         """The intersection where both have several intervals: at most Ra + Rb - 1."""
-        los, his = materialise(self.arrays, (*a.intervals, *b.intervals), self.q_len, self.top)
-        lo, hi = common(self.arrays, los, his)
-        lo, hi = sweep(self.arrays, lo, hi, depth=2, count=len(los) - 1, top=self.top)
-        return Rows(split(lo, hi), either_illegal(a.illegal, b.illegal))
+        both = (*a.intervals, *b.intervals)
+        return Rows(self._sweep(both, depth=2, count=len(both) - 1), either_illegal(a.illegal, b.illegal))
+
+    def _sweep(self, intervals: Sequence[Interval], depth: int, count: int) -> tuple[Interval, ...]:
+        lo, hi = common(self.arrays, *materialise(self.arrays, intervals, self.q_len, self.top))
+        return split(*sweep(self.arrays, lo, hi, depth=depth, count=count, top=self.top))
+
+    def shifted(self, by: int) -> Array:
+        """The rows' indices plus `by`, held within int32."""
+        if by < 0:
+            return self.arrays.maximum(self.q_index, -INT32_MAX - by) + by
+        return self.arrays.minimum(self.q_index, INT32_MAX - by) + by
+
+    def seen_by(self, rows: Array, lo: Any, hi: Any) -> Interval:
+        """[lo, hi) for the rows where `rows` (bool, B|1, 1, q_len) holds, and nothing for the others."""
+        return Interval(self.arrays.where(rows, lo, 0), self.arrays.where(rows, hi, 0))
 
     def last_rows(self) -> Array:
         """int32 (1, 1, q_len): the indices of rows that are the last of the keys."""
@@ -101,21 +142,19 @@ class Lowering:
 
     def index_rows(self, leaves: list[Any], q_index: Any, k_index: Any) -> None:
         """Give the rows their indices: those that are given, those that a mask implies, or the last ones."""
+        anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
         if q_index is not None:
             self.q_index = self._checked(q_index)
-            return
-        anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
-        if len(anchored) > 1:
+        elif anchored:
             # A prepared mask compares its rows with those chosen, so that it need not be the same array.
             others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
-            anchored = others or anchored[:1]
-        for leaf in anchored[1:]:
-            if not _same_anchor(leaf, anchored[0]):
-                got = f"one from {anchored[0]!r} and another from {leaf!r}"
-                remedy = "Pass q_index, or make both from one and the same array"
-                expect(False, "q_index", "one default for the rows' indices", got, remedy)
-        if anchored:
-            self.q_index = anchored[0]._anchor_index(self)
+            first, *rest = others or anchored[:1]
+            for leaf in rest:
+                if not _same_anchor(leaf, first):
+                    got = f"one from {first!r} and another from {leaf!r}"
+                    remedy = "Pass q_index, or make both from one and the same array"
+                    expect(False, "q_index", "one default for the rows' indices", got, remedy)
+            self.q_index = first._anchor_index(self)
         elif k_index is not None:
             n = k_index.shape[0]
             expected, remedy = "no more rows than keys, {}, where it is left out", "Pass q_index with k_index"
@@ -126,92 +165,81 @@ class Lowering:
             self.tail, self.counted_back = self.q_len <= self.top, True
 
     def _checked(self, q_index: Any) -> Array:
-        got = kind_of(q_index)
-        remedy, integer = "Pass int32 or int64 indices", is_array(q_index) and is_integer(q_index)
-        expect(integer, "q_index", "an integer array", got, remedy, error=DtypeError)
-        fits = q_index.ndim in (1, 2) and q_index.shape[-1] == self.q_len
-        sizes = (self.q_len, self.batch, self.q_len)
-        remedy = "Pass one global index per query row"
-        expect(
-            fits, "q_index", "shape ({},) or ({}, {})", tuple(q_index.shape), remedy, *sizes, error=ShapeError
-        )
+        q_index = checks.integers("q_index", q_index)
+        expected, n = "one global index per query row, {}", q_index.shape[-1]
+        expect(n == self.q_len, "q_index", expected, n, "Pass as many", self.q_len, error=ShapeError)
         if self.arrays.concrete(q_index) and self.q_len > 0:
-            values = self.arrays.to_numpy(q_index)
-            holds = values.min() >= -INT32_MAX and values.max() < INT32_MAX
-            expect(holds, "q_index", "int32 indices", str(values.max()), "Use smaller ones")
-        return self.per_batch("q_index", q_index, "int32")[:, None]
+            largest = self.arrays.to_numpy(q_index).max()
+            # The key after a row's own is an int32 too.
+            expect(largest < INT32_MAX, "q_index", "int32 indices", str(largest), "Use smaller ones")
+        return self.per_batch("q_index", q_index)[:, None]
 
-    def per_batch(self, what: str, x: Array, dtype: str) -> Array:
+    def int32(self, what: str, x: Array) -> Array:
+        """`x` as int32. Values beyond that raise where they can be read, and saturate elsewhere."""
+        if self.arrays.concrete(x):
+            values = self.arrays.to_numpy(x)
+            if values.size and not -INT32_MAX <= values.min() <= values.max() <= INT32_MAX:
+                far = max(values.min(), values.max(), key=lambda x: abs(int(x)))
+                expect(False, what, "at most {}", str(far), "Lengths and indices are int32", INT32_MAX)
+        return self.arrays.to_int32(x)
+
+    def per_batch(self, what: str, x: Array, dtype: str = "int32") -> Array:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""
-        x = self.arrays.to_int32(x) if dtype == "int32" else self.arrays.asarray(x, dtype)
+        x = self.int32(what, x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
-        if x.shape[0] != 1 and x.shape[0] != self.batch:
-            self.check_axis(what, "batch", x.shape[0], self.batch)
+        if x.shape[0] != 1:
+            self.check_axis(what, "batch", x.shape[0])
         return x
 
-    def check_axis(self, what: str, axis: str, size: int, expected: int) -> None:
-        """Raise unless an array has one entry along an axis, or as many as the problem."""
-        if size != 1 and size != expected:
-            raise ShapeError(
-                what,
-                expected=f"1 or {expected} along the {axis} axis",
-                got=shown(size),
-                remedy=f"Pass {axis}={size} to spans(), or an array that fits",
-            )
+    def check_axis(self, what: str, axis: str, size: int) -> None:
+        """Raise unless an array has one entry along "batch" or "heads", or as many as the problem."""
+        own = self.batch if axis == "batch" else self.heads
+        remedy = f"Pass {axis}= to spans(), or an array that fits"
+        expected = f"1 or {{}} along the {axis} axis"
+        expect(size == 1 or size == own, what, expected, size, remedy, own, error=ShapeError)
 
     def check_rows(self, what: str, size: int) -> None:
         """Raise unless an array has an entry for each query row."""
+        expected = "one entry per query row, {}"
         remedy = "It describes rows as they come: take the rows that the queries are"
-        expect(
-            size == self.q_len,
-            what,
-            "one entry per query row, {}",
-            size,
-            remedy,
-            self.q_len,
-            error=ShapeError,
-        )
+        expect(size == self.q_len, what, expected, size, remedy, self.q_len, error=ShapeError)
+
+    def check_planes(self, what: str, x: Array) -> None:
+        """Raise unless x (B|1, H|1, ...) fits the problem's batch rows and heads."""
+        self.check_axis(what, "batch", x.shape[0])
+        self.check_axis(what, "heads", x.shape[1])
 
     def needs_keys(self, what: str, expected: str = "the length of the global key sequence") -> None:
         """Raise where only `k_index` says which keys there are."""
         remedy = "Lower it over all keys, then use Spans.take_keys"
         expect(self.k_len is not None, what, expected, "k_index alone", remedy)
 
-    def broken(
-        self, what: str, bad: Array, sources: tuple[Any, ...], expected: str, remedy: str, *values: Any
-    ) -> Array | None:
-        """Raise if any of `bad` holds and `sources` can be read; else return it, to make its rows illegal."""
-        # In a trace JAX makes tracers even of arrays whose values it knows.
-        if not all(self.arrays.concrete(x) for x in (*sources, bad)):
+    def broken(self, what: str, bad: Array, expected: str, remedy: str, *values: Any) -> Array | None:
+        """Raise if any of `bad` holds and can be read; else return it, to make its rows illegal."""
+        if not self.arrays.concrete(bad):
             return bad
-        if bool(bad.any()):
-            expect(False, what, expected, "values outside that", remedy, *values)
+        expect(not bool(bad.any()), what, expected, "values outside that", remedy, *values)
         return None
 
-    def check_int32(self, what: str, x: Array) -> None:
-        """Raise for values beyond int32 where they can be read; elsewhere they saturate."""
-        if not self.arrays.concrete(x):
-            return
-        values = self.arrays.to_numpy(x)
-        if values.size and not -INT32_MAX <= values.min() <= values.max() <= INT32_MAX:
-            far = max(values.min(), values.max(), key=lambda x: abs(int(x)))
-            expect(False, what, "at most {}", str(far), "Lengths and indices are int32", INT32_MAX)
-
-    def lengths(self, what: str, lengths: Any, below: int | None) -> tuple[Any, Array | None]:
+    def lengths(
+        self,
+        what: str,
+        lengths: Any,
+        below: int | None,
+        remedy: str = "Pass the number of keys of each batch row",
+    ) -> tuple[Any, Array | None]:
         """Lengths as an int or (B, 1, 1), and the rows whose length is negative or above `below`."""
-        remedy = "Pass the number of keys of each batch row"
         limit = () if below is None else (below,)
-        legal = "at least 0" + (" and at most {}, the number of keys" if limit else "")
+        legal = "at least 0" + (" and at most {}" if limit else "")
         if isinstance(lengths, int):
-            if below is not None and lengths > below:
-                expect(False, what, f"a length of {legal}", lengths, remedy, *limit)
+            fits = below is None or lengths <= below
+            expect(fits, what, f"a length of {legal}", lengths, remedy, *limit)
             return lengths, None
         name = f"{what}: lengths"
-        self.check_int32(name, lengths)
-        values = self.arrays.to_int32(lengths).reshape(-1, 1, 1)
-        self.check_axis(name, "batch", values.shape[0], self.batch)
+        values = self.int32(name, lengths).reshape(-1, 1, 1)
+        self.check_axis(name, "batch", values.shape[0])
         bad = values < 0 if below is None else (values < 0) | (values > below)
-        return values, self.broken(name, bad, (lengths,), f"lengths of {legal}", remedy, *limit)
+        return values, self.broken(name, bad, f"lengths of {legal}", remedy, *limit)
 
     def take(self, x: Array) -> tuple[Array, Array | None, Array | None]:
         """`x` (1|B, n), which describes keys, at the rows' own indices.
@@ -226,28 +254,41 @@ class Lowering:
         index, n = self.q_index[:, 0], x.shape[-1]
         remedy = "Pass ids of the whole, global sequence, or separate q_ids and kv_ids"
         expected = "indices below {}, the length of the ids"
-        beyond = self.broken("q_index", index >= n, (self.q_index,), expected, remedy, n)
+        beyond = self.broken("q_index", index >= n, expected, remedy, n)
         values = self.arrays.take_along(x, self.arrays.clip(index, 0, n - 1))
         return values, (index < 0) | (index >= n), beyond
 
-    def documents(self, what: str, cu_seqlens: Array) -> DocumentRows:
-        """The document of each row by its global index; ends are one object per `cu_seqlens`."""
-        for known, rows in self.document_rows:
-            if known is cu_seqlens:
+    def documents(self, what: str, cu_q: Array, cu_k: Array | None = None) -> DocumentRows:
+        """The document of each row: by its global index, or with `cu_k` by its number among the rows.
+
+        The ends are the same objects for the same offsets.
+        """
+        for known_q, known_k, rows in self.document_rows:
+            if known_q is cu_q and known_k is cu_k:
                 return rows
         arrays = self.arrays
-        cu = self.per_batch(what, cu_seqlens, "int32")
-        illegal = self.check_cu_seqlens(what, cu_seqlens, cu, self.top)
-        index = self.q_index[:, 0]
-        number = arrays.searchsorted(cu, index, right=True) - 1
-        inside = (index >= 0) & (index < cu[:, -1:])
-        number = arrays.clip(number, 0, cu.shape[-1] - 2)
+        offsets, illegal = self._offsets(what, cu_q, self.top if cu_k is None else self.q_len)
+        starts, index = offsets, self.q_index[:, 0] if cu_k is None else arrays.arange(self.q_len)[None]
+        if cu_k is not None:
+            starts, wrong = self._offsets(f"{what.removesuffix('q')}k", cu_k, self.top)
+            illegal = either_illegal(illegal, wrong)
+        number = arrays.searchsorted(offsets, index, right=True) - 1
+        inside = (index >= 0) & (index < offsets[:, -1:])
+        number = arrays.clip(number, 0, offsets.shape[-1] - 2)
         # A row in no document is an empty span at its own index: still anchored.
-        lo = arrays.where(inside, arrays.take_along(cu, number), index)[:, None]
-        hi = arrays.where(inside, arrays.take_along(cu, number + 1), index)[:, None]
+        lo = arrays.where(inside, arrays.take_along(starts, number), index)[:, None]
+        hi = arrays.where(inside, arrays.take_along(starts, number + 1), index)[:, None]
         rows = DocumentRows(number, lo, hi, inside, illegal)
-        self.document_rows.append((cu_seqlens, rows))
+        self.document_rows.append((cu_q, cu_k, rows))
         return rows
+
+    def _offsets(self, what: str, source: Array, total: int) -> tuple[Array, Array | None]:
+        """Offsets of documents as (1|B, n + 1), and the illegal rows (1|B, 1, 1)."""
+        cu = self.per_batch(what, source)
+        bad = self.unordered(cu, repeats=True) | (cu[:, 0] != 0) | (cu[:, -1] > total)
+        expected = "ascending offsets that start at 0 and end at {} or before"
+        remedy = "Pass the cumulative lengths of the documents, as torch.cumsum gives with a 0 before them"
+        return cu, self.broken(what, bad[:, None, None], expected, remedy, total)
 
     def unordered(self, x: Array, *, repeats: bool) -> Array:
         """Bool (1|B,): whether a row of `x` (1|B, n) does not ascend, or repeats a value and must not."""
@@ -256,24 +297,8 @@ class Lowering:
         before = self.arrays.take_along(x, self.arrays.maximum(place - 1, 0)[None])
         return self.arrays.any(x < before if repeats else (x <= before) & (place > 0))
 
-    def check_cu_seqlens(self, what: str, source: Array, cu: Array, total: int) -> Array | None:
-        """Illegal rows (1|B, 1, 1), or None."""
-        self.check_int32(what, source)
-        bad = self.unordered(cu, repeats=True) | (cu[:, 0] != 0) | (cu[:, -1] > total)
-        expected = "ascending offsets that start at 0 and end at {} or before"
-        remedy = "Pass the cumulative lengths of the documents, as torch.cumsum gives with a 0 before them"
-        return self.broken(what, bad[:, None, None], (source,), expected, remedy, total)
-
 
 def begin(
-    mask: Any, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
-) -> Lowering:
-    """Choose the framework, find the length of the global key sequence, and give the rows their indices."""
-    arrays = arrays_for([*arrays_in(mask), q_index, k_index], like)
-    return begin_in(arrays, mask._leaves(), q_len, k_len, batch, heads, q_index, k_index)
-
-
-def begin_in(
     arrays: Arrays,
     leaves: list[Any],
     q_len: int,
@@ -283,7 +308,7 @@ def begin_in(
     q_index: Any = None,
     k_index: Any = None,
 ) -> Lowering:
-    """The same in a framework that is known."""
+    """Find the length of the global key sequence, and give the rows of `leaves` their indices."""
     tracing = arrays.tracing()
     if not tracing:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
@@ -293,21 +318,23 @@ def begin_in(
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
         expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)
-    keys = _key_len(leaves, None if k_index is not None else k_len, tracing)
+    keys = key_len(leaves, None if k_index is not None else k_len, tracing)
     low = Lowering(arrays, q_len, keys, batch, heads)
     low.index_rows(leaves, q_index, k_index)
     return low
 
 
-def _key_len(leaves: list[Any], known: int | None, tracing: bool) -> int | None:
+def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) -> int | None:
+    """The length of the global key sequence, which is known or which masks say; raises where they differ."""
     for leaf in leaves:
         # The program checks a length that is data: read here, it would be a constant.
-        length = leaf._key_len(tracing and known is not None)
+        length = None if tracing and known is not None and leaf._key_len_is_data() else leaf._key_len()
         if length is None:
             continue
         if known is not None and length != known:
             remedy = "They describe the whole, global sequence; pass k_index if only some keys are here"
-            expect(False, repr(leaf), "arrays that describe {} keys", length, remedy, known, error=ShapeError)
+            expected = "arrays that describe {} keys"
+            expect(False, repr(leaf), expected, length, remedy, known, error=ShapeError)
         known = length
     return known
 

@@ -1,19 +1,19 @@
 """What a query may see: masks as immutable expressions, composed with `&` and `|`, lowered to spans.
 
 An argument described as an array may come from NumPy, torch or JAX; lists of integers become NumPy arrays.
-Where values can be read at no cost (on the host, not under a tracer) broken promises raise; elsewhere their
-rows become illegal spans, which kernels report. Key-side arrays always describe the whole, global key
-sequence.
+Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it is
+lowered. Data that break a promise raise where they can be read at no cost (on the host, not under a tracer);
+elsewhere their rows become illegal spans, which kernels report. Key-side arrays always describe the whole,
+global key sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from . import checks
-from ._encoding import SpansLargerThanMask
 from ._intervals import FULL, Interval, Rows
 from ._parse import parse_with
 from ._pytrees import register_pytrees
@@ -21,7 +21,7 @@ from .arrays import INT32_MAX, Array
 from .by_value import Explicit, from_block_mask, from_dense, from_predicate, keys
 from .errors import expect
 from .expression import Mask, Prepared
-from .lowering import Lowering
+from .lowering import Lowering, SpansLargerThanMask
 from .packed import documents, groups, prefix, segments
 from .spans import Spans
 
@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class full(Mask):
     """Every query sees every key.
 
@@ -64,7 +63,6 @@ class full(Mask):
         return Rows((FULL,))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class causal(Mask):
     """Query i sees key j iff j <= i, in global indices.
 
@@ -77,18 +75,14 @@ class causal(Mask):
         return Rows((Interval(None, low.q_index + 1, anchored=True),))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class window(Mask):
     """Hugging Face's sliding_window=W is window(W - 1); flash-attn's (l, r) is window(l, r), None for -1.
 
     Query i sees key j iff i - left <= j <= i + right, in global indices.
 
     Args:
-        left: keys before the query that it sees; None for all.
+        left: keys before the query that it sees, at least 0; None for all.
         right: keys after it; None for all.
-
-    Raises:
-        OptionError: for a negative width or one beyond int32.
 
     Example:
         >>> window(1).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -99,22 +93,14 @@ class window(Mask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        for name in ("left", "right"):
-            x = getattr(self, name)
-            self._set(**{name: None if x is None else checks.count(f"window: {name}", x)})
+        self._check(left=checks.optional(checks.count), right=checks.optional(checks.count))
 
     def _lower(self, low: Lowering) -> Rows:
-        lo = hi = None
-        # Saturating, since index -+ width may leave int32 where a width means "all".
-        if self.left is not None:
-            lo = low.arrays.maximum(low.q_index, self.left - INT32_MAX) - self.left
-        if self.right is not None:
-            reach = min(self.right + 1, INT32_MAX)
-            hi = low.arrays.minimum(low.q_index, INT32_MAX - reach) + reach
+        lo = None if self.left is None else low.shifted(-self.left)
+        hi = None if self.right is None else low.shifted(min(self.right + 1, INT32_MAX))
         return Rows((Interval(lo, hi, anchored=True),))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class key_padding(Mask):
     """Only the valid keys of each batch row are seen. R = 1, or 2 with valid keys on both sides of padding.
 
@@ -126,10 +112,6 @@ class key_padding(Mask):
         side: where the padding is: "right" (valid keys come first) or "left".
         start: first key of the part that may be padded.
         stop: the key after its last; None for k_len.
-
-    Raises:
-        DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank or negative,
-            an unknown side, or a part that the keys do not have.
 
     Example:
         >>> key_padding(2, side="left").spans(1, 3).bounds.tolist()
@@ -146,10 +128,8 @@ class key_padding(Mask):
     def __post_init__(self) -> None:
         sides, remedy = ("right", "left"), "Name the side the padding is on"
         expect(self.side in sides, "key_padding: side", '"right" or "left"', repr(self.side), remedy)
-        start = checks.count("key_padding: start", self.start)
-        stop = None if self.stop is None else checks.count("key_padding: stop", self.stop, least=start)
-        lengths = checks.lengths("key_padding: lengths", self.lengths)
-        self._set(lengths=lengths, start=start, stop=stop)
+        stop = checks.optional(partial(checks.count, least=self.start))
+        self._check(lengths=checks.lengths, start=checks.count, stop=stop)
 
     def _lower(self, low: Lowering) -> Rows:
         if self.stop is None and self.side == "left":
@@ -158,12 +138,13 @@ class key_padding(Mask):
             )
         end = low.top if self.stop is None else self.stop
         # The number of keys may be a symbol: it is compared only where a part was named.
-        if (self.start > 0 or self.stop is not None) and not self.start <= end <= low.top:
-            got, remedy = (
-                f"keys {self.start} to {end}",
+        if self.start > 0 or self.stop is not None:
+            fits, got = self.start <= end <= low.top, f"keys {self.start} to {end}"
+            what, remedy = (
+                "key_padding: start, stop",
                 "Pass where the part that may be padded begins and ends",
             )
-            expect(False, "key_padding: start, stop", "a part of the {} keys", got, remedy, low.top)
+            expect(fits, what, "a part of the {} keys", got, remedy, low.top)
         lengths, illegal = low.lengths("key_padding", self.lengths, below=end - self.start)
         # The valid keys of the part join those before it, or those after it.
         if self.side == "right":
@@ -173,7 +154,6 @@ class key_padding(Mask):
         return Rows((valid,) if self.start == 0 else (rest, valid), illegal)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class cache(Mask):
     """A key-value cache with room to spare: the first keys are valid, and the queries are the last of those.
 
@@ -183,9 +163,6 @@ class cache(Mask):
     Args:
         lengths: int or integer (B,), number of valid keys including those of the queries, at most k_len.
 
-    Raises:
-        DtypeError, ShapeError, OptionError: for lengths that are not integers, of a wrong rank, or negative.
-
     Example:
         >>> (causal() & cache([2, 4])).spans(2, 5, batch=2).bounds[:, 0, :, 0].tolist()
         [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]
@@ -194,7 +171,7 @@ class cache(Mask):
     lengths: int | Array
 
     def __post_init__(self) -> None:
-        self._set(lengths=checks.lengths("cache: lengths", self.lengths))
+        self._check(lengths=checks.lengths)
 
     def _anchor(self) -> tuple[Any, ...]:
         return ("cache", self.lengths)
@@ -208,15 +185,11 @@ class cache(Mask):
         return Rows((Interval(None, lengths),), illegal)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class global_keys(Mask):
     """Every query sees the first n keys: sinks, as `causal() & (window(w) | global_keys(4))`.
 
     Args:
         n: number of keys; more than there are means all of them.
-
-    Raises:
-        OptionError: for a negative number.
 
     Example:
         >>> (causal() & (window(0) | global_keys(1))).spans(3, 3).bounds[0, 0, 2].tolist()
@@ -226,7 +199,7 @@ class global_keys(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        self._set(n=checks.count("global_keys", self.n))
+        self._check(n=checks.count)
 
     def _lower(self, low: Lowering) -> Rows:
         del low
@@ -239,9 +212,6 @@ def spans(bounds: Array) -> Mask:
     Args:
         bounds: integer (B|1, H|1, q_len, R, 2), rows as they come, keys the global ones; see
             `attnspan.Spans`. Or a lowered mask, whose rows then fit any others.
-
-    Raises:
-        DtypeError, ShapeError: for bounds that are not integers or of a wrong rank.
 
     Example:
         >>> import numpy as np

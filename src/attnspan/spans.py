@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from . import checks
 from ._intervals import sweep
 from ._mistakes import refuse_operand, refuse_truth
 from ._pytrees import Node
 from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
-from .errors import DtypeError, OptionError, ShapeError, expect, shown
+from .errors import DtypeError, OptionError, ShapeError, expect
 
-__all__ = ["Spans", "check_index", "mark_illegal"]
+__all__ = ["Spans", "check_index"]
 
 _PROMISES = (
     "(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form more than "
@@ -50,23 +51,20 @@ class Spans(Node):
     def __post_init__(self) -> None:
         bounds: Array = self.bounds
         k_len: Any = self.k_len
-        if not is_array(bounds) or not is_integer(bounds):
-            got, remedy = kind_of(bounds), "Convert the bounds to int32"
-            raise DtypeError("Spans", expected="an int32 array", got=got, remedy=remedy)
-        if bounds.ndim != 5 or bounds.shape[-1] != 2:
-            got, remedy = shown(bounds.shape), "Add the missing axes, each of length 1"
-            raise ShapeError(
-                "Spans", expected="bounds of shape (B|1, H|1, q_len, R, 2)", got=got, remedy=remedy
-            )
+        holds, remedy = is_array(bounds) and is_integer(bounds), "Convert the bounds to int32"
+        expect(holds, "Spans", "an int32 array", kind_of(bounds), remedy, error=DtypeError)
+        fits, shape = bounds.ndim == 5 and bounds.shape[-1] == 2, tuple(bounds.shape)
+        expected, remedy = "bounds of shape (B|1, H|1, q_len, R, 2)", "Add the missing axes, each of length 1"
+        expect(fits, "Spans", expected, shape, remedy, error=ShapeError)
         # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
         arrays, what, remedy = self._arrays, "Spans: k_len", "Pass the number of keys"
         if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and arrays.concrete(k_len):
             k_len = int(k_len)
             object.__setattr__(self, "k_len", k_len)
-        if k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len):
-            raise DtypeError(what, expected="an int", got=type(k_len).__name__, remedy=remedy)
-        if not arrays.tracing() and isinstance(k_len, int) and k_len < 0:
-            raise OptionError(what, expected="at least 0", got=str(k_len), remedy=remedy)
+        holds = not (k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len))
+        expect(holds, what, "an int", type(k_len).__name__, remedy, error=DtypeError)
+        if not arrays.tracing() and isinstance(k_len, int):
+            expect(k_len >= 0, what, "at least 0", k_len, remedy)
         object.__setattr__(self, "_k_len", self._k_len_as_data())
 
     @classmethod
@@ -164,7 +162,7 @@ class Spans(Node):
         index = check_index(arrays, index, "take_keys", below=self.k_len, ascending=True)
         ranks = arrays.searchsorted(index, arrays.cast(self.bounds, "int32").reshape(-1))
         bounds = arrays.cast(ranks, "int32").reshape(self.bounds.shape)
-        return Spans(mark_illegal(arrays, bounds, self._illegal_rows()), index.shape[0])
+        return Spans(_mark_illegal(arrays, bounds, self._illegal_rows()), index.shape[0])
 
     def _illegal_rows(self) -> Array:
         """Bool (B|1, H|1, q_len)."""
@@ -191,12 +189,13 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             return self
         b, h, i = rows[0].tolist()
         row = [tuple(map(int, span)) for span in self._arrays.to_numpy(self.bounds[b, h, i])]
-        raise OptionError(
+        what, expected = (
             f"spans of batch {b}, head {h}, row {i}",
-            expected=f"ascending, disjoint spans in [0, {self.k_len}]",
-            got=", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else ""),
-            remedy=_PROMISES if set(row) == {(0, -1)} else "Clip and sort the bounds",
+            f"ascending, disjoint spans in [0, {self.k_len}]",
         )
+        got = ", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else "")
+        remedy = _PROMISES if set(row) == {(0, -1)} else "Clip and sort the bounds"
+        raise OptionError(what, expected=expected, got=got, remedy=remedy)
 
     def dense(self) -> Array:
         """Bool (B|1, H|1, q_len, k_len): True where the row may see the key. O(q_len * k_len) memory.
@@ -255,8 +254,8 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             >>> causal().spans(4, 4).block_pairs(2, 2)[0, 0].tolist()
             [[3, 0], [4, 3]]
         """
-        expect(q_block >= 1, "q_block", "at least 1", q_block, "Pass a positive block size")
-        expect(k_block >= 1, "k_block", "at least 1", k_block, "Pass a positive block size")
+        for name, size in (("q_block", q_block), ("k_block", k_block)):
+            expect(size >= 1, name, "at least 1", size, "Pass a positive block size")
         arrays = self._arrays
         batch, heads, q_len = self.bounds.shape[:3]
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
@@ -331,27 +330,25 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         """
         self._require_values("compact")
         arrays, illegal = self._arrays, self._illegal_rows()
-        bounds = mark_illegal(arrays, self.bounds, illegal)
+        bounds = _mark_illegal(arrays, self.bounds, illegal)
         lo, hi = bounds[..., 0], bounds[..., 1]
         if self.runs > 1:
             lo, hi = sweep(arrays, lo, hi, depth=1, count=self.runs, top=self.k_len)
             runs = max(int(arrays.to_numpy(arrays.sum(lo < hi)).max(initial=0)), 1)
             lo, hi = lo[..., :runs], hi[..., :runs]
         bounds = arrays.stack([arrays.where(lo < hi, lo, 0), arrays.where(lo < hi, hi, 0)])
-        bounds = mark_illegal(arrays, arrays.cast(bounds, "int32"), illegal)
+        bounds = _mark_illegal(arrays, arrays.cast(bounds, "int32"), illegal)
         return Spans(arrays.contiguous(bounds), self.k_len)
 
     def _require_values(self, what: str, of: str = "Spans") -> None:
         # A tensor on a device has values too; reading them waits for the device, which these calls are for.
-        device = getattr(self.bounds, "device", None)
-        on_host = getattr(device, "type", "cpu") == "cpu"
-        expect(
-            not on_host or self._arrays.concrete(self.bounds),
-            f"{of}.{what}",
-            "an array whose values can be read",
-            "one that is being traced",
-            "Call it outside the compiled function; inside, mask.spans(...) lowers without reading values",
+        on_host = getattr(getattr(self.bounds, "device", None), "type", "cpu") == "cpu"
+        readable = not on_host or self._arrays.concrete(self.bounds)
+        expected, got = "an array whose values can be read", "one that is being traced"
+        remedy = (
+            "Call it outside the compiled function; inside, mask.spans(...) lowers without reading values"
         )
+        expect(readable, f"{of}.{what}", expected, got, remedy)
 
 
 def _refuse_mapped(k_len: Array) -> None:
@@ -364,31 +361,15 @@ def _refuse_mapped(k_len: Array) -> None:
     expect(not mapped, "Spans: k_len", "one number", "one for each call under torch.func.vmap", remedy)
 
 
-def mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
-    """Write (0, -1) into each span of the rows where `illegal` (B|1, H|1, q_len) holds.
-
-    Example:
-        >>> bounds = np.array([[[[[0, 3]], [[1, 2]]]]], np.int32)
-        >>> mark_illegal(arrays_for([]), bounds, np.array([[[False, True]]]))[0, 0, :, 0].tolist()
-        [[0, 3], [0, -1]]
-    """
+def _mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
+    """Write (0, -1) into each span of the rows where `illegal` (B|1, H|1, q_len) holds."""
     marker = arrays.asarray(np.array([0, -1]), "int32")
     return arrays.where(illegal[..., None, None], marker, bounds)
 
 
 def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, ascending: bool) -> Array:
-    """`index` as int32 (n,) in the framework of `arrays`; its values are checked if they can be read.
-
-    Raises:
-        DtypeError, ShapeError, OptionError: for a wrong dtype or rank, or values outside [0, below) or not
-        ascending.
-    """
-    index = np.asarray(index, np.int64) if isinstance(index, (list, tuple)) else index
-    if not is_array(index) or not is_integer(index):
-        expected, remedy = "an integer array of indices", "Convert it to int32 or int64"
-        raise DtypeError(what, expected=expected, got=kind_of(index), remedy=remedy)
-    remedy = "Pass one axis of indices"
-    expect(index.ndim == 1, what, "an index of shape (n,)", index.shape, remedy, error=ShapeError)
+    """`index` as int32 (n,) in the framework of `arrays`; its values are checked if they can be read."""
+    index = checks.integers(what, index, (1,))
     if arrays.concrete(index) and index.shape[0] > 0:
         values, limit = arrays.to_numpy(index), INT32_MAX if below is None else below
         low, high, remedy = values.min(), values.max(), "Index the whole, global sequence"

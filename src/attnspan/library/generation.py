@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import checks
 from .._intervals import Interval, Rows, either_illegal
-from ..arrays import INT32_MAX, Array, arrays_for
-from ..errors import expect
+from ..arrays import Array, arrays_for
+from ..errors import ShapeError, expect
 from ..lowering import Lowering
 from ..masks import Mask
-from ._shared import seen_by
 
 __all__ = ["block_causal", "block_diffusion", "draft_blocks", "tree"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class block_causal(Mask):
     """Query i sees its own block and those before it: j // block <= i // block. R = 1.
 
@@ -26,9 +23,6 @@ class block_causal(Mask):
 
     Args:
         block: tokens of a block, at least 1.
-
-    Raises:
-        OptionError, DtypeError: for a number out of range.
 
     Example:
         >>> block_causal(2).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -38,15 +32,12 @@ class block_causal(Mask):
     block: int
 
     def __post_init__(self) -> None:
-        self._set(block=checks.count("block_causal: block", self.block, 1))
+        self._check(block=checks.positive)
 
     def _lower(self, low: Lowering) -> Rows:
-        # The end of the own block may leave int32 where the index itself nearly does.
-        own = low.arrays.minimum(low.q_index, INT32_MAX - self.block) // self.block
-        return Rows((Interval(None, (own + 1) * self.block, anchored=True),))
+        return Rows((Interval(None, low.shifted(self.block) // self.block * self.block, anchored=True),))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class block_diffusion(Mask):
     """Training by block diffusion, on the noisy sequence followed by the clean one, 2 * length tokens. R = 2.
 
@@ -59,9 +50,6 @@ class block_diffusion(Mask):
         length: tokens of the clean sequence; there are 2 * length keys.
         block: tokens of a block, at least 1; the last block may be smaller.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for numbers out of range, or another number of keys.
-
     Example:
         >>> block_diffusion(2, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
         [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
@@ -71,10 +59,9 @@ class block_diffusion(Mask):
     block: int
 
     def __post_init__(self) -> None:
-        self._set(length=checks.count("block_diffusion: length", self.length, 1))
-        self._set(block=checks.count("block_diffusion: block", self.block, 1))
+        self._check(length=checks.positive, block=checks.positive)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return 2 * self.length
 
     def _lower(self, low: Lowering) -> Rows:
@@ -84,10 +71,9 @@ class block_diffusion(Mask):
         start = index % n // self.block * self.block
         stop = arrays.minimum(start + self.block, n)
         before = arrays.where(noisy, start, arrays.where(clean, stop, 0))
-        return Rows((seen_by(low, noisy, start, stop), seen_by(low, noisy | clean, n, n + before)))
+        return Rows((low.seen_by(noisy, start, stop), low.seen_by(noisy | clean, n, n + before)))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class draft_blocks(Mask):
     """A causal prefix, then blocks that each see it and, causally, themselves, but no other block. R = 2.
 
@@ -98,9 +84,6 @@ class draft_blocks(Mask):
         prefix: int or integer (B,), number of keys before the first block.
         block: tokens of a block, its anchor included, at least 1.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for numbers out of range.
-
     Example:
         >>> draft_blocks(1, 2).spans(4, 5).dense()[0, 0].astype(int).tolist()
         [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
@@ -110,19 +93,17 @@ class draft_blocks(Mask):
     block: int
 
     def __post_init__(self) -> None:
-        prefix = checks.lengths("draft_blocks: prefix", self.prefix)
-        self._set(prefix=prefix, block=checks.count("draft_blocks: block", self.block, 1))
+        self._check(prefix=checks.lengths, block=checks.positive)
 
     def _lower(self, low: Lowering) -> Rows:
         arrays, index = low.arrays, low.q_index
         prefix, illegal = low.lengths("draft_blocks: prefix", self.prefix, below=None)
         drafted = index >= prefix
         start = (index - prefix) // self.block * self.block + prefix
-        mine = seen_by(low, drafted, start, index + 1)
+        mine = low.seen_by(drafted, start, index + 1)
         return Rows((Interval(None, arrays.where(drafted, prefix, index + 1)), mine), illegal)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class tree(Mask):
     """A tree of candidate tokens after a prefix: each node sees the prefix, its ancestors and itself.
 
@@ -139,11 +120,6 @@ class tree(Mask):
         depth: nodes on the longest path from a root; static. None: read from `parents`, which then need
             values.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for parents that are no tree, a depth below theirs, more nodes
-            than there are keys for. Data that cannot be read (on a device, in a compiled function) make their
-            rows illegal instead.
-
     Example:
         >>> tree([-1, 0, 0, 2], prefix=1).spans(4, 5).dense()[0, 0].astype(int).tolist()
         [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
@@ -154,18 +130,17 @@ class tree(Mask):
     depth: int | None = None
 
     def __post_init__(self) -> None:
-        parents = checks.integers("tree: parents", self.parents, (1, 2))
-        prefix = checks.lengths("tree: prefix", self.prefix)
-        expect(parents.shape[-1] > 0, "tree: parents", "at least one node", "none", "Leave the tree out")
-        depth = None if self.depth is None else checks.count("tree: depth", self.depth, 1)
-        arrays = arrays_for([parents])
-        if arrays.concrete(parents):
-            deepest = _depth(arrays.to_numpy(parents))
+        self._check(parents=checks.integers, prefix=checks.lengths, depth=checks.optional(checks.positive))
+        what, n = "tree: parents", self.parents.shape[-1]
+        expect(n > 0, what, "at least one node", "none", "Leave the tree out", error=ShapeError)
+        arrays, depth = arrays_for([self.parents]), self.depth
+        if arrays.concrete(self.parents):
+            deepest = _depth(arrays.to_numpy(self.parents))
             depth = deepest if depth is None else depth
             expect(depth >= deepest, "tree: depth", "at least {}", depth, "Raise it", deepest)
         expected = "the number of nodes on the longest path, where parents cannot be read"
         expect(depth is not None, "tree: depth", expected, "None", "Pass depth, which decides R")
-        self._set(parents=parents, prefix=prefix, depth=depth)
+        self._set(depth=depth)
 
     def _anchor(self) -> tuple[Any, ...]:
         return ("tree", self.parents, self.prefix)
@@ -175,22 +150,11 @@ class tree(Mask):
         return low.arrays.arange(low.q_len)[None, None] + (prefix + self.parents.shape[-1] - low.q_len)
 
     def _lower(self, low: Lowering) -> Rows:
-        arrays = low.arrays
-        parents = low.per_batch("tree: parents", self.parents, "int32")
-        n = parents.shape[-1]
-        prefix, illegal = low.lengths("tree: prefix", self.prefix, below=None)
-        if low.k_len is not None and not low.arrays.tracing() and low.arrays.concrete(prefix):
-            longest = prefix if isinstance(prefix, int) else int(prefix.max())
-            got = f"a prefix of {longest} and {n} nodes"
-            remedy = "The nodes' keys follow the prefix: make the cache longer, or the tree smaller"
-            expect(
-                longest + n <= low.k_len,
-                "tree",
-                "at most {} keys, as many as there are",
-                got,
-                remedy,
-                low.k_len,
-            )
+        arrays, n = low.arrays, self.parents.shape[-1]
+        parents = low.per_batch("tree: parents", self.parents)
+        room = None if low.k_len is None else low.k_len - n
+        remedy = "The nodes' keys follow the prefix: make the cache longer, or the tree smaller"
+        prefix, illegal = low.lengths("tree: prefix", self.prefix, below=room, remedy=remedy)
         node = low.q_index - prefix
         inside = (node >= 0) & (node < n)
         # -1 is above the roots, and stays there.
@@ -202,15 +166,13 @@ class tree(Mask):
             at = arrays.where(above < at, above, -1)
         broken = either_illegal(broken, at >= 0)
         own = low.q_index + 1
-        before = arrays.where(inside, prefix, arrays.where((own <= prefix), own, 0))
-        intervals = [Interval(None, before)]
-        for place in reversed(path):
-            key = place[:, None]
-            intervals.append(seen_by(low, key >= 0, key + prefix, key + prefix + 1))
-        return Rows(tuple(intervals), either_illegal(illegal, broken[:, None]))  # type: ignore[index]
+        before = Interval(None, arrays.where(inside, prefix, arrays.where(own <= prefix, own, 0)))
+        keys = [place[:, None] for place in reversed(path)]
+        seen = [low.seen_by(key >= 0, key + prefix, key + prefix + 1) for key in keys]
+        return Rows((before, *seen), either_illegal(illegal, broken[:, None]))  # type: ignore[index]
 
 
-def _depth(parents: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
+def _depth(parents: np.ndarray[Any, Any]) -> int:
     """Nodes on the longest path of (n,) or (B, n); raises where a node's parent is not before it."""
     table = parents.reshape(-1, parents.shape[-1]).astype(np.int64)
     bad = np.argwhere((table >= np.arange(table.shape[1])) | (table < -1))

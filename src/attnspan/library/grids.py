@@ -6,9 +6,10 @@ unless a function says otherwise. An int stands for the same size on every axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product as pairs
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,43 @@ import numpy as np
 from .. import checks
 from .._intervals import Interval, Rows
 from ..arrays import Array, Arrays
-from ..errors import expect
+from ..errors import ShapeError, expect, shown
 from ..lowering import Lowering
 from ..masks import Mask
-from ._shared import divides, fits_canvas, product, seen_by, sizes, warn_of_size
 from .mixtures import reordered
 
 __all__ = ["morton_natten", "morton_order", "natten", "sasa", "sta", "tile_order", "tiled_natten"]
 
 Sizes = int | Sequence[int]
 Order = np.ndarray[Any, np.dtype[np.int64]]
+Axis = tuple[Array, int, int, Any]
+"""Of the box of each row: `count` places from `first` on, `step` apart, those within [0, stop)."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class natten(Mask):
+class _Grid(Mask):
+    """Masks whose rows see a box on a canvas, and the text after it."""
+
+    canvas: Any
+
+    def _key_len(self) -> Any:
+        return math.prod(self.canvas) + getattr(self, "text", 0)
+
+    def _cells(self, arrays: Arrays, index: Array) -> list[tuple[Array, Array]]:
+        raise NotImplementedError(f"{type(self).__name__} must say which tokens a row sees, as runs [lo, hi)")
+
+    def _lower(self, low: Lowering) -> Rows:
+        index, n, keys = low.q_index, math.prod(self.canvas), self._key_len()
+        inside = (index >= 0) & (index < n)
+        intervals = [low.seen_by(inside, lo, hi) for lo, hi in self._cells(low.arrays, index)]
+        if keys > n:
+            writes = (index >= n) & (index < keys)
+            first = intervals[0]
+            intervals[0] = Interval(first.lo, low.arrays.where(writes, n, first.hi))
+            intervals.append(low.seen_by(inside | writes, n, keys))
+        return Rows(tuple(intervals))
+
+
+class natten(_Grid):
     """Neighbourhood attention: each token sees the `kernel` tokens around it, in a window on the canvas.
 
     On each axis, the window of place x is [start, start + kernel) with start = x - kernel // 2 moved into
@@ -53,9 +77,6 @@ class natten(Mask):
         causal: for each axis, or for all.
         text: tokens after the canvas, which see everything and are seen by all.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for sizes that do not fit each other or the keys.
-
     Example:
         >>> natten(5, 3).spans(5, 5).bounds[0, 0, :, 0].tolist()
         [[0, 3], [0, 3], [1, 4], [2, 5], [2, 5]]
@@ -63,7 +84,6 @@ class natten(Mask):
         natten((4, 4), (3, 3))
     """
 
-    canvas: Any
     kernel: Any
     dilation: Any = 1
     stride: Any = 1
@@ -71,29 +91,20 @@ class natten(Mask):
     text: int = 0
 
     def __post_init__(self) -> None:
-        canvas = sizes("natten: canvas", self.canvas)
-        axes = len(canvas)
-        kernel = sizes("natten: kernel", self.kernel, axes)
-        dilation = sizes("natten: dilation", self.dilation, axes)
-        stride = sizes("natten: stride", self.stride, axes)
-        causal = (self.causal,) * axes if isinstance(self.causal, bool) else tuple(map(bool, self.causal))
-        sizes("natten: causal", [int(x) for x in causal], axes, least=0)
-        product(canvas)
-        fits_canvas("natten", canvas, kernel, dilation)
-        for k, s in zip(kernel, stride, strict=True):
+        self._check(canvas=_canvas, text=checks.count)
+        axes = len(self.canvas)
+        each, flag = partial(_sizes, axes=axes), lambda _, x: bool(x)
+        flags = partial(_sizes, axes=axes, check=flag)
+        self._check(kernel=each, dilation=each, stride=each, causal=flags)
+        _check_kernel("natten", self.canvas, self.kernel, self.dilation)
+        for k, s in zip(self.kernel, self.stride, strict=True):
             expect(s <= k, "natten: stride", "at most {}, the kernel", s, "Use a larger kernel", k)
-        self._set(canvas=canvas, kernel=kernel, dilation=dilation, stride=stride, causal=causal)
-        self._set(text=checks.count("natten: text", self.text))
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
-        return product(self.canvas) + self.text
+    def _cells(self, arrays: Arrays, index: Array) -> list[tuple[Array, Array]]:
+        places = _coordinates(index, self.canvas)
+        return _boxes(arrays, [self._axis(arrays, number, x) for number, x in enumerate(places)], self.canvas)
 
-    def _lower(self, low: Lowering) -> Rows:
-        at = _coordinates(low.q_index, self.canvas)
-        axes = [self._axis(low.arrays, number, place) for number, place in enumerate(at)]
-        return _with_text(low, _boxes(low.arrays, axes, self.canvas), product(self.canvas), self.text)
-
-    def _axis(self, arrays: Arrays, number: int, place: Array) -> _Axis:
+    def _axis(self, arrays: Arrays, number: int, place: Array) -> Axis:
         """Places of a dilation group count from 0; the leader of the row's stride group has its window."""
         n, kernel, stride = self.canvas[number], self.kernel[number], self.stride[number]
         step = self.dilation[number]
@@ -101,10 +112,10 @@ class natten(Mask):
         length = (n - group + (step - 1)) // step
         if self.causal[number]:
             leader = arrays.minimum(own // stride * stride + (stride - 1), length - 1)
-            return _Axis((leader - (kernel - 1)) * step + group, kernel, step, 0, place + 1)
+            return (leader - (kernel - 1)) * step + group, kernel, step, place + 1
         leader = arrays.minimum(own // stride * stride + stride // 2, length - 1)
         first = arrays.maximum(arrays.minimum(leader - kernel // 2, length - kernel), 0)
-        return _Axis(first * step + group, kernel, step, 0, n)
+        return first * step + group, kernel, step, n
 
     def __repr__(self) -> str:
         words = [str(self.canvas), str(self.kernel)]
@@ -114,8 +125,7 @@ class natten(Mask):
         return f"natten({', '.join([*words, *([f'text={self.text}'] if self.text else [])])})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class sasa(Mask):
+class sasa(_Grid):
     """Each token sees those at most `radius` away on every axis; windows are cut off at the borders.
 
     R = product of (2 * radius + 1) over all axes but the last.
@@ -126,33 +136,23 @@ class sasa(Mask):
         canvas: tokens along each axis.
         radius: places seen on either side, at least 0.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for sizes that do not fit the keys.
-
     Example:
         >>> sasa(5, 1).spans(5, 5).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 3], [1, 4], [2, 5], [3, 5]]
     """
 
-    canvas: Any
     radius: Any
 
     def __post_init__(self) -> None:
-        canvas = sizes("sasa: canvas", self.canvas)
-        product(canvas)
-        self._set(canvas=canvas, radius=sizes("sasa: radius", self.radius, len(canvas), least=0))
+        self._check(canvas=_canvas)
+        self._check(radius=partial(_sizes, axes=len(self.canvas), check=checks.count))
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
-        return product(self.canvas)
-
-    def _lower(self, low: Lowering) -> Rows:
-        at = zip(_coordinates(low.q_index, self.canvas), self.radius, self.canvas, strict=True)
-        axes = [_Axis(place - radius, 2 * radius + 1, 1, 0, n) for place, radius, n in at]
-        return _with_text(low, _boxes(low.arrays, axes, self.canvas), product(self.canvas), 0)
+    def _cells(self, arrays: Arrays, index: Array) -> list[tuple[Array, Array]]:
+        each = zip(_coordinates(index, self.canvas), self.radius, self.canvas, strict=True)
+        return _boxes(arrays, [(x - radius, 2 * radius + 1, 1, n) for x, radius, n in each], self.canvas)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class sta(Mask):
+class sta(_Grid):
     """Sliding tile attention: neighbourhood attention of whole tiles, on tokens stored tile by tile.
 
     Put tokens into `tile_order(canvas, tile)` first: each tile is contiguous then, the mask consists of full
@@ -166,40 +166,28 @@ class sta(Mask):
         tile: tokens of a tile along each axis.
         text: tokens after the canvas, which see everything and are seen by all.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for sizes that do not fit each other or the keys.
-
     Example:
         >>> sta(8, 4, 2).spans(8, 8).bounds[0, 0, ::2, 0].tolist()
         [[0, 4], [0, 4], [2, 6], [4, 8]]
     """
 
-    canvas: Any
     kernel: Any
     tile: Any
     text: int = 0
 
     def __post_init__(self) -> None:
-        canvas = sizes("sta: canvas", self.canvas)
-        kernel = sizes("sta: kernel", self.kernel, len(canvas))
-        tile = sizes("sta: tile", self.tile, len(canvas))
-        divides("sta: canvas", canvas, tile)
-        divides("sta: kernel", kernel, tile)
-        product(canvas)
-        fits_canvas("sta", canvas, kernel, (1,) * len(canvas))
-        self._set(canvas=canvas, kernel=kernel, tile=tile, text=checks.count("sta: text", self.text))
+        self._check(canvas=_canvas, text=checks.count)
+        each = partial(_sizes, axes=len(self.canvas))
+        self._check(kernel=each, tile=each)
+        _check_kernel("sta", self.canvas, self.kernel)
+        _tiles("sta: canvas", self.canvas, self.tile)
+        _tiles("sta: kernel", self.kernel, self.tile)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
-        return product(self.canvas) + self.text
-
-    def _lower(self, low: Lowering) -> Rows:
-        arrays, numel = low.arrays, product(self.tile)
-        shape = tuple(n // t for n, t in zip(self.canvas, self.tile, strict=True))
-        kernel = tuple(n // t for n, t in zip(self.kernel, self.tile, strict=True))
-        at = zip(_coordinates(low.q_index // numel, shape), kernel, shape, strict=True)
-        axes = [_Axis(arrays.clip(place - k // 2, 0, n - k), k, 1, 0, n) for place, k, n in at]
-        cells = [(lo * numel, hi * numel) for lo, hi in _boxes(arrays, axes, shape)]
-        return _with_text(low, cells, product(self.canvas), self.text)
+    def _cells(self, arrays: Arrays, index: Array) -> list[tuple[Array, Array]]:
+        numel = math.prod(self.tile)
+        tiles, kernel = (_tiles("sta", x, self.tile) for x in (self.canvas, self.kernel))
+        cells = natten(tiles, kernel)._cells(arrays, index // numel)
+        return [(lo * numel, hi * numel) for lo, hi in cells]
 
 
 def tiled_natten(canvas: Sizes, kernel: Sizes, tile: Sizes) -> Mask:
@@ -213,12 +201,8 @@ def tiled_natten(canvas: Sizes, kernel: Sizes, tile: Sizes) -> Mask:
     Source: attention-gym's `generate_tiled_natten`, with odd kernels as `natten` says.
 
     Args:
-        canvas: tokens along each axis, a multiple of the tile.
-        kernel: keys along each axis, at most the canvas.
-        tile: tokens of a tile along each axis.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: for sizes that do not fit each other or the keys.
+        canvas, kernel: as for `natten`.
+        tile: tokens of a tile along each axis; it divides the canvas.
 
     Example:
         >>> tiled_natten((4, 4), (3, 3), (2, 2)).spans(16, 16).dense()[0, 0, 0].astype(int).tolist()
@@ -235,17 +219,14 @@ def morton_natten(canvas: Sizes, kernel: Sizes) -> Mask:
     Source: attention-gym's `generate_morton_natten`.
 
     Args:
-        canvas: tokens along each axis, powers of two, all the same.
-        kernel: keys along each axis, at most the canvas.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: for sizes that do not fit each other or the keys.
+        canvas: as for `morton_order`.
+        kernel: as for `natten`.
 
     Example:
         >>> morton_natten((4, 4), (3, 3)).spans(16, 16).dense()[0, 0, 0].astype(int).tolist()
         [1, 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0, 1, 0, 0, 0]
     """
-    canvas = sizes("morton_natten: canvas", canvas, None if isinstance(canvas, Sequence) else 2)
+    canvas = (canvas, canvas) if isinstance(canvas, int) else canvas
     return reordered(natten(canvas, kernel), morton_order(canvas))
 
 
@@ -260,19 +241,16 @@ def tile_order(canvas: Sizes, tile: Sizes) -> Order:
         int64 (tokens,): the row-major token at each place; `x[..., order, :]` puts a sequence into this
         order, and `np.argsort(order)` back.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for a tile that does not divide the canvas.
-
     Example:
         >>> tile_order((2, 4), (2, 2)).tolist()
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
-    canvas = sizes("tile_order: canvas", canvas)
-    tile = sizes("tile_order: tile", tile, len(canvas))
-    tiles = divides("tile_order: canvas", canvas, tile)
+    canvas = _canvas("tile_order: canvas", canvas)
+    tile = _sizes("tile_order: tile", tile, len(canvas))
+    tiles = _tiles("tile_order: canvas", canvas, tile)
     shape = [n for pair in zip(tiles, tile, strict=True) for n in pair]
     axes = [*range(0, len(shape), 2), *range(1, len(shape), 2)]
-    return np.arange(product(canvas)).reshape(shape).transpose(axes).reshape(-1)
+    return np.arange(math.prod(canvas)).reshape(shape).transpose(axes).reshape(-1)
 
 
 def morton_order(canvas: Sizes) -> Order:
@@ -286,19 +264,16 @@ def morton_order(canvas: Sizes) -> Order:
     Returns:
         int64 (tokens,): the row-major token at each place, as `tile_order`.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for other sizes.
-
     Example:
         >>> morton_order((4, 4))[:8].tolist()
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
-    canvas = sizes("morton_order: canvas", canvas, None if isinstance(canvas, Sequence) else 2)
+    canvas = _canvas("morton_order: canvas", (canvas, canvas) if isinstance(canvas, int) else canvas)
     n = canvas[0]
     fits = not (n & (n - 1)) and all(x == n for x in canvas)
     remedy = "Pad it to a square, or use tile_order"
     expect(fits, "morton_order: canvas", "one power of two for all axes", canvas, remedy)
-    place = np.arange(product(canvas))
+    place = np.arange(math.prod(canvas))
     token = np.zeros_like(place)
     for bit in range(n.bit_length() - 1):
         for axis in range(len(canvas)):
@@ -307,42 +282,29 @@ def morton_order(canvas: Sizes) -> Order:
     return token
 
 
-@dataclass(frozen=True, eq=False)
-class _Axis:
-    """One axis of the box of each row: `count` places from `first` on, `step` apart, within [low, high)."""
-
-    first: Array
-    count: int
-    step: int
-    low: Any
-    high: Any
-
-    def places(self) -> list[tuple[Array, Array]]:
-        """Each place with whether it is inside."""
-        at = [self.first + self.step * o for o in range(self.count)]
-        return [(x, (x >= self.low) & (x < self.high)) for x in at]
-
-    def stretch(self, arrays: Arrays) -> list[tuple[Array, Array]]:
-        """The places as runs [lo, hi)."""
-        if self.step > 1:
-            return [(x, arrays.where(inside, x + 1, x)) for x, inside in self.places()]
-        lo, hi = arrays.maximum(self.first, self.low), arrays.minimum(self.first + self.count, self.high)
-        return [(lo, hi)]
+def _places(axis: Axis) -> list[tuple[Array, Array]]:
+    """Each place of an axis, with whether it is inside."""
+    first, count, step, stop = axis
+    places = [first + step * o for o in range(count)]
+    return [(x, (x >= 0) & (x < stop)) for x in places]
 
 
-def _boxes(arrays: Arrays, axes: list[_Axis], shape: tuple[int, ...]) -> list[tuple[Array, Array]]:
+def _boxes(arrays: Arrays, axes: list[Axis], shape: tuple[int, ...]) -> list[tuple[Array, Array]]:
     """Cells [lo, hi) of a row-major grid, ascending: the last axis is contiguous, the others multiply."""
-    found = []
     *leading, last = axes
-    for chosen in pairs(*(axis.places() for axis in leading)):
-        base, inside = None, None
-        for (place, valid), n in zip(chosen, shape, strict=False):
-            base = place if base is None else base * n + place
-            inside = valid if inside is None else inside & valid
-        for lo, hi in last.stretch(arrays):
-            if base is not None:
-                lo, hi = base * shape[-1] + lo, base * shape[-1] + hi
-                hi = arrays.where(inside, hi, lo)
+    first, count, step, stop = last
+    if step > 1:
+        runs = [(x, arrays.where(inside, x + 1, x)) for x, inside in _places(last)]
+    else:
+        runs = [(arrays.maximum(first, 0), arrays.minimum(first + count, stop))]
+    found = []
+    for chosen in product(*map(_places, leading)):
+        base, within = 0, True
+        for (place, inside), n in zip(chosen, shape, strict=False):
+            base, within = base * n + place, within & inside
+        for lo, hi in runs:
+            lo, hi = base * shape[-1] + lo, base * shape[-1] + hi
+            hi = arrays.where(within, hi, lo) if leading else hi
             found.append((lo, arrays.maximum(hi, lo)))
     return found
 
@@ -356,15 +318,40 @@ def _coordinates(index: Array, shape: tuple[int, ...]) -> list[Array]:
     return found[::-1]
 
 
-def _with_text(low: Lowering, cells: list[tuple[Array, Array]], canvas: int, text: int) -> Rows:
-    """What rows see of the canvas, and of the `text` tokens after it, which see all and are seen by all."""
-    arrays, index = low.arrays, low.q_index
-    inside = (index >= 0) & (index < canvas)
-    intervals = [seen_by(low, inside, lo, hi) for lo, hi in cells]
-    if text:
-        writes = (index >= canvas) & (index < canvas + text)
-        first = intervals[0]
-        intervals[0] = Interval(first.lo, arrays.where(writes, canvas, first.hi))
-        intervals.append(seen_by(low, inside | writes, canvas, canvas + text))
-    warn_of_size(low, len(intervals))
-    return Rows(tuple(intervals))
+def _sizes(
+    what: str, value: Any, axes: int | None = None, check: Callable[[str, Any], Any] = checks.positive
+) -> tuple[Any, ...]:
+    """One size for each axis: a sequence, or one that all of `axes` share."""
+    if not isinstance(value, list | tuple):
+        return (check(what, value),) * (1 if axes is None else axes)
+    n, fits = len(value), axes is None or len(value) == axes
+    expect(fits, what, "{} sizes, one for each axis", n, "Pass as many", axes, error=ShapeError)
+    return tuple(check(what, x) for x in value)
+
+
+def _canvas(what: str, value: Any) -> tuple[int, ...]:
+    """A size for each of at least one axis; the number of tokens must be an index."""
+    sizes = _sizes(what, value)
+    expect(len(sizes) > 0, what, "at least one axis", "none", "Pass a size for each axis", error=ShapeError)
+    checks.positive(f"{what}: number of tokens", math.prod(sizes))
+    return sizes
+
+
+def _tiles(what: str, sizes: Sequence[int], tile: tuple[int, ...]) -> tuple[int, ...]:
+    """How many tiles each axis has; raises where they do not fit."""
+    fits = not any(n % t for n, t in zip(sizes, tile, strict=True))
+    remedy = "Pad it, or choose a tile that divides it"
+    expect(fits, what, "multiples of the tile {}", tuple(sizes), remedy, tile)
+    return tuple(n // t for n, t in zip(sizes, tile, strict=True))
+
+
+def _check_kernel(
+    what: str, canvas: tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[int, ...] | None = None
+) -> None:
+    """Raise if a kernel, with its dilation, is larger than the canvas."""
+    dilation = (1,) * len(canvas) if dilation is None else dilation
+    times = f" times {shown(dilation)}" if max(dilation) > 1 else ""
+    expected = "at most the canvas {}" + (" with its dilation" if times else "")
+    remedy = "Use a smaller kernel, or full() along that axis: a kernel of its size"
+    fits = all(k * d <= n for n, k, d in zip(canvas, kernel, dilation, strict=True))
+    expect(fits, f"{what}: kernel", expected, shown(kernel) + times, remedy, canvas)

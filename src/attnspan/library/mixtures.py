@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .. import checks
-from .._intervals import Interval, Rows, common, either_illegal, materialise, split
-from ..arrays import Array, arrays_for
+from .._encoding import table
+from .._intervals import Interval, Rows, either_illegal, split
+from ..arrays import Array, Arrays, arrays_for
 from ..by_value import is_traced
-from ..errors import DtypeError, OptionError, ShapeError, expect
-from ..lowering import Lowering
+from ..errors import DtypeError, ShapeError, expect
+from ..lowering import Lowering, key_len
 from ..masks import Mask
-from ._shared import warn_of_size
 
 __all__ = ["Mixture", "batchify", "per_document", "per_head", "per_row", "reordered"]
 
@@ -23,7 +23,6 @@ _CHUNK_KEYS = 1 << 22
 """(query, key) pairs that are put into a new order at once."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Mixture(Mask):
     """Lowers each mask for its own batch row or head, and pads R to the largest."""
 
@@ -45,44 +44,29 @@ class Mixture(Mask):
             inner += mask._leaves()
         return inner
 
-    def _key_len(self, traced: bool = False) -> Any:
-        return _first([leaf._key_len(traced) for leaf in self._inner()])
+    def _key_len(self) -> Any:
+        return key_len(self._inner())
+
+    def _key_len_is_data(self) -> bool:
+        return True in [leaf._key_len_is_data() for leaf in self._inner()]
 
     def _row_len(self) -> Any:
-        return _first([leaf._row_len() for leaf in self._inner()])
+        known = [n for n in [leaf._row_len() for leaf in self._inner()] if n is not None]
+        return known[0] if known else None
 
-    def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
-        raise NotImplementedError
+    def _each(self, low: Lowering, number: int) -> Lowering:
+        raise NotImplementedError(f"{type(self).__name__} must say how one of its masks is lowered")
 
     def _lower(self, low: Lowering) -> Rows:
-        name, own = (("batch", low.batch), ("heads", low.heads))[self.axis]
-        low.check_axis(type(self).__name__, name, len(self.masks), own)
-        for leaf in self._inner():
-            n = leaf._key_len(low.arrays.tracing())
-            if n is not None and n != low.k_len:
-                remedy = f"All masks of {type(self).__name__} are of one key sequence"
-                expected = "arrays that describe {} keys"
-                expect(False, repr(leaf), expected, n, remedy, low.k_len, error=ShapeError)
-        lowered = [self._each(low, low.q_index, number).lower(mask) for number, mask in enumerate(self.masks)]
-        runs = max(len(rows.intervals) for rows in lowered)
-        los, his, illegal = [], [], []
-        for rows in lowered:
-            padded = rows.intervals + (Interval(0, 0),) * (runs - len(rows.intervals))
-            lo, hi = common(low.arrays, *materialise(low.arrays, padded, low.q_len, low.top))
-            los.append(lo)
-            his.append(hi)
-            illegal.append(rows.illegal)
-        return Rows(split(self._join(low, los), self._join(low, his)), self._illegal(low, illegal))
+        low.check_axis(type(self).__name__, ("batch", "heads")[self.axis], len(self.masks))
+        key_len(self._inner(), low.k_len, low.arrays.tracing())
+        parts = [self._each(low, number).bounds(mask) for number, mask in enumerate(self.masks)]
+        runs = max([part.shape[3] for part in parts])
+        return low.rows_of(self._join(low, [_padded(low.arrays, part, runs) for part in parts]))
 
     def _join(self, low: Lowering, parts: list[Array]) -> Array:
         """Arrays with 1 along the axis as one with all of them."""
         return low.arrays.stack(parts).swapaxes(self.axis, -1)[..., 0]
-
-    def _illegal(self, low: Lowering, parts: list[Array | None]) -> Array | None:
-        if all(part is None for part in parts):
-            return None
-        legal = low.arrays.full((1, 1, low.q_len), 0, "bool")
-        return self._join(low, [legal if part is None else legal | part for part in parts])
 
 
 class per_row(Mixture):
@@ -91,9 +75,6 @@ class per_row(Mixture):
     Args:
         masks: one for each batch row; arrays in them have no batch axis, or one of length 1. Each may imply
             its own default rows, as `cache(length)` does.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: for something else than masks, or as many as there are no rows.
 
     Example:
         >>> from attnspan import causal, full
@@ -114,14 +95,14 @@ class per_row(Mixture):
         expect(low.k_len is not None, "q_index", expected, "k_index alone", remedy)
         found = []
         for mask in self.masks:
-            own = replace(low, batch=1, lowered=[], document_rows=[])
+            own = low.part(batch=1)
             own.index_rows(mask._leaves(), None, None)
             found.append(own.q_index)
         return self._join(low, [low.arrays.to_int32(x) for x in found])
 
-    def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
-        row = q_index[number : number + 1] if q_index.shape[0] > 1 else q_index
-        return replace(low, batch=1, q_index=row, lowered=[], document_rows=[])
+    def _each(self, low: Lowering, number: int) -> Lowering:
+        q_index = low.q_index[number : number + 1] if low.q_index.shape[0] > 1 else low.q_index
+        return low.part(batch=1, q_index=q_index)
 
 
 class per_head(Mixture):
@@ -129,9 +110,6 @@ class per_head(Mixture):
 
     Args:
         masks: one for each query head; arrays in them have no head axis, or one of length 1.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: for something else than masks, or as many as there are no heads.
 
     Example:
         >>> from attnspan import causal, window
@@ -148,16 +126,15 @@ class per_head(Mixture):
         return None
 
     def _anchor_index(self, low: Lowering) -> Array:
-        own = replace(low, lowered=[], document_rows=[])
+        own = low.part()
         own.index_rows(self._inner(), None, None)
         return own.q_index
 
-    def _each(self, low: Lowering, q_index: Array, number: int) -> Lowering:
+    def _each(self, low: Lowering, number: int) -> Lowering:
         del number
-        return replace(low, heads=1, q_index=q_index, lowered=[], document_rows=[])
+        return low.part(heads=1)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class per_document(Mask):
     """Packed documents with a mask inside each, whose indices count from the document's start.
 
@@ -170,9 +147,6 @@ class per_document(Mask):
         mask: without arrays that describe keys, and without `cache` or documents of its own.
         cu_seqlens: integer (n + 1,) or (B, n + 1), where each document starts and the last one ends.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for other masks or offsets.
-
     Example:
         >>> from attnspan.library import prefix_lm
         >>> per_document(prefix_lm(2), [0, 3, 5]).spans(5, 5).bounds[0, 0, :, 0].tolist()
@@ -184,7 +158,7 @@ class per_document(Mask):
 
     def __post_init__(self) -> None:
         _check_inner("per_document", self.mask, None)
-        self._set(cu_seqlens=checks.offsets("per_document: cu_seqlens", self.cu_seqlens))
+        self._check(cu_seqlens=checks.offsets)
 
     def _lower(self, low: Lowering) -> Rows:
         own = low.documents("per_document: cu_seqlens", self.cu_seqlens)
@@ -192,7 +166,6 @@ class per_document(Mask):
         return Rows(rows.intervals, either_illegal(rows.illegal, own.illegal))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class batchify(Mask):
     """A sequence of batches of one size, each with the mask, whose indices count from the batch's start.
 
@@ -204,9 +177,6 @@ class batchify(Mask):
         mask: its arrays that describe keys, if any, have `size` of them.
         size: tokens of a batch, at least 1.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for other masks or sizes.
-
     Example:
         >>> from attnspan import causal
         >>> batchify(causal(), 2).spans(4, 4).bounds[0, 0, :, 0].tolist()
@@ -217,7 +187,7 @@ class batchify(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        self._set(size=checks.count("batchify: size", self.size, 1))
+        self._check(size=checks.positive)
         _check_inner("batchify", self.mask, self.size)
 
     def _lower(self, low: Lowering) -> Rows:
@@ -233,8 +203,7 @@ def _inside(low: Lowering, mask: Mask, lo: Array, hi: Array, length: int | None)
     """`mask` on indices counted from `lo`, and its keys within [lo, hi)."""
     arrays = low.arrays
     local = arrays.where(lo < hi, low.q_index - lo, 0)
-    own = replace(low, q_index=local, k_len=length, tail=False, lowered=[], document_rows=[])
-    rows = own.lower(mask)
+    rows = low.part(q_index=local, k_len=length, tail=False).lower(mask)
     intervals = []
     for x in rows.intervals:
         # Cut before they are shifted: ends may be anything up to int32's own.
@@ -245,12 +214,9 @@ def _inside(low: Lowering, mask: Mask, lo: Array, hi: Array, length: int | None)
 
 
 def _cut(low: Lowering, end: Any, size: Array) -> Array:
-    if isinstance(end, int):
-        return low.arrays.minimum(size, max(end, 0))
-    return low.arrays.maximum(low.arrays.minimum(end, size), 0)
+    return low.arrays.maximum(low.arrays.minimum(size, end), 0)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class reordered(Mask):
     """A mask for tokens that are stored in another order: place p holds token order[p].
 
@@ -261,10 +227,6 @@ class reordered(Mask):
     Args:
         mask: of the tokens in their own order.
         order: integer (S,), a permutation of 0..S-1; see `tile_order`, `morton_order`, `strided_order`.
-
-    Raises:
-        OptionError, DtypeError, ShapeError: for an order that is no permutation of the keys, or cannot be
-            read.
 
     Example:
         >>> from attnspan import window
@@ -277,26 +239,22 @@ class reordered(Mask):
 
     def __post_init__(self) -> None:
         _several("reordered", [self.mask])
-        order = checks.integers("reordered: order", self.order, (1,))
-        arrays = arrays_for([order])
+        self._check(order=partial(checks.integers, ranks=(1,)))
+        arrays = arrays_for([self.order])
         if not arrays.tracing():
-            values = arrays.to_numpy(order)
-            fits, n = np.array_equal(np.sort(values), np.arange(len(values))), len(values) - 1
+            values, last = arrays.to_numpy(self.order), self.order.shape[0] - 1
+            fits = np.array_equal(np.sort(values), np.arange(len(values)))
             remedy = "Pass the token at each place, each token once"
-            expect(fits, "reordered: order", "a permutation of 0..{}", "another array", remedy, n)
-        self._set(order=order)
+            expect(fits, "reordered: order", "a permutation of 0..{}", "another array", remedy, last)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return self.order.shape[0]
 
     def _lower(self, low: Lowering) -> Rows:
-        if is_traced(low, self.order) or is_traced(low, low.q_index):
-            raise OptionError(
-                "reordered",
-                expected="values: the number of spans of such a mask depends on its order",
-                got="a traced array",
-                remedy="Lower it once outside the compiled function, with mask.prepare(...)",
-            )
+        readable = not (is_traced(low, self.order) or is_traced(low, low.q_index))
+        expected = "values: the number of spans of such a mask depends on its order"
+        remedy = "Lower it once outside the compiled function, with mask.prepare(...)"
+        expect(readable, "reordered", expected, "a traced array", remedy)
         order = low.arrays.to_numpy(self.order).astype(np.int64)
         index = low.arrays.to_numpy(low.q_index)[:, 0]
         n = len(order)
@@ -308,52 +266,41 @@ class reordered(Mask):
         bounds = np.where(inside[:, None, :, None, None], bounds, 0)
         place = np.empty(n, np.int64)
         place[order] = np.arange(n)
-        placed = _places(bounds, place)
-        warn_of_size(low, placed.shape[3])
-        bounds = low.arrays.asarray(placed, "int32")
+        bounds = low.arrays.asarray(_placed(bounds, place), "int32")
         return Rows(split(bounds[..., 0], bounds[..., 1]))
 
 
-def _places(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _placed(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Bounds (B, H, rows, R, 2) of tokens as bounds of the places where those tokens are."""
     *lead, _, _ = bounds.shape
     flat = bounds.reshape(-1, *bounds.shape[-2:])
     cost = np.cumsum((flat[..., 1] - flat[..., 0]).sum(axis=-1))
     cuts = np.searchsorted(cost, np.arange(_CHUNK_KEYS, cost[-1] if len(cost) else 0, _CHUNK_KEYS))
     edges = np.unique(np.concatenate([[0], cuts + 1, [len(flat)]]))
-    chunks = [_places_of(flat[a:b], place) for a, b in pairwise(edges)]
-    runs = max((chunk.shape[1] for chunk in chunks), default=1)
-    chunks = [np.pad(x, ((0, 0), (0, runs - x.shape[1]), (0, 0))) for x in chunks]
-    empty = np.zeros((0, runs, 2), np.int32)
-    return np.concatenate([*chunks, empty]).reshape(*lead, runs, 2).astype(np.int32)
+    runs = [_runs_of_places(flat[a:b], place, a) for a, b in pairwise(edges)]
+    row, lo, hi = np.concatenate([np.zeros((3, 0), np.int64), *runs], axis=1)
+    return table(row, lo, hi, len(flat)).reshape(*lead, -1, 2)
 
 
-def _places_of(flat: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same for rows (n, R, 2): list the keys, take them to their places, sort, and find the runs."""
-    n, k_len = len(flat), len(place)
+def _runs_of_places(
+    flat: np.ndarray[Any, Any], place: np.ndarray[Any, Any], start: int
+) -> np.ndarray[Any, Any]:
+    """Row, start and stop of each run of rows (n, R, 2), which count from `start`, int64 (3, runs)."""
     lo, length = flat[..., 0].reshape(-1).astype(np.int64), (flat[..., 1] - flat[..., 0]).reshape(-1)
-    starts = np.repeat(lo - (np.cumsum(length) - length), length)
-    keys = starts + np.arange(length.sum())
-    row = np.repeat(np.repeat(np.arange(n), flat.shape[1]), length)
+    keys = np.repeat(lo - (np.cumsum(length) - length), length) + np.arange(length.sum())
+    row = np.repeat(np.repeat(np.arange(len(flat)), flat.shape[1]), length)
     # A gap after each row keeps runs of two rows apart.
-    at = np.sort(row * (k_len + 1) + place[keys])
-    first = np.flatnonzero(np.diff(at, prepend=-2) != 1)
-    last = np.append(first[1:], len(at)) - 1 if len(at) else first
-    run_row = at[first] // (k_len + 1)
-    count = np.bincount(run_row, minlength=n)
-    runs = max(int(count.max(initial=0)), 1)
-    bounds = np.zeros((n, runs, 2), np.int64)
-    slot = np.arange(len(first)) - np.repeat(np.cumsum(count) - count, count)
-    bounds[run_row, slot, 0] = at[first] % (k_len + 1)
-    bounds[run_row, slot, 1] = at[last] % (k_len + 1) + 1
-    return bounds
+    wide = len(place) + 1
+    at = np.sort(row * wide + place[keys])
+    first = np.diff(at, prepend=-2) != 1
+    last = np.append(first[1:], True) if len(at) else first
+    return np.stack([at[first] // wide + start, at[first] % wide, at[last] % wide + 1])
 
 
-def _first(values: list[Any]) -> Any:
-    for value in values:
-        if value is not None:
-            return value
-    return None
+def _padded(arrays: Arrays, bounds: Array, runs: int) -> Array:
+    """Bounds with empty spans up to a number of them."""
+    empty = arrays.full((*bounds.shape[:3], 2, runs - bounds.shape[3]), 0)
+    return arrays.concat([bounds.swapaxes(-1, -2), empty]).swapaxes(-1, -2)
 
 
 def _several(what: str, masks: Any) -> tuple[Mask, ...]:
@@ -371,9 +318,8 @@ def _check_inner(what: str, mask: Any, size: int | None) -> None:
     (mask,) = _several(what, [mask])
     remedy = "Leave it outside, and compose with &"
     for leaf in mask._leaves():
-        n, fixed = leaf._key_len(), leaf._anchor() is not None or leaf._row_len() is not None
-        if fixed:
-            expect(False, what, "a mask that follows from indices alone", repr(leaf), remedy)
-        if n is not None and n != size:
-            expected = "a mask without arrays for keys" if size is None else "arrays that describe {} keys"
-            expect(False, what, expected, repr(leaf), remedy, size, error=ShapeError)
+        free = leaf._anchor() is None and leaf._row_len() is None
+        expect(free, what, "a mask that follows from indices alone", repr(leaf), remedy)
+        n = leaf._key_len()
+        expected = "a mask without arrays for keys" if size is None else "arrays that describe {} keys"
+        expect(n is None or n == size, what, expected, repr(leaf), remedy, size, error=ShapeError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .. import checks, masks
@@ -13,13 +13,11 @@ from ..errors import ShapeError, expect
 from ..expression import RowNumbered
 from ..lowering import Lowering
 from ..masks import Mask
-from ._shared import seen_by, warn_of_size
 from .sequences import global_rows
 
 __all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vision_cross_attention"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class flamingo(RowNumbered):
     """Cross attention from text to images: each text token sees the last image at or before it. R = 1.
 
@@ -35,10 +33,6 @@ class flamingo(RowNumbered):
         image_length: tokens of an image, at least 1.
         earlier: see all images at or before the token, as OpenFlamingo's `only_attend_immediate_media=False`.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for places that do not ascend, or keys that are not the images'
-            tokens.
-
     Example:
         >>> flamingo([1, 3], 2).spans(5, 4).bounds[0, 0, :, 0].tolist()
         [[0, 0], [0, 2], [0, 2], [2, 4], [2, 4]]
@@ -49,30 +43,23 @@ class flamingo(RowNumbered):
     earlier: bool = False
 
     def __post_init__(self) -> None:
-        self._set(positions=checks.integers("flamingo: positions", self.positions, (1, 2)))
-        length = checks.count("flamingo: image_length", self.image_length, 1)
-        self._set(image_length=length, earlier=bool(self.earlier))
+        self._check(positions=checks.integers, image_length=checks.positive)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return self.positions.shape[-1] * self.image_length
 
     def _lower(self, low: Lowering) -> Rows:
         arrays, what = low.arrays, "flamingo: positions"
-        low.check_int32(what, self.positions)
-        at = low.per_batch(what, self.positions, "int32")
+        at = low.per_batch(what, self.positions)
         bad = low.unordered(at, repeats=False)[:, None, None]
-        expected, remedy = (
-            "strictly ascending places of the images in the text",
-            "Sort the images by their place",
-        )
-        illegal = low.broken(what, bad, (self.positions,), expected, remedy)
+        expected = "strictly ascending places of the images in the text"
+        illegal = low.broken(what, bad, expected, "Sort the images by their place")
         seen = arrays.searchsorted(at, low.q_index[:, 0], right=True)
         last = arrays.cast(seen, "int32")[:, None] * self.image_length
         lo = 0 if self.earlier else arrays.maximum(last - self.image_length, 0)
         return Rows((Interval(lo, last),), illegal)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class vision_cross_attention(RowNumbered):
     """Cross attention from text to images: each image is seen by an interval of the text.
 
@@ -85,10 +72,6 @@ class vision_cross_attention(RowNumbered):
         intervals: integer (n, 2) or (B, n, 2): image n is seen by the text tokens start <= i < stop.
         image_length: tokens of an image, at least 1.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for arrays that do not fit, or keys that are not the images'
-            tokens.
-
     Example:
         >>> import numpy as np
         >>> mask = vision_cross_attention(np.array([[0, 3], [1, 3]]), 2)
@@ -100,28 +83,25 @@ class vision_cross_attention(RowNumbered):
     image_length: int
 
     def __post_init__(self) -> None:
-        what = "vision_cross_attention: intervals"
-        intervals = checks.integers(what, self.intervals, (2, 3))
-        fits = intervals.shape[-1] == 2 and intervals.shape[-2] != 0
+        self._check(intervals=partial(checks.integers, ranks=(2, 3)), image_length=checks.positive)
+        what, shape = "vision_cross_attention: intervals", tuple(self.intervals.shape)
+        expected = "shape (n, 2) or (B, n, 2), n at least 1"
         remedy = "Pass the first text token of each image and the one after its last"
-        shape = tuple(intervals.shape)
-        expect(fits, what, "shape (n, 2) or (B, n, 2), n at least 1", shape, remedy, error=ShapeError)
-        length = checks.count("vision_cross_attention: image_length", self.image_length, 1)
-        self._set(intervals=intervals, image_length=length)
+        expect(shape[-1] == 2 and shape[-2] != 0, what, expected, shape, remedy, error=ShapeError)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return self.intervals.shape[-2] * self.image_length
 
     def _lower(self, low: Lowering) -> Rows:
-        low.check_int32("vision_cross_attention: intervals", self.intervals)
-        ends = low.arrays.to_int32(self.intervals)
+        what, n = "vision_cross_attention: intervals", self.image_length
+        ends = low.int32(what, self.intervals)
         ends = ends[None] if ends.ndim == 2 else ends
-        low.check_axis("vision_cross_attention: intervals", "batch", ends.shape[0], low.batch)
+        low.check_axis(what, "batch", ends.shape[0])
         found = []
         for image in range(ends.shape[1]):
             start, stop = ends[:, image, 0, None, None], ends[:, image, 1, None, None]
             rows = (low.q_index >= start) & (low.q_index < stop)
-            found.append(seen_by(low, rows, image * self.image_length, (image + 1) * self.image_length))
+            found.append(low.seen_by(rows, image * n, (image + 1) * n))
         return low.union(found)
 
 
@@ -140,23 +120,19 @@ def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, mul
         sink: the first frame is seen by all.
         multiple: attention-gym's `round_width`, 128 there.
 
-    Raises:
-        OptionError, DtypeError: for numbers out of range.
-
     Example:
         >>> spatial_heads(1, 2, 1).spans(5, 5).dense()[0, 0, 1:].astype(int).tolist()
         [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [1, 0, 0, 1, 1]]
     """
     prompt = checks.count("spatial_heads: prompt", prompt)
-    frame = checks.count("spatial_heads: frame", frame, 1)
-    multiple = checks.count("spatial_heads: multiple", multiple, 1)
+    frame = checks.positive("spatial_heads: frame", frame)
+    multiple = checks.positive("spatial_heads: multiple", multiple)
     band = math.floor(width * frame / multiple) * multiple
     band = checks.count("spatial_heads: width * frame", band)
     always = masks.global_keys(prompt + frame if sink else prompt) | global_rows(prompt)
     return masks.window(band - 1, band - 1) | always if band else always
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class temporal_heads(Mask):
     """Heads of video that look at the same place of every frame, and at the prompt. R = frames + 1.
 
@@ -172,9 +148,6 @@ class temporal_heads(Mask):
         frame: tokens of a frame, at least 1.
         width: frames' worth of keys that a row sees on either side.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for numbers out of range, or another number of keys.
-
     Example:
         >>> temporal_heads(0, 2, 2, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
         [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
@@ -186,16 +159,13 @@ class temporal_heads(Mask):
     width: float
 
     def __post_init__(self) -> None:
-        prompt = checks.count("temporal_heads: prompt", self.prompt)
-        frame = checks.count("temporal_heads: frame", self.frame, 1)
-        frames = checks.count("temporal_heads: frames", self.frames, 1)
-        self._set(prompt=prompt, frame=frame, frames=frames)
+        self._check(prompt=checks.count, frame=checks.positive, frames=checks.positive)
         checks.count("temporal_heads: width * frame", self._reach())
 
     def _reach(self) -> int:
         return math.floor(self.width * self.frame / self.frames)
 
-    def _key_len(self, traced: bool = False) -> Any:  # noqa: ARG002
+    def _key_len(self) -> Any:
         return self.prompt + self.frames * self.frame
 
     def _lower(self, low: Lowering) -> Rows:
@@ -207,12 +177,10 @@ class temporal_heads(Mask):
         lo = arrays.clip(place - (reach - 1), 0, self.frame)
         hi = arrays.clip(place + reach, 0, self.frame)
         starts = [self.prompt + number * self.frame for number in range(self.frames)]
-        warn_of_size(low, self.frames + 1)
-        stripes = [seen_by(low, inside, start + lo, start + hi) for start in starts]
+        stripes = [low.seen_by(inside, start + lo, start + hi) for start in starts]
         return Rows((Interval(None, first), *stripes))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class selected_blocks(Mask):
     """Each block of rows sees the blocks of keys chosen for it: top-k block sparsity. R = k.
 
@@ -228,9 +196,6 @@ class selected_blocks(Mask):
         block: tokens of a block, at least 1; the last may be smaller.
         sizes: integer (key blocks,), how many keys at the start of each block are valid: VSA's padded tiles.
 
-    Raises:
-        OptionError, DtypeError, ShapeError: for arrays that do not fit, or numbers of no block.
-
     Example:
         >>> import numpy as np
         >>> chosen = np.array([[0, -1], [1, 0]]).reshape(1, 1, 2, 2)
@@ -244,25 +209,19 @@ class selected_blocks(Mask):
 
     def __post_init__(self) -> None:
         what, remedy = "selected_blocks: chosen", "Choose at least one block; a negative number means none"
-        chosen = checks.integers(what, self.chosen, (4,))
-        expected = "(B|1, H|1, row blocks, k), none of them 0"
-        expect(0 not in chosen.shape, what, expected, tuple(chosen.shape), remedy, error=ShapeError)
-        if self.sizes is not None:
-            self._set(sizes=checks.integers("selected_blocks: sizes", self.sizes, (1,)))
-        self._set(chosen=chosen, block=checks.count("selected_blocks: block", self.block, 1))
+        sizes = checks.optional(partial(checks.integers, ranks=(1,)))
+        self._check(chosen=partial(checks.integers, ranks=(4,)), block=checks.positive, sizes=sizes)
+        expected, shape = "(B|1, H|1, row blocks, k), none of them 0", tuple(self.chosen.shape)
+        expect(0 not in shape, what, expected, shape, remedy, error=ShapeError)
 
     def _lower(self, low: Lowering) -> Rows:
         arrays, what = low.arrays, "selected_blocks: chosen"
-        low.check_int32(what, self.chosen)
-        chosen = arrays.to_int32(self.chosen)
-        low.check_axis(what, "batch", chosen.shape[0], low.batch)
-        low.check_axis(what, "heads", chosen.shape[1], low.heads)
+        chosen = low.int32(what, self.chosen)
+        low.check_planes(what, chosen)
         blocks = -(-low.top // self.block) if self.sizes is None else self.sizes.shape[-1]
         bad = arrays.any(arrays.any(chosen >= blocks))[..., None]
         expected = "numbers of blocks of keys, below {}, or negative for none"
-        illegal = low.broken(
-            what, bad, (self.chosen,), expected, "Choose among the blocks that there are", blocks
-        )
+        illegal = low.broken(what, bad, expected, "Choose among the blocks that there are", blocks)
         # Sorted, and without repeats, while there are few: one row for each block of rows.
         ranked = arrays.sort(chosen)
         n, tile = chosen.shape[2], low.q_index // self.block
@@ -274,7 +233,7 @@ class selected_blocks(Mask):
             at = arrays.take_along(own, arrays.clip(tile, 0, n - 1))
             seen = inside & (at >= 0) & (at < blocks)
             start = at * self.block
-            found.append(seen_by(low, seen, start, start + self._size(low, at)))
+            found.append(low.seen_by(seen, start, start + self._size(low, at)))
         return Rows(tuple(found), illegal)
 
     def _size(self, low: Lowering, at: Array) -> Any:

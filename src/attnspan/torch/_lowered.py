@@ -16,7 +16,7 @@ from .._pytrees import Node, static_key
 from ..arrays import NUMPY
 from ..call import lower_mask
 from ..expression import And, Mask, Or, Prepared
-from ..lowering import begin_in
+from ..lowering import begin
 from ..masks import causal, full, global_keys, window
 from ..options import Given
 from ..spans import Spans
@@ -140,14 +140,14 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _by_numpy(mask: Mask, sizes: tuple[int, ...]) -> Prepared:
-    low = begin_in(NUMPY, mask._leaves(), *sizes)
+    low = begin(NUMPY, mask._leaves(), *sizes)
     spans = Spans._checked(low.bounds(mask), low.top)
     spans = spans if spans.runs == 1 else spans.compact()
     return _as_tensors(Prepared(spans, None if low.counted_back else low.q_index[:, 0]), "cpu")
 
 
 def _as_tensors(mask: Prepared, device: Any) -> Prepared:
-    """A mask of NumPy as one of tensors, which take its arrays: nobody else has them."""
+    """A mask of NumPy as one of tensors on a device."""
     arrays = mask.lowered.bounds, mask.q_index, mask.k_index
     with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
         bounds, rows, keys = [None if x is None else torch.tensor(x, device=device) for x in arrays]

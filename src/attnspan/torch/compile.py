@@ -48,7 +48,7 @@ def _encoder(encode_rows: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, 
 @_encoder
 def _encode_cpu(visible: Tensor, runs: int) -> Tensor:
     """Bounds of all rows; an OptionError for a row with more than ``runs`` runs."""
-    return torch.from_numpy(encode(visible.numpy(), runs, "from_predicate, from_dense"))
+    return torch.from_numpy(encode(visible.numpy(), runs, "from_predicate, from_dense, keys"))
 
 
 @_encoder
