@@ -77,7 +77,7 @@ def static_key(x: Node, kinds: frozenset[type]) -> tuple[Any, ...] | None:
         for part in value if several else (value,):
             if type(part) in _STATIC:
                 parts.append((type(part), part))
-            elif isinstance(part, Node) and (key := static_key(part, kinds)) is not None:
+            elif type(part) in kinds and (key := static_key(part, kinds)) is not None:
                 parts.append(key)
             else:
                 return None

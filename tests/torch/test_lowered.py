@@ -217,7 +217,9 @@ def _calls_of_ours(function: Callable[[], object]) -> int:
     def profile(frame: Any, event: str, arg: Any) -> None:
         del arg
         nonlocal count
-        count += event == "call" and "/attnspan/" in frame.f_code.co_filename
+        code = frame.f_code
+        # Comprehensions are calls up to Python 3.11 only.
+        count += event == "call" and "/attnspan/" in code.co_filename and code.co_name not in COMPREHENSIONS
 
     sys.setprofile(profile)
     try:
@@ -226,6 +228,8 @@ def _calls_of_ours(function: Callable[[], object]) -> int:
         sys.setprofile(None)
     return count
 
+
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 
 MASKS: dict[str, Callable[[], Any]] = {
     "no mask": lambda: None,
@@ -242,7 +246,7 @@ def test_few_python_calls_stand_before_the_kernel(name: str, options: Any, gradi
     q, k, v = (x.requires_grad_(gradient) for x in _qkv())
     mask = MASKS[name]()
     if name == "causal & segments":
-        assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 80
+        assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 60, _calls_of_ours(lambda: attention(q, k, v, mask=causal() & segments(_ids()), **options))
     attention(q, k, v, mask=mask, **options)
     assert _calls_of_ours(lambda: attention(q, k, v, mask=mask, **options)) <= 15
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
 from ..errors import expect
-from ..torch._eager import is_watched
+from ..torch._watched import is_watched
 from ..torch.ops import below_autograd
 from ._operators import Op, define, differentiate, refuse_derivative
 

@@ -16,6 +16,7 @@ from . import tuned
 
 __all__ = [
     "MAX_HEAD_DIM",
+    "arguments",
     "backward",
     "compiled",
     "configs",
@@ -101,7 +102,7 @@ def forward(
         return
     bounds = _packed(bounds)  # A name keeps a copy alive while the kernel reads it.
     arrays = [_array(x) for x in (q, k, v, out, lse, bounds)]
-    _compiled().forward(*arrays, scale, num_threads, _config(config), _options(options))
+    _compiled().forward(*arrays, scale, num_threads, _config(config), arguments(options))
 
 
 def backward(
@@ -157,7 +158,7 @@ def backward(
         return
     bounds, dlse = _packed(bounds), None if dlse is None else _packed(dlse)
     arrays = [_array(x) for x in (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)]
-    rest = scale, num_threads, _config(config), _options(options), _array(dbias), _array(dsinks)
+    rest = scale, num_threads, _config(config), arguments(options), _array(dbias), _array(dsinks)
     _compiled().backward(*arrays, *rest)
 
 
@@ -306,7 +307,8 @@ def _config(config: Mapping[str, int] | None) -> tuple[int, ...] | None:
     return tuple(config.get(name, 0) for name in tuned.CONFIG_FIELDS)
 
 
-def _options(options: Options | None) -> tuple[Any, ...] | None:
+def arguments(options: Options | None) -> tuple[Any, ...] | None:
+    """The options as the compiled module takes them."""
     if options is None:
         return None
     softcap, bias, kind, sinks, p, *rest = options

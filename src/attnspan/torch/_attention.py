@@ -11,7 +11,7 @@ from ..call import Call
 from ..kernels import Choice, choose, cpu
 from ..kernels import math as math_kernel
 from ..masks import Mask, Prepared, full
-from ..options import Bias, Given, Keywords
+from ..options import NO_OPTIONS, Bias, Given, Keywords
 from ..spans import Spans
 from . import _eager
 from ._front import TorchFront, from_bhsd
@@ -126,7 +126,9 @@ def attention(
     if mistaken:
         refuse_keywords(attention, mistaken)
     mask = _FULL if mask is None else mask
-    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
+    plain = softcap is None and none and isinstance(dropout_p, float) and dropout_p == 0.0
+    given = NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
         return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]

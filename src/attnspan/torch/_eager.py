@@ -10,22 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .._dropout import threshold
 from ..kernels import cpu
 from ..masks import Prepared
-from ..options import FLOAT32_MAX, Given
-from ._front import PLAIN, is_transformed
+from ..options import FLOAT32_MAX, NO_OPTIONS, Given
+from ._front import PLAIN
 from ._lowered import lowered
+from ._watched import is_watched
 from .ops import record_forward
 
 # The compiled module reads such tensors without a Python call; those of an older torch go the ordinary way.
 _READABLE = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_autocast = torch._C._is_any_autocast_enabled
-_profiler = torch._C._autograd._profiler_enabled
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_lse: bool, given: Given) -> Any:
@@ -41,16 +39,20 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     elif layout != "bhsd":
         return None
-    own = given.sinks, given.dropout_seed, given.q_index, given.k_index
-    if [x for x in own if x is not None and type(x) not in _PLAIN]:
-        return None
+    plain = given is NO_OPTIONS
     # Indices that the call gives are those of the mask too.
-    indexed = not (given.q_index is None is given.k_index)
-    mask = None if indexed and not fixed else lowered(mask, q, k)
-    if mask is None or type(mask.lowered.bounds) is not Tensor:
-        return None
-    bounds, k_len, options = mask.lowered.bounds, mask.lowered.k_len, given.lower(PLAIN, q, k, mask, fixed)
-    tensors, arguments = [q, k, v], None
+    indexed = not (plain or given.q_index is None is given.k_index)
+    if not fixed or type(mask.lowered.bounds) is not Tensor:
+        mask = None if indexed and not fixed else lowered(mask, q, k)
+        if mask is None or type(mask.lowered.bounds) is not Tensor:
+            return None
+    bounds, k_len, options, arguments = mask.lowered.bounds, mask.lowered.k_len, None, None
+    tensors = [q, k, v]
+    if not plain:
+        own = given.sinks, given.dropout_seed, given.q_index, given.k_index
+        if [x for x in own if x is not None and type(x) not in _PLAIN]:
+            return None
+        options = given.lower(PLAIN, q, k, mask, fixed)
     if options is not None:
         softcap, bias, kind, sinks, dropout_p, *rest = options
         arguments = softcap, bias, kind, sinks, threshold(dropout_p) if dropout_p else 0, *rest
@@ -71,8 +73,3 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
     out, lse = found
     out = out if layout == "bhsd" else out.transpose(1, 2)
     return (out, lse) if return_lse else out
-
-
-def is_watched() -> bool:
-    """Would someone miss the operator: a transform, a mode, autocast, a tracer, a profiler, a dual level?"""
-    return is_transformed() or _autocast() or _profiler() or forward_ad._current_level >= 0

@@ -16,12 +16,8 @@ from ..spans import Spans
 from . import _options
 from ._lowered import lowered
 from ._split_masks import lower_parts
+from ._watched import is_transformed
 from .dtensor import Places, places_of
-
-_functorch = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_tracer = torch._C._get_tracing_state
 
 
 class TorchFront(Front):
@@ -107,11 +103,6 @@ def _foreign(name: str, x: Any) -> DtypeError:
 
 #: For options of plain tensors, which need nothing of a call.
 PLAIN = TorchFront()
-
-
-def is_transformed() -> bool:
-    """Are tensors not what they seem: a transform, a mode, a tracer?"""
-    return _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
 
 
 def _may_remember(given: Given, q: Any) -> bool:

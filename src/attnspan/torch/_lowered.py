@@ -65,25 +65,26 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
         >>> lowered(mask, q, q) is lowered(mask, q, q)
         True
     """
-    if not isinstance(mask, Mask):
-        return None
-    sizes: tuple[int, ...] = (q.shape[2], k.shape[2], q.shape[0], q.shape[1])
+    batch, heads, q_len, _ = q.shape
+    sizes: tuple[int, ...] = (q_len, k.shape[2], batch, heads)
+    if type(mask) in _WITHOUT_DATA and (key := static_key(mask, _WITHOUT_DATA)) is not None:
+        return _without_data(mask, (key, *sizes[:2])) if q.is_cpu else None
     if isinstance(mask, Prepared):
         if type(mask.lowered.bounds) is not np.ndarray:
             return mask
         sizes = ()
+    elif not isinstance(mask, Mask):
+        return None
     known = _memory.get(mask, ())
     for one in known:
         if one.sizes == sizes and one.device == q.device and all(map(_unchanged, one.arrays, one.values)):
             return one.lowered
-    if not known and (key := static_key(mask, _WITHOUT_DATA)) is not None:
-        return _without_data(mask, (key, *sizes[:2])) if q.is_cpu else None
     try:
         found = _lower(mask, q, k, sizes)
     except (ValueError, TypeError, _UnknowableError):
         return None
     # Those whose arrays were written into are of no more use.
-    others = [one for one in known if one.sizes != sizes or one.device != q.device]
+    others = [one for one in known if one.sizes != sizes or one.device != q.device] if known else []
     _memory[mask] = [found, *others[: _MOST_SIZES - 1]]
     return found.lowered
 
@@ -101,14 +102,16 @@ class _UnknowableError(Exception):
 def _lower(mask: Mask, q: Tensor, k: Tensor, sizes: tuple[int, ...]) -> _Known:
     sources: dict[int, tuple[Any, Any]] = {}
     twin = _twin(mask, sources)
-    arrays, values = [x for x, _ in sources.values()], []
+    arrays, values = [], []
     for x, copy in sources.values():
         if isinstance(x, Tensor) and (x.device != q.device or (copy is None and x.is_inference())):
             raise _UnknowableError  # for the general way to refuse, or without a version counter
         value = x._version if copy is None else copy
+        arrays.append(x)
         values.append(torch.from_numpy(copy) if copy is not None and isinstance(x, Tensor) else value)
     if isinstance(twin, Prepared):
-        found = _as_tensors(twin, q.device)
+        spans = twin.lowered
+        found = _as_tensors(q.device, spans.bounds, spans.k_len, twin.q_index, twin.k_index, twin.bare)
     elif q.is_cpu:
         found = _by_numpy(twin, sizes)
     else:
@@ -135,31 +138,36 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
     if not isinstance(x, Node):
         raise _UnknowableError
     twin = object.__new__(type(x))
-    vars(twin).update({name: _twin(value, sources) for name, value in vars(x).items()})
+    for name, value in vars(x).items():
+        vars(twin)[name] = value if type(value) in _STATIC else _twin(value, sources)
     return twin
 
 
 def _by_numpy(mask: Mask, sizes: tuple[int, ...]) -> Prepared:
     low = begin(NUMPY, mask._leaves(), *sizes)
-    spans = Spans._checked(low.bounds(mask), low.top)
-    spans = spans if spans.runs == 1 else spans.compact()
-    return _as_tensors(Prepared(spans, None if low.counted_back else low.q_index[:, 0]), "cpu")
+    bounds = low.bounds(mask)
+    if bounds.shape[3] > 1:
+        bounds = Spans._checked(bounds, low.top).compact().bounds
+    return _as_tensors("cpu", bounds, low.top, None if low.counted_back else low.q_index[:, 0])
 
 
-def _as_tensors(mask: Prepared, device: Any) -> Prepared:
-    """A mask of NumPy as one of tensors on a device."""
-    arrays = mask.lowered.bounds, mask.q_index, mask.k_index
+def _as_tensors(
+    device: Any, bounds: Any, k_len: int, rows: Any, keys: Any = None, bare: bool = False
+) -> Prepared:
+    """A mask of NumPy's arrays as one of tensors on a device."""
     with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
-        bounds, rows, keys = [None if x is None else torch.tensor(x, device=device) for x in arrays]
-        return Prepared(Spans._checked(bounds, mask.lowered.k_len), rows, keys, mask.bare)
+        spans = Spans._checked(torch.tensor(bounds, device=device), k_len)
+        rows = rows if rows is None else torch.tensor(rows, device=device)
+        keys = keys if keys is None else torch.tensor(keys, device=device)
+        return Prepared(spans, rows, keys, bare)
 
 
 def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
-    with _lock:
-        found = _static.get(key)
-        if found is not None:
-            _static.move_to_end(key)
-            return found
+    try:
+        _static.move_to_end(key)  # the dictionary's own methods need no lock
+        return _static[key]
+    except KeyError:  # not there, or another thread has just taken it out
+        pass
     try:
         found = _by_numpy(mask, (*key[1:], 1, 1))
     except (ValueError, TypeError):

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..call import check_k_len
 from ..kernels import cpu
 from ..options import DENSE, Options
+from ._watched import is_watched
 
 __all__ = [
     "autograd_kernel",
@@ -150,13 +151,30 @@ forward_op = torch.ops.attnspan.forward.default
 backward_op = torch.ops.attnspan.backward.default
 
 
+def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
+    """The operator's gradients without it, three quarters of the time of a backward of 16 rows.
+
+    None where the compiled module cannot read a tensor as it is.
+    """
+    q, k, v, bounds, out, lse, scale, *given, want_dbias = rest
+    options = _read_options(Options(*given))
+    dbias = torch.empty(options.bias.shape, dtype=torch.float32) if want_dbias and options else None
+    sinks = None if options is None else options.sinks
+    dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)
+    make = torch.get_num_threads(), torch.empty_strided
+    arguments = cpu.arguments(options), dbias, dsinks
+    found = cpu.compiled().gradients(dout, q, k, v, out, lse, bounds, scale, *make, *arguments)
+    return None if found is None else (*found, dbias, dsinks)
+
+
 class _Forward(torch.autograd.Function):
     """The derivative of the forward operator."""
 
     @staticmethod
     def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         # What autograd records: a call of the operator, or the results of one that the kernel has done.
-        results = source if type(source) is tuple else below_autograd(forward_op, source, inputs)
+        ctx.short = type(source) is tuple
+        results = source if ctx.short else below_autograd(forward_op, source, inputs)
         # An unused output then has gradient None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         q, k, v, bounds, scale, *given = inputs
@@ -177,8 +195,11 @@ class _Forward(torch.autograd.Function):
             return (None,) * len(needed)
         dout = torch.zeros_like(out) if dout is None else dout
         want_dbias = needed[7:8] == (True,)
-        given = softcap, bias, kind, sinks, dropout_p, *rest, want_dbias
-        dq, dk, dv, dbias, dsinks = backward_op(dout, dlse, q, k, v, bounds, out, lse, scale, *given)
+        rest = q, k, v, bounds, out, lse, scale, softcap, bias, kind, sinks, dropout_p, *rest, want_dbias
+        found = None
+        if ctx.short and dlse is None and not (torch.is_grad_enabled() or dout.is_neg() or is_watched()):
+            found = _past_operator(dout, *rest) if type(dout) is Tensor else None
+        dq, dk, dv, dbias, dsinks = found or backward_op(dout, dlse, *rest)
         if want_dbias:  # A dense bias may have q's dtype; its gradient is summed in float32.
             dbias = dbias.to(bias.dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)

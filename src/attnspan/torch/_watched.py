@@ -1,0 +1,23 @@
+"""Whether anything looks at a program: where nothing does, a call may go past the operators."""
+
+import torch
+from torch.autograd import forward_ad
+
+_functorch = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_tracer = torch._C._get_tracing_state
+_autocast = torch._C._is_any_autocast_enabled
+_profiler = torch._C._autograd._profiler_enabled
+
+
+def is_transformed() -> bool:
+    """Are tensors not what they seem: a transform, a mode, a tracer?"""
+    return _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
+
+
+def is_watched() -> bool:
+    """Would someone miss the operator: a transform, a mode, autocast, a tracer, a profiler, a dual level?"""
+    # `is_transformed` again: every eager call comes here.
+    transformed = _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
+    return transformed or _autocast() or _profiler() or forward_ad._current_level >= 0
