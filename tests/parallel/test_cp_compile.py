@@ -1,5 +1,7 @@
 """Compiled models over ranks: one graph, no other one for another mask, checkpointing and FSDP2 as ever."""
 
+from itertools import product
+
 import pytest
 import torch
 from covering import everything, few
@@ -60,10 +62,12 @@ def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled:
                 torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * float(wanted.norm()))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("keep", ["all", "attention", "nothing"])
-@pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
+@pytest.mark.parametrize(
+    ("strategy", "keep", "compiled"),
+    list(product(("exchange", "hybrid(2, 2)"), ("all", "attention", "nothing"), (False, True)))
+    if everything()
+    else [("exchange", "attention", True), ("hybrid(2, 2)", "nothing", False), ("exchange", "all", False)],
+)
 def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
     strategy: str, keep: str, compiled: bool
 ) -> None:
