@@ -36,7 +36,9 @@ def run(job: str, *arguments: Any) -> Any:
     ids=["batch x heads", "sequence", "batch x sequence, ring", "heads x sequence"],
 )
 def test_every_mask(split: Split) -> None:
-    names = IDS if split != BATCH_HEADS else few(IDS, 14)  # Where the sequence is whole, a mask is one device's.
+    names = (
+        IDS if split != BATCH_HEADS else few(IDS, 14)
+    )  # Where the sequence is whole, a mask is one device's.
     found, traces = run("every_mask", split, names)
     assert list(found) == names
     assert {name: error for name, error in found.items() if not error < ALIKE} == {}
