@@ -1,5 +1,6 @@
 """What test_partitioning.py asks of a process with four virtual devices: a JSON object on standard output."""
 
+import functools
 import json
 import os
 import sys
@@ -40,19 +41,20 @@ def inputs():
 
 
 def loss(x, ids, option, layout, backend):
-    bias = {
+    biases = {
         "alibi": lambda: alibi(x["slopes"]),
         "table": lambda: relative(x["table"]),
         "dense": lambda: x["dense"],
     }
+    bias = next((make() for name, make in biases.items() if name in option), None)
     q, k, v = (x[n].swapaxes(1, 2) if layout == "bshd" else x[n] for n in "qkv")
     out, lse = attention(
         *(q, k, v),
         mask=causal() & segments(ids),
-        bias=bias[option]() if option in bias else None,
-        sinks=x["sinks"] if option == "sinks" else None,
-        dropout_p=0.1 if option == "dropout" else 0.0,
-        dropout_seed=jnp.array(7) if option == "dropout" else None,
+        bias=bias,
+        sinks=x["sinks"] if "sinks" in option else None,
+        dropout_p=0.1 if "dropout" in option else 0.0,
+        dropout_seed=jnp.array(7) if "dropout" in option else None,
         layout=layout,
         return_lse=True,
         backend=backend,
@@ -65,12 +67,19 @@ def difference(a, b):
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
+@functools.cache
+def of_one_device(option, layout="bhsd"):
+    """Values and gradients of one device, by the back end that is chosen there."""
+    arrays, ids = inputs()
+    return jax.jit(jax.value_and_grad(lambda x, ids: loss(x, ids, option, layout, None)))(arrays, ids)
+
+
 def compare(axis_type, spec, option, layout="bhsd", backend=None):
     """The largest norm-wise difference to one device, the collectives, and where dq lies."""
     arrays, ids = inputs()
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     run = jax.value_and_grad(lambda x, ids: loss(x, ids, option, layout, backend))
-    want = jax.jit(run)(arrays, ids)
+    want = of_one_device(option)
     with jax.set_mesh(mesh):
         put = {
             n: jax.device_put(x, NamedSharding(mesh, spec)) if n in "qkv" else x for n, x in arrays.items()
@@ -104,20 +113,14 @@ def inside_shard_map(backend):
     """A step of data parallelism: gradients of arrays, and of parameters that all devices share."""
     arrays, ids = inputs()
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    names = ("q", "k", "v", "slopes", "sinks")
-    own = {n: arrays[n] for n in names}
-
-    def run(x, ids):
-        mask, bias = causal() & segments(ids), alibi(x["slopes"])
-        q, k, v = (x[n] for n in "qkv")
-        out = attention(q, k, v, mask=mask, bias=bias, sinks=x["sinks"], backend=backend)
-        return (out**2).sum()
-
-    specs = {n: P("x") if n in "qkv" else P() for n in names}
+    own = {n: arrays[n] for n in ("q", "k", "v", "slopes", "sinks")}
+    run = functools.partial(loss, option="alibi, sinks", layout="bhsd", backend=backend)
+    specs = {n: P("x") if n in "qkv" else P() for n in own}
     parts = jax.shard_map(
         lambda x, ids: jax.lax.psum(run(x, ids), "x"), mesh=mesh, in_specs=(specs, P("x")), out_specs=P()
     )
-    want, got = (jax.jit(jax.value_and_grad(f))(own, ids) for f in (run, parts))
+    got, want = jax.jit(jax.value_and_grad(parts))(own, ids), of_one_device("alibi, sinks")
+    want = want[0], {n: want[1][n] for n in own}
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     return max(difference(a, b) for a, b in pairs)
 
@@ -185,19 +188,22 @@ def mixed_devices():
 
 
 def main():
+    cases = [
+        (AxisType.Auto, "batch x heads", "none", "bshd", None),
+        (AxisType.Explicit, "batch x heads", "none", "bshd", None),
+        (AxisType.Explicit, "batch x heads", "alibi, sinks", "bhsd", None),
+        (AxisType.Auto, "batch", "alibi, sinks", "bhsd", None),
+        (AxisType.Auto, "heads", "alibi, sinks", "bhsd", None),
+        (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", None),
+        (AxisType.Auto, "batch x heads", "dense, dropout", "bhsd", None),
+        (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", "xla"),
+    ]
     compared = {
-        f"{axes}, {spec}, {option}, {layout}": compare(AXES[axes], SPECS[spec], option, layout)
-        for axes, spec in [(a, "batch x heads") for a in AXES]
-        for option, layout in [("none", "bshd"), ("alibi", "bhsd")]
+        f"{axes.name.lower()}, {spec}, {option}, {layout}, {backend}": compare(
+            axes, SPECS[spec], option, layout, backend
+        )
+        for axes, spec, option, layout, backend in cases
     }
-    for spec in ("batch", "heads"):
-        compared[f"auto, {spec}, alibi"] = compare(AxisType.Auto, SPECS[spec], "alibi")
-    for option in ("table", "dense", "dropout", "sinks"):
-        compared[f"auto, batch x heads, {option}"] = compare(AxisType.Auto, SPECS["batch x heads"], option)
-    compared["xla back end with a table"] = compare(
-        AxisType.Auto, SPECS["batch x heads"], "table", backend="xla"
-    )
-    compared["xla back end"] = compare(AxisType.Auto, SPECS["batch x heads"], "sinks", backend="xla")
     refused = {
         f"{axes}, {'jit' if jit else 'eager'}, axis {axis}": refusal(AXES[axes], jit, axis)
         for axes in AXES
@@ -209,7 +215,7 @@ def main():
         "refused": refused,
         "mixed": mixed_devices(),
         "shard_map": {backend: inside_shard_map(backend) for backend in ("cpu", "xla", "math")},
-        "one key head": {name: one_key_head(spec) for name, spec in SPECS.items()},
+        "one key head": {name: one_key_head(SPECS[name]) for name in ("batch x heads", "heads")},
         "key heads": unfit(None),
         "one axis twice": unfit(P(None, "x")),
         "split ids": split_ids(),

@@ -15,15 +15,13 @@ B, H, S, K = 2, 4, 21, 37
 CASES = [
     Case(),
     Case(lead=(B, 1), softcap=1.5, dropout_p=0.3),
-    Case(lead=(1, H), bias="alibi", dtype="float16"),
     Case(lead=(B, H), bias="signed alibi", bias_shape=(B, H), placed=True),
-    Case(bias="table", runs=3),
-    Case(bias="table", reach=60, q_len=40, k_len=17, dtype="bfloat16"),
+    Case(bias="table", reach=60, q_len=40, k_len=17, runs=3, dtype="bfloat16"),
     Case(bias="table", reach=0, sinks=True, kv_heads=4),
     Case(lead=(B, 1), bias="table", placed=True, softcap=2.0, sinks=True, dropout_p=0.1),
     Case(bias="dense", bias_shape=(B, H, S, K), softcap=2.0, sinks=True, dropout_p=0.3),
     Case(bias="dense", bias_shape=(1, H, 1, K), dtype="bfloat16", kv_heads=1, dropout_p=0.5),
-    Case(bias="dense", bias_shape=(B, 1, S, K), dtype="float16", wide_bias=True),
+    Case(lead=(1, H), bias="dense", bias_shape=(B, 1, S, K), dtype="float16", wide_bias=True),
 ]
 
 

@@ -1,8 +1,5 @@
 """What is said where arrays, dtypes, options or tracers do not fit."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -185,9 +182,18 @@ class TestTwoFrameworks:
             ({"sinks": jnp.zeros(4)}, "sinks: expected a floating tensor"),
             ({"bias": jnp.zeros((7, 9))}, "bias: expected a tensor, or what"),
             ({"bias": a.alibi(jnp.zeros(4))}, "expected arrays of one framework"),
-            ({"mask": a.segments(jnp.zeros(9, int))}, "mask: expected arrays of .*got jax arrays"),
-            ({"mask": a.full().prepare(7, 9, like=Q)}, "mask: expected arrays of .*got jax arrays"),
-            ({"mask": a.full().spans(7, 9, like=Q)}, "mask: expected arrays of .*got jax arrays"),
+            (
+                {"mask": a.segments(jnp.zeros(9, int))},
+                "mask: expected an array of torch or NumPy, got one of jax",
+            ),
+            (
+                {"mask": a.full().prepare(7, 9, like=Q)},
+                "mask: expected an array of torch or NumPy, got one of jax",
+            ),
+            (
+                {"mask": a.full().spans(7, 9, like=Q)},
+                "mask: expected an array of torch or NumPy, got one of jax",
+            ),
         ],
         ids=["q", "sinks", "dense bias", "slopes", "ids", "prepared", "spans"],
     )
@@ -234,28 +240,3 @@ class TestTracers:
         with pytest.raises(Exception, match="span"):
             jax.block_until_ready(call(visible, "cpu"))
         assert jnp.isnan(call(visible, "xla")).all()
-
-
-TWO_DEVICES = """
-import jax, jax.numpy as jnp
-from attnspan.jax import attention
-q = jnp.zeros((1, 2, 4, 8))
-k = jax.device_put(q, jax.devices()[1])
-for arguments in ((jax.device_put(q, jax.devices()[0]), k, k), (q, q, q)):
-    try:
-        attention(*arguments)
-    except ValueError as error:
-        print(error)
-"""
-
-
-def test_arrays_on_two_devices_are_named() -> None:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    code = [sys.executable, "-c", TWO_DEVICES]
-    done = subprocess.run(code, env={**os.environ, **flags}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (message,) = done.stdout.splitlines()
-    assert message == (
-        "q, k and v: expected one device, or one set of devices, got ['cpu:0'] and ['cpu:1']. "
-        "Move them by jax.device_put."
-    )

@@ -151,6 +151,10 @@ def say(name, q, **options):
 
 alibi = {"bias": a.alibi([0.5] * 4)}
 say("ids", one, mask=a.segments(there(ids)))
+try:
+    attention(one, there(one), there(one))
+except ValueError as error:
+    print("keys", type(error).__name__, error)
 say("bounds", one, mask=a.Spans(there(a.causal().spans(6, 6).bounds), 6))
 say("bias", one, bias=there(jnp.zeros((6, 6))))
 say("slopes", one, bias=a.alibi(there(jnp.zeros(4))))
@@ -186,8 +190,13 @@ TWO = (
     "expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got one on ['cpu:1']. "
     "Move its arrays by jax.device_put(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh."
 )
+KEYS = (
+    "keys DeviceError q, k and v: expected one device, or one set of devices, got ['cpu:0'] and ['cpu:1']. "
+    "Move them by jax.device_put."
+)
 SAID = f"""\
 ids DeviceError mask: {ONE}
+{KEYS}
 bounds DeviceError mask: {ONE}
 bias DeviceError bias: {ONE}
 slopes DeviceError bias: {ONE}

@@ -51,17 +51,18 @@ def _dense(bounds: np.ndarray) -> np.ndarray:
     return ((keys >= bounds[..., :1]) & (keys < bounds[..., 1:])).any(3)
 
 
+@partial(jax.jit, static_argnames="most", compiler_options={"xla_backend_optimization_level": 0})
+def _arrays(bounds, most: int):
+    assert most == tables.MOST_ENTRIES, "another program for other entries"
+    blocks = tables.blocks(tables.clean(bounds, K), K, BQ, BK)
+    of_queries, of_keys = blocks.of_queries, blocks.of_keys()
+    full = blocks.full_lo, blocks.full_hi
+    return (of_queries.ends, of_queries.shifts), full, (of_keys.ends, of_keys.shifts)
+
+
 def _tables(bounds: np.ndarray) -> tuple[tables.Blocks, tables.Lists]:
     """The tables of queries, and the lists of keys; compiled, as each operation alone would be, too."""
-
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def arrays(bounds):
-        blocks = tables.blocks(tables.clean(bounds, K), K, BQ, BK)
-        of_queries, of_keys = blocks.of_queries, blocks.of_keys()
-        full = blocks.full_lo, blocks.full_hi
-        return (of_queries.ends, of_queries.shifts), full, (of_keys.ends, of_keys.shifts)
-
-    of_queries, full, of_keys = arrays(jnp.asarray(bounds, jnp.int32))
+    of_queries, full, of_keys = _arrays(jnp.asarray(bounds, jnp.int32), tables.MOST_ENTRIES)
     return tables.Blocks(tables.Lists(*of_queries), *full, K // BK), tables.Lists(*of_keys)
 
 

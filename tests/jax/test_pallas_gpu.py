@@ -80,8 +80,7 @@ def test_masks(mask: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        replace(SMALL, softcap=1.5, sinks=True, bias="alibi"),
-        replace(SMALL, bias="signed alibi", bias_shape=(2, 4), placed=True),
+        replace(SMALL, softcap=1.5, sinks=True, bias="signed alibi", bias_shape=(2, 4), placed=True),
         replace(
             SMALL,
             bias="dense",
@@ -102,7 +101,7 @@ def test_options(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("bfloat16", 2, 4, 1, 33, 70, 37, 53, lead=(2, 4), runs=3, dropout_p=0.2),
+        Case("bfloat16", 2, 4, 1, 33, 70, 37, 53, lead=(2, 4), runs=3, bias="alibi", dropout_p=0.2),
         Case("float16", 2, 3, 3, 70, 20, 8, 16, lead=(1, 3), runs=1, bias="dense", bias_shape=(2, 1, 1, 20)),
     ],
     ids=str,

@@ -44,6 +44,7 @@ def _names(text: str) -> list[str]:
 BOTH = ["forward", "dq", "dkv"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype: str, head_dim: int) -> None:
@@ -54,13 +55,12 @@ def test_dtypes(dtype: str, head_dim: int) -> None:
 SLOPES = {"bias": _shape(BATCH, HEADS)}
 OPTIONS: dict[str, tuple[Static, dict[str, Any]]] = {
     "three spans a row": (Static(scale=0.1), {"runs": 3}),
-    "softcap": (Static(scale=0.1, softcap=30.0), {}),
-    "sinks": (Static(scale=0.1, sinks=True), {"sinks": _shape(HEADS)}),
     "alibi": (Static(scale=0.1, bias_kind=ALIBI), SLOPES),
-    "signed alibi, indices given": (
-        Static(scale=0.1, bias_kind=SIGNED_ALIBI),
+    "softcap, sinks, signed alibi, indices given": (
+        Static(scale=0.1, softcap=30.0, bias_kind=SIGNED_ALIBI, sinks=True),
         {
             **SLOPES,
+            "sinks": _shape(HEADS),
             "q_index": _shape(1, ROWS, dtype="int32"),
             "k_index": _shape(BATCH, KEYS, dtype="int32"),
         },

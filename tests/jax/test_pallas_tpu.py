@@ -32,18 +32,18 @@ def _places(shape: Shape) -> dict[str, np.ndarray]:
     }
 
 
-def test_softcap_alibi_sinks_dropout_at_given_indices() -> None:
-    static = Static(scale=0.25, softcap=2.0, bias_kind=ALIBI, dropout_p=0.2)
-    arrays = {"bias": 0.02 * RNG.random((1, 4)), "sinks": RNG.standard_normal(4)}
+def test_softcap_signed_alibi_per_batch_row_sinks_dropout_at_given_indices() -> None:
+    static = Static(scale=0.25, softcap=2.0, bias_kind=SIGNED_ALIBI, dropout_p=0.2)
+    arrays = {"bias": 0.02 * RNG.standard_normal((2, 4)), "sinks": RNG.standard_normal(4)}
     arrays["sinks"][1] = -np.inf
     Case(SHAPE, MASKS["anywhere, some rows nothing"], static, arrays, indices=_places(SHAPE)).check()
 
 
-def test_signed_alibi_per_batch_row_in_bfloat16() -> None:
-    shape = Shape(dtype="bfloat16", kv_heads=4, head_dim=37, v_dim=21)
-    static = Static(scale=37**-0.5, bias_kind=SIGNED_ALIBI)
-    slopes = {"bias": 0.02 * RNG.standard_normal((2, 4))}
-    Case(shape, MASKS["global and window"], static, slopes).check()
+def test_more_runs_than_intervals_and_alibi_in_bfloat16() -> None:
+    shape = Shape(heads=2, kv_heads=2, q_len=129, k_len=600, dtype="bfloat16", head_dim=37, v_dim=21)
+    cuts = np.sort(RNG.integers(0, 601, (1, 2, 129, 22)), -1).reshape(1, 2, 129, 11, 2)
+    slopes = {"bias": 0.02 * RNG.random((1, 2))}
+    Case(shape, cuts, Static(scale=37**-0.5, bias_kind=ALIBI), slopes).check()
 
 
 def test_dense_bias_shared_by_batch_rows_with_everything() -> None:
@@ -54,6 +54,7 @@ def test_dense_bias_shared_by_batch_rows_with_everything() -> None:
     Case(SHAPE, MASKS["causal"], static, {"bias": bias, "sinks": RNG.standard_normal(4)}).check()
 
 
+@pytest.mark.long
 def test_more_runs_than_intervals_and_a_dense_bias_of_keys() -> None:
     shape = Shape(batch=2, heads=2, kv_heads=1, q_len=129, k_len=600, head_dim=8, v_dim=8)
     cuts = np.sort(RNG.integers(0, 601, (1, 2, 129, 22)), -1).reshape(1, 2, 129, 11, 2)

@@ -9,17 +9,14 @@ from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 LOWERED = {
     "plain": (Static(scale=0.1), {}),
-    "softcap": (Static(scale=0.1, softcap=5.0), {}),
-    "sinks": (Static(scale=0.1), {"sinks": ((4,), "float32")}),
-    "alibi": (Static(scale=0.1, bias_kind=ALIBI), {"bias": ((1, 4), "float32")}),
     "signed alibi": (Static(scale=0.1, bias_kind=SIGNED_ALIBI), {"bias": ((2, 4), "float32")}),
     "distance table": (Static(scale=0.1, bias_kind=DISTANCE), {"bias": ((4, 9), "float32")}),
     "dense": (Static(scale=0.1, bias_kind=DENSE), {"bias": ((2, 1, 300, 400), "float32")}),
     "dense of keys": (Static(scale=0.1, bias_kind=DENSE), {"bias": ((1, 4, 1, 400), "bfloat16")}),
-    "dropout": (Static(scale=0.1, dropout_p=0.1), {"seeds": ((2, 4, 2), "uint32")}),
-    "indices": (
-        Static(scale=0.1, bias_kind=ALIBI, dropout_p=0.1),
+    "indices and all the rest": (
+        Static(scale=0.1, softcap=5.0, bias_kind=ALIBI, dropout_p=0.1),
         {
+            "sinks": ((4,), "float32"),
             "bias": ((1, 4), "float32"),
             "seeds": ((2, 4, 2), "uint32"),
             "q_index": ((1, 300), "int32"),
@@ -64,5 +61,5 @@ def test_lowers_for_a_tpu_in_float32(head_dim: int) -> None:
 
 def test_lowers_for_a_tpu_with_64_bit_types_on() -> None:
     with jax.enable_x64(True):
-        static, arrays = LOWERED["indices"]
+        static, arrays = LOWERED["indices and all the rest"]
         assert _lower(static, arrays, "bfloat16", 128).count("@tpu_custom_call") == 3

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from covering import everything
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -18,6 +19,7 @@ from transform_samples import (  # noqa: E402
     KERNELS,
     KV_HEADS,
     LENGTH,
+    MOSTLY_CPU,
     attend,
     close,
     inputs,
@@ -48,6 +50,7 @@ def test_jit_and_value_and_grad(name: str) -> None:
     close(jax.jit(jax.grad(jax.jit(loss(attend(name))), (0, 1, 2)))(*QKV), _by_math()[1])
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_the_lse_has_a_gradient_too(name: str) -> None:
     @functools.partial(jax.jit, static_argnums=0)
     @functools.partial(jax.grad, argnums=1)
@@ -58,6 +61,7 @@ def test_the_lse_has_a_gradient_too(name: str) -> None:
     close(gradient(name, QKV[0]), gradient("math", QKV[0]), 1e-4)
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_gradients_of_a_part(name: str) -> None:
     """Of v, and of the sinks, alone: what is not asked for is left out."""
     q, k, v = QKV
@@ -110,7 +114,11 @@ REMAT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "remat"), [*(("cpu", remat) for remat in REMAT), ("xla", "dots")])
+# Which policy runs the kernel again is counted below, for all of them.
+VALUES = REMAT if everything() else ("full", "by name")
+
+
+@pytest.mark.parametrize(("name", "remat"), [*(("cpu", remat) for remat in VALUES), ("xla", "dots")])
 def test_scan_over_layers_with_checkpoints(name: str, remat: str) -> None:
     x, weights, mask = _model_inputs()
     step = jax.jit(jax.value_and_grad(_layers(name, remat=REMAT[remat]), (0, 1)))
@@ -140,6 +148,7 @@ def test_checkpointing_runs_the_kernel_again() -> None:
     assert counts == {"none": 1, "full": 2, "dots": 2, "nothing": 2, "everything": 1, "by name": 1}
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_new_ids_compile_nothing(name: str) -> None:
     traces = []
 
@@ -154,6 +163,7 @@ def test_new_ids_compile_nothing(name: str) -> None:
     assert step._cache_size() == 2
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_masks_are_arguments_of_jit(name: str) -> None:
     traces = []
 
@@ -170,6 +180,7 @@ def test_masks_are_arguments_of_jit(name: str) -> None:
     assert traces.count(name) == 2  # One for the expression, one for spans.
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_biases_are_arguments_of_jit(name: str) -> None:
     slopes = abs(normal(3, HEADS))
 
@@ -199,6 +210,7 @@ def test_seeds_by_key_and_number(name: str) -> None:
         assert all((out != other).any() for other in outs[:i])
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_donation(name: str) -> None:
     q, k, v = QKV
     step = jax.jit(attend(name), donate_argnums=0)
@@ -208,6 +220,7 @@ def test_donation(name: str) -> None:
     assert not q.is_deleted()
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_cond_and_while_loop(name: str) -> None:
     q, k, v = QKV
 
@@ -267,6 +280,7 @@ def test_second_derivatives_are_refused_by_kernels(name: str) -> None:
             second(QKV[0])
 
 
+@pytest.mark.long  # test_math_jax.py has them in float64.
 def test_all_derivatives_by_math() -> None:
     """Second derivatives, by each order of modes, against differences of first ones."""
     q, k, v = (x[:1, :, :3, :4] for x in QKV)
@@ -293,14 +307,14 @@ def wide() -> Iterator[None]:
         yield
 
 
-def test_with_64_bits(name: str, wide: None) -> None:
+def test_with_64_bits(wide: None) -> None:
     """Indices and seeds are int64 there, inputs stay what they are."""
     seed, ids = jnp.array(2**40 + 1), jnp.asarray(IDS)
     assert ids.dtype == seed.dtype == jnp.int64
     keywords = {"dropout_p": 0.5, "dropout_seed": seed, "bias": alibi(np.ones(HEADS, np.float32))}
-    outs = {b: jax.jit(attend(b, ids, **keywords))(*QKV) for b in (name, "math")}
-    assert outs[name].dtype == jnp.float32
-    close(outs[name], outs["math"])
+    outs = [jax.jit(attend(name, ids, **keywords))(*QKV) for name in (*KERNELS, "math")]
     exact = jax.jit(attend("math", ids, **keywords))(*(np.asarray(x, np.float64) for x in QKV))
     assert exact.dtype == jnp.float64
-    np.testing.assert_allclose(outs[name], exact, rtol=0, atol=2e-6)
+    for out in outs:
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from covering import everything
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -17,6 +18,7 @@ from transform_samples import (  # noqa: E402
     KERNELS,
     KV_HEADS,
     LENGTH,
+    MOSTLY_CPU,
     attend,
     close,
     inputs,
@@ -36,6 +38,8 @@ def name(request: pytest.FixtureRequest) -> str:
 #: Which arguments carry the mapped axis, and where: q, k, v, ids, seed, sinks, slopes.
 AXES: dict[str, tuple[Any, ...]] = {
     "q": (0, None, None, None, None, None, None),
+    "q, ids and sinks": (0, None, None, 0, None, 0, None),
+    "k, v, seeds and slopes": (None, 0, 0, None, 0, None, 0),
     "k and v": (None, 0, 0, None, None, None, None),
     "everything": (0, 0, 0, 0, 0, 0, 0),
     "ids": (None, None, None, 0, None, None, None),
@@ -44,6 +48,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "slopes": (None, None, None, None, None, None, 0),
     "other axes": (2, 1, -1, 1, 0, 1, 1),
 }
+#: Each argument is mapped, and shared, in one of them.
+CASES = AXES if everything() else ("q, ids and sinks", "k, v, seeds and slopes", "other axes")
 PLACES = ("q", "k", "v", "ids", "seed", "sinks", "slopes")
 
 
@@ -83,9 +89,7 @@ def _expected(case: str, gradients: bool = False) -> tuple[list[Any], Any]:
     return given, jax.tree.map(lambda *xs: np.stack(xs), *rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [*(("cpu", case) for case in AXES), ("xla", "everything"), ("xla", "q")]
-)
+@pytest.mark.parametrize(("name", "case"), [*(("cpu", case) for case in CASES), ("xla", "everything")])
 def test_vmap(name: str, case: str) -> None:
     axes = AXES[case]
     given, want = _expected(case)
@@ -95,7 +99,13 @@ def test_vmap(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("cpu", "q"), ("cpu", "everything"), ("cpu", "sinks"), ("xla", "everything")]
+    ("name", "case"),
+    [
+        ("cpu", "q, ids and sinks"),
+        ("cpu", "k, v, seeds and slopes"),
+        pytest.param("cpu", "everything", marks=pytest.mark.long),
+        pytest.param("xla", "everything", marks=pytest.mark.long),
+    ],
 )
 def test_vmap_of_grad_and_grad_of_vmap(name: str, case: str) -> None:
     axes = AXES[case]
@@ -114,6 +124,7 @@ def test_vmap_of_grad_and_grad_of_vmap(name: str, case: str) -> None:
     close(list(total), summed, 2e-4)
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_nested_vmap(name: str) -> None:
     q, k, v = (
         normal(0, 2, 3, 1, HEADS, 6, DIM),
@@ -134,6 +145,7 @@ def test_nested_vmap(name: str) -> None:
     close(nested(q, k, v), plain(q, k, v))
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_vmap_over_rows_without_a_batch_axis(name: str) -> None:
     """What is written for one sequence, (S, H, D), mapped over the batch."""
     given = [x.swapaxes(1, 2) for x in inputs()]

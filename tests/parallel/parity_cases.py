@@ -6,7 +6,7 @@ Shapes: B batch rows, H query heads, G key/value heads, S queries, D and Dv head
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,10 +236,15 @@ def exact(case: Case) -> Results:
     return _cached(case.problem, True)
 
 
-def pairs(factors: Iterable[Sequence[Any]], seed: int = 0) -> Iterator[tuple[Any, ...]]:
-    """Few rows of a product that is too large to list, in which each pair of values of two factors occurs."""
+def pairs(
+    factors: Iterable[Sequence[Any]], seed: int = 0, without: Collection[tuple[int, int]] = ()
+) -> Iterator[tuple[Any, ...]]:
+    """Few rows of a product that is too large to list, in which each pair of values of two factors occurs.
+
+    Pairs of the columns `without` occur by chance.
+    """
     columns, chooser = list(factors), random.Random(seed)
-    two = list(itertools.combinations(range(len(columns)), 2))
+    two = [each for each in itertools.combinations(range(len(columns)), 2) if each not in without]
     missing = {(a, x, b, y) for a, b in two for x in range(len(columns[a])) for y in range(len(columns[b]))}
 
     def gain(chosen: dict[int, int], a: int, x: int) -> int:

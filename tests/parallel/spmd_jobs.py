@@ -150,11 +150,11 @@ def worst(got: Arrays, want: Arrays) -> float:
     return max(errors(got, want).values(), key=lambda x: np.inf if np.isnan(x) else x)
 
 
-def every_mask(split: Split) -> tuple[dict[str, float], int]:
-    """The worst error under each kind of mask, and how many programs were traced for all of them."""
+def every_mask(split: Split, names: list[str]) -> tuple[dict[str, float], int]:
+    """The worst error under each of these masks, and how many programs were traced for all of them."""
     _program_traces.clear()
     sharded, found = split.shard(_two_rows(SAMPLES[0])), {}
-    for sample in SAMPLES:
+    for sample in (sample for sample in SAMPLES if sample.name in names):
         sharded = sharded.with_mask(_two_rows(sample))
         given = inputs(split.num_heads)
         got = on_devices(sharded, given, backend=split.backend)

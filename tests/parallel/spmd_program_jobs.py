@@ -176,7 +176,8 @@ def page(blocks: list[str]) -> dict[str, Any]:
 
     def alone(mask: Any, **options: Any) -> np.ndarray:
         assert before is not None
-        return np.asarray(attention(*map(jnp.asarray, before), mask=mask, layout="bshd", **options))
+        call = functools.partial(attention, mask=mask, layout="bshd", **options)
+        return np.asarray(jax.jit(call)(*map(jnp.asarray, before)))
 
     mask = causal & segments(np.asarray(names["ids"]))
     slopes = attnspan.alibi(attnspan.alibi_slopes(names["Hq"]))
@@ -197,11 +198,11 @@ def _losses_of_one(names: dict[str, Any]) -> list[float]:
         name: np.random.default_rng(1).standard_normal(x, np.float32) / 8
         for name, x in names["shapes"].items()
     }
-    losses = []
+    losses, step = [], jax.jit(jax.value_and_grad(names["loss_of"]))
     for seed in range(4):
         whole = names["whole_rows"](seed)
         mask = attnspan.causal() & attnspan.segments(whole["ids"])
-        loss, gradients = jax.value_and_grad(names["loss_of"])(jax.tree.map(jnp.asarray, params), whole, mask)
+        loss, gradients = step(params, whole, mask)
         params = jax.tree.map(lambda x, g: np.asarray(x - 0.3 * g), params, gradients)
         losses.append(float(loss))
     return losses

@@ -22,7 +22,7 @@ ONE = "1 rank x 2 threads"
 
 DTYPES, CASES, MODES = (
     ("float32", "bfloat16"),
-    ("causal", "documents", "window"),
+    ("causal", "documents"),
     ("forward", "forward+backward"),
 )
 

@@ -1,12 +1,16 @@
 """Compiled models over ranks: one graph, no other one for another mask, checkpointing and FSDP2 as ever."""
 
+from itertools import product
+
 import pytest
 import torch
-from covering import few
+from covering import everything, few
 from parity_cases import Case
 from worlds import World, world
 
-STRATEGIES = ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)")
+#: What compiled programs have of a strategy is a plan; the long run has hybrid ones too, on four ranks.
+STRATEGIES = ["exchange", "ring", "ulysses"]
+STRATEGIES += ["hybrid(2, 2)", "hybrid(2, 2, ring)"] if everything() else []
 #: Gradients of a model in float32: sums over all rows of products of some hundred roundings.
 CLOSE = 5e-6
 
@@ -26,37 +30,44 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
         ranks.close()
 
 
-@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))  # An exchange, and what has fixed sizes.
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
     case = Case(length=101, strategy=strategy, return_lse=False)
-    results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 10)
+    results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 5)
     for compilations, _, worst in results:
-        assert compilations == [1] * 10
+        assert compilations == [1] * 5
         assert worst < 1e-5
     if "ring" not in strategy and strategy != "ulysses":
-        assert all(len(set(received)) > 5 for _, received, _ in results), "other numbers of rows each time"
+        assert all(len(set(received)) > 2 for _, received, _ in results), "other numbers of rows each time"
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
+@pytest.mark.parametrize(
+    ("strategy", "compiled"),
+    [
+        ("exchange", True),
+        ("hybrid(2, 2)", False),
+        pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long),
+    ],
+)
 def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled: bool) -> None:
-    steps = {
-        keep: world(_ranks(strategy)).run("compile_jobs:checkpointed", strategy, keep, compiled)
-        for keep in ("all", "attention", "nothing")
-    }
+    run, job = world(_ranks(strategy)).run, "compile_jobs:checkpointed"
+    steps = {keep: run(job, strategy, keep, compiled) for keep in ("attention", "nothing")}
+    steps["all"] = run(job, strategy, "all", False)
     for rank, (gradients, sent) in enumerate(steps["all"]):
         assert steps["attention"][rank][1] == sent, "selective: forward ran once"
         assert steps["nothing"][rank][1] > sent, "full: its exchange ran again"
         for keep in ("attention", "nothing"):
             for got, wanted in zip(steps[keep][rank][0], gradients, strict=True):
+                assert float(wanted.norm()) > 0
                 torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * float(wanted.norm()))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("keep", ["all", "attention", "nothing"])
-@pytest.mark.parametrize("strategy", ["exchange", "hybrid(2, 2)"])
+@pytest.mark.parametrize(
+    ("strategy", "keep", "compiled"),
+    list(product(("exchange", "hybrid(2, 2)"), ("all", "attention", "nothing"), (False, True)))
+    if everything()
+    else [("exchange", "attention", True), ("hybrid(2, 2)", "nothing", False), ("exchange", "all", False)],
+)
 def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
     strategy: str, keep: str, compiled: bool
 ) -> None:

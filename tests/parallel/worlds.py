@@ -34,7 +34,9 @@ GROUP_SECONDS = 120.0
 GRACE = 1.0
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "attnspan.torch"])
+# The compiler too, which takes seconds in each process that compiles.
+_PRELOADED = ["torch.distributed", "torch._functorch.aot_autograd", "attnspan.torch", "attnspan.train.run"]
+_processes.set_forkserver_preload(_PRELOADED)
 
 
 class JobError(AssertionError):

@@ -135,12 +135,11 @@ def lines(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: Tiny, tmp_path: Path) -> None:
-    config = tiny(steps=30, checkpoint_every=4)
+    config = tiny(steps=24, checkpoint_every=4)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     moments: list[Callable[[], bool]] = [
         lambda: lines(cut) >= 6,  # between two checkpoints
-        lambda: lines(cut) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp")),  # while one is written
-        lambda: lines(cut) >= 15 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*")),  # amid its files
+        lambda: lines(cut) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*")),  # amid its files
     ]
     how = "start"
     for moment in moments:
@@ -150,7 +149,7 @@ def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: 
     train(config, whole, against_sdpa=False, console=quiet())
     train(resume_config(cut), cut, resume=True, against_sdpa=False, console=quiet())
     assert losses(cut) == losses(whole)
-    assert [step for step, _, _ in losses(whole)] == list(range(1, 31))
+    assert [step for step, _, _ in losses(whole)] == list(range(1, 25))
     scores = [json.loads((folder / "summary.json").read_text()) for folder in (whole, cut)]
     for name in ("bits_per_byte_start", "bits_per_byte_end"):
         assert scores[0][name] == scores[1][name]

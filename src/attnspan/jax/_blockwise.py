@@ -119,8 +119,11 @@ def backward(
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
         >>> given = Operands(jnp.array([[0, 1], [0, 2], [0, 3]], jnp.int32).reshape(1, 1, 3, 1, 2))
-        >>> out, lse = forward(x, x, x, given, Static(1.0))
-        >>> dq, dk, dv, _, _ = backward(x, None, x, x, x, given, out, lse, Static(1.0), want_dbias=False)
+        >>> call = x, x, x, given
+        >>> @jax.jit
+        ... def gradients(*call):
+        ...     return backward(x, None, *call, *forward(*call, Static(1.0)), Static(1.0), want_dbias=False)
+        >>> dq, dk, dv, _, _ = gradients(*call)
         >>> bool((abs(dq[:, :, 0]) < 1e-5).all())  # it sees one key
         True
     """

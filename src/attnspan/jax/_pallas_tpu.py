@@ -161,9 +161,11 @@ def backward(
     Example:
         >>> x, bounds = jnp.ones((1, 1, 2, 8)), jnp.array([[0, 1], [0, 2]], jnp.int32).reshape(1, 1, 2, 1, 2)
         >>> call = x, x, x, Operands(bounds)
+        >>> @jax.jit
+        ... def gradients(*call):
+        ...     return backward(x, None, *call, *forward(*call, Static(1.0)), Static(1.0), False)
         >>> with interpreting():
-        ...     out, lse = forward(*call, Static(scale=1.0))
-        ...     dq, dk, dv, *_ = backward(x, None, *call, out, lse, Static(scale=1.0), False)
+        ...     dq, dk, dv, *_ = gradients(*call)
         >>> [round(float(x), 3) for x in dv[0, 0, :, 0]]
         [1.5, 0.5]
     """
