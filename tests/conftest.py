@@ -25,7 +25,7 @@ QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passe
 # The kernel that the tests meet: the compiled module, or the program of tests/kernel_runner.py.
 RUNNER = os.environ.get("ATTNSPAN_RUNNER", "")
 if RUNNER:
-    cpu._core = Runner(shlex.split(RUNNER))
+    cpu.core = Runner(shlex.split(RUNNER))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Name the kernel that is tested, so that nobody mistakes one machine's result for another's."""
-    machine = f" ({cpu._core.machine}): {RUNNER}" if isinstance(cpu._core, Runner) else " of this process"
-    return f"kernel: level {cpu.isa()}{machine}" if cpu._core else "kernel: not compiled"
+    machine = f" ({cpu.core.machine}): {RUNNER}" if isinstance(cpu.core, Runner) else " of this process"
+    return f"kernel: level {cpu.isa()}{machine}" if cpu.core else "kernel: not compiled"
 
 
 def _rows(items: list[pytest.Item]) -> list[tuple[Hashable, ...]]:

@@ -145,6 +145,12 @@ def test_what_is_missing_is_named(what: str) -> None:
     assert done.stdout.strip() == f"{absent} {message}"
 
 
+def test_neither_the_compiler_nor_dtensors_are_loaded_before_they_are_used() -> None:
+    heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'sympy'}"
+    done = python(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_the_command_line_names_the_extra() -> None:
     done = python("hide('torch')\nfrom attnspan.cli import main\nmain()", "bench")
     assert done.returncode == 2

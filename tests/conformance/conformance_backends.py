@@ -77,8 +77,8 @@ def _torch(name: str, problem: Problem) -> Results:
     return {n: x.detach().double().numpy() for n, x in {"out": out, "lse": lse, **named}.items()}
 
 
-NOT_COMPILED = "" if cpu.compiled() is not None else "the compiled module is missing"
-NO_HANDLERS = "" if hasattr(cpu.compiled(), "xla_handlers") else "there is no compiled module in this process"
+NOT_COMPILED = "" if cpu.core is not None else "the compiled module is missing"
+NO_HANDLERS = "" if hasattr(cpu.core, "xla_handlers") else "there is no compiled module in this process"
 
 DISTANCES = ("T5", "distance table", "everything", "everything, indices given")
 ATOMICS = "it has no biases by distance: the gradient of a table would need atomics"

@@ -22,7 +22,7 @@ from_torch = pytest.importorskip("attnspan.jax").from_torch
 _convert = importlib.import_module("attnspan.interop._convert")
 _torch_calls = importlib.import_module("attnspan.interop._torch_calls")
 cpu = importlib.import_module("attnspan.kernels.cpu")
-if cpu.compiled() is None:
+if cpu.core is None:
     pytest.skip("the compiled module is not built", allow_module_level=True)
 jnp = jax.numpy
 
@@ -53,7 +53,7 @@ def test_no_argument_is_copied() -> None:
 
 def test_without_the_compiled_module_it_is_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "@attnspan_callback" in _text(from_torch(lambda x: x * 2), _x())
-    monkeypatch.setattr(cpu, "compiled", lambda: None)
+    monkeypatch.setattr(cpu, "core", None)
     text = _text(from_torch(lambda x: x * 2), _x())
     assert "@attnspan_callback" not in text
     assert "python_cpu_callback" in text

@@ -37,7 +37,7 @@ def _core(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.25) -> Tensor:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
     bounds = causal().spans(q.shape[1], k.shape[1], like=q).bounds
     q, k, v, into = (x.transpose(1, 2) for x in (q, k, v, out))
-    cpu.compiled().forward(q, k, v, into, lse, bounds, scale, 1)
+    cpu.core.forward(q, k, v, into, lse, bounds, scale, 1)
     return out
 
 

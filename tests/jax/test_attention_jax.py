@@ -23,7 +23,7 @@ MASK = a.causal() & a.segments(IDS)
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 
 no_kernel = pytest.mark.skipif(
-    not hasattr(cpu.compiled(), "xla_handlers"), reason="there is no compiled module in this process"
+    not hasattr(cpu.core, "xla_handlers"), reason="there is no compiled module in this process"
 )
 
 

@@ -126,8 +126,8 @@ def test_what_the_core_refuses_is_one_too(cache: Path, caplog: pytest.LogCapture
 
     class Real(Core):
         def set_tuned(self, rows: list[Any]) -> None:
-            assert cpu._core is not None
-            cpu._core.set_tuned(rows)
+            assert cpu.core is not None
+            cpu.core.set_tuned(rows)
 
     tuned.load(Real())
     assert "isa: expected one of" in caplog.text
@@ -213,10 +213,10 @@ def test_devices_differ_by_what_tuning_depends_on(monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def real_table() -> Any:
     """The compiled module, whose table is empty before and after."""
-    assert cpu._core is not None
-    cpu._core.set_tuned([])
-    yield cpu._core
-    cpu._core.set_tuned([])
+    assert cpu.core is not None
+    cpu.core.set_tuned([])
+    yield cpu.core
+    cpu.core.set_tuned([])
 
 
 @COMPILED
@@ -294,7 +294,7 @@ def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
     plain = arrays.run()
     place = (cpu.isa(), "float32", 64, length_bucket(300), "dense")
     # A block of another size sums in another order, which shows in the last bits.
-    forward = {"block_q": cpu._core.blocks("forward", "float32")[0], "block_k": 128, "threads": 0}
+    forward = {"block_q": cpu.core.blocks("forward", "float32")[0], "block_k": 128, "threads": 0}
     backward = {"block_q": 96, "block_k": 96, "threads": 0}
     table = [("forward", *place, *forward.values()), ("backward", *place, *backward.values())]
     real_table.set_tuned(table)

@@ -183,12 +183,12 @@ def test_strided_inputs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> No
     class Core:
         def attend(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
             pointers.extend(x.data_ptr() for x in (q, k, v))
-            return cpu._core.attend(q, k, v, *rest)
+            return core.attend(q, k, v, *rest)
 
-    pointers: list[int] = []
+    core, pointers = cpu.core, list[int]()
     q, k, v = torch.randn(2, 9, 3, 4, 16).transpose(1, 3).unbind(2)
     wanted = attention(q.contiguous(), k.contiguous(), v.contiguous())
-    monkeypatch.setattr(cpu, "compiled", Core)
+    monkeypatch.setattr(cpu, "core", Core())
     assert torch.equal(attention(q, k, v), wanted)
     assert pointers == [x.data_ptr() for x in (q, k, v)]
 
@@ -213,10 +213,10 @@ def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Core:
         def attend(self, *args: Any) -> Any:
             asked.append(args[6])
-            return cpu._core.attend(*args)
+            return core.attend(*args)
 
-    asked: list[int] = []
-    monkeypatch.setattr(cpu, "compiled", Core)
+    core, asked = cpu.core, list[int]()
+    monkeypatch.setattr(cpu, "core", Core())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     attention(*_qkv())
     assert asked == [7]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import attnspan as a
 from attnspan import library as lib
 from attnspan.torch import attention, scaled_dot_product_attention
+from attnspan.torch._watched import constant_when_traced
 
 BATCH, HEADS, Q_LEN, K_LEN, DIM = 2, 4, 6, 9, 8
 
@@ -231,3 +232,13 @@ def test_errors_are_whole_in_export(strict: bool) -> None:
     with pytest.raises(a.errors.ShapeError) as caught:
         torch.export.export(Module(), inputs(), strict=strict)
     assert str(caught.value).splitlines()[0] == str(_error(function, inputs()))
+
+
+def test_constants_are_marked_as_torch_marks_them() -> None:
+    def ours() -> int:
+        return 0
+
+    def theirs() -> int:
+        return 0
+
+    assert vars(constant_when_traced(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}

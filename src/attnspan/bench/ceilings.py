@@ -47,7 +47,7 @@ def native_probe() -> Probe | None:
     """
     from attnspan.kernels import cpu
 
-    return cpu if cpu._core is not None else None
+    return cpu if cpu.core is not None else None
 
 
 def measure_ceilings(

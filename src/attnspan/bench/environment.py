@@ -46,7 +46,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
 
     from attnspan.kernels import cpu
 
-    built = cpu._core is not None
+    built = cpu.core is not None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,

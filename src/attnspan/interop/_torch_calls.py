@@ -236,10 +236,10 @@ def _by_callback(*arrays: Any, function: _Function, results: Sequence[Any]) -> l
 
 
 def _lower_to_buffers(ctx: Any, *operands: Any, function: _Function, results: Sequence[Any]) -> Any:
-    if cpu.compiled() is None:
+    if cpu.core is None:
         return _lower_to_callback(ctx, *operands, function=function, results=results)
     _ffi.register()
-    cpu.compiled().set_xla_callback(_on_buffers)
+    cpu.core.set_xla_callback(_on_buffers)
     # The executable itself holds what it is made with, and no cache on disk takes it.
     ctx.module_context.add_host_callback(function)
     return jax.ffi.ffi_lowering("attnspan_callback")(ctx, *operands, key=np.int64(function.key))

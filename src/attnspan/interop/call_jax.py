@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
 from ..errors import expect
-from ..torch._watched import is_watched
+from ..torch._watched import constant_when_traced, is_watched
 from ..torch.ops import below_autograd
 from ._operators import Op, define, differentiate, refuse_derivative
 
@@ -134,14 +134,14 @@ def _spec(described: tuple[Any, ...]) -> pytree.TreeSpec:
     return pytree.TreeSpec(kind, context, list(map(_spec, children))) if kind else pytree.treespec_leaf()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _handle_of(fn: Any, method: Any, number: int, spec: Any, leaves: tuple[Any, ...], kinds: Any) -> str:
     del number  # The identity of the function, so that it is guarded.
     fn = fn if method is None else MethodType(method, fn)
     return _functions().pin(_functions().Call(fn, _spec(spec), leaves, kinds))  # type: ignore[no-any-return]
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _results_of(handle: str) -> Any:
     return _functions().find(handle).results()
 

@@ -118,6 +118,6 @@ def register() -> None:
     """Make the targets of the compiled module known to XLA."""
     global _registered
     if not _registered:
-        for name, handler in cpu.compiled().xla_handlers().items():
+        for name, handler in cpu.core.xla_handlers().items():
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
         _registered = True

@@ -5,7 +5,6 @@ It takes torch tensors and NumPy arrays, and writes results into arrays that the
 
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from .. import _dropout as dropout
@@ -18,8 +17,8 @@ __all__ = [
     "MAX_HEAD_DIM",
     "arguments",
     "backward",
-    "compiled",
     "configs",
+    "core",
     "counters",
     "forward",
     "isa",
@@ -36,13 +35,14 @@ MAX_HEAD_DIM = 256
 
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 
-_core: ModuleType | None
+#: The compiled module, for a front end whose arrays it reads itself; None where it is missing.
+core: Any
 try:
-    _core, _core_error = import_module("attnspan._core"), ""
+    core, _core_error = import_module("attnspan._core"), ""
 except ImportError as error:  # Not built: the other backends still work, and `supports` says why.
-    _core, _core_error = None, str(error)
+    core, _core_error = None, str(error)
 else:
-    tuned.load(_core)
+    tuned.load(core)
 
 
 def supports(problem: Problem) -> str | None:
@@ -55,7 +55,7 @@ def supports(problem: Problem) -> str | None:
         return f"it takes head dims up to {MAX_HEAD_DIM}, not {problem.head_dim} and {problem.v_dim}"
     if problem.head_dim == 0 or problem.v_dim == 0:
         return "it takes head dims from 1 on, not 0"
-    if _core is None:
+    if core is None:
         return f"the compiled module attnspan._core is missing ({_core_error}); build it with `pip install .`"
     return None
 
@@ -278,17 +278,12 @@ def threading() -> str:
     return str(_compiled().threading())
 
 
-def compiled() -> Any:
-    """Return the compiled module, or None, for a front end whose arrays it reads itself."""
-    return _core
-
-
-def _compiled() -> ModuleType:
-    if _core is None:
+def _compiled() -> Any:
+    if core is None:
         raise ImportError(
             f"attnspan._core: expected the compiled module, got {_core_error}. Build it: pip install ."
         )
-    return _core
+    return core
 
 
 def _packed(x: Any) -> Any:

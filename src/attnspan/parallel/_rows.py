@@ -22,7 +22,7 @@ def move(target: Tensor, to: Tensor | None, source: Tensor, at: Tensor | None, a
         at: Rows of the source, int32 (n,); None for all in order.
         add: Add to the target.
     """
-    if cpu.compiled() is not None and target.device.type == "cpu" and target.dtype in _MOVED:
+    if cpu.core is not None and target.device.type == "cpu" and target.dtype in _MOVED:
         cpu.move_rows(target, to, source, at, num_threads=torch.get_num_threads(), add=add)
         return
     rows = source.reshape(-1, *source.shape[2:]) if at is None else source[_at(source, at)]

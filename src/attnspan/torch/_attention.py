@@ -15,6 +15,7 @@ from ..options import NO_OPTIONS, Bias, Given, Keywords
 from ..spans import Spans
 from . import _eager
 from ._front import TorchFront, from_bhsd
+from ._watched import constant_when_traced
 from .dtensor import ShardedMask, on_mesh
 from .ops import forward_op
 
@@ -162,7 +163,7 @@ def warn_if_slow(choice: Choice) -> None:
             )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)

@@ -28,7 +28,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_lse: bool, given: Given) -> Any:
     """The result of `attention`, or None where the call must take the ordinary way."""
-    core, fixed = cpu.compiled(), type(mask) is Prepared
+    core, fixed = cpu.core, type(mask) is Prepared
     if core is None or not _READABLE or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
     if is_watched() or not (q.is_cpu and q.dim() == k.dim() == v.dim() == 4):

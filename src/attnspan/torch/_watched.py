@@ -1,5 +1,8 @@
 """Whether anything looks at a program: where nothing does, a call may go past the operators."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch.autograd import forward_ad
 
@@ -21,3 +24,12 @@ def is_watched() -> bool:
     # `is_transformed` again: every eager call comes here.
     transformed = _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
     return transformed or _autocast() or _profiler() or forward_ad._current_level >= 0
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant_when_traced(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would load the compiler: half the time of our import."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -17,6 +17,7 @@ from .._encoding import CHUNK_PAIRS, encode, register_operator
 from .._pytrees import register_pytrees
 from ..errors import register_raiser
 from ..spans import Spans
+from ._watched import constant_when_traced
 from .ops import forward_op
 
 __all__ = ["SAVE_OPS", "checkpoint_policy", "save_also"]
@@ -81,7 +82,7 @@ def _raise(kind: type[Exception], text: str) -> None:
 
 
 # Run by the compiler as it reads the call: what it reads would lose the text.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _raise_now(kind: type[Exception], text: str) -> None:
     raise _traced(kind)(text)  # type: ignore[arg-type]
 

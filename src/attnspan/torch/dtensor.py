@@ -22,6 +22,7 @@ from ..call import LAYOUTS
 from ..errors import ShapeError, expect
 from ..options import Bias, Given, Options, dense_bias
 from ._options import dropout_seeds
+from ._watched import constant_when_traced
 
 __all__ = [
     "Places",
@@ -139,7 +140,7 @@ def check_places(
 
 # Run while a compiler reads the call, as placements never change within a program: nothing of it is traced,
 # and an error keeps its message.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _find_roles(
     layout: str, meshes: tuple[Any, ...], placements: tuple[Any, ...], plan_mesh: Any
 ) -> tuple[str, ...]:
@@ -230,7 +231,7 @@ def check_follower(places: Places | None, name: str, x: Any, batch: int | None, 
         _check_placements(name, x.device_mesh, tuple(x.placements), mesh, wanted)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _check_placements(
     name: str, mesh: Any, placements: tuple[Any, ...], q_mesh: Any, wanted: tuple[Any, ...]
 ) -> None:

@@ -163,7 +163,7 @@ def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)
     make = torch.get_num_threads(), torch.empty_strided
     arguments = cpu.arguments(options), dbias, dsinks
-    found = cpu.compiled().gradients(dout, q, k, v, out, lse, bounds, scale, *make, *arguments)
+    found = cpu.core.gradients(dout, q, k, v, out, lse, bounds, scale, *make, *arguments)
     return None if found is None else (*found, dbias, dsinks)
 
 

@@ -45,15 +45,15 @@ def test_configurations_are_those_of_the_core() -> None:
 
 
 def test_the_default_is_the_kernels_own_choice_despite_a_table() -> None:
-    assert cpu._core is not None
+    assert cpu.core is not None
     case = CpuBackend().open(Case(300, 64, "dense"))
     own = case["make_call"](CpuConfig())()[0].clone()
-    step = cpu._core.blocks("forward", "float32")[0]
-    cpu._core.set_tuned([("forward", cpu.isa(), "float32", 64, 9, "dense", step, 128, 0)])
+    step = cpu.core.blocks("forward", "float32")[0]
+    cpu.core.set_tuned([("forward", cpu.isa(), "float32", 64, 9, "dense", step, 128, 0)])
     try:
         assert torch.equal(case["make_call"](CpuConfig())()[0], own)
     finally:
-        cpu._core.set_tuned([])
+        cpu.core.set_tuned([])
 
 
 def test_the_number_of_threads_is_searched_if_there_are_several() -> None:

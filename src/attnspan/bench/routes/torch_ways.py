@@ -174,7 +174,7 @@ class FixedBlocks:
             return f"it runs on cpu, not on {job.device}"
         if job.backward:
             return "sizes of blocks are compared forward"
-        return None if cpu._core is not None else "the compiled module is not built"
+        return None if cpu.core is not None else "the compiled module is not built"
 
     def open(self, job: Job) -> Opened:
         """Allocate what a call writes in each call, as every other route does.
@@ -197,7 +197,7 @@ class FixedBlocks:
 
 def _nearest(config: dict[str, int], dtype: str) -> dict[str, int]:
     """The sizes of blocks nearest to some, of those that the level in use has."""
-    q_step, q_most, k_step, k_most, _ = cpu.compiled().blocks("forward", dtype)
+    q_step, q_most, k_step, k_most, _ = cpu.core.blocks("forward", dtype)
     limits = {"block_q": (q_step, q_most), "block_k": (k_step, k_most)}
     nearest = {
         name: min(max(round(config[name] / step), 1) * step, most) for name, (step, most) in limits.items()
