@@ -100,7 +100,7 @@ PARTS = (
     "alibi, indices given",
 )
 #: What the front end does differently; tests/jax/test_pallas_*.py have the kernels' own options and masks.
-OF_PALLAS = ("alibi, indices given", "distance table")
+OF_PALLAS = ("alibi, indices given", "distance table", "dense, per key, one for all")
 
 #: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
 BACKENDS = {

@@ -75,13 +75,14 @@ def _groups(programs: Sequence[Program]) -> Any:
     return pytest.mark.parametrize("group", groups, ids=lambda g: f"{g[0].name} to {g[-1].name}")
 
 
-# In the ordinary run one sample of each mask and every second call have marked axes, the other calls are exported:
-# each meets lengths that are symbols once. How the compiler finds out which axes vary is not up to the program
-# (test_compile.py and test_options_compile.py show it); test_masks_traced.py lowers more samples with symbols.
+# In the ordinary run one sample of each mask and every second call have marked axes, the others are exported:
+# each meets lengths that are symbols once. How the compiler finds out which axes vary is not up to the
+# program (test_compile.py, test_options_compile.py); test_masks_traced.py lowers more samples with symbols.
 MASKS_ONCE = tuple({x.sample.function: x for x in PROGRAMS if isinstance(x, Lowered)}.values())
-MARKED, EXPORTED = (
-    (PROGRAMS, PROGRAMS) if everything() else (MASKS_ONCE + CALLS[::2], PROGRAMS[9:10] + CALLS[1::2])
-)
+MARKED, EXPORTED = PROGRAMS, PROGRAMS
+if not everything():
+    of_each_multiple = tuple({x.multiple: x for x in MASKS_ONCE}.values())
+    MARKED, EXPORTED = MASKS_ONCE + CALLS[::2], of_each_multiple + CALLS[1::2]
 
 
 class Several(nn.Module):
