@@ -100,7 +100,7 @@ PARTS = (
     "alibi, indices given",
 )
 #: What the front end does differently; tests/jax/test_pallas_*.py have the kernels' own options and masks.
-OF_PALLAS = ("none", "alibi, indices given", "distance table", "dense, per key, one for all")
+OF_PALLAS = ("alibi, indices given", "distance table", "dense, per key, one for all")
 
 #: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
 BACKENDS = {
@@ -109,8 +109,19 @@ BACKENDS = {
     "jax:cpu": Backend(
         partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=8
     ),
-    "jax:xla": Backend(partial(conformance_jax.run, "xla"), masks="pairs", shapes="once", programs=PARTS),
-    "jax:math": Backend(partial(conformance_jax.run, "math"), masks="pairs", shapes="once", programs=PARTS),
+    "jax:xla": Backend(
+        partial(conformance_jax.run, "xla"),
+        masks="pairs",
+        shapes="once",
+        programs=tuple(x for x in PARTS if x not in ("dense, one for all", "dense, per key")),
+    ),
+    "jax:math": Backend(
+        partial(conformance_jax.run, "math"),
+        masks="pairs",
+        shapes="once",
+        programs=tuple(x for x in PARTS if x not in ("dense, all heads", "dense, float32")),
+        few_shapes=2,
+    ),
     "jax:pallas": Backend(
         partial(conformance_jax.run, "pallas"),
         dtypes=("fp32", "bf16"),

@@ -112,6 +112,7 @@ def _run(option: str, dtype: torch.dtype, seed: int) -> dict[str, list[np.ndarra
 
 
 @pytest.mark.compiled_module("errors are those of this machine's kernel")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_no_less_accurate_than_the_best_other_implementation(option: str, dtype: str) -> None:

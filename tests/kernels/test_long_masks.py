@@ -48,6 +48,7 @@ def _oracle(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, dout: Tensor) -> li
     return [out, *torch.autograd.grad(out, (q, k, v), dout.double())]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "name", ["window", "documents", "global and window", "a window for each head", "opposite ends"]

@@ -249,13 +249,15 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_configuration_changes_nothing_but_rounding(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
-    arrays, allowed = make(case), budget(case)
+    arrays = make(case)
     exact, walk = arrays.oracle(), 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
     exponential = 3.3e-6 if dtype == torch.bfloat16 else 6.5e-8  # of its polynomial, see csrc/softmax.h
+    allowed = budget(case, exact)
     for forward, backward in random_configs(case, 6):
         got = run(arrays, forward, backward)
         for name in exact:

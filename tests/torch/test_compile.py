@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from covering import few
 from samples import MASKS, Q_LEN
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -36,7 +37,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.long), "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", FRESH.format(backend=backend)], capture_output=True, text=True
@@ -93,7 +94,7 @@ def _run_shapes(
 
 def _shapes() -> list[tuple[int, int]]:
     generator = random.Random(0)
-    return [(generator.randint(1, 5), generator.randint(2, 90)) for _ in range(30)]
+    return [(generator.randint(1, 5), generator.randint(2, 90)) for _ in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_few_compilations_over_many_shapes(
 ) -> None:
     counts = _run_shapes(function, make_mask, _shapes(), mark=False)
     assert counts[-1] <= 4, counts
-    assert counts[10] == counts[-1], "compilations must end early"
+    assert counts[6] == counts[-1], "compilations must end early"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ def test_a_new_mask_of_the_same_shape_is_no_recompilation(function: Callable[...
     assert _run_shapes(function, make_mask, [(2, 33)] * 8, mark=False) == [1] * 8
 
 
-@pytest.mark.parametrize("name", MASKS)
+# test_export_masks.py has every mask as an input, test_dynamic_lengths.py makes every mask inside.
+@pytest.mark.parametrize("name", few(MASKS, 3))
 def test_every_mask_compiles_in_full(name: str) -> None:
     mask = MASKS[name]()
     q, k = _inputs(2, Q_LEN)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from covering import everything
 from samples import relative_error
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -75,7 +76,7 @@ def test_every_derivative(name: str) -> None:
         return _attend(q, k, v, options, *parameters)[1][:, :, 0 if options.sinks is not None else 1 :]
 
     for function in (out, lse):
-        assert gradcheck(function, inputs, check_forward_ad=True)
+        assert gradcheck(function, inputs, check_forward_ad=True, fast_mode=not everything())
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
@@ -106,7 +107,7 @@ def test_equals_the_oracle_in_float64(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS if everything() else ["alibi", "signed alibi", "dense", "all"])
 def test_compiles_without_a_break(name: str) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         out, lse = _attend(q, k, v, options, *parameters)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import few
+from covering import everything, few
 from samples import OPTIONS, counted_kernel_calls, parameters, relative_error
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -47,7 +47,11 @@ def _agree(compiled: Callable[..., Tensor], name: str, batch: int, length: int, 
         torch.testing.assert_close(got, true)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+#: "all" holds these.
+HELD = {"softcap", "sinks", "relative", "dropout"}
+
+
+@pytest.mark.parametrize("name", [x for x in OPTIONS if everything() or x not in HELD])
 def test_every_option_compiles_in_full_and_once(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_run, fullgraph=True, backend=counter)
@@ -57,12 +61,12 @@ def test_every_option_compiles_in_full_and_once(name: str) -> None:
 
 
 # Between them, these have every kind of array that an option brings.
-@pytest.mark.parametrize("name", few(["all", "dense", "dropout seeds", "alibi per row"], 2))
+@pytest.mark.parametrize("name", few(["all", "dense", "dropout seeds", "alibi per row"], 1))
 def test_few_compilations_over_many_shapes(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_run, fullgraph=True, backend=counter)
     generator = random.Random(0)
-    for _ in range(8):
+    for _ in range(6):
         _agree(compiled, name, generator.randint(1, 5), generator.randint(2, 90))
     assert counter.frame_count <= 4
 
