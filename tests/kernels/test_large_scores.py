@@ -54,7 +54,7 @@ def _arrays(case: Case, options: Options) -> Arrays:
 def _check(arrays: Arrays, slack: float = 1.0) -> dict[str, Tensor]:
     """Results are as good as those of ordinary scores."""
     case = arrays.case
-    got, exact, allowed = arrays.run(), arrays.oracle(), budget(case)
+    got, exact, allowed = arrays.run(), arrays.oracle(), budget(case, make(case).oracle())
     walk = 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
     exponential = 3.3e-6 if case.dtype == BF16 else 2e-6 if case.dtype == HALF else 6.5e-8
     sizes = exact["lse"].abs()

@@ -42,7 +42,7 @@ def test_rows_go_where_the_index_says(
     way: str, dtype: torch.dtype, add: bool, strided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "torch":
-        monkeypatch.setattr(cpu, "_core", None)
+        monkeypatch.setattr(cpu, "core", None)
     target, source = _arrays(dtype, strided)
     to, at = np.array([13, 0, 5, 8], np.int32), np.array([11, 3, 3, 0], np.int32)
     wanted = target.clone()
@@ -56,7 +56,7 @@ def test_rows_go_where_the_index_says(
 @pytest.mark.parametrize("way", ["compiled", "torch"])
 def test_without_an_index_rows_go_in_order(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "torch":
-        monkeypatch.setattr(cpu, "_core", None)
+        monkeypatch.setattr(cpu, "core", None)
     target, source = torch.zeros(1, 3, 1, 2, 4), torch.randn(1, 5, 1, 2, 4)
     _rows.move(target, None, source, torch.tensor([4, 0, 2], dtype=torch.int32))
     assert torch.equal(target[0], source[0, [4, 0, 2]])

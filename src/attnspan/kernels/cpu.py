@@ -5,7 +5,7 @@ It takes torch tensors and NumPy arrays, and writes results into arrays that the
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from .. import _dropout as dropout
 from ..call import Problem
@@ -18,7 +18,6 @@ __all__ = [
     "arguments",
     "backward",
     "configs",
-    "core",
     "counters",
     "forward",
     "isa",
@@ -35,10 +34,9 @@ MAX_HEAD_DIM = 256
 
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 
-#: The compiled module, for a front end whose arrays it reads itself; None where it is missing.
-core: Any
+# `core` is the compiled module, for a front end whose arrays it reads itself; None where it is missing.
 try:
-    core, _core_error = import_module("attnspan._core"), ""
+    core, _core_error = cast(Any, import_module("attnspan._core")), ""
 except ImportError as error:  # Not built: the other backends still work, and `supports` says why.
     core, _core_error = None, str(error)
 else:
