@@ -63,8 +63,10 @@ def _find_on_host(q_ids: _Host, kv_ids: _Host, max_runs: int) -> tuple[_Host, _H
 
 def _run_lengths(ids: _Host) -> tuple[_Host, _Host]:
     """Start and length of each run of equal neighbours in (s,)."""
-    start = np.flatnonzero(np.concatenate([np.ones(min(len(ids), 1), bool), ids[1:] != ids[:-1]]))
-    return start, np.diff(start, append=len(ids))
+    changes = np.ones(len(ids) + 1, bool)
+    changes[1:-1] = ids[1:] != ids[:-1]
+    ends = np.flatnonzero(changes) if len(ids) else np.zeros(1, np.intp)
+    return ends[:-1], ends[1:] - ends[:-1]
 
 
 def _look_up(
