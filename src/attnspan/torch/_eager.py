@@ -1,7 +1,7 @@
 """The short way of an eager call: from plain CPU tensors straight to the compiled kernel.
 
 The operators exist for whatever looks at a program: compilers, modes, transforms, profilers, tracers. Where
-nothing looks, this way takes 4 to 15 Python calls of this package instead of about 110: half the time of a
+nothing looks, this way takes 4 to 15 Python calls of this package instead of about 100: half the time of a
 call of 16 rows, two thirds of one of 128 (8 heads of 64 elements, one thread). The compiled module checks
 what it is given; a call that it refuses, or that fails a condition below, takes the ordinary way.
 """
