@@ -301,13 +301,6 @@ NB_MODULE(_core, m) {
         nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none(),
         nb::arg("options").none() = nb::none(), nb::arg("dbias").none() = nb::none(),
         nb::arg("dsinks").none() = nb::none());
-  m.def(
-      "fits",
-      [](nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len, nb::handle options) {
-        Problem p{};
-        return fits(p, q, k, v, bounds) && p.k_len == k_len && set_options(p, options);
-      },
-      nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"), nb::arg("options").none());
   m.def("attend", &attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"),
         nb::arg("scale").none(), nb::arg("num_threads"), nb::arg("empty_strided"), nb::arg("float32"),
         nb::arg("want_lse"), nb::arg("options").none());

@@ -159,7 +159,6 @@ inline void store_two(bf16* p, Vec a, Vec b) {
 inline void store(f16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
-
 inline void store_two(f16* p, Vec a, Vec b) {
   store(p, a);
   store(p + Vec::width, b);

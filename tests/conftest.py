@@ -11,6 +11,7 @@ os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
 
 import hypothesis
 import pytest
+from _pytest.doctest import DoctestItem
 from covering import SWITCH, covering, everything
 from kernel_runner import Runner
 
@@ -66,9 +67,14 @@ def _rows(items: list[pytest.Item]) -> list[tuple[Hashable, ...]]:
     return rows
 
 
+def _is_inner_example(item: pytest.Item) -> bool:
+    """Whether it is the example of a function in a private module, which users never read."""
+    return isinstance(item, DoctestItem) and item.path.name.startswith("_") and item.path.stem != "__init__"
+
+
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """What only the long run has: long tests, and cells of a product that its covering array leaves out."""
-    left_out = {item for item in items if item.get_closest_marker("long")}
+    left_out = {item for item in items if item.get_closest_marker("long") or _is_inner_example(item)}
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and item not in left_out:

@@ -256,8 +256,10 @@ def test_a_users_error_is_one_message_without_a_traceback(
     [
         (["show", "causal"], "typer", "cli"),
         (["train", *TINY], "torch", "train"),
-        (["train", *TINY], "tensorboard", "train"),
-        (["train", *TINY], "plotly", "bench"),
+        pytest.param(
+            ["train", *TINY], "tensorboard", "train", marks=pytest.mark.long
+        ),  # torch is loaded first
+        pytest.param(["train", *TINY], "plotly", "bench", marks=pytest.mark.long),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

@@ -29,7 +29,7 @@ _OTHERS = (
     "prefix-LM",
     "window and sinks",
 )
-_TREES = 60
+_TREES = 60 if everything() else 20
 _OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"
 
 Convert = Callable[..., object]
@@ -213,7 +213,7 @@ def test_trees_in_a_program_that_is_traced(framework: str) -> None:
     else:
         convert = torch.from_numpy
     plain: list[tuple[Tree, str | None]] = [
-        (tree, None) for tree in _trees(seed=7, count=4 if everything() else 2)
+        (tree, None) for tree in _trees(seed=7, count=4 if everything() else 1)
     ]
     trees = [*plain, *_traceable_trees(5)]
     given = []

@@ -48,16 +48,16 @@ def _find_on_host(q_ids: _Host, kv_ids: _Host, max_runs: int) -> tuple[_Host, _H
         keys, queries = kv_ids[b % len(kv_ids)], q_ids[b % len(q_ids)]
         start, length = _run_lengths(keys)
         q_start, q_length = (start, length) if q_ids is kv_ids else _run_lengths(queries)
-        order = np.argsort(keys[start], kind="stable")
+        order = keys[start].argsort(kind="stable")
         ids, start, length = keys[start][order], start[order], length[order]
         wanted = queries[q_start]
-        first = np.searchsorted(ids, wanted)
-        count = np.searchsorted(ids, wanted, side="right") - first
-        broken[b] = np.repeat(count > max_runs, q_length)
+        first = ids.searchsorted(wanted)
+        count = ids.searchsorted(wanted, side="right") - first
+        broken[b] = (count > max_runs).repeat(q_length)
         for r in range(max_runs):
             run, exists = np.minimum(first + r, len(ids) - 1), count > r
-            ends[r, 0, b] = np.repeat(start[run] * exists, q_length)
-            ends[r, 1, b] = np.repeat((start[run] + length[run]) * exists, q_length)
+            ends[r, 0, b] = (start[run] * exists).repeat(q_length)
+            ends[r, 1, b] = ((start[run] + length[run]) * exists).repeat(q_length)
     return ends, broken
 
 
@@ -65,7 +65,7 @@ def _run_lengths(ids: _Host) -> tuple[_Host, _Host]:
     """Start and length of each run of equal neighbours in (s,)."""
     changes = np.ones(len(ids) + 1, bool)
     changes[1:-1] = ids[1:] != ids[:-1]
-    ends = np.flatnonzero(changes) if len(ids) else np.zeros(1, np.intp)
+    ends = changes.nonzero()[0] if len(ids) else np.zeros(1, np.intp)
     return ends[:-1], ends[1:] - ends[:-1]
 
 

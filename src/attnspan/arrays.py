@@ -146,7 +146,7 @@ class Arrays:
         return self.xp.maximum(a, b)
 
     def clip(self, x: Array, low: int, high: int) -> Array:
-        return self.xp.clip(x, low, high)
+        return self.xp.minimum(self.xp.maximum(x, low), high)  # np.clip takes three times as long
 
     def cumsum(self, x: Array) -> Array:
         return self.xp.cumsum(x, axis=-1)
@@ -163,7 +163,8 @@ class Arrays:
 
     def stack(self, xs: Sequence[Array]) -> Array:
         """Broadcast arrays along a new last axis."""
-        return self.xp.stack(self.xp.broadcast_arrays(*xs), axis=-1)
+        alike = all(x.shape == xs[0].shape for x in xs)
+        return self.xp.stack(xs if alike else self.xp.broadcast_arrays(*xs), axis=-1)
 
     def concat(self, xs: Sequence[Array]) -> Array:
         return self.xp.concatenate(list(xs), axis=-1)
@@ -296,6 +297,9 @@ class TorchArrays(Arrays):
 
     def cummax(self, x: Array) -> Array:
         return self.xp.cummax(x, dim=-1).values
+
+    def clip(self, x: Array, low: int, high: int) -> Array:
+        return x.clip(low, high)
 
     def stack(self, xs: Sequence[Array]) -> Array:
         return self.xp.stack(self.xp.broadcast_tensors(*xs), dim=-1)

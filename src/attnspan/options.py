@@ -206,7 +206,7 @@ class Given:
         p, seed = self.dropout_p, self.dropout_seed
         check_dropout_p(p)
         if seed is None:
-            expect(p == 0, "dropout_seed", f"{front.seed} beside dropout_p={{}}", None, front.new_seed, p)
+            expect(p == 0, "dropout_seed", f"{front.seed} with dropout_p={{}}", None, front.new_seed, p)
             return None
         lowered = front.lower_seed(seed, q.shape[0], q.shape[1])
         front.check_place("dropout_seed", seed, q)
@@ -228,7 +228,7 @@ class Given:
             q_index = _index(front, "q_index", self.q_index, q, q.shape[2], q_index)
             k_index = _index(front, "k_index", self.k_index, q, k.shape[2], k_index)
         if placed.bare and self.q_index is None:
-            wanted = "the rows' indices beside bare spans, as an option needs positions"
+            wanted = "the rows' indices with bare spans, as an option needs positions"
             remedy = "Pass what prepare() or spans() gives, which knows its rows, or pass q_index"
             expect(q.shape[2] == k.shape[2], "q_index", wanted, None, remedy)
         arrays = arrays_for([front.like(q)])
@@ -236,7 +236,7 @@ class Given:
         return indices[0], indices[1]
 
 
-#: Those of a call without options. Making them takes as long as a tenth of a small call.
+#: The options of a call that gives none: building them anew would take a tenth of the time of a small call.
 NO_OPTIONS = Given()
 
 

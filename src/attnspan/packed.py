@@ -98,10 +98,10 @@ def _own_runs(
     ids = low.per_batch(what, ids, "int64")
     if ids.shape[-1] == 0:
         return Rows((Interval(0, 0),))
-    own, nobody, beyond = low.take(ids)
+    own, sees_nothing, beyond = low.take(ids)
     if is_padding is not None:
-        nobody = either_illegal(nobody, is_padding(own))
-    rows = _runs(low, own, ids, max_runs, nobody, anchored=max_runs == 1)
+        sees_nothing = either_illegal(sees_nothing, is_padding(own))
+    rows = _runs(low, own, ids, max_runs, sees_nothing, anchored=max_runs == 1)
     return rows if beyond is None else replace(rows, illegal=rows.illegal | beyond[:, None])
 
 
@@ -110,19 +110,21 @@ def _runs(
     q_ids: Array,
     kv_ids: Array,
     max_runs: int,
-    nobody: Array | None,
+    sees_nothing: Array | None,
     anchored: bool = False,
 ) -> Rows:
-    """Rows that see the runs of their id; those of `nobody` (1|B, q_len) see nothing, whatever it is."""
+    """Rows that see the runs of their id; where `sees_nothing` (1|B, q_len) holds, none whatever the id."""
     if kv_ids.shape[-1] == 0:
         return Rows((Interval(0, 0),))
     arrays = low.arrays
     pairs, broken = find_runs(arrays, q_ids, kv_ids, max_runs)
-    if nobody is not None:
+    if sees_nothing is not None:
         # An empty span at the row's own index is still anchored.
         rest = low.q_index[:, 0] if anchored else 0
-        pairs = [(arrays.where(nobody, rest, lo), arrays.where(nobody, rest, hi)) for lo, hi in pairs]
-        broken = broken & ~nobody
+        pairs = [
+            (arrays.where(sees_nothing, rest, lo), arrays.where(sees_nothing, rest, hi)) for lo, hi in pairs
+        ]
+        broken = broken & ~sees_nothing
     intervals = []
     for lo, hi in pairs:
         intervals.append(Interval(lo[:, None], hi[:, None], anchored))

@@ -289,34 +289,6 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         whole = arrays.cast(rows[:, None], "int64") * keys
         return arrays.cast(pairs > 0, "int32") + arrays.cast((pairs == whole) & (pairs > 0), "int32")
 
-    def block_ranges(self, q_block: int, k_block: int, *, transpose: bool = False) -> Array:
-        """For each block of queries the range of key blocks it touches, or the transpose.
-
-        Args:
-            q_block, k_block: tile sizes, as for `block_pairs`.
-            transpose: for each block of keys, the range of query blocks that touch it (the backward pass of
-                dk, dv).
-
-        Returns:
-            int32 (B|1, H|1, blocks, 2): half-open, (0, 0) for an empty range. Tiles inside may be empty.
-
-        Example:
-            >>> from attnspan import window
-            >>> window(1).spans(4, 4).block_ranges(2, 2)[0, 0].tolist()
-            [[0, 1], [0, 2]]
-        """
-        arrays = self._arrays
-        touched = self.block_pairs(q_block, k_block) > 0
-        if transpose:
-            touched = touched.swapaxes(-1, -2)
-        n = touched.shape[-1]
-        number = arrays.arange(n)
-        if n == 0:
-            return arrays.full((*touched.shape[:-1], 2), 0)
-        last = arrays.cummax(arrays.where(touched, number + 1, 0))[..., -1]
-        missing = n - arrays.cummax(arrays.where(touched, n - number, 0))[..., -1]
-        return arrays.cast(arrays.stack([arrays.where(last > 0, missing, 0), last]), "int32")
-
     def compact(self) -> Spans:
         """The same mask with the smallest R, at least 1: empty spans last as (0, 0), touching ones joined.
 

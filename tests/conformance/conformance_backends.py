@@ -34,7 +34,8 @@ class Backend:
             one dtype; "once" has every mask with an option, and every dtype. This is of the long run.
         shapes: The same of options in shapes; with "once" in both, every option is with a mask or a shape.
         programs: Where each option is a program to compile: those that the ordinary run has besides WIDEST.
-        few_shapes: How many shapes the ordinary run has there.
+        few_shapes: How many shapes the ordinary run has there. The kernels of Pallas have their own programs
+            and shapes in tests/jax/test_pallas_*.py.
         within: What the backend needs around a call.
         ran: Cells that ran in this process, by option.
     """
@@ -99,8 +100,8 @@ PARTS = (
     "dropout by seeds",
     "alibi, indices given",
 )
-#: What the front end does differently; tests/jax/test_pallas_*.py have the kernels' own options and masks.
-OF_PALLAS = ("alibi, indices given", "distance table", "dense, per key, one for all")
+#: What plain JAX computes by ways of its own; tests/jax/test_blockwise.py and test_math_jax.py have the rest.
+OF_JAX = ("none", "distance table", "everything, indices given", "dense, per key, one for all")
 
 #: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
 BACKENDS = {
@@ -113,13 +114,14 @@ BACKENDS = {
         partial(conformance_jax.run, "xla"),
         masks="pairs",
         shapes="once",
-        programs=tuple(x for x in PARTS if x not in ("dense, one for all", "dense, per key")),
+        programs=OF_JAX,
+        few_shapes=2,
     ),
     "jax:math": Backend(
         partial(conformance_jax.run, "math"),
         masks="pairs",
         shapes="once",
-        programs=tuple(x for x in PARTS if x not in ("dense, all heads", "dense, float32")),
+        programs=(*OF_JAX, "dropout by seeds"),
         few_shapes=2,
     ),
     "jax:pallas": Backend(
@@ -127,8 +129,8 @@ BACKENDS = {
         dtypes=("fp32", "bf16"),
         masks="once",
         shapes="once",
-        programs=OF_PALLAS,
-        few_shapes=1,
+        programs=("alibi, indices given",),
+        few_shapes=0,
         within=partial(_pallas_tpu.interpreting, simulated=False),
     ),
     "jax:pallas_gpu": Backend(
@@ -136,8 +138,8 @@ BACKENDS = {
         unsupported=dict.fromkeys(DISTANCES, ATOMICS),
         masks="once",
         shapes="once",
-        programs=OF_PALLAS,
-        few_shapes=1,
+        programs=("alibi, indices given", "dense, per key, one for all"),
+        few_shapes=0,
         within=_pallas_gpu.interpreted,
     ),
 }

@@ -82,12 +82,13 @@ def _ordinary(rows: Sequence[str], share: str) -> list[Names]:
     for name, backend in BACKENDS.items():
         if share == "masks":
             wanted = [(WIDEST, row) for row in rows] if backend.programs else []
-            wanted += [(option, rows[i % len(rows)]) for i, option in enumerate(backend.programs)]
+            wanted += [(option, rows[i]) for i, option in enumerate(backend.programs, start=1)]
         else:
             wanted = [(OPTION_OF_SHAPE[j % len(OPTION_OF_SHAPE)], row) for j, row in enumerate(rows)]
-            wanted = wanted[:: len(rows) // backend.few_shapes] if backend.programs else []
+            every = len(rows) // backend.few_shapes if backend.few_shapes else len(rows)
+            wanted = wanted[::every][: backend.few_shapes] if backend.programs else []
         for i, (option, row) in enumerate(wanted):
-            number = 0 if option == WIDEST else i
+            number = 0 if option == WIDEST else i + 1 - len(rows)
             cells.add((option, row, backend.dtypes[number % len(backend.dtypes)], name))
     return sorted(cells, key=lambda cell: (cell[:3], list(BACKENDS).index(cell[3])))
 

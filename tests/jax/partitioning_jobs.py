@@ -189,15 +189,16 @@ def mixed_devices():
 
 def main():
     cases = [
+        (AxisType.Explicit, "batch x heads", "alibi, sinks", "bshd", None),
+        (AxisType.Auto, "batch", "alibi, sinks", "bhsd", None),
+        (AxisType.Auto, "heads", "dense, dropout", "bhsd", None),
+        (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", "xla"),
         (AxisType.Auto, "batch x heads", "none", "bshd", None),
         (AxisType.Explicit, "batch x heads", "none", "bshd", None),
-        (AxisType.Explicit, "batch x heads", "alibi, sinks", "bhsd", None),
-        (AxisType.Auto, "batch", "alibi, sinks", "bhsd", None),
         (AxisType.Auto, "heads", "alibi, sinks", "bhsd", None),
         (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", None),
-        (AxisType.Auto, "batch x heads", "dense, dropout", "bhsd", None),
-        (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", "xla"),
     ]
+    cases = cases if sys.argv[1] == "all" else cases[:4]
     compared = {
         f"{axes.name.lower()}, {spec}, {option}, {layout}, {backend}": compare(
             axes, SPECS[spec], option, layout, backend

@@ -99,6 +99,7 @@ def _dropped(out: Any) -> np.ndarray:
     return np.asarray(out) == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["xla", "math", pytest.param("cpu", marks=no_kernel)])
 @pytest.mark.parametrize("seed", [0, 77, -1, 2**31 - 1])
 def test_the_same_weights_are_dropped(backend: str, seed: int) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_cases as cases
 import pytest
+from covering import few
 from jax._src.cudnn import fused_attention_stablehlo
 from oracle_cases import Case
 
@@ -35,7 +36,7 @@ MASKS: dict[MaskWords, a.Mask] = {
 }
 
 
-@pytest.mark.parametrize("words", MASKS)
+@pytest.mark.parametrize("words", few(MASKS, 3))
 def test_the_function_that_is_called_means_the_same(
     words: MaskWords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

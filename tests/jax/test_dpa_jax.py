@@ -1,9 +1,11 @@
 """The drop-in beside jax.nn's own function, over its options."""
 
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
+from covering import few
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -64,31 +66,39 @@ def _close(ours: Any, other: Any, tolerance: float = 3e-6) -> None:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_as_jax_nn(case: str) -> None:
-    keywords = CASES[case]
+@cache
+def _of_all_cases() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Outputs and gradients of both functions in every case: one program."""
 
-    def both(function: Any) -> Any:
-        def loss(q: Any, k: Any, v: Any) -> Any:
-            out = function(q, k, v, **keywords)
+    def results(function: Any, qkv: Any, given: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any, case: str) -> Any:
+            flags = {n: x for n, x in CASES[case].items() if n not in given[case]}
+            out = function(q, k, v, **flags, **given[case])
             return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
 
-        gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*QKV)
-        return out, *gradients
+        return {n: jax.grad(partial(loss, case=n), (0, 1, 2), has_aux=True)(*qkv) for n in CASES}
 
-    for ours, other in zip(both(dot_product_attention), both(theirs), strict=True):
-        _close(ours, other)
+    given = {n: {m: x for m, x in c.items() if isinstance(x, jax.Array)} for n, c in CASES.items()}
+    both = jax.jit(lambda *x: (results(dot_product_attention, *x), results(theirs, *x)))
+    return both(QKV, given)  # type: ignore[no-any-return]
 
 
-def test_gradient_of_a_bias_that_broadcasts() -> None:
-    for shape in ((1, N, T, S), (B, 1, T, 1), (T, S)):
-        bias = _normal(4, *shape)
-        full = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+@pytest.mark.parametrize("case", CASES)
+def test_as_jax_nn(case: str) -> None:
+    ours, other = (jax.tree.leaves(x[case]) for x in _of_all_cases())
+    for x, y in zip(ours, other, strict=True):
+        _close(x, y)
 
-        def gradient(function: Any, given: Any) -> Any:
-            return jax.grad(lambda x: (function(*QKV, x) * QKV[0]).sum())(given)
 
-        _close(gradient(dot_product_attention, bias), gradient(theirs, full).reshape(shape))
+@pytest.mark.parametrize("shape", few([(T, S), (1, N, T, S), (B, 1, T, 1)], 2))
+def test_gradient_of_a_bias_that_broadcasts(shape: tuple[int, ...]) -> None:
+    bias = _normal(4, *shape)
+    full = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+
+    def gradient(function: Any, given: Any) -> Any:
+        return jax.jit(jax.grad(lambda x: (function(*QKV, x) * QKV[0]).sum()))(given)
+
+    _close(gradient(dot_product_attention, bias), gradient(theirs, full).reshape(shape))
 
 
 def test_residual() -> None:

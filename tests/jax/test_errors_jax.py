@@ -108,7 +108,7 @@ OPTIONS: Bad = {
     "bare spans": (
         {"mask": a.full().spans(7, 9).lowered, "bias": a.alibi(jnp.ones(4))},
         ValueError,
-        "q_index: expected the rows' indices beside bare spans",
+        "q_index: expected the rows' indices with bare spans",
     ),
 }
 

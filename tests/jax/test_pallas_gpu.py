@@ -80,7 +80,10 @@ def test_masks(mask: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        replace(SMALL, softcap=1.5, sinks=True, bias="signed alibi", bias_shape=(2, 4), placed=True),
+        pytest.param(
+            replace(SMALL, softcap=1.5, sinks=True, bias="signed alibi", bias_shape=(2, 4), placed=True),
+            marks=pytest.mark.long,
+        ),
         replace(
             SMALL,
             bias="dense",
@@ -98,6 +101,7 @@ def test_options(case: Case) -> None:
     cases.check(problem, run(problem))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import few
 
 from attnspan.jax import _pallas_gpu as kernels
 from attnspan.jax._contract import Operands, Static
@@ -74,14 +75,14 @@ OPTIONS: dict[str, tuple[Static, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", few(OPTIONS, 3))
 def test_options(option: str) -> None:
     static, given = OPTIONS[option]
     expected = [*BOTH, "dbias"] if static.bias_kind == DENSE else BOTH
     assert _names(_lowered(static, "bfloat16", 64, **given)) == expected
 
 
-@pytest.mark.parametrize("option", ["dense, per key", "dropout"])
+@pytest.mark.parametrize("option", few(["dropout", "dense, per key"], 1))
 def test_numbers_of_64_bits_change_nothing(option: str) -> None:
     static, given = OPTIONS[option]
     with jax.enable_x64(True):

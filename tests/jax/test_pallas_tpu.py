@@ -39,6 +39,7 @@ def test_softcap_signed_alibi_per_batch_row_sinks_dropout_at_given_indices() -> 
     Case(SHAPE, MASKS["anywhere, some rows nothing"], static, arrays, indices=_places(SHAPE)).check()
 
 
+@pytest.mark.long
 def test_more_runs_than_intervals_and_alibi_in_bfloat16() -> None:
     shape = Shape(heads=2, kv_heads=2, q_len=129, k_len=600, dtype="bfloat16", head_dim=37, v_dim=21)
     cuts = np.sort(RNG.integers(0, 601, (1, 2, 129, 22)), -1).reshape(1, 2, 129, 11, 2)
@@ -46,6 +47,7 @@ def test_more_runs_than_intervals_and_alibi_in_bfloat16() -> None:
     Case(shape, cuts, Static(scale=37**-0.5, bias_kind=ALIBI), slopes).check()
 
 
+@pytest.mark.long
 def test_dense_bias_shared_by_batch_rows_with_everything() -> None:
     static = Static(scale=0.25, softcap=2.0, bias_kind=DENSE, dropout_p=0.3)
     bias = RNG.standard_normal((1, 4, SHAPE.q_len, SHAPE.k_len)).astype(np.float32)

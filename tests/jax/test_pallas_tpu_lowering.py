@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from covering import few
 
 from attnspan.jax import _pallas_tpu as pallas
 from attnspan.jax._contract import Operands, Static
@@ -46,7 +47,7 @@ def _lower(static: Static, arrays: dict, dtype: str, head_dim: int, runs: int = 
     return str(exported.mlir_module())
 
 
-@pytest.mark.parametrize("option", LOWERED)
+@pytest.mark.parametrize("option", few(LOWERED, 2))
 def test_lowers_for_a_tpu(option: str) -> None:
     static, arrays = LOWERED[option]
     program = _lower(static, arrays, "bfloat16", 64)
@@ -54,7 +55,7 @@ def test_lowers_for_a_tpu(option: str) -> None:
     assert program.count("@tpu_custom_call") == kernels
 
 
-@pytest.mark.parametrize("head_dim", [37, 64, 128])
+@pytest.mark.parametrize("head_dim", few([37, 64, 128], 1))
 def test_lowers_for_a_tpu_in_float32(head_dim: int) -> None:
     assert _lower(Static(scale=0.1), {}, "float32", head_dim, runs=9).count("@tpu_custom_call") == 3
 

@@ -49,7 +49,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "other axes": (2, 1, -1, 1, 0, 1, 1),
 }
 #: Each argument is mapped, and shared, in one of them.
-CASES = AXES if everything() else ("q, ids and sinks", "k, v, seeds and slopes", "other axes")
+CASES = AXES if everything() else ("other axes",)  # and two of gradients
 PLACES = ("q", "k", "v", "ids", "seed", "sinks", "slopes")
 
 

@@ -91,10 +91,7 @@ def test_sinks_and_options_next_to_large_biases(bias: str, rows: str) -> None:
     # A sink of the size of the largest biases, and one far above them all.
     largest = -1e6 * (10_000 + case.q_len - case.k_len) / 10_000 if bias == "slopes" else -1e6
     options = options._replace(
-        sinks=torch.tensor([largest + 1, 0.5]),
-        softcap=3.0,
-        dropout_p=0.3,
-        dropout_seed=torch.tensor(3),
+        sinks=torch.tensor([largest + 1, 0.5]), softcap=3.0, dropout_p=0.3, dropout_seed=torch.tensor(3)
     )
     _check(_arrays(case, options), slack=4)
 

@@ -22,7 +22,7 @@ def _cases(ranks: int, strategy: str) -> list[Case]:
         for i, mask in enumerate(MASKS)
     ]
     if not everything():
-        self_attention = self_attention[ranks % 2 :: 2]
+        self_attention = self_attention[ranks % 4 :: 4]
     cross = [
         Case(mask="window", length=37, k_len=101, strategy=strategy, return_lse=False),
         Case(mask="spans", length=101, k_len=37, strategy=strategy, return_lse=False, dtype="bfloat16"),
@@ -71,7 +71,7 @@ def needed(case: Case, part: dict[str, Any]) -> int:
     return int(seen.sum()) * (case.batch // len(seen)) * part["kv_heads"] * sum(case.dims) * size
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "exchange"), (3, "exchange"), (4, "hybrid(2, 2)")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "exchange"), (4, "hybrid(2, 2)")])
 def test_an_exchange_brings_what_is_needed_and_little_else(ranks: int, strategy: str) -> None:
     counts = _counts(ranks, strategy)
     assert any(needed(case, parts[0]) for case, parts in counts)

@@ -33,9 +33,9 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
 @pytest.mark.parametrize("strategy", few(STRATEGIES, 2))  # An exchange, and what has fixed sizes.
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
     case = Case(length=101, strategy=strategy, return_lse=False)
-    results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 5)
+    results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 4)
     for compilations, _, worst in results:
-        assert compilations == [1] * 5
+        assert compilations == [1] * 4
         assert worst < 1e-5
     if "ring" not in strategy and strategy != "ulysses":
         assert all(len(set(received)) > 2 for _, received, _ in results), "other numbers of rows each time"
@@ -75,15 +75,15 @@ def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
         assert error < CLOSE
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", few([True, False], 1), ids=str)
 def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
     for errors in world(2).run("compile_jobs:two_models", compiled):
         assert max(errors) < CLOSE, errors
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("option", ["none", "all", "alibi"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("option", few(["all", "alibi", "none"], 2))
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
 def test_the_operators_keep_torchs_contract(strategy: str, option: str) -> None:
     case = Case(strategy=strategy, option=option, length=37, heads=(4, 2))
     assert world(_ranks(strategy)).run("compile_jobs:check_operators", case) == [2] * _ranks(strategy)

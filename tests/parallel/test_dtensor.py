@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from covering import everything, few
+from covering import few
 from dtensor_jobs import ARRAYS, DIMS
 from dtensor_plan_jobs import Planned
 from worlds import world
@@ -117,10 +117,10 @@ def test_two_mesh_axes() -> None:
 
 
 def test_compiled_programs_are_right_or_fail_too() -> None:
-    good = few(sorted(_good("ids"))[::-1], 2)
+    good = few(sorted(_good("ids"))[::-1], 1)
     assert good[0] == ("S1", "S1", "S1", "R")
     bad = [("R", "S2", "R", "R"), ("S0", "R", "S0", "R"), ("R", "R", "R", "S0"), ("plain", "S0", "S0", "R")]
-    cases = [*good, *bad]
+    cases = [*good, *few(bad, 2)]
     for case, result in zip(cases, _attend("ids", cases, compiled=True), strict=True):
         if case in good:
             _assert_same(result, case)
@@ -167,9 +167,10 @@ def test_a_plan_beside_another_mesh_axis(role: str) -> None:
 
 def test_compiled_plans() -> None:
     base = Planned(sizes=(2, 2), role="batch", compiled=True)
-    cases = [replace(base, option="dropout"), replace(base, role="heads", option="sinks", place="split")]
-    more = [replace(base, option="sinks", place="split"), replace(base, role="heads", option="dropout")]
-    _check_planned(4, cases + (more if everything() else []))
+    heads = replace(base, role="heads")
+    each = [replace(heads, option="sinks", place="split"), replace(base, option="dropout")]
+    each += [replace(base, option="sinks", place="split"), replace(heads, option="dropout")]
+    _check_planned(4, few(each, 1))
 
 
 @pytest.mark.parametrize(("role", "what"), [("heads", "heads"), ("batch", "batch")])

@@ -33,8 +33,8 @@ STRATEGIES = {
 }
 #: The ordinary run has each strategy, each number of ranks and each kind of hybrid.
 FEW_WORLDS = [
-    *((2, "exchange"), (2, "auto"), (3, "ring"), (3, "exchange"), (4, "ulysses")),
-    *((4, "hybrid(2, 2)"), (4, "hybrid(2, 2, ring)")),
+    *((2, "auto"), (2, "exchange"), (3, "ring"), (4, "ulysses"), (4, "hybrid(2, 2)")),
+    (4, "hybrid(2, 2, ring)"),
 ]
 EVERY_WORLD = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
 WORLDS = EVERY_WORLD if everything() else FEW_WORLDS
@@ -167,7 +167,7 @@ def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
-@pytest.mark.parametrize(("ranks", "strategy"), [x for x in WORLDS if x[1] != "auto"])
+@pytest.mark.parametrize(("ranks", "strategy"), few([x for x in WORLDS if x[1] != "auto"], 3))
 def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple[int, int]) -> None:
     # float64 and wide heads on this machine; everything on a device without a kernel.
     options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
@@ -190,7 +190,7 @@ def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 4))
+@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 2))
 def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:
     options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
     cases = [

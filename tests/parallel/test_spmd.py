@@ -36,9 +36,7 @@ def run(job: str, *arguments: Any) -> Any:
     ids=["batch x heads", "sequence", "batch x sequence, ring", "heads x sequence"],
 )
 def test_every_mask(split: Split) -> None:
-    names = (
-        IDS if split != BATCH_HEADS else few(IDS, 14)
-    )  # Where the sequence is whole, a mask is one device's.
+    names = few(IDS, 14)
     found, traces = run("every_mask", split, names)
     assert list(found) == names
     assert {name: error for name, error in found.items() if not error < ALIKE} == {}
@@ -48,18 +46,23 @@ def test_every_mask(split: Split) -> None:
 @pytest.mark.parametrize(
     ("split", "kind"),
     [
-        (BATCH_HEADS, "alibi"),
-        (BATCH_HEADS, "dense"),
-        (Split(batch=2, heads=2, backend="xla"), "shared dense"),
         (EXCHANGE, "alibi"),
-        pytest.param(Split(batch=2, sequence=2, backend="xla"), "alibi", marks=pytest.mark.long),
         (RING, "alibi"),
-        (Split(heads=2, sequence=2, strategy="ring", num_heads=(4, 1), backend="xla"), "alibi"),
+        (Split(batch=2, heads=2, backend="xla"), "shared dense"),
         (Split(heads=4, num_heads=(12, 3)), "relative"),
-        (Split(batch=2, sequence=2, explicit=True), "shared alibi"),
         (Split(batch=2, heads=2, num_heads=(4, 1), explicit=True), "alibi"),
-        pytest.param(Split(sequence=4, strategy="ring", backend="math"), "alibi", marks=pytest.mark.long),
-        (replace(UNEVEN, backend="math"), "relative"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (BATCH_HEADS, "alibi"),
+                (BATCH_HEADS, "dense"),
+                (replace(EXCHANGE, backend="xla"), "alibi"),
+                (replace(RING, backend="xla"), "alibi"),
+                (replace(EXCHANGE, explicit=True), "shared alibi"),
+                (Split(sequence=4, strategy="ring", backend="math"), "alibi"),
+                (replace(UNEVEN, backend="math"), "relative"),
+            )
+        ),
     ],
 )
 def test_options_with_their_gradients(split: Split, kind: str) -> None:

@@ -33,11 +33,7 @@ class Tokens:
         return self._attend(torch.float64, width, slopes)
 
     def error(
-        self,
-        out: Tensor,
-        width: int | None = None,
-        slopes: Tensor | None = None,
-        keep: Tensor | None = None,
+        self, out: Tensor, width: int | None = None, slopes: Tensor | None = None, keep: Tensor | None = None
     ) -> float:
         """Relative error of the tokens of ``keep`` (B, length), all by default, as a multiple of torch's own.
 

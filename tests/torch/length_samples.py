@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnspan as a
 from attnspan import library as lib
-from attnspan.torch import StaticCache, attention, scaled_dot_product_attention
+from attnspan.torch import attention, scaled_dot_product_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -86,10 +86,6 @@ def _lengths(s: Sizes) -> Arrays:
     return (torch.randint(1, s.length + 1, (s.batch,)),)
 
 
-def _part(s: Sizes) -> Arrays:
-    return (torch.randint(0, 4, (s.batch,)),)
-
-
 def _lengths_of_rows(s: Sizes) -> Arrays:
     return (torch.arange(s.length),)
 
@@ -97,10 +93,6 @@ def _lengths_of_rows(s: Sizes) -> Arrays:
 def _cu(s: Sizes) -> Arrays:
     inner = torch.randint(0, s.length + 1, (s.parts - 1,)).sort().values
     return (torch.cat([torch.tensor([0]), inner, torch.tensor([s.length])]),)
-
-
-def _cu_of_rows(s: Sizes) -> Arrays:
-    return (torch.stack([_cu(s)[0] for _ in range(s.batch)]),)
 
 
 def _prefixes_and_cu(s: Sizes) -> Arrays:
@@ -172,16 +164,11 @@ _PARSED = a.parse("causal() & window(3)")  # Made outside: no compiler reads Pyt
 MASKS = (
     Sample("full", lambda n: a.full()),
     Sample("causal", lambda n: a.causal()),
-    Sample("causal, fewer rows", lambda n: a.causal(), rows=lambda length: length // 4),
     Sample("window", lambda n: a.window(5, 2)),
     Sample("window, of the length", lambda n: a.window(n // 4)),
     Sample("segments", lambda n, ids: a.causal() & a.segments(ids), _ids),
     Sample("segments, one row", lambda n, ids: a.segments(ids), _ids_of_one),
-    Sample("segments, queries and keys", lambda n, x, y: a.segments(x, y), lambda s: _ids(s) + _ids(s)),
-    Sample("segments, padding", lambda n, ids: a.segments(ids, padding_id=1, max_runs=3), _ids),
     Sample("documents", lambda n, cu: a.documents(cu), _cu),
-    Sample("documents, causal", lambda n, cu: a.causal() & a.documents(cu), _cu),
-    Sample("documents, per row", lambda n, cu: a.causal() & a.documents(cu), _cu_of_rows),
     Sample("documents, keys", lambda n, x, y: a.causal() & a.documents(x, y), lambda s: _cu(s) + _cu(s)),
     Sample("prefix", lambda n, lengths: a.causal() | a.prefix(lengths), _lengths),
     Sample("prefix, of the length", lambda n: a.causal() | a.prefix(n // 2)),
@@ -190,26 +177,16 @@ MASKS = (
         lambda n, lengths, cu: (a.causal() | a.prefix(lengths, cu)) & a.documents(cu),
         _prefixes_and_cu,
     ),
-    Sample("prefix, one for documents", lambda n, cu: a.prefix(2, cu), _cu),
     Sample("groups", lambda n, ids: a.causal() | a.groups(ids), _groups),
     Sample("key_padding", lambda n, lengths: a.key_padding(lengths), _lengths),
     # Of an even length: torch does not know that n // 2 <= n.
     Sample("key_padding, of the length", lambda n: a.key_padding(n // 2), multiple=2),
-    Sample("key_padding, left", lambda n, lengths: a.key_padding(lengths, side="left"), _lengths),
-    Sample(
-        "key_padding, both",
-        lambda n, x, y: a.causal() & a.key_padding(x, side="left") & a.key_padding(y),
-        lambda s: _lengths(s) + _lengths(s),
-    ),
-    Sample("key_padding, of a part", lambda n, lengths: a.key_padding(lengths, start=1, stop=4), _part),
     Sample("keys", lambda n, valid: a.causal() & a.keys(valid, 3), _marked),
     Sample("cache", lambda n, lengths: a.causal() & a.cache(lengths), _lengths),
-    Sample("cache, one row", lambda n, x: a.causal() & a.cache(x), _lengths, lambda length: 1),
     Sample("cache, fewer rows", lambda n, x: a.causal() & a.cache(x), _lengths, lambda length: length // 4),
     Sample("global_keys", lambda n: a.causal() & (a.window(3) | a.global_keys(2))),
     Sample("spans", lambda n, bounds: a.spans(bounds), _bounds),
     Sample("from_dense", lambda n, x: a.from_dense(x, max_runs=2), _dense),
-    Sample("from_dense, composed", lambda n, x: a.causal() & a.from_dense(x, max_runs=1), _dense),
     Sample("from_predicate", lambda n: a.from_predicate(_later, max_runs=1)),
     Sample("from_block_mask", lambda n: a.from_block_mask(_BlockMask, max_runs=2)),
     Sample("parse", lambda n: _PARSED),
@@ -257,7 +234,6 @@ class Call:
         (s.batch, KV_HEADS, s.length, DIM),
     )
     multiple: int = 1
-    exports: bool = True
 
     def __call__(self, *inputs: Any) -> Any:
         return self.run(*inputs)
@@ -271,50 +247,23 @@ def _seed(_: Sizes) -> tuple[Tensor]:
     return (torch.randint(2**40, ()),)
 
 
-def _prepared(s: Sizes) -> tuple[a.Mask]:
-    return ((a.causal() & a.segments(*_ids(s))).prepare(s.length, s.length, batch=s.batch),)
-
-
 def _packed(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (s.length, HEADS, DIM), (s.length, KV_HEADS, DIM)
-
-
-def _bshd(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (s.batch, s.length, HEADS, DIM), (s.batch, s.length, KV_HEADS, DIM)
 
 
 def _all_heads(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ((s.batch, HEADS, s.length, DIM),) * 2
 
 
-def _in_cache(q: Tensor, k: Tensor, cache: StaticCache) -> Tensor:
-    cache.reset()
-    keys, values = cache.update(k, k)
-    return attention(q, keys, values, mask=cache.mask(q.shape[2]))
-
-
-def _two_rows(s: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (2, HEADS, s.length, DIM), (2, KV_HEADS, s.length, DIM)
-
-
 CALLS = (
-    Call("attention", lambda q, k, ids: attention(q, k, k, mask=a.causal() & a.segments(ids)), _ids),
-    Call("attention, lse", lambda q, k: attention(q, k, k, return_lse=True)),
     Call("attention, math", lambda q, k, cu: attention(q, k, k, mask=a.documents(cu), backend="math"), _cu),
-    Call("attention, a mask as argument", lambda q, k, mask: attention(q, k, k, mask=mask), _prepared),
     Call(
         "attention, an expression as argument",
         lambda q, k, mask: attention(q, k, k, mask=mask),
         lambda s: (a.causal() & a.documents(*_cu(s)),),
     ),
     Call("q_index", lambda q, k, x: attention(q, k, k, mask=a.causal(), q_index=x), _lengths_of_rows),
-    Call("layout bshd", lambda q, k, x: attention(q, k, k, mask=a.cache(x), layout="bshd"), _lengths, _bshd),
     Call("layout thd", lambda q, k, x: attention(q, k, k, mask=a.documents(x), layout="thd"), _cu, _packed),
-    Call(
-        "softcap, sinks",
-        lambda q, k, x: attention(q, k, k, softcap=2.0, sinks=x),
-        lambda _: (torch.ones(HEADS),),
-    ),
     Call(
         "alibi, cache",
         lambda q, k, x, n: attention(q, k, k, mask=a.causal() & a.cache(n), bias=a.alibi(x)),
@@ -339,23 +288,12 @@ CALLS = (
     ),
     Call("sdpa", lambda q, k: scaled_dot_product_attention(q, k, k, is_causal=True), shapes=_all_heads),
     Call(
-        "sdpa, booleans",
-        lambda q, k, x: scaled_dot_product_attention(q, k, k, x),
-        _dense,
-        shapes=_all_heads,
+        "sdpa, booleans", lambda q, k, x: scaled_dot_product_attention(q, k, k, x), _dense, shapes=_all_heads
     ),
     Call(
         "sdpa, bias",
         lambda q, k, x: scaled_dot_product_attention(q, k, k, x),
         lambda s: (torch.rand(s.batch, 1, s.length, s.length),),
         shapes=_all_heads,
-    ),
-    Call(
-        # The sizes of a module are constants to torch.compile: only the chunks vary.
-        "StaticCache",
-        _in_cache,
-        lambda _: (StaticCache(2, KV_HEADS, 64, DIM),),
-        _two_rows,
-        exports=False,
     ),
 )

@@ -1,9 +1,6 @@
-"""Compiled programs meet new batch sizes and lengths: few compilations, one where axes are marked, exports.
+"""Compiled programs meet new batch sizes and lengths: few compilations, one with marked axes, exports."""
 
-Under `pytest -s` the counts are printed.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,23 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 NOT_MASKS = {"Mask", "Prepared", "SpansLargerThanMask", "names", "register_pytrees"}
 ORDERS = {"morton_order", "strided_order", "tile_order"}
 
-_counts: dict[str, dict[str, Any]] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _table() -> Iterator[None]:
-    yield
-    print("\n| call | compilations | marked | exported |\n|---|---|---|---|")
-    for name, row in sorted(_counts.items()):
-        print(f"| {name} | {' | '.join(str(row.get(x, '-')) for x in ('plain', 'marked', 'exported'))} |")
-
 
 class Lowered:
     """Lowers a mask, as `attention` does; one that needs values is lowered outside, and given to it."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample, self.name, self.multiple = sample, sample.name, sample.multiple
-        self.exports = True
 
     def __call__(self, q: Tensor, k: Tensor, *arrays: Any) -> Any:
         if self.sample.outside:
@@ -65,27 +51,21 @@ class Lowered:
 Program = Lowered | Call
 # Those that are prepared outside have sizes of their own, and come in a group of their own.
 PROGRAMS: tuple[Program, ...] = (*map(Lowered, sorted(MASKS, key=lambda x: bool(x.outside))), *CALLS)
-
-# Several in one program, as each compilation has a cost of its own.
-_SIZE = 6
-
-
-def _groups(programs: Sequence[Program]) -> Any:
-    groups = [programs[i : i + _SIZE] for i in range(0, len(programs), _SIZE)]
-    return pytest.mark.parametrize("group", groups, ids=lambda g: f"{g[0].name} to {g[-1].name}")
-
-
-# In the ordinary run one sample of each mask and every second call have marked axes, the others are exported:
-# each meets lengths that are symbols once. How the compiler finds out which axes vary is not up to the
-# program (test_compile.py, test_options_compile.py); test_masks_traced.py lowers more samples with symbols.
-MASKS_ONCE = tuple({x.sample.function: x for x in PROGRAMS if isinstance(x, Lowered)}.values())
-MARKED, EXPORTED = PROGRAMS, PROGRAMS
+MARKED = EXPORTED = PROGRAMS
 if not everything():
-    of_each_multiple = tuple({x.multiple: x for x in MASKS_ONCE}.values())
-    MARKED, EXPORTED = MASKS_ONCE + CALLS[::2], of_each_multiple + CALLS[1::2]
+    # Each class of the library, and each kind of array of an option or layout, meets sizes that are symbols.
+    # Other masks do in test_masks_traced.py, lengths of which the compiler learns in test_compile.py.
+    compositions = {"prefix_lm", "global_sliding", "block_causal", "sasa", "tiled_natten", "morton_natten"}
+    calls = {"q_index", "layout thd", "alibi, cache", "relative, documents", "dense bias, key_padding"}
+    classes = {x.function: x.name for x in MASKS if x.function in attnspan.library.__all__ and not x.outside}
+    names = {name for function, name in classes.items() if function not in compositions} | calls
+    MARKED = tuple(x for x in PROGRAMS if x.name in names)
+    EXPORTED = tuple(x for x in PROGRAMS if x.name in ("segments", "natten"))
 
 
 class Several(nn.Module):
+    """Several in one program, as each compilation has a cost of its own."""
+
     def __init__(self, programs: Sequence[Program]) -> None:
         super().__init__()
         self.programs = tuple(programs)
@@ -96,6 +76,16 @@ class Several(nn.Module):
     def inputs(self, s: Sizes) -> list[Any]:
         torch.manual_seed(s.length)
         return [program.inputs(s) for program in self.programs]
+
+    def check(self, compiled: Any, given: list[Any]) -> None:
+        for program, got, wanted in zip(self.programs, compiled(given), self(given), strict=True):
+            torch.testing.assert_close(got, wanted, msg=lambda text, name=program.name: f"{name}: {text}")
+
+
+def _groups(programs: Sequence[Program], size: int = 6) -> Any:
+    programs = list(programs)
+    groups = [programs[i : i + size] for i in range(0, len(programs), size)]
+    return pytest.mark.parametrize("group", groups, ids=lambda g: f"{g[0].name} to {g[-1].name}")
 
 
 def _varying(inputs: Any, others: Any) -> list[tuple[Tensor, dict[int, tuple[int, int]]]]:
@@ -108,45 +98,38 @@ def _varying(inputs: Any, others: Any) -> list[tuple[Tensor, dict[int, tuple[int
     ]
 
 
-def _count(module: Several, problems: Sequence[Sizes], kind: str) -> int:
+def _count(module: Several, problems: Sequence[Sizes], marked: bool) -> int:
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     axes = [dims for _, dims in _varying(*(module.inputs(s) for s in PROBLEMS[:2]))]
     for problem in problems:
         inputs = module.inputs(problem)
-        if kind == "marked":
-            tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-            for x, dims in zip(tensors, axes, strict=True):
-                for dim in dims:
-                    torch._dynamo.mark_dynamic(x, dim)
-        torch.testing.assert_close(compiled(inputs), module(inputs))
-    _record(module, kind, counter.frame_count)
+        tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        for x, dims in zip(tensors, axes, strict=True):
+            for dim in dims if marked else ():
+                torch._dynamo.mark_dynamic(x, dim)
+        module.check(compiled, inputs)
     return counter.frame_count
-
-
-def _record(module: Several, kind: str, value: Any) -> None:
-    for program in module.programs:
-        _counts.setdefault(program.name, {})[kind] = value
 
 
 @pytest.mark.long
 @_groups(PROGRAMS)
 def test_few_compilations(group: Sequence[Program]) -> None:
-    assert _count(Several(group), PROBLEMS, "plain") <= 4
+    assert _count(Several(group), PROBLEMS, marked=False) <= 4
 
 
 @pytest.mark.slow
 @_groups(MARKED)
 def test_one_compilation_where_axes_are_marked(group: Sequence[Program]) -> None:
     # One batch row is a case of its own to the compiler, which refuses it where that axis is marked.
-    problems = [s for s in PROBLEMS if s.batch > 1][: None if everything() else 4]
-    assert _count(Several(group), problems, "marked") == 1
+    problems = [s for s in PROBLEMS if s.batch > 1][: None if everything() else 3]
+    assert _count(Several(group), problems, marked=True) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("multiple", [1, 2, 4])
+@pytest.mark.parametrize("multiple", [1, 2, 4] if everything() else [4])
 def test_strict_export(multiple: int) -> None:
-    module = Several([x for x in EXPORTED if x.multiple == multiple and x.exports])
+    module = Several([x for x in EXPORTED if x.multiple == multiple or not everything()])
     inputs, others = (module.inputs(s) for s in PROBLEMS[:2])
     shapes = torch.export.ShapesCollection()
     for x, dims in _varying(inputs, others):
@@ -154,9 +137,7 @@ def test_strict_export(multiple: int) -> None:
             shapes[x] = {d: _dim(sizes, multiple) for d, sizes in dims.items()}
     exported = torch.export.export(module, (inputs,), dynamic_shapes=shapes, strict=True).module()
     for problem in PROBLEMS[1:4]:
-        given = module.inputs(problem)
-        torch.testing.assert_close(exported(given), module(given))
-    _record(module, "exported", "yes")
+        module.check(exported, module.inputs(problem))
 
 
 def _dim(sizes: tuple[int, int], multiple: int) -> Any:

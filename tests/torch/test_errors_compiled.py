@@ -48,98 +48,89 @@ def _prepared(q_len: int, k_len: int, batch: int = 1, heads: int = 1) -> a.Prepa
     return mask.prepare(q_len, k_len, batch=batch, heads=heads)
 
 
+Case = tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]
+
+
+def _two() -> tuple[Tensor, Tensor]:
+    return _q(), _k()
+
+
 #: Functions and their arguments. Arrays are arguments, so that their sizes may be symbols.
-CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
-    "values": (lambda q, k, v: attention(q, k, v), lambda: (_q(), _k(), _k(BATCH, 2, K_LEN - 1, DIM))),
-    "batch": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(3, 2, K_LEN, DIM))),
-    "heads": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(BATCH, 3, K_LEN, DIM))),
-    "head_dim": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(BATCH, 2, K_LEN, DIM + 1))),
-    "rank": (lambda q, k: attention(q, k, k), lambda: (_q(3, 4, 5), _k())),
-    "layout": (lambda q, k: attention(q, k, k, layout="sbhd"), lambda: (_q(), _k())),
+CALLS: dict[str, Case] = {
+    "values": (lambda q, k, v: attention(q, k, v), lambda: (*_two(), _k(BATCH, 2, K_LEN - 1, DIM))),
     "dtypes": (lambda q, k: attention(q, k, k), lambda: (_q(), _k().double())),
-    "integers": (lambda q, k: attention(q, k, k), lambda: (_q().int(), _k())),
-    "scale": (lambda q, k: attention(q, k, k, scale=float("inf")), lambda: (_q(), _k())),
-    "softcap": (lambda q, k: attention(q, k, k, softcap=-1.0), lambda: (_q(), _k())),
-    "sinks": (_option("sinks"), lambda: (_q(), _k(), torch.zeros(3))),
-    "bias": (_option("bias"), lambda: (_q(), _k(), torch.zeros(HEADS, Q_LEN, K_LEN + 1))),
-    "alibi": (
-        lambda q, k, x: attention(q, k, k, bias=a.alibi(x)),
-        lambda: (_q(), _k(), torch.zeros(HEADS + 1)),
-    ),
+    "softcap": (lambda q, k: attention(q, k, k, softcap=-1.0), _two),
+    "bias": (_option("bias"), lambda: (*_two(), torch.zeros(HEADS, Q_LEN, K_LEN + 1))),
     "relative": (
         lambda q, k, x: attention(q, k, k, bias=a.relative(x)),
-        lambda: (_q(), _k(), torch.zeros(HEADS - 1, 7)),
+        lambda: (*_two(), torch.zeros(HEADS - 1, 7)),
     ),
     "seed": (
         lambda q, k, x: attention(q, k, k, dropout_p=0.5, dropout_seed=x),
-        lambda: (_q(), _k(), _ids(BATCH, 3)),
+        lambda: (*_two(), _ids(BATCH, 3)),
     ),
-    "no seed": (lambda q, k: attention(q, k, k, dropout_p=0.5), lambda: (_q(), _k())),
-    "dropout_p": (lambda q, k: attention(q, k, k, dropout_p=1.5), lambda: (_q(), _k())),
-    "q_index": (_option("q_index"), lambda: (_q(), _k(), _ids(Q_LEN + 1))),
-    "k_index": (_option("k_index"), lambda: (_q(), _k(), torch.arange(K_LEN + 1))),
-    "backend": (lambda q, k: attention(q, k, k, backend="fast"), lambda: (_q(), _k())),
-    "no mask": (_given, lambda: (_q(), _k(), torch.zeros(Q_LEN, K_LEN) > 0)),
-    "ids, length": (_masked(a.segments), lambda: (_q(), _k(), _ids(BATCH, K_LEN + 2))),
-    "ids, batch": (_masked(a.segments), lambda: (_q(), _k(), _ids(BATCH + 1, K_LEN))),
-    "ids, queries": (_masked(a.segments), lambda: (_q(), _k(), _ids(Q_LEN + 1), _ids(K_LEN))),
-    "ids, rank": (_masked(a.segments), lambda: (_q(), _k(), _ids(1, 2, K_LEN))),
-    "lengths, batch": (_masked(a.key_padding), lambda: (_q(), _k(), _ids(BATCH + 1))),
-    "lengths, left": (
-        _masked(lambda x: a.key_padding(x, side="left")),
-        lambda: (_q(), _k(), _ids(BATCH + 1)),
-    ),
-    "lengths, int": (_masked(lambda: a.key_padding(K_LEN + 1)), lambda: (_q(), _k())),
-    "cache, batch": (_masked(lambda x: a.causal() & a.cache(x)), lambda: (_q(), _k(), _ids(BATCH + 1))),
+    "q_index": (_option("q_index"), lambda: (*_two(), _ids(Q_LEN + 1))),
+    "no mask": (_given, lambda: (*_two(), torch.zeros(Q_LEN, K_LEN) > 0)),
+    "ids, length": (_masked(a.segments), lambda: (*_two(), _ids(BATCH, K_LEN + 2))),
+    "cache, batch": (_masked(lambda x: a.causal() & a.cache(x)), lambda: (*_two(), _ids(BATCH + 1))),
     "two anchors": (
         _masked(lambda x, y: a.cache(x) & a.documents(y, y)),
-        lambda: (_q(), _k(), _ids(BATCH), torch.tensor([0, 3])),
+        lambda: (*_two(), _ids(BATCH), torch.tensor([0, 3])),
     ),
-    "offsets": (_masked(a.documents), lambda: (_q(), _k(), _ids(1))),
-    "offsets, keys": (_masked(a.documents), lambda: (_q(), _k(), _ids(4), _ids(5))),
-    "prefixes": (_masked(a.prefix), lambda: (_q(), _k(), _ids(4), _ids(7))),
-    "spans, rows": (_masked(a.spans), lambda: (_q(), _k(), _ids(1, 1, Q_LEN + 1, 1, 2))),
-    "spans, batch": (_masked(a.spans), lambda: (_q(), _k(), _ids(BATCH + 1, 1, Q_LEN, 1, 2))),
-    "dense, rows": (_masked(a.from_dense), lambda: (_q(), _k(), _ids(Q_LEN + 1, K_LEN) > 0)),
-    "dense, keys": (_masked(a.from_dense), lambda: (_q(), _k(), _ids(Q_LEN, K_LEN + 1) > 0)),
-    "dense, dtype": (_masked(a.from_dense), lambda: (_q(), _k(), _ids(Q_LEN, K_LEN))),
-    "predicate": (
-        _masked(lambda: a.from_predicate(lambda b, h, q, k: q.flatten() >= 0)),
-        lambda: (_q(), _k()),
-    ),
-    "predicate, floats": (
-        _masked(lambda: a.from_predicate(lambda b, h, q, k: (q - k).float())),
-        lambda: (_q(), _k()),
-    ),
-    "prepared, q_len": (_given, lambda: (_q(), _k(), _prepared(Q_LEN + 1, K_LEN))),
-    "prepared, batch": (_given, lambda: (_q(), _k(), _prepared(Q_LEN, K_LEN, BATCH + 1))),
-    "prepared, heads": (_given, lambda: (_q(), _k(), _prepared(Q_LEN, K_LEN, heads=2))),
-    "prepared, combined": (
-        lambda q, k, mask: attention(q, k, k, mask=mask & a.causal()),
-        lambda: (_q(), _k(), _prepared(Q_LEN + 1, K_LEN)),
-    ),
+    "offsets, keys": (_masked(a.documents), lambda: (*_two(), _ids(4), _ids(5))),
+    "prefixes": (_masked(a.prefix), lambda: (*_two(), _ids(4), _ids(7))),
+    "spans, rows": (_masked(a.spans), lambda: (*_two(), _ids(1, 1, Q_LEN + 1, 1, 2))),
+    "dense, keys": (_masked(a.from_dense), lambda: (*_two(), _ids(Q_LEN, K_LEN + 1) > 0)),
+    "predicate": (_masked(lambda: a.from_predicate(lambda b, h, q, k: q.flatten() >= 0)), _two),
+    "predicate, floats": (_masked(lambda: a.from_predicate(lambda b, h, q, k: (q - k).float())), _two),
+    "prepared, heads": (_given, lambda: (*_two(), _prepared(Q_LEN, K_LEN, heads=2))),
     "packed": (
         lambda q, k: attention(q, k, k, mask=a.causal(), layout="thd"),
         lambda: (_q(Q_LEN, HEADS, DIM), _k(K_LEN, 2, DIM)),
     ),
-    "library, canvas": (_masked(lambda: lib.natten((3, 4), (3, 3))), lambda: (_q(), _k())),
-    "library, prefix": (_masked(lib.shared_prefix), lambda: (_q(), _k(), _ids(4), _ids(4))),
-    "library, rows": (_masked(lambda: lib.per_row([a.causal()] * 3)), lambda: (_q(), _k())),
     "library, chosen": (
         _masked(lambda x: lib.selected_blocks(x, 4)),
-        lambda: (_q(), _k(), _ids(BATCH + 1, 1, 2, 1)),
+        lambda: (*_two(), _ids(BATCH + 1, 1, 2, 1)),
     ),
-    "library, values": (_masked(lambda x: lib.tree(x)), lambda: (_q(), _k(), _ids(4) - 1)),
-    "sdpa": (scaled_dot_product_attention, lambda: (_q(), _k(BATCH, HEADS, K_LEN, DIM), _k())),
-    "sdpa, heads": (scaled_dot_product_attention, lambda: (_q(), _k(), _k())),
     "sdpa, mask": (
         scaled_dot_product_attention,
         lambda: (_q(), *[_k(BATCH, HEADS, K_LEN, DIM)] * 2, torch.zeros(Q_LEN, K_LEN + 1)),
     ),
 }
 
-#: What only a compiled program refuses, whose eager form can read values.
-ONLY_COMPILED = {"library, values"}
+#: Those of the long run.
+MORE: dict[str, Case] = {
+    "batch": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(3, 2, K_LEN, DIM))),
+    "heads": (lambda q, k: attention(q, k, k), lambda: (_q(), _k(BATCH, 3, K_LEN, DIM))),
+    "rank": (lambda q, k: attention(q, k, k), lambda: (_q(3, 4, 5), _k())),
+    "layout": (lambda q, k: attention(q, k, k, layout="sbhd"), _two),
+    "scale": (lambda q, k: attention(q, k, k, scale=float("inf")), _two),
+    "sinks": (_option("sinks"), lambda: (*_two(), torch.zeros(3))),
+    "alibi": (
+        lambda q, k, x: attention(q, k, k, bias=a.alibi(x)),
+        lambda: (*_two(), torch.zeros(HEADS + 1)),
+    ),
+    "no seed": (lambda q, k: attention(q, k, k, dropout_p=0.5), _two),
+    "dropout_p": (lambda q, k: attention(q, k, k, dropout_p=1.5), _two),
+    "k_index": (_option("k_index"), lambda: (*_two(), torch.arange(K_LEN + 1))),
+    "backend": (lambda q, k: attention(q, k, k, backend="fast"), _two),
+    "ids, batch": (_masked(a.segments), lambda: (*_two(), _ids(BATCH + 1, K_LEN))),
+    "ids, queries": (_masked(a.segments), lambda: (*_two(), _ids(Q_LEN + 1), _ids(K_LEN))),
+    "ids, rank": (_masked(a.segments), lambda: (*_two(), _ids(1, 2, K_LEN))),
+    "lengths, batch": (_masked(a.key_padding), lambda: (*_two(), _ids(BATCH + 1))),
+    "lengths, int": (_masked(lambda: a.key_padding(K_LEN + 1)), _two),
+    "offsets": (_masked(a.documents), lambda: (*_two(), _ids(1))),
+    "spans, batch": (_masked(a.spans), lambda: (*_two(), _ids(BATCH + 1, 1, Q_LEN, 1, 2))),
+    "dense, dtype": (_masked(a.from_dense), lambda: (*_two(), _ids(Q_LEN, K_LEN))),
+    "prepared, q_len": (_given, lambda: (*_two(), _prepared(Q_LEN + 1, K_LEN))),
+    "prepared, batch": (_given, lambda: (*_two(), _prepared(Q_LEN, K_LEN, BATCH + 1))),
+    "library, canvas": (_masked(lambda: lib.natten((3, 4), (3, 3))), _two),
+    "library, prefix": (_masked(lib.shared_prefix), lambda: (*_two(), _ids(4), _ids(4))),
+    "library, rows": (_masked(lambda: lib.per_row([a.causal()] * 3)), _two),
+    "sdpa": (scaled_dot_product_attention, lambda: (_q(), _k(BATCH, HEADS, K_LEN, DIM), _k())),
+    "sdpa, heads": (scaled_dot_product_attention, lambda: (*_two(), _k())),
+}
+SINKS, SINKS_INPUTS = MORE["sinks"]
 
 
 def _error(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Exception:
@@ -150,9 +141,9 @@ def _error(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Exception:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - ONLY_COMPILED))
+@pytest.mark.parametrize("name", [*CALLS, *(pytest.param(x, marks=pytest.mark.long) for x in MORE)])
 def test_errors_are_whole_when_compiled(name: str, dynamic: bool) -> None:
-    function, inputs = CALLS[name]
+    function, inputs = (CALLS | MORE)[name]
     wanted = _error(function, inputs())
     compiled = torch.compile(lambda *x: function(*x), fullgraph=True, backend="eager", dynamic=dynamic)
     got = _error(compiled, inputs())
@@ -163,26 +154,14 @@ def test_errors_are_whole_when_compiled(name: str, dynamic: bool) -> None:
 
 
 def test_values_that_a_compiled_program_lacks_are_named() -> None:
-    function, inputs = CALLS["library, values"]
-    got = _error(torch.compile(function, fullgraph=True, backend="eager"), inputs())
-    assert str(got).startswith("tree: depth: expected")
+    compiled = torch.compile(_masked(lambda x: lib.tree(x)), fullgraph=True, backend="eager")
+    assert str(_error(compiled, (*_two(), _ids(4) - 1))).startswith("tree: depth: expected")
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_prepared_mask_shows_itself_without_a_length_that_is_a_symbol(dynamic: bool) -> None:
-    compiled = torch.compile(
-        lambda mask: mask and a.causal(), fullgraph=True, backend="eager", dynamic=dynamic
-    )
+def test_a_prepared_mask_shows_itself_without_a_length_that_is_a_symbol() -> None:
+    compiled = torch.compile(lambda mask: mask and a.causal(), fullgraph=True, backend="eager", dynamic=True)
     with pytest.raises(a.errors.UsageError, match=r"^bool\(Prepared\(B=1.*Write a & b or a \| b"):
         compiled(_prepared(Q_LEN, K_LEN))
-
-
-def test_a_compiled_error_survives_pickling() -> None:
-    function, inputs = CALLS["sinks"]
-    error = _error(torch.compile(function, fullgraph=True, backend="eager"), inputs())
-    back = pickle.loads(pickle.dumps(error))
-    assert type(back) is a.errors.ShapeError
-    assert str(back) == str(error)
 
 
 def test_under_fullgraph_the_error_is_caught_around_the_call() -> None:
@@ -198,47 +177,37 @@ def test_under_fullgraph_the_error_is_caught_around_the_call() -> None:
 
 
 def test_without_fullgraph_the_error_is_the_eager_one() -> None:
-    function, inputs = CALLS["sinks"]
-
     @torch.compile(backend="eager")
     def attempt(*x: Any) -> str:
         try:
-            function(*x)
+            SINKS(*x)
         except a.errors.ShapeError as error:
             return str(error)
         return ""
 
-    assert attempt(*inputs()) == str(_error(function, inputs()))
+    assert attempt(*SINKS_INPUTS()) == str(_error(SINKS, SINKS_INPUTS()))
 
 
-def test_errors_are_whole_where_activations_are_recomputed() -> None:
-    function, inputs = CALLS["sinks"]
-
-    def run(*x: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(function, *x, use_reentrant=False)
-
-    got = _error(torch.compile(run, fullgraph=True, backend="eager"), inputs())
-    assert str(got).splitlines()[0] == str(_error(function, inputs()))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_errors_are_whole_in_export(strict: bool) -> None:
-    function, inputs = CALLS["ids, length"]
-
+@pytest.mark.parametrize("way", ["recomputed", "exported", pytest.param("strict", marks=pytest.mark.long)])
+def test_errors_are_whole_where_activations_are_recomputed_in_export_and_pickled(way: str) -> None:
     class Module(nn.Module):
         def forward(self, *x: Any) -> Any:
-            return function(*x)
+            return SINKS(*x)
 
-    with pytest.raises(a.errors.ShapeError) as caught:
-        torch.export.export(Module(), inputs(), strict=strict)
-    assert str(caught.value).splitlines()[0] == str(_error(function, inputs()))
+    def recomputed(*x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(SINKS, *x, use_reentrant=False)
+
+    def export(*x: Any) -> Any:
+        return torch.export.export(Module(), x, strict=way == "strict")
+
+    compiled = torch.compile(recomputed, fullgraph=True, backend="eager")
+    got = _error(compiled if way == "recomputed" else export, SINKS_INPUTS())
+    assert str(got).splitlines()[0] == str(_error(SINKS, SINKS_INPUTS()))
+    back = pickle.loads(pickle.dumps(got))
+    assert type(back) is a.errors.ShapeError
+    assert str(back) == str(got)
 
 
 def test_constants_are_marked_as_torch_marks_them() -> None:
-    def ours() -> int:
-        return 0
-
-    def theirs() -> int:
-        return 0
-
+    ours, theirs = (lambda: 0), (lambda: 0)
     assert vars(constant_when_traced(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}

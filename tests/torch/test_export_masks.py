@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import few
+from covering import everything, few
 from length_samples import MASKS, PROBLEMS, Sample, Sizes
 from torch import Tensor, nn
 from torch.export import Dim
@@ -25,23 +25,19 @@ def _ids(s: Sizes) -> Tensor:
     return torch.randint(0, 2, (s.batch, s.length)).cumsum(-1)
 
 
-def _expression(s: Sizes) -> a.Mask:
-    return a.causal() & (a.segments(_ids(s)) | a.window(3))
-
-
 def _prepared(s: Sizes) -> a.Prepared:
     return (a.causal() & a.segments(_ids(s))).prepare(s.length, s.length, batch=s.batch)
 
 
-def _spans(s: Sizes) -> a.Spans:
-    return _prepared(s).lowered
+FORMS: dict[str, Callable[[Sizes], Any]] = {
+    "expression": lambda s: a.causal() & (a.segments(_ids(s)) | a.window(3)),
+    "prepared": _prepared,
+    "spans": lambda s: _prepared(s).lowered,
+}
 
 
-FORMS = {"expression": _expression, "prepared": _prepared, "spans": _spans}
-
-
-def _inputs(make: Callable[[Sizes], Any], s: Sizes) -> tuple[Tensor, Tensor, Any]:
-    return torch.randn(s.batch, 4, s.length, 8), torch.randn(s.batch, 2, s.length, 8), make(s)
+def _inputs(form: str, s: Sizes) -> tuple[Tensor, Tensor, Any]:
+    return torch.randn(s.batch, 4, s.length, 8), torch.randn(s.batch, 2, s.length, 8), FORMS[form](s)
 
 
 def _dynamic(inputs: Any, others: Any) -> torch.export.ShapesCollection:
@@ -55,34 +51,23 @@ def _dynamic(inputs: Any, others: Any) -> torch.export.ShapesCollection:
     return shapes
 
 
-def _agrees(program: torch.export.ExportedProgram, inputs: tuple[Any, ...]) -> None:
-    torch.testing.assert_close(program.module()(*inputs), Attend()(*inputs))
+CELLS = [("expression", "fixed"), ("prepared", "fixed"), ("spans", "varying"), ("expression", "not strict")]
 
 
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_mask_is_an_input_of_an_exported_program(form: str, strict: bool) -> None:
-    make, s = FORMS[form], PROBLEMS[0]
-    program = torch.export.export(Attend(), _inputs(make, s), strict=strict)
-    _agrees(program, _inputs(make, s))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_lengths_of_an_exported_program_may_vary(form: str) -> None:
-    make = FORMS[form]
-    inputs = _inputs(make, PROBLEMS[0])
-    shapes = _dynamic(inputs, _inputs(make, PROBLEMS[1]))
-    program = torch.export.export(Attend(), inputs, dynamic_shapes=shapes, strict=True)
-    for s in PROBLEMS[1:4]:
-        _agrees(program, _inputs(make, s))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_exported_programs_can_be_saved(form: str) -> None:
-    make, s, stored = FORMS[form], PROBLEMS[0], io.BytesIO()
-    torch.export.save(torch.export.export(Attend(), _inputs(make, s), strict=True), stored)
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [(x, y) for x in FORMS for y in ("fixed", "varying", "not strict")] if everything() else CELLS,
+)
+def test_a_mask_is_an_input_of_an_exported_program_that_is_saved(form: str, kind: str) -> None:
+    inputs, stored = _inputs(form, PROBLEMS[0]), io.BytesIO()
+    shapes = _dynamic(inputs, _inputs(form, PROBLEMS[1])) if kind == "varying" else None
+    program = torch.export.export(Attend(), inputs, dynamic_shapes=shapes, strict=kind != "not strict")
+    torch.export.save(program, stored)
     stored.seek(0)
-    _agrees(torch.export.load(stored), _inputs(make, s))
+    for each in (program, torch.export.load(stored)):
+        for s in PROBLEMS[1:3] if kind == "varying" else PROBLEMS[:1]:
+            given = _inputs(form, s)
+            torch.testing.assert_close(each.module()(*given), Attend()(*given))
 
 
 class Lower(nn.Module):
@@ -98,9 +83,9 @@ def _keeps_its_keys(sample: Sample) -> bool:
 @pytest.mark.slow
 def test_every_mask_is_an_input_of_an_exported_program() -> None:
     samples = [sample for sample in MASKS if _keeps_its_keys(sample)]
-    assert len(samples) > 40
-    # test_dynamic_lengths.py exports the others, made inside of the program.
-    samples = few(samples, 12)
+    assert len(samples) > 30
+    # test_dynamic_lengths.py compiles the others, made inside of the program.
+    samples = few(samples, 6)
 
     def make() -> list[a.Mask]:
         return [sample.build(20, *sample.arrays(PROBLEMS[0])) for sample in samples]

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from cached_tokens import DIM, HEADS, KINDS, KV_HEADS, WIDTH, Tokens, feed, make, ragged, step
-from covering import few
+from covering import everything, few
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 
 
 def test_a_thousand_steps_are_one_compilation_and_equal_to_the_whole() -> None:
-    prompts, steps = [1, 40, 3, 77, 10, 64, 25, 100], 1000
+    # A hundred in the short run.
+    prompts, steps = [1, 40, 3, 77, 10, 64, 25, 100], 1000 if everything() else 100
     tokens = Tokens(8, 100 + steps)
     cache = StaticCache(8, KV_HEADS, tokens.length, DIM)
     out = torch.zeros_like(tokens.q)
@@ -39,22 +40,18 @@ def test_a_thousand_steps_are_one_compilation_and_equal_to_the_whole() -> None:
 
 @pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_generated_code_writes_into_the_buffers(kind: str) -> None:
-    torch._dynamo.reset()
     tokens = Tokens(2, 24)
     cache, out = make(kind), torch.zeros_like(tokens.q)
     place = cache.keys.data_ptr()
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     with torch.no_grad():
-        for _ in range(20):
+        _, (code,) = run_and_get_code(feed, cache, tokens, out, [1, 1], 1, compiled)
+        for _ in range(8):
             feed(cache, tokens, out, [1, 1], 1, compiled)
-        torch._dynamo.reset()
-        arguments = (cache, *(x[:, :, 20:21] for x in (tokens.q, tokens.k, tokens.v)), None)
-        _, codes = run_and_get_code(torch.compile(step, fullgraph=True), *arguments)
     assert counter.frame_count == 1
     assert cache.keys.data_ptr() == place
-    assert tokens.error(out, WIDTH[kind], keep=torch.arange(24).expand(2, -1) < 20) < 2
-    (code,) = codes
+    assert tokens.error(out, WIDTH[kind], keep=torch.arange(24).expand(2, -1) < 9) < 2
     body = code[code.index("def call") : code.index("def get_args")]
     slots = cache.keys.shape[2]
     assert f"(2, 2, {slots}, 16)" in body, "the check below must know the cache's shape"
@@ -64,22 +61,22 @@ def test_generated_code_writes_into_the_buffers(kind: str) -> None:
     assert "clone" not in body
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS if everything() else ["rolling"])
 def test_compiled_chunks_of_many_lengths_and_caches_of_many_layers(kind: str) -> None:
     generator = random.Random(5)
-    tokens = [Tokens(2, 60, seed=seed) for seed in range(3)]
-    caches = [make(kind, size=60) for _ in tokens]
+    tokens = [Tokens(2, 30, seed=seed) for seed in range(2)]
+    caches = [make(kind, size=30) for _ in tokens]
     outs = [torch.zeros_like(row.q) for row in tokens]
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
 
     def counted(cache: Cache, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None) -> Tensor:
         return compiled(cache, q, k, v, torch.full((2,), k.shape[2]) if counts is None else counts)
 
     with torch.no_grad():
-        while min(caches[0].lengths.tolist()) < 60:
+        while min(caches[0].lengths.tolist()) < 30:
             n = generator.randint(1, 4)
-            counts = ragged(generator, caches[0], 60, n)
+            counts = ragged(generator, caches[0], 30, n)
             for cache, row, out in zip(caches, tokens, outs, strict=True):
                 feed(cache, row, out, counts, n, counted)
     # The first length, any length, and one token.
@@ -104,14 +101,14 @@ def test_ragged_chunks_then_decoding(kind: str, dtype: torch.dtype, layout: str)
     assert tokens.error(out, WIDTH[kind]) < 2
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(0, 1), (0, 3), (6, 1), (3, 4), (2, 8)])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 3), (6, 1), (2, 8)])
 def test_the_ring_equals_the_mask_of_that_name_over_many_rounds(window: int, chunk: int) -> None:
     generator = random.Random(window)
-    tokens = Tokens(2, 200)
+    tokens = Tokens(2, 80)
     cache = RollingCache(2, KV_HEADS, window, DIM, chunk=chunk)
     out = torch.zeros_like(tokens.q)
-    while min(cache.lengths.tolist()) < 200:
-        feed(cache, tokens, out, ragged(generator, cache, 200, chunk), chunk)
+    while min(cache.lengths.tolist()) < 80:
+        feed(cache, tokens, out, ragged(generator, cache, 80, chunk), chunk)
     # `window` counts the keys before the query, the width counts its own too.
     assert tokens.error(out, width=window + 1) < 2
     assert cache.keys.shape[2] == window + chunk
@@ -202,16 +199,6 @@ def test_rows_are_emptied_one_by_one(kind: str) -> None:
     assert cache.lengths.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_return_views_of_the_buffers(kind: str, layout: str) -> None:
-    cache = make(kind, layout=layout)
-    place = cache.keys.data_ptr(), cache.values.data_ptr()
-    keys, values = cache.update(*(torch.ones(cache.keys[:, :2, :2].shape) for _ in range(2)))
-    assert (keys.data_ptr(), values.data_ptr()) == place
-    assert keys.shape == cache.keys.shape
-
-
 class Layer(torch.nn.Module):
     def __init__(self, cache: Cache) -> None:
         super().__init__()
@@ -238,6 +225,11 @@ def test_a_model_with_a_cache_is_exported(kind: str) -> None:
 
 def test_a_model_moves_its_caches_and_does_not_save_them() -> None:
     layer = Layer(make("static")).to(torch.bfloat16)
+    keys, values = layer.cache.update(*[torch.ones(2, KV_HEADS, 2, DIM, dtype=torch.bfloat16)] * 2)
+    assert (keys.data_ptr(), values.data_ptr()) == (
+        layer.cache.keys.data_ptr(),
+        layer.cache.values.data_ptr(),
+    )
     assert layer.state_dict() == {}
     assert layer.cache.keys.dtype == torch.bfloat16
     assert layer.cache.lengths.dtype == torch.int32

@@ -1,6 +1,5 @@
-"""Options in the math backend: derivatives of every order and mode, compilation, and the oracle's values."""
+"""Options in the math backend: derivatives of every order and mode, and compilation."""
 
-import numpy as np
 import pytest
 import torch
 from covering import everything
@@ -8,7 +7,6 @@ from samples import relative_error
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from attnspan import reference
 from attnspan.kernels import math
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
@@ -63,7 +61,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *parameters: Tens
     return math.forward(q, k, v, BOUNDS, scale=0.7, options=options)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# tests/conformance holds the values to the oracle.
+@pytest.mark.parametrize(
+    "name", OPTIONS if everything() else ["none", "signed alibi", "dense", "dropout", "all"]
+)
 def test_every_derivative(name: str) -> None:
     options = OPTIONS[name]
     inputs = [x.requires_grad_() for x in (*_inputs(), *(x.clone() for x in _parameters(options).values()))]
@@ -80,34 +81,8 @@ def test_every_derivative(name: str) -> None:
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
-def _array(x: Tensor | None) -> np.ndarray | None:
-    return None if x is None else x.detach().numpy()
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_the_oracle_in_float64(name: str) -> None:
-    options = OPTIONS[name]
-    parameters = _parameters(options)
-    inputs = [x.requires_grad_() for x in (*_inputs(), *(x.clone() for x in parameters.values()))]
-    out, lse = _attend(*inputs[:3], options, *inputs[3:])
-    dout, dlse = _normal(*out.shape, seed=5), _normal(*lse.shape, seed=6)
-    dlse = torch.where(lse.isfinite(), dlse, 0.0)
-    got = torch.autograd.grad([out, lse], inputs, [dout, dlse])
-    arrays = {n: _array(getattr(options, n)) for n in ("bias", "sinks", "dropout_seed", "q_index", "k_index")}
-    options = options._replace(**arrays)
-    problem = (*(x.detach().numpy() for x in inputs[:3]), BOUNDS.numpy(), 0.7, options)
-    exact_out, exact_lse = map(torch.from_numpy, reference.forward(*problem))
-    exact = [torch.from_numpy(x) for x in reference.backward(dout.numpy(), dlse.numpy(), *problem) if x.size]
-    seen = lse.isfinite()
-    assert torch.equal(seen, exact_lse.isfinite())
-    pairs = [(out, exact_out), (lse[seen], exact_lse[seen]), *zip(got, exact, strict=True)]
-    for one, other in pairs:
-        # Two float64 computations of a few hundred operations each.
-        assert relative_error(one, other) < 1000 * torch.finfo(torch.float64).eps
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("name", OPTIONS if everything() else ["alibi", "signed alibi", "dense", "all"])
+@pytest.mark.parametrize("name", OPTIONS if everything() else ["signed alibi", "all"])
 def test_compiles_without_a_break(name: str) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         out, lse = _attend(q, k, v, options, *parameters)

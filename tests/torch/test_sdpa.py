@@ -169,7 +169,7 @@ def test_bad_input() -> None:
         ours(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match="attn_mask: expected a shape that broadcasts"):
         ours(q, q, q, attn_mask=torch.ones(8, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match="is_causal: expected no attn_mask beside it"):
+    with pytest.raises(ValueError, match="is_causal: expected no attn_mask with it"):
         ours(q, q, q, attn_mask=causal(), is_causal=True)
     with pytest.raises(ValueError, match="enable_gqa=True"):
         ours(q, q[:, :1], q[:, :1])

@@ -67,7 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tuple[
 
 
 # The last one has every axis, sharded.
-ON = few([{"cp": 2}, {"dp": 2}, {"dp": 2, "fsdp": True}, {"cp": 2, "fsdp": True}, {"cp": 2, "dp": 2}], 2)
+ON = few([{"cp": 2}, {"dp": 2}, {"dp": 2, "fsdp": True}, {"cp": 2, "fsdp": True}, {"cp": 2, "dp": 2}], 1)
 ON += [{"cp": 2, "dp": 2, "fsdp": True}]
 
 

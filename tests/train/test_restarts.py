@@ -64,6 +64,7 @@ def lines(folder: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     tiny: Tiny, tmp_path: Path

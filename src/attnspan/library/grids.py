@@ -27,7 +27,7 @@ __all__ = ["morton_natten", "morton_order", "natten", "sasa", "sta", "tile_order
 Sizes = int | Sequence[int]
 Order = np.ndarray[Any, np.dtype[np.int64]]
 Axis = tuple[Array, int, int, Any]
-"""Of the box of each row: `count` places from `first` on, `step` apart, those within [0, stop)."""
+"""The keys of a row along one axis: `first`, `first + step`, ..., `count` of them, if within [0, stop)."""
 
 
 class _Grid(Mask):

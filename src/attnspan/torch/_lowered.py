@@ -36,7 +36,7 @@ class _Known(NamedTuple):
     device: torch.device
     lowered: Prepared
     arrays: list[Any]
-    values: list[Any]  # a copy of each tensor on the CPU, the version counters of others; shapes and bytes
+    values: list[Any]  # of CPU tensors a copy, of other tensors the version, of NumPy arrays shape and bytes
 
 
 _memory: WeakKeyDictionary[Mask, list[_Known]] = WeakKeyDictionary()
@@ -167,9 +167,9 @@ def _as_tensors(
 
 def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
     try:
-        _static.move_to_end(key)  # the dictionary's own methods need no lock
+        _static.move_to_end(key)  # each method of the dictionary is atomic: no lock
         return _static[key]
-    except KeyError:  # not there, or another thread has just taken it out
+    except KeyError:  # not there, or just evicted by another thread
         pass
     try:
         found = _by_numpy(mask, (*key[1:], 1, 1))

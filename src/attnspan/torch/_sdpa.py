@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     """
     _check(query, key, value, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
-    expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask beside it", "both", remedy)
+    expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None

@@ -21,7 +21,7 @@ def is_transformed() -> bool:
 
 def is_watched() -> bool:
     """Would someone miss the operator: a transform, a mode, autocast, a tracer, a profiler, a dual level?"""
-    # `is_transformed` again: every eager call comes here.
+    # The conditions of `is_transformed`, repeated: a call less in every eager call.
     transformed = _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
     return transformed or _autocast() or _profiler() or forward_ad._current_level >= 0
 
