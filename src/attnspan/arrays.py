@@ -163,7 +163,7 @@ class Arrays:
 
     def stack(self, xs: Sequence[Array]) -> Array:
         """Broadcast arrays along a new last axis."""
-        alike = all(x.shape == xs[0].shape for x in xs)
+        alike = len({x.shape for x in xs}) == 1
         return self.xp.stack(xs if alike else self.xp.broadcast_arrays(*xs), axis=-1)
 
     def concat(self, xs: Sequence[Array]) -> Array:
