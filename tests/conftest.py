@@ -4,6 +4,8 @@ import os
 import shlex
 import sys
 from collections.abc import Hashable
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 # Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
@@ -21,7 +23,13 @@ from attnspan.kernels import cpu
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=20)
 hypothesis.settings.register_profile("long", derandomize=False, deadline=None, max_examples=500)
 
+# A conftest is no module of its own, whose name others could take; --doctest-modules would read it as one.
+collect_ignore_glob = ["*conftest.py"]
+
+# A program of XLA runs once or twice in a test: optimising it would take most of the time.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):  # An XLA ends at a flag that it does not know.
+    QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
 # The kernel that the tests meet: the compiled module, or the program of tests/kernel_runner.py.
 RUNNER = os.environ.get("ATTNSPAN_RUNNER", "")
@@ -41,7 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         os.environ[SWITCH] = "1"
     if not everything():
-        # A program of XLA runs once or twice in a test: optimising it would take most of the time.
         os.environ.setdefault("XLA_FLAGS", QUICKLY)
     hypothesis.settings.load_profile(
         os.environ.get("HYPOTHESIS_PROFILE", "long" if everything() else "short")

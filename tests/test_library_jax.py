@@ -28,7 +28,9 @@ def _lowered(sample, index, *arrays):
     return sample.build(*arrays).spans(len(index), sample.keys, q_index=index, **sizes).bounds
 
 
-@pytest.mark.parametrize("samples", [EAGER, TRACED], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "samples", [pytest.param(EAGER, id="eager", marks=pytest.mark.long), pytest.param(TRACED, id="jit")]
+)
 def test_traced_by_jax(samples):
     def lower(inputs):
         return [_lowered(sample, *given) for sample, given in zip(samples, inputs, strict=True)]

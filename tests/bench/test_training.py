@@ -94,6 +94,7 @@ def test_peaks_are_those_of_new_processes(tiny: Tiny, monkeypatch: pytest.Monkey
     assert cells[1].note.endswith("; no peak memory: killed")
 
 
+@pytest.mark.long
 def test_the_peak_is_of_the_steps_and_shows_what_attention_keeps(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import few
 
 from attnspan.jax import _pallas_blocks as tables
 
@@ -83,7 +84,7 @@ def _listed(lists: tables.Lists, count: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", few(MASKS, 3))
 def test_lists(mask: str) -> None:
     blocks, keys = _tables(MASKS[mask])
     dense = _dense(MASKS[mask])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_cases as cases
 import pytest
+from covering import few
 from oracle_cases import Case
 
 import attnspan as a
@@ -70,7 +71,7 @@ def run(problem: cases.Problem) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.usefixtures("narrow_tiles")
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", few(MASKS, 3))
 def test_masks(mask: str) -> None:
     problem = cases.make(SMALL, bounds_of(MASKS[mask]))
     cases.check(problem, run(problem))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import few
 from jax.experimental.pallas import tpu as pltpu
 from pallas_tpu_cases import QUICKLY, SMALLEST, Case, Shape, masks
 
@@ -18,7 +19,7 @@ MASKS = masks(SHAPE)
 RNG = np.random.default_rng(9)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", few(MASKS, 3))
 def test_mask(mask: str) -> None:
     Case(SHAPE, MASKS[mask]).check()
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from covering import cells
+from covering import cells, few
 from samples import K_LEN, MASKS, Q_LEN, counted_kernel_calls, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -91,7 +91,7 @@ def test_cell(kind: tuple[str, str], name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # imported by inductor
-@pytest.mark.parametrize("ac", FORWARD_CALLS)
+@pytest.mark.parametrize("ac", few(["selective", "none", "full"], 1))
 def test_cell_under_inductor(ac: str) -> None:
     _assert_cell("both", ac, _mask("segments"), backend="inductor")
 

@@ -9,29 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny import TINY
 
 from attnspan.train import run
 from attnspan.train.config import TrainConfig
 
 # The worlds of processes that tests over several ranks share.
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
-
-TINY: dict[str, Any] = {
-    "dim": 32,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "hidden": 48,
-    "seq_len": 48,
-    "batch_size": 2,
-    "steps": 12,
-    "warmup": 2,
-    "eval_bytes": 256,
-    "dtype": "float32",
-    "compile": False,
-    "threads": 1,
-}
 
 
 @pytest.fixture(autouse=True)

@@ -88,6 +88,7 @@ def test_a_compiled_run_has_one_graph_and_never_compiles_again(tiny: Tiny, tmp_p
     assert summary.bits_per_byte_end == pytest.approx(eager.bits_per_byte_end, rel=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

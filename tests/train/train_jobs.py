@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,12 @@ def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
     with patch.object(run, "matmul_ceiling", lambda _: 1e10):  # Else 0.3 s of products on each rank.
         summary = run.train(config, folder, console=console, **options)
     return console.file.getvalue(), summary  # type: ignore[attr-defined]
+
+
+def compiled(config: TrainConfig, folder: Path, backend: str) -> Any:
+    """A run whose blocks one of torch's backends compiles."""
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        return train(config, folder)
 
 
 def resume(config: TrainConfig, folder: Path) -> Any:

@@ -98,7 +98,9 @@ def run_session(
             options, environment["memory"] = _with_memory(options, meter.threads)
         results = Results(environment=environment, complete=False)
         try:
-            ceilings = measure_ceilings(plan.device, probe=plan.probe, threads=meter.threads)
+            ceilings = measure_ceilings(
+                plan.device, probe=plan.probe, threads=meter.threads, seconds=min(1.0, plan.budget.seconds)
+            )
             results = replace(results, ceilings=ceilings)
             for workload, mode in plan.cells():
                 if before is not None:
