@@ -28,7 +28,8 @@ collect_ignore_glob = ["*conftest.py"]
 
 # A program of XLA runs once or twice in a test: optimising it would take most of the time.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):  # An XLA ends at a flag that it does not know.
+# XLA ends a process that gives it a flag it does not know.
+if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
 # The kernel that the tests meet: the compiled module, or the program of tests/kernel_runner.py.
