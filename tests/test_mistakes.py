@@ -29,13 +29,18 @@ def _front_ends():
     ]
 
 
+TRUTHS = (
+    lambda x: x and segments(IDS),
+    lambda x: x or segments(IDS),
+    lambda x: not x,
+    lambda x: 1 if x else 2,
+)
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        lambda mask: mask and segments(IDS),
-        lambda mask: mask or segments(IDS),
-        lambda mask: not mask,
-        lambda mask: 1 if mask else 2,
+        *TRUTHS,
         bool,
         lambda mask: (mask & segments(IDS)) and window(2),
         lambda mask: (mask | segments(IDS)) and window(2),
@@ -228,15 +233,7 @@ SPANS = causal().spans(4, 4).lowered
 
 
 @pytest.mark.parametrize("spans", [SPANS, causal().spans(4, 4, like=X).lowered], ids=["numpy", "torch"])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda spans: spans and segments(IDS),
-        lambda spans: spans or segments(IDS),
-        lambda spans: not spans,
-        lambda spans: 1 if spans else 2,
-    ],
-)
+@pytest.mark.parametrize("use", TRUTHS)
 def test_spans_are_neither_true_nor_false(spans, use):
     with pytest.raises(TypeError, match=r"bool\(Spans\(.*expected masks combined by & and \|"):
         use(spans)

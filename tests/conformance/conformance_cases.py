@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from closeness import error
 from conformance_masks import MASKS, random_spans
 from torch import Tensor
 
@@ -341,13 +342,3 @@ def _sensitivity(cell: Cell) -> dict[str, float]:
         for name in exact:
             squares[name] += (error(near[name], exact[name]) / step) ** 2 / draws
     return {name: square**0.5 for name, square in squares.items()}
-
-
-def error(got: np.ndarray, exact: np.ndarray) -> float:
-    """Norm of the difference over that of the exact result; infinite where only one of them is finite."""
-    assert got.shape == exact.shape, (got.shape, exact.shape)
-    finite = np.isfinite(exact)
-    if not np.array_equal(got[~finite], exact[~finite]) or not np.isfinite(got[finite]).all():
-        return float("inf")
-    difference = float(np.linalg.norm(got[finite] - exact[finite]))
-    return difference / max(float(np.linalg.norm(exact[finite])), 1e-30) if difference else 0.0

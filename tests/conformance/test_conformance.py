@@ -6,8 +6,9 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from closeness import error
 from conformance_backends import BACKENDS, WIDEST
-from conformance_cases import DTYPES, FEW, OPTIONS, SHAPES, Cell, Shape, error, make, oracle
+from conformance_cases import DTYPES, FEW, OPTIONS, SHAPES, Cell, Shape, make, oracle
 from conformance_masks import MASKS
 from covering import covering, everything
 

@@ -113,12 +113,3 @@ def wrap_foreign(foreign: Library, base: str = "foreign", **options: object) -> 
 def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
     """A user's own function, in (B, H, S, D)."""
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm of the expected, in float64."""
-    assert got.shape == expected.shape, (got.shape, expected.shape)
-    assert torch.isfinite(got).all(), "a result is not finite"
-    got, expected = got.detach().double(), expected.detach().double()
-    difference, norm = (got - expected).norm(), float(expected.norm())
-    return float(difference) / norm if norm else float(difference)

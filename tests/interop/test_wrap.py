@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from foreign_kernel import QKV, Library, eager, fresh_name, inputs, relative_error, wrap_foreign
+from closeness import relative_error
+from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode

@@ -3,24 +3,23 @@
 import itertools
 import random
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from foreign_kernel import Library, fresh_name, inputs, relative_error, wrap_foreign
+from checkpointing import FORWARD_CALLS, checkpointed
+from closeness import relative_error
+from foreign_kernel import Library, fresh_name, inputs, wrap_foreign
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import causal
 from attnspan.kernels import cpu
-from attnspan.torch import Wrapped, attention, checkpoint_policy, wrap
+from attnspan.torch import Wrapped, attention, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
-FORWARD_CALLS = {"none": 1, "selective": 1, "full": 2}
 
 
 def _around(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -257,11 +256,7 @@ class Model(nn.Module):
         return x + self.out(out.flatten(2)) + lse.logsumexp(1).unsqueeze(-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.ac == "none":
-            return self.block(x)
-        selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        extra = {"context_fn": selective} if self.ac == "selective" else {}
-        return checkpoint(self.block, x, use_reentrant=False, **extra)
+        return checkpointed(self.ac, self.block, x)  # type: ignore[no-any-return]
 
 
 def _step(wrapped: Wrapped, ac: str, compiler: str) -> list[Tensor]:

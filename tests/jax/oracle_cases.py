@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from closeness import error
 
 from attnspan import reference
 from attnspan._dropout import dropout_seeds
@@ -185,13 +186,3 @@ def oracle(problem: Problem) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     # Products of 16-bit numbers are exact in float32, and lse is a sum over those.
     unit = {name: min(own, 2.0**-23) if name == "lse" else own for name in exact}
     return exact, {name: unit[name] * square**0.5 for name, square in squares.items()}
-
-
-def error(got: np.ndarray, exact: np.ndarray) -> float:
-    """Norm of the difference over that of the exact result; infinite where only one of them is finite."""
-    assert got.shape == exact.shape, (got.shape, exact.shape)
-    finite = np.isfinite(exact)
-    if not np.array_equal(got[~finite], exact[~finite]) or not np.isfinite(got[finite]).all():
-        return float("inf")
-    difference = float(np.linalg.norm(got[finite] - exact[finite]))
-    return difference / max(float(np.linalg.norm(exact[finite])), 1e-30) if difference else 0.0

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from closeness import error
 
 from attnspan import _dropout, reference
 from attnspan.jax import _pallas_tpu as pallas
@@ -130,15 +131,6 @@ class Case:
             allowed = 3 * (error(moved[name], exact[name]) + walk)
             found = error(value, exact[name])
             assert found <= allowed, f"{name}: error {found:.3g}, allowed {allowed:.3g}"
-
-
-def error(got: np.ndarray, exact: np.ndarray) -> float:
-    """Norm of the difference over that of the exact result; infinite where only one of them is finite."""
-    assert got.shape == exact.shape, (got.shape, exact.shape)
-    finite = np.isfinite(exact)
-    if not np.array_equal(got[~finite], exact[~finite]) or not np.isfinite(got[finite]).all():
-        return float("inf")
-    return float(np.linalg.norm(got[finite] - exact[finite]) / max(np.linalg.norm(exact[finite]), 1e-30))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import closeness
 import numpy as np
 import torch
 from torch import Tensor
@@ -200,12 +201,7 @@ def _bounds(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over that of the exact result; infinite where only one of them is finite."""
-    finite = exact.isfinite()
-    if not torch.equal(got.double()[~finite], exact[~finite]) or not got[finite].isfinite().all():
-        return float("inf")
-    difference = float((got.double() - exact)[finite].norm())
-    return difference / max(float(exact[finite].norm()), 1e-30) if difference else 0.0
+    return closeness.error(got.double().numpy(), exact.numpy())
 
 
 def budget(case: Case, exact: dict[str, Tensor]) -> dict[str, float]:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from samples import relative_error
+from closeness import relative_error
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

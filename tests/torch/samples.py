@@ -214,15 +214,6 @@ def oracle(
     return [torch.from_numpy(np.ascontiguousarray(x)) for x in (out, lse, *grads) if x is not None]
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over norm of the expected, in float64."""
-    assert got.shape == expected.shape, (got.shape, expected.shape)
-    assert torch.isfinite(got).all(), "a result is not finite"
-    got, expected = got.detach().double(), expected.detach().double()
-    difference, norm = (got - expected).norm(), float(expected.norm())
-    return float(difference) / norm if norm else float(difference)
-
-
 @contextmanager
 def counted_kernel_calls() -> Iterator[list[str]]:
     """Collect the names of the kernel's entry points, once for each call; complete when the block ends."""

@@ -6,8 +6,9 @@ any kernel has, so where ATen is luckier than that on a small problem the roundi
 
 import pytest
 import torch
+from closeness import relative_error
 from covering import cells
-from samples import Sample, make_sample, oracle, relative_error
+from samples import Sample, make_sample, oracle
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from samples import MASKS, make_sample, oracle, relative_error
+from closeness import relative_error
+from samples import MASKS, make_sample, oracle
 from torch import Tensor
 
 import attnspan

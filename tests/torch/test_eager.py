@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import relative_error
+from closeness import relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,21 +40,6 @@ def _ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(_eager, "attend", lambda *_: None)
         yield
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of `attention`: did it go the short way?"""
-    seen: list[bool] = []
-    original = _eager.attend
-
-    def spy(*args: Any) -> Any:
-        found = original(*args)
-        seen.append(found is not None)
-        return found
-
-    monkeypatch.setattr(_eager, "attend", spy)
-    return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

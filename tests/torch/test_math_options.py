@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from closeness import relative_error
 from covering import everything
-from samples import relative_error
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 

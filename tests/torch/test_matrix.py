@@ -1,23 +1,22 @@
 """{attention alone, compile alone, both} x checkpointing x every mask: equal results, counted calls."""
 
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from checkpointing import FORWARD_CALLS, checkpointed
+from closeness import relative_error
 from covering import cells, few
-from samples import K_LEN, MASKS, Q_LEN, counted_kernel_calls, relative_error
+from samples import K_LEN, MASKS, Q_LEN, counted_kernel_calls
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import Mask
-from attnspan.torch import attention, checkpoint_policy
+from attnspan.torch import attention
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 
 #: (with attention, compiled). "compile alone" is the same block with the attention taken out.
 MODES = {"attention": (True, False), "compile": (False, True), "both": (True, True)}
-FORWARD_CALLS = {"none": 1, "selective": 1, "full": 2}
 
 
 class Block(nn.Module):
@@ -44,11 +43,7 @@ class Model(nn.Module):
         self.block, self.ac = Block(attend), ac
 
     def forward(self, x: Tensor, mask: Mask) -> Tensor:
-        if self.ac == "none":
-            return self.block(x, mask)  # type: ignore[no-any-return]
-        selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        extra = {"context_fn": selective} if self.ac == "selective" else {}
-        return checkpoint(self.block, x, mask, use_reentrant=False, **extra)  # type: ignore[no-any-return]
+        return checkpointed(self.ac, self.block, x, mask)  # type: ignore[no-any-return]
 
 
 def _run(

@@ -3,22 +3,22 @@
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+from checkpointing import checkpointed
+from closeness import relative_error
 from covering import everything, few
-from samples import OPTIONS, counted_kernel_calls, parameters, relative_error
+from samples import OPTIONS, counted_kernel_calls, parameters
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import Prepared, alibi, cache, causal, relative, segments
 from attnspan.kernels import cpu
-from attnspan.torch import attention, checkpoint_policy
+from attnspan.torch import attention
 
 HEADS = 4
 EPS = torch.finfo(torch.float32).eps
@@ -134,11 +134,7 @@ class Checkpointed(nn.Module):
         self.block, self.kind = Block(), kind
 
     def forward(self, x: Tensor, seed: Tensor) -> Tensor:
-        if self.kind == "none":
-            return self.block(x, seed)  # type: ignore[no-any-return]
-        selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
-        extra = {"context_fn": selective} if self.kind == "selective" else {}
-        return checkpoint(self.block, x, seed, use_reentrant=False, **extra)  # type: ignore[no-any-return]
+        return checkpointed(self.kind, self.block, x, seed)  # type: ignore[no-any-return]
 
 
 def _step(kind: str, compiled: bool) -> tuple[list[Tensor], list[str]]:

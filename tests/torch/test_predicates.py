@@ -7,14 +7,14 @@ from operator import and_, or_
 
 import pytest
 import torch
+from checkpointing import checkpointed
 from covering import everything
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import Mask, causal, from_predicate
 from attnspan._encoding import encode
-from attnspan.torch import attention, checkpoint_policy
+from attnspan.torch import attention
 from attnspan.torch.compile import _encode_device, encode_op
 
 BATCH, HEADS, LENGTH = 2, 4, 33
@@ -167,16 +167,15 @@ def test_under_activation_checkpointing_of_both_kinds(monkeypatch: pytest.Monkey
         return encode(*arguments)
 
     monkeypatch.setattr("attnspan.torch.compile.encode", counted)
-    selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 
     def block(q: Tensor, ids: Tensor) -> Tensor:
         return _attend(q, ids, _closure)
 
     def run(q: Tensor, ids: Tensor) -> list[Tensor]:
         predicate = _closure(ids + 1)  # of an outer function
-        outer = checkpoint(lambda q: _attend(q, ids, lambda _: predicate), q, use_reentrant=False)
-        full = checkpoint(block, q, ids, use_reentrant=False)
-        return [outer, full, checkpoint(block, q, ids + 2, use_reentrant=False, context_fn=selective)]
+        outer = checkpointed("full", lambda q: _attend(q, ids, lambda _: predicate), q)
+        full = checkpointed("full", block, q, ids)
+        return [outer, full, checkpointed("selective", block, q, ids + 2)]
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for seed, function in enumerate((compiled, compiled, run)):

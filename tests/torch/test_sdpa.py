@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import relative_error
+from closeness import relative_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torchs
