@@ -31,7 +31,11 @@ AT_ONCE = [
     (lambda: a.prefix(-2), "prefix: lengths: expected 0 to"),
     (lambda: a.key_padding(3, side="top"), 'key_padding: side: expected "right" or "left", got \'top\''),
     (lambda: a.key_padding(3, start=-1), "key_padding: start: expected 0 to"),
-    (lambda: a.key_padding(3, start=4, stop=2), "key_padding: stop: expected 4 to"),
+    (lambda: a.key_padding(3, start=4, stop=2), "stop: expected 4 to .* Pass the first key after the part"),
+    (lambda: a.key_padding(IDS > 0), r"lengths: expected integers, got bool. Take keys\(valid\)"),
+    (lambda: a.window(-1, -1), "window: left: expected 0 to .*, got -1. .*None for all keys of a side"),
+    (lambda: a.window((3, 0)), r"window: left: expected an int, got tuple. Write window\(left, right\)"),
+    (lambda: a.keys(IDS[None, None, None] > 0), r"one axis of keys, got \(1, 1, 1, 4\). .*mask\[:, 0, 0\]"),
     (lambda: a.keys(IDS), r"keys: valid: expected a bool array, got int64. Compare: .* mask != 0"),
     (
         lambda: a.keys(IDS[None, None] > 0),
@@ -74,7 +78,7 @@ WHEN_LOWERED = [
     (a.cache(2) & a.cache(3), {}, r"q_index: expected one default .* got one from cache\(2\) and another"),
     (a.cache([2, 2]) & a.documents([0, 4], [0, 4]), {}, "q_index: expected one default"),
     (a.from_dense(np.ones((3, 4), bool)), {}, "from_dense: expected one entry per query row, 4, got 3"),
-    (a.from_dense(np.ones((1, 3, 4, 4), bool)), {}, "1 or 1 along the heads axis, got 3"),
+    (a.from_dense(np.ones((1, 3, 4, 4), bool)), {}, "expected 1 along the heads axis, got 3. .*heads="),
     (
         a.from_predicate(lambda b, h, q, k: q > k and k > 2),
         {},
@@ -111,6 +115,21 @@ def test_a_mask_that_cannot_be_is_refused_where_it_is_made(make, message):
 def test_a_mask_that_does_not_fit_is_refused_where_it_is_lowered(mask, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         mask.spans(4, 4, batch=2, **options)
+
+
+@pytest.mark.parametrize("size", [8.0, (8,), torch.tensor(8), np.ones(1, int), None, "8", True], ids=repr)
+def test_sizes_are_numbers(size):
+    with pytest.raises(TypeError, match=r"_len: expected an int, got .* Pass a number"):
+        a.causal().prepare(size, 8)
+    with pytest.raises(TypeError, match=r"_len: expected an int, got .* Pass a number"):
+        a.causal().prepare(8, size)
+    assert a.causal().prepare(np.int64(8), 8).lowered.k_len == 8
+
+
+def test_lists_are_taken_for_arrays():
+    wanted = np.array([[True, False, True]])
+    assert np.array_equal(a.keys([True, False, True]).spans(1, 3).dense()[0, 0], wanted)
+    assert np.array_equal(a.from_dense(wanted.tolist()).spans(1, 3).dense()[0, 0], wanted)
 
 
 BEYOND = [

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from ._mistakes import not_a_mask, refuse_keywords
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
-from .masks import Mask, Prepared, causal, full, global_keys, window
+from .expression import And, Or
+from .masks import Mask, Prepared, cache, causal, full, global_keys, key_padding, keys, window
 from .options import FLOAT32_MAX, Given, Options, check_number
+from .packed import prefix
 from .spans import Spans
 
 __all__ = [
@@ -148,6 +150,11 @@ class Front:
     def kind(self, x: Any) -> str:
         """What came instead of an array, in errors."""
         return type(x).__name__
+
+    def check_taken(self, name: str, x: Any, expected: str) -> None:
+        """Raise unless `x` is an array of the framework."""
+        if not self.takes(x):
+            raise DtypeError(name, expected=expected, got=self.kind(x), remedy=self.convert)
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         """q, k and v in (B, H, S, D) order, or their shapes; raises where arrays do not lie together."""
@@ -290,11 +297,11 @@ def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> 
 
 def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
     """Raise unless q, k and v are arrays of the front end with the dims of the layout."""
-    expect(layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout), "Name the order")
+    known = isinstance(layout, str) and layout in LAYOUTS
+    expect(known, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout), "Name the order")
     dims = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not front.takes(x):
-            raise DtypeError(name, expected=front.expected, got=front.kind(x), remedy=front.convert)
+        front.check_taken(name, x, front.expected)
         if len(x.shape) != len(dims):
             wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
             remedy = "Reshape it, or name the layout that q, k and v have"
@@ -344,13 +351,26 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_packed(mask: Mask) -> None:
-    if all(isinstance(leaf, (causal, full, global_keys, window)) for leaf in mask._leaves()):
+    if not _may_separate(mask):
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",
             got=f"{mask!r}, under which they see each other",
-            remedy="Combine it with documents(cu_seqlens) or segments(ids)",
+            remedy="Combine it by & with documents(cu_seqlens) or segments(ids)",
         )
+
+
+# They know no documents. Any other mask, of the library or of a user, may.
+_BLIND = (cache, causal, full, global_keys, key_padding, keys, window)
+
+
+def _may_separate(mask: Any) -> bool:
+    """Whether documents of one row may be kept apart by a mask."""
+    if isinstance(mask, Or):
+        return all(map(_may_separate, mask.operands))
+    if isinstance(mask, And):
+        return any(map(_may_separate, mask.operands))
+    return not isinstance(mask, _BLIND) and not (isinstance(mask, prefix) and mask.cu_seqlens is None)
 
 
 def _dtype(x: Any) -> str:

@@ -26,17 +26,17 @@ __all__ = [
 ]
 
 
-def number(what: str, value: Any) -> int:
+def number(what: str, value: Any, remedy: str = "Pass a Python int") -> int:
     """A Python or NumPy integer."""
     holds = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    expect(holds, what, "an int", type(value).__name__, "Pass a Python int", error=DtypeError)
+    expect(holds, what, "an int", type(value).__name__, remedy, error=DtypeError)
     return int(value)
 
 
-def count(what: str, value: Any, least: int = 0) -> int:
+def count(what: str, value: Any, least: int = 0, remedy: str = "") -> int:
     """An integer of int32, at least `least`."""
-    value = number(what, value)
-    remedy = "Lengths and indices are int32"
+    value = number(what, value, remedy or "Pass a Python int")
+    remedy = remedy or "Lengths and indices are int32"
     expect(least <= value <= INT32_MAX, what, "{} to {}", value, remedy, least, INT32_MAX)
     return value  # type: ignore[no-any-return]
 
@@ -58,29 +58,42 @@ def _rank(what: str, x: Array, ranks: tuple[int, ...]) -> Array:
     return x
 
 
+def _array(what: str, x: Any) -> Any:
+    """A list as a NumPy array, anything else as it is."""
+    if not isinstance(x, (list, tuple)):
+        return x
+    try:
+        return np.asarray(x)
+    except ValueError:
+        remedy = "Pad them to one length"
+        expect(False, what, "rows of one length", "rows of several", remedy, error=ShapeError)
+
+
 def integers(what: str, x: Any, ranks: tuple[int, ...] = (1, 2)) -> Array:
     """An integer array with one of the numbers of axes; lists become NumPy arrays."""
-    if isinstance(x, (list, tuple)):
-        try:
-            x = np.asarray(x)
-        except ValueError:
-            remedy = "Pad them to one length"
-            expect(False, what, "rows of one length", "rows of several", remedy, error=ShapeError)
-        x = x if x.size else x.astype(np.int64)
+    x = _array(what, x)
+    x = x.astype(np.int64) if isinstance(x, np.ndarray) and not x.size else x
     holds = is_array(x) and is_integer(x)
     expect(holds, what, "an integer array", kind_of(x), "Convert it to int32 or int64", error=DtypeError)
     return _rank(what, x, ranks)
 
 
 def booleans(what: str, x: Any, ranks: tuple[int, ...] = (1, 2)) -> Array:
-    """An array of bool with one of the numbers of axes."""
+    """An array of bool with one of the numbers of axes; lists become NumPy arrays."""
+    x = _array(what, x)
     remedy = "Compare: scores > -inf, or mask != 0"
     expect(is_array(x) and is_bool(x), what, "a bool array", kind_of(x), remedy, error=DtypeError)
+    if 4 not in ranks and x.ndim == 4:
+        remedy = "Of a mask (B, 1, 1, S) pass mask[:, 0, 0]; from_dense takes any mask (B, H, Sq, Sk)"
+        expect(False, what, "one axis of keys", tuple(x.shape), remedy, error=ShapeError)
     return _rank(what, x, ranks)
 
 
 def lengths(what: str, x: Any, ranks: tuple[int, ...] = (0, 1)) -> int | Array:
     """An integer, or an array of them."""
+    if is_array(x) and is_bool(x):
+        remedy = "Take keys(valid) for a mask of valid keys, or pass valid.sum(-1)"
+        expect(False, what, "integers", kind_of(x), remedy, error=DtypeError)
     return integers(what, x, ranks) if is_array(x) or isinstance(x, (list, tuple)) else count(what, x)
 
 

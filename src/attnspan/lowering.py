@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from . import checks
 from ._intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
-from .arrays import INT32_MAX, Array, Arrays
-from .errors import ShapeError, expect
+from .arrays import INT32_MAX, Array, Arrays, is_array, kind_of
+from .errors import DtypeError, ShapeError, expect
 from .spans import Spans, check_index
 
 __all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin", "key_len"]
@@ -194,9 +196,10 @@ class Lowering:
     def check_axis(self, what: str, axis: str, size: int) -> None:
         """Raise unless an array has one entry along "batch" or "heads", or as many as the problem."""
         own = self.batch if axis == "batch" else self.heads
-        remedy = f"Pass {axis}= to spans(), or an array that fits"
-        expected = f"1 or {{}} along the {axis} axis"
-        expect(size == 1 or size == own, what, expected, size, remedy, own, error=ShapeError)
+        if not (size == 1 or size == own):
+            expected = f"{'' if isinstance(own, int) and own == 1 else '1 or '}{{}} along the {axis} axis"
+            remedy = f"It must fit q; prepare() and spans() take {axis}=, or like=q"
+            expect(False, what, expected, size, remedy, own, error=ShapeError)
 
     def check_rows(self, what: str, size: int) -> None:
         """Raise unless an array has an entry for each query row."""
@@ -312,7 +315,9 @@ def begin(
     tracing = arrays.tracing()
     if not tracing:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
-            if isinstance(size, int) and not 0 <= size <= INT32_MAX:
+            if type(size) is not int:
+                _check_size(name, size)
+            elif not 0 <= size <= INT32_MAX:
                 expect(False, name, "0 to {}", size, "Use fewer", INT32_MAX)
     if k_index is not None:
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
@@ -322,6 +327,14 @@ def begin(
     low = Lowering(arrays, q_len, keys, batch, heads)
     low.index_rows(leaves, q_index, k_index)
     return low
+
+
+def _check_size(name: str, size: Any) -> None:
+    """Raise for what is no size. Symbols of a compiler are."""
+    if isinstance(size, (bool, float, list, str, tuple)) or size is None or is_array(size):
+        expect(False, name, "an int", kind_of(size), "Pass a number, such as q.shape[2]", error=DtypeError)
+    if isinstance(size, np.integer):
+        checks.count(name, size)
 
 
 def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) -> int | None:

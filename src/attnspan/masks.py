@@ -93,7 +93,9 @@ class window(Mask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        self._check(left=checks.optional(checks.count), right=checks.optional(checks.count))
+        remedy = "Write window(left, right), and None for all keys of a side, where flash-attn has -1"
+        side = checks.optional(partial(checks.count, remedy=remedy))
+        self._check(left=side, right=side)
 
     def _lower(self, low: Lowering) -> Rows:
         lo = None if self.left is None else low.shifted(-self.left)
@@ -128,8 +130,9 @@ class key_padding(Mask):
     def __post_init__(self) -> None:
         sides, remedy = ("right", "left"), "Name the side the padding is on"
         expect(self.side in sides, "key_padding: side", '"right" or "left"', repr(self.side), remedy)
-        stop = checks.optional(partial(checks.count, least=self.start))
-        self._check(lengths=checks.lengths, start=checks.count, stop=stop)
+        self._check(lengths=checks.lengths, start=checks.count)
+        remedy = "Pass the first key after the part that may be padded"
+        self._check(stop=checks.optional(partial(checks.count, least=self.start, remedy=remedy)))
 
     def _lower(self, low: Lowering) -> Rows:
         if self.stop is None and self.side == "left":

@@ -194,8 +194,9 @@ class Given:
 
     def _lower_sinks(self, front: Any, q: Any, wide: bool) -> Any:
         sinks, heads, noun = self.sinks, q.shape[1], front.noun
-        fits, remedy = front.takes(sinks) and is_floating(sinks), "They are logits: convert them to float32"
-        expect(fits, "sinks", f"a floating {noun}", kind_of(sinks), remedy, error=DtypeError)
+        front.check_taken("sinks", sinks, f"a floating {noun}")
+        remedy = "They are logits: convert them to float32"
+        expect(is_floating(sinks), "sinks", f"a floating {noun}", kind_of(sinks), remedy, error=DtypeError)
         fits, wanted = len(sinks.shape) == 1 and sinks.shape[0] == heads, "({},): a logit for each query head"
         expect(fits, "sinks", wanted, tuple(sinks.shape), "Pass one per query head", heads, error=ShapeError)
         front.check_place("sinks", sinks, q)
@@ -260,8 +261,9 @@ def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> 
     """Given indices as int32 (B|1, length), or the mask's own where there are none."""
     if index is None:
         return own
-    fits, wanted = front.takes(index) and is_integer(index), f"an integer {front.noun}"
-    expect(fits, name, wanted, kind_of(index), "Pass int32 or int64 indices", error=DtypeError)
+    wanted = f"an integer {front.noun}"
+    front.check_taken(name, index, wanted)
+    expect(is_integer(index), name, wanted, kind_of(index), "Pass int32 or int64 indices", error=DtypeError)
     front.check_place(name, index, q)
     shape, batch = index.shape, q.shape[0]
     fits = len(shape) in (1, 2) and shape[-1] == length

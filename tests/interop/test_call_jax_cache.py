@@ -113,6 +113,15 @@ def test_jax_settings_are_part_of_the_meaning() -> None:
         assert call_jax(ones, X).dtype == torch.float64
     assert call_jax(ones, X).dtype == torch.float32
 
+    def draw(x: Any) -> Any:
+        return 0 * x + jax.random.uniform(jax.random.key(0), x.shape)
+
+    drawn = [call_jax(draw, X)]
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        drawn.append(call_jax(draw, X))
+        assert drawn[1].tolist() == jax.jit(draw)(X.numpy()).tolist()
+    assert drawn[0].tolist() == jax.jit(draw)(X.numpy()).tolist() != drawn[1].tolist()
+
 
 @dataclass(frozen=True)
 class Shown:

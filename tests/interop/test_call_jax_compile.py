@@ -133,6 +133,16 @@ def test_methods_in_a_graph() -> None:
 
 
 @compiles
+def test_partials_in_a_graph() -> None:
+    x, halve = _randn(5, requires_grad=True), partial(jnp.multiply, 0.5)
+    step = torch.compile(lambda x, fn: call_jax(fn, x), fullgraph=True, backend="aot_eager")
+    for fn, factor in ((halve, 0.5), (partial(Scaled(3.0).fn), 3.0)):
+        out = step(x, fn)
+        torch.testing.assert_close(out, x * factor)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.full((5,), factor))
+
+
+@compiles
 def test_static_numbers_that_change() -> None:
     step = torch.compile(_step, fullgraph=True, backend="aot_eager")
     x, w = _randn(5, 3), _randn(3, 4, seed=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
@@ -17,6 +18,8 @@ from attnspan.torch import DeclarationError, wrap
     ("options", "text"),
     [
         ({"name": "a::b"}, "name: expected an identifier, got 'a::b'"),
+        ({"name": 3}, "name: expected an identifier, got 3"),
+        ({"backward": "recompute", "differentiable": "qk"}, "tensor parameters .* got qk"),
         ({"schema": "Tenser q"}, "schema: expected arguments in torch's schema language"),
         ({"schema": "Tensor(a!) q, Tensor k, Tensor v"}, "'q' of the kernel: expected one that the k"),
         ({"schema": "Tensor q, Device d"}, "parameter 'd' of the kernel"),
@@ -41,6 +44,19 @@ def test_contradictions_are_refused_and_leave_the_name_free(options: dict, text:
     with pytest.raises(ValueError, match=text):
         wrap(eager, **{"name": name, **options})
     wrap(eager, name=name)
+
+
+def test_one_name_may_stand_alone() -> None:
+    wrapped = wrap(eager, name=fresh_name(), backward="recompute", differentiable="q", varying="scale")
+    assert wrapped.differentiable == ("q",)
+    assert "Tensor? scale" in repr(wrapped)
+
+
+@pytest.mark.parametrize("x", [None, np.ones((1, 2, 4, 8))], ids=["None", "NumPy"])
+def test_what_is_no_tensor_is_refused(x: object) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(TypeError, match=r"k: expected a torch.Tensor, got .*Convert it with torch.as_tensor"):
+        wrap(eager, name=fresh_name())(q, x, q)
 
 
 def test_a_name_is_given_once() -> None:

@@ -11,7 +11,19 @@ from samples import MASKS, make_sample, oracle
 from torch import Tensor
 
 import attnspan
-from attnspan import Spans, causal, documents, full, library, segments
+from attnspan import (
+    Mask,
+    Spans,
+    cache,
+    causal,
+    documents,
+    full,
+    key_padding,
+    keys,
+    library,
+    prefix,
+    segments,
+)
 from attnspan.kernels import cpu
 from attnspan.torch import Attention, SlowPathWarning, attention, explain
 from attnspan.torch import _attention as private
@@ -171,6 +183,7 @@ BAD = {
         ValueError,
         r"keeps packed documents apart, got causal\(\)",
     ),
+    "layout of another kind": ({"layout": ["bhsd"]}, ValueError, "layout: expected one of bhsd, bshd, thd"),
 }
 
 
@@ -186,6 +199,35 @@ def test_bad_input_says_what_how_and_why(name: str) -> None:
         attention(q, k, v, **options)
     assert str(caught.value).count(", got ") + str(caught.value).count("; got ") >= 1
     assert str(caught.value).endswith(".")
+
+
+CU = torch.tensor([0, 3, 8])
+BLIND = [
+    key_padding(8) & causal(),
+    keys(torch.ones(8, dtype=torch.bool)) & causal(),
+    cache(8) & causal(),
+    prefix(2) | causal(),
+    causal() | documents(CU),
+]
+
+
+@pytest.mark.parametrize("mask", BLIND, ids=repr)
+def test_packed_documents_that_see_each_other_are_refused(mask: Mask) -> None:
+    x = torch.randn(8, 2, 16)
+    with pytest.raises(ValueError, match=r"keeps packed documents apart.*Combine it by & with documents"):
+        attention(x, x, x, mask=mask, layout="thd")
+    assert attention(x, x, x, mask=mask & documents(CU), layout="thd").shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_without_strides_are_refused() -> None:
+    parts, q = [torch.randn(4, 8, 16), torch.randn(4, 5, 16)], torch.randn(2, 4, 8, 16)
+    jagged = torch.nested.nested_tensor([x.transpose(0, 1) for x in parts], layout=torch.jagged)
+    for nested in (torch.nested.nested_tensor(parts), jagged):
+        with pytest.raises(TypeError, match=r"q: .* got a nested tensor. Pass x.values\(\) .*documents"):
+            attention(nested, nested, nested)
+    with pytest.raises(TypeError, match=r"k: expected a dense tensor, got one of torch.sparse_coo"):
+        attention(q, q.to_sparse(), q)
 
 
 def test_bad_dtypes_and_devices() -> None:

@@ -178,7 +178,7 @@ def test_block_masks_that_do_not_fit() -> None:
         (causal(), {"block_size": 8.0}, "block_size: expected an int, got float"),
         (causal(), {"block_size": (8, 8, 8)}, "block_size: expected an int, or rows and keys, got 3 numbers"),
         (segments(torch.tensor([0, 1, 0, 1])), {}, "row 0: expected ascending, disjoint spans"),
-        (segments(torch.zeros(3, 4, dtype=torch.long)), {}, "1 or 1 along the batch axis, got 3"),
+        (segments(torch.zeros(3, 4, dtype=torch.long)), {}, "expected 1 along the batch axis, got 3"),
         (Spans(torch.full((1, 1, 4, 1, 2), 9), 4), {}, r"expected .* in \[0, 4\], got \(9, 9\)"),
         (Spans(torch.zeros(1, 1, 3, 1, 2, dtype=torch.int32), 4), {}, "prepared mask: expected .* = "),
     ],

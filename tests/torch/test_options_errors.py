@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sinks rank": ({"sinks": torch.zeros(4, 1)}, ValueError, r"sinks: expected \(4,\)"),
     "sinks dtype": ({"sinks": torch.zeros(4).long()}, TypeError, "sinks: expected a floating tensor, got"),
     "sinks kind": ({"sinks": [0.0] * 4}, TypeError, "sinks: expected a floating tensor, got list"),
+    "sinks of NumPy": (
+        {"sinks": np.zeros(4, "float32")},
+        TypeError,
+        "sinks: expected a floating tensor, got ndarray. Convert it with torch.as_tensor",
+    ),
     "sinks device": ({"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks: expected device cpu"),
     "slopes length": ({"bias": alibi(torch.zeros(3))}, ValueError, r"slopes: expected \(4,\) or \(2, 4\)"),
     "slopes batch": ({"bias": alibi(torch.zeros(3, 4))}, ValueError, r"slopes: expected .* got \(3, 4\)"),
@@ -88,6 +94,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"mask": causal().spans(7, 9), "k_index": torch.zeros(9), "bias": alibi(torch.ones(4))},
         TypeError,
         "k_index: expected an integer tensor, got torch.float32",
+    ),
+    "index of NumPy": (
+        {"mask": causal().prepare(7, 9), "q_index": np.arange(7), "bias": alibi(torch.ones(4))},
+        TypeError,
+        "q_index: expected an integer tensor, got ndarray. Convert it with torch.as_tensor",
     ),
     "index beyond int32": (
         {"mask": causal().spans(7, 9), "k_index": torch.arange(9) + 2**40, "bias": alibi(torch.ones(4))},

@@ -173,6 +173,8 @@ def test_bad_input() -> None:
         ours(q, q, q, attn_mask=causal(), is_causal=True)
     with pytest.raises(ValueError, match="enable_gqa=True"):
         ours(q, q[:, :1], q[:, :1])
+    with pytest.raises(TypeError, match=r"key: expected a torch.Tensor, got ndarray. Convert it"):
+        ours(q, q.numpy(), q)
     with pytest.raises(ValueError, match="the same number of dims, at least 3"):
         ours(q, q[0], q[0])
     with pytest.raises(ValueError, match="expected batch dims that broadcast"):

@@ -81,6 +81,11 @@ class Parameters:
         return kernel(*positional, **{item.name: x for item, x in given if item.keyword})
 
 
+def names_in(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Names as a tuple; one may stand alone."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Sequence[str]) -> Parameters:
     """Read what a kernel takes from ``schema``, without one from the kernel's signature."""
     items = list(_from_signature(kernel) if schema is None else _from_schema(schema))
@@ -90,6 +95,7 @@ def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Seq
     floats = [x.name for x in items if x.type in ("float", "float?")]
     expected = f"names of parameters that are floats ({', '.join(floats) or 'none'})"
     remedy = "Leave out the others; integers may vary in any case"
+    varying = names_in(varying)
     expect(set(varying) <= set(floats), "varying", expected, ", ".join(varying), remedy)
     return Parameters(x._replace(varying=x.name in varying) for x in items)
 

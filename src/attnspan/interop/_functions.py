@@ -171,6 +171,9 @@ class Call:
             config.jax_enable_x64,
             config.jax_default_matmul_precision,
             config.jax_numpy_dtype_promotion,
+            config.jax_numpy_rank_promotion,
+            config.jax_threefry_partitionable,
+            config.jax_default_prng_impl,
         )
         key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), settings)
         found = self._programs.get(self._structure, key, lambda: self._trace(shapes, wanted))

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import expect
 from ..torch.ops import below_autograd
-from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_of
+from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_in, names_of
 from ._operators import Op, define, differentiate, refuse_derivative, with_autograd
 
 NAMESPACE = "attnspan_wrapped"
@@ -37,7 +37,7 @@ class Derivative:
     ) -> None:
         self._backward, self._kernel, self._outputs, self._owner = backward, kernel, outputs, outputs.owner
         parameters = outputs.parameters
-        self.differentiable = parameters.required if names is None else tuple(names)
+        self.differentiable = parameters.required if names is None else names_in(names)
         unknown = sorted(set(self.differentiable) - set(parameters.tensors))
         expected, got = f"names of tensor parameters ({', '.join(parameters.tensors)})", ", ".join(unknown)
         holds, remedy = self.differentiable and not unknown, "Name inputs that have a gradient"
@@ -124,7 +124,8 @@ def register(
     flops: Callable[..., int],
 ) -> tuple[Op, Op | None]:
     """Define the operators ``attnspan_wrapped::name`` and, with a derivative, ``name_backward``."""
-    expect(name.isidentifier(), "name", "an identifier", repr(name), "Take a name like flash")
+    legal = isinstance(name, str) and name.isidentifier()
+    expect(legal, "name", "an identifier", repr(name), "Take a name like flash")
     names = [name] if derivative is None else [name, f"{name}_backward"]
     for each in names:
         got, remedy = f"{each!r}, which {NAMESPACE}::{each} has", "Use what wrap() returned, or another name"

@@ -109,6 +109,8 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     what, expected = "call_jax in a compiled function", "torch 2.13 or newer, which guards the function"
     remedy = "Call it outside, or under torch.compiler.disable"
     expect(_TELLS_FUNCTIONS_APART, what, expected, torch.__version__, remedy)
+    if isinstance(fn, functools.partial):  # Dynamo takes it for no constant, but its parts.
+        return _in_graph(fn.func, (*fn.args, *args), {**fn.keywords, **static})
     spec, leaves, tensors = _split(args, static)
     others = tuple([_number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])

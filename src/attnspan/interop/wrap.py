@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, expect
+from ..errors import DtypeError, UsageError, expect
 from ..kernels.math import has_autocast
 from ..masks import Mask
 from ..torch._attention import Layout
@@ -52,6 +52,7 @@ class Wrapped:
         self._names, self._autocast = parameters.names, autocast
         self._defaults = tuple(item.default for item in parameters.items)
         self._varying = tuple(item.varying for item in parameters.items)
+        self._tensors = tuple(i for i, item in enumerate(parameters.items) if item.type == "Tensor")
         self._cast = tuple(name in parameters.required[:3] for name in self._names)
 
     def __repr__(self) -> str:
@@ -62,7 +63,8 @@ class Wrapped:
 
         Raises:
             ValueError: The kernel returned something else than was declared.
-            TypeError: Arguments that the operator does not have, or of other types.
+            TypeError: Arguments that the operator does not have; no tensor where it takes one.
+            RuntimeError: Other arguments of another type than the operator's.
         """
         return self.op(*self._bind(args, kwargs))
 
@@ -78,6 +80,11 @@ class Wrapped:
             expected = f"arguments among {', '.join(self._names)}"
             remedy = "Call it as the kernel; annotate a parameter without a type, or give wrap schema=..."
             expect(False, repr(self), expected, got, remedy, error=UsageError)
+        for place in self._tensors:
+            if not isinstance(x := values[place], Tensor):
+                what, expected = f"{self.op._schema.name}: {self._names[place]}", "a torch.Tensor"
+                remedy = "Convert it with torch.as_tensor"
+                raise DtypeError(what, expected=expected, got=type(x).__name__, remedy=remedy)
         for place, varies in enumerate(self._varying):
             if varies and values[place] is not None and not isinstance(values[place], Tensor):
                 # A product, because compilers know how to leave the number of a product open.

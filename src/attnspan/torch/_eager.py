@@ -33,6 +33,8 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
         return None
     if is_watched() or not (q.is_cpu and q.dim() == k.dim() == v.dim() == 4):
         return None
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None
     if scale is not None and not (type(scale) in (float, int) and abs(scale) <= FLOAT32_MAX):
         return None
     if layout == "bshd":

@@ -38,6 +38,15 @@ class TorchFront(Front):
     def takes(self, x: Any) -> bool:
         return isinstance(x, Tensor)
 
+    def check_taken(self, name: str, x: Any, expected: str) -> None:
+        super().check_taken(name, x, expected)
+        if x.is_nested:
+            remedy = 'Pass x.values() in layout="thd", with documents(x.offsets())'
+            raise DtypeError(name, expected=expected, got="a nested tensor", remedy=remedy)
+        if x.layout is not torch.strided:
+            remedy = "Call .to_dense()"
+            raise DtypeError(name, expected="a dense tensor", got=f"one of {x.layout}", remedy=remedy)
+
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         del mask
         self.split(q, k, v, given, layout)

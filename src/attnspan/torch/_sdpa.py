@@ -9,6 +9,7 @@ from ..errors import DtypeError, ShapeError, expect, shown
 from ..masks import causal, from_dense
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention
+from ._front import PLAIN
 
 
 def scaled_dot_product_attention(
@@ -75,6 +76,8 @@ def scaled_dot_product_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        PLAIN.check_taken(name, x, PLAIN.expected)
     inputs, remedy = "query, key and value", "Add the missing batch or heads dim"
     fits = query.dim() >= 3 and key.dim() == query.dim() and value.dim() == query.dim()
     if not fits:
