@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -330,8 +331,10 @@ def begin(
 
 
 def _check_size(name: str, size: Any) -> None:
-    """Raise for what is no size. Symbols of a compiler are."""
-    if isinstance(size, (bool, float, list, str, tuple)) or size is None or is_array(size):
+    """Raise for what is no size. Symbols of a compiler are, and tensors in `torch.jit.trace`."""
+    traced = is_array(size) and "torch" in sys.modules and sys.modules["torch"].jit.is_tracing()
+    other = isinstance(size, (bool, float, list, str, tuple)) or size is None or is_array(size)
+    if other and not traced:
         expect(False, name, "an int", kind_of(size), "Pass a number, such as q.shape[2]", error=DtypeError)
     if isinstance(size, np.integer):
         checks.count(name, size)

@@ -113,7 +113,7 @@ def test_files_of_other_versions_are_not_compared(run, tmp_path):
     old.write_text(json.dumps(data | {"schema": 99}))
     code, _, errors = run("--compare", old, new)
     assert code == 2
-    assert "expected results of schema 1, got schema 99" in errors
+    assert "expected results of schema 2, got schema 99" in errors
 
 
 def test_the_summary_of_a_file(run, tmp_path):

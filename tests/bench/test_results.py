@@ -17,7 +17,6 @@ from attnspan.bench.results import (
     Run,
     Timing,
     TrainingCell,
-    TuningGain,
     Workload,
 )
 from attnspan.errors import OptionError
@@ -33,11 +32,6 @@ WHOLE = Results(
     cells=(CELL,),
     training=(TrainingCell("sdpa", seconds=Timing((0.5,)), tokens_per_second=Rate((9.0,)), peak_memory=5),),
     monitor=(MonitorRecord(1, 0.5, 100, PhaseShares(data=0.25), attention_seconds=0.1),),
-    tuning=(
-        TuningGain(
-            {"dtype": "float32"}, Timing((1.0,)), Timing((0.5,)), Ratio(2, 2, 2, 1), {"threads": 2}, 3
-        ),
-    ),
     complete=False,
 )
 

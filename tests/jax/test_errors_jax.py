@@ -18,7 +18,7 @@ SEED = jnp.array(11)
 Bad = dict[str, tuple[dict[str, Any], type[Exception], str]]
 
 INPUTS: Bad = {
-    "list": ({"q": [[0.0]]}, TypeError, r"q: expected a JAX or NumPy array, got builtins\.list"),
+    "list": ({"q": [[0.0]]}, TypeError, r"q: expected a JAX or NumPy array, got list"),
     "int": ({"q": Q.astype(int)}, TypeError, "q: expected a floating dtype .*got int32"),
     "complex": ({"k": K.astype(complex)}, TypeError, "k: expected a floating dtype .*got complex64"),
     "float8": ({"q": Q.astype(jnp.float8_e4m3fn)}, TypeError, "q: expected a floating dtype .*float8_e4m3fn"),

@@ -16,7 +16,6 @@ from attnspan.bench.results import (
     Run,
     Timing,
     TrainingCell,
-    TuningGain,
     Workload,
 )
 
@@ -92,7 +91,6 @@ def sample_results(
         cells=tuple(cells),
         training=training(),
         monitor=monitor(),
-        tuning=tuning(),
     )
 
 
@@ -226,29 +224,3 @@ def monitor(steps: int = 120) -> tuple[MonitorRecord, ...]:
             )
         )
     return tuple(records)
-
-
-def tuning() -> tuple[TuningGain, ...]:
-    """Keys that gained, and one that keeps its default."""
-    draw = random.Random(3)
-    gains = []
-    for dtype, dim, factor in (("float32", 64, 1.08), ("float32", 128, 1.0), ("bfloat16", 64, 1.17)):
-        tuned = _samples(2.1e-3, draw)
-        default = tuple(second * factor * draw.lognormvariate(0, 0.01) for second in tuned)
-        gains.append(
-            TuningGain(
-                {
-                    "direction": "forward",
-                    "dtype": dtype,
-                    "head_dim": str(dim),
-                    "length": "4096",
-                    "mask": "causal",
-                },
-                Timing(default),
-                Timing(tuned),
-                Ratio.of(tuned, default),
-                {"q_block": 128, "k_block": 256, "threads": 2} if factor > 1 else {},
-                failures=2,
-            )
-        )
-    return tuple(gains)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_results import CEILINGS, monitor, sample_results, training, tuning
+from sample_results import CEILINGS, monitor, sample_results, training
 
 from attnspan.bench.results import Results, Run
 from attnspan.bench.standings import standings
@@ -19,7 +19,7 @@ from attnspan.report import write_page
 
 HOSTILE = '<img src=x onerror="window.hacked=1">"\'</script><script>window.hacked=1</script>{{ 7 * 7 }} %{x}'
 SECTIONS = {
-    "grid", "standing", "ratios", "roofline", "speed", "scaling", "memory", "training", "monitor", "tuning",
+    "grid", "standing", "ratios", "roofline", "speed", "scaling", "memory", "training", "monitor",
     "cells", "environment",
 }  # fmt: skip
 NAMED_COLOR = re.compile(r"@[a-z]+\d?")
@@ -96,9 +96,8 @@ def test_every_section_has_its_place_and_its_link(page: Page) -> None:
         (Results(ceilings=CEILINGS), {"environment"}),
         (Results(monitor=monitor(3)), {"monitor"}),
         (Results(training=training()), {"training"}),
-        (Results(tuning=tuning()), {"tuning"}),
-        (replace(sample_results(), ceilings=None, training=(), monitor=(), tuning=()),
-         SECTIONS - {"roofline", "training", "monitor", "tuning"}),
+        (replace(sample_results(), ceilings=None, training=(), monitor=()),
+         SECTIONS - {"roofline", "training", "monitor"}),
     ],
 )  # fmt: skip
 def test_sections_without_data_are_absent(results: Results, wanted: set[str], tmp_path: Path) -> None:
@@ -183,7 +182,6 @@ def hostile_results() -> Results:
     runs = (replace(cell.ours, note=HOSTILE), *peers, Run(f"{HOSTILE} 2", reason=HOSTILE))
     longer = replace(work, name=f"{HOSTILE} 2", q_len=256, k_len=256)
     cells = tuple(replace(cell, workload=problem, runs=runs) for problem in (work, longer))
-    gain = replace(results.tuning[0], key={HOSTILE: HOSTILE}, config={HOSTILE: 1})
     steps = replace(results.training[1], attention=HOSTILE, note=HOSTILE)
     ceilings = replace(CEILINGS, flops={"<b>_f32": 2e11}, notes={"<b>_f32": HOSTILE})
     return Results(
@@ -192,7 +190,6 @@ def hostile_results() -> Results:
         cells=cells,
         training=(steps,),
         monitor=results.monitor[:3],
-        tuning=(gain,),
     )
 
 
@@ -265,7 +262,7 @@ def test_readers_without_eyes_find_their_way(page: Page) -> None:
         attrs.get("role") == "img" and attrs.get("aria-label")
         for attrs in page.all("div", **{"class": "chart"})
     )
-    assert len(page.all("caption")) == len(page.all("table")) == 5
+    assert len(page.all("caption")) == len(page.all("table")) == 4
     assert all(attrs.get("scope") in ("col", "row") for attrs in page.all("th"))
     assert page.all("html", lang="en")
 

@@ -16,10 +16,8 @@ from attnspan.bench.devices import device_named
 from attnspan.bench.options import BenchOptions, numbers, words
 from attnspan.bench.peers import PEERS
 from attnspan.bench.results import Results
-from attnspan.bench.routes.report import FULL_LENGTH, LENGTH, REPORT, ReportPlan, measure_report
-from attnspan.bench.routes.table import show_routes
 from attnspan.bench.runner import peers_named
-from attnspan.bench.session import Plan, run_session, threads_set
+from attnspan.bench.session import Plan, run_session
 from attnspan.bench.table import seconds_text, show_comparison, show_results, show_summary
 from attnspan.bench.timing import Budget
 from attnspan.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["execute", "list_workloads", "plan_of", "report_of", "run_bench"]
+__all__ = ["execute", "list_workloads", "plan_of", "run_bench"]
 
 WritePage = Callable[[Results, Path], None]
 
@@ -107,10 +105,9 @@ def plan_of(options: BenchOptions) -> Plan:
             "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
         )
     own = load_workloads(options.workloads) if options.workloads else ()
-    report_of(options)
-    names = tuple(name for name in options.asked if name not in (_TRAINING, REPORT))
+    names = tuple(name for name in options.asked if name != _TRAINING)
     chosen: tuple[Workload, ...] = ()
-    if names or options.full or not {_TRAINING, REPORT} & set(options.asked):
+    if names or options.full or _TRAINING not in options.asked:
         everything = (*own, *builtin(), *grid()) if names or options.full else own or builtin()
         chosen = select(
             everything,
@@ -128,51 +125,6 @@ def plan_of(options: BenchOptions) -> Plan:
         Budget(options.seconds, options.width),
         options.full if options.memory is None else options.memory,
         native_probe(),
-    )
-
-
-def report_of(options: BenchOptions) -> ReportPlan | None:
-    """What of the report is asked for, or None.
-
-    Args:
-        options: Of the command.
-
-    Raises:
-        OptionError: An option of the report without it, or one that does not fit.
-
-    Example:
-        >>> report_of(BenchOptions(workload="report-2025", full_size=True)).lengths
-        (16384,)
-    """
-    lengths = numbers("--lengths", options.lengths)
-    wanted = REPORT in options.asked
-    for option, given in (("--full-size", options.full_size), ("--xla-python", options.xla_python)):
-        if given and not wanted:
-            raise OptionError(
-                option, expected=f"--workload {REPORT}", got="other workloads", remedy="Leave the option out"
-            )
-    if not wanted:
-        return None
-    others = set(options.asked) - {_TRAINING, REPORT}
-    for option, words_given in (("--peers", options.peers), ("--head-dims", options.head_dims)):
-        if words_given and not others and not options.full:
-            raise OptionError(
-                option,
-                expected=f"none beside {REPORT}",
-                got=words_given,
-                remedy="Its routes and sizes are fixed",
-            )
-    if options.full_size and lengths:
-        raise OptionError(
-            "--full-size", expected="no --lengths", got=options.lengths, remedy="Leave one of the two out"
-        )
-    return ReportPlan(
-        lengths or (FULL_LENGTH if options.full_size else LENGTH,),
-        words(options.dtypes) or ("float32",),
-        words(options.modes) or ("forward",),
-        options.device,
-        Budget(options.seconds, options.width),
-        options.xla_python,
     )
 
 
@@ -213,11 +165,7 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     wants_training = _TRAINING in options.asked or (options.full and options.device == "cpu")
     if results.complete and wants_training:
         results = _with_training(results, options, plan, console)
-    report = report_of(options)
-    if results.complete and report is not None:
-        results = _with_routes(results, report, plan, console)
     show_results(results, console)
-    show_routes(results.routes, results.ceilings, console)
     if any(cell.workload.family == "grid" for cell in results.cells):
         console.print()
         show_summary(results, console)
@@ -241,18 +189,6 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
     except KeyboardInterrupt:
         return replace(results, complete=False)
     return replace(results, training=training)
-
-
-def _with_routes(results: Results, report: ReportPlan, plan: Plan, console: Console) -> Results:
-    with threads_set(plan.threads), console.status(REPORT) as status:
-
-        def step(text: str) -> None:
-            status.update(f"{REPORT}: {text}")
-
-        try:
-            return replace(results, routes=measure_report(report, tell=step))
-        except KeyboardInterrupt:
-            return replace(results, complete=False)
 
 
 @contextmanager
@@ -303,7 +239,4 @@ def list_workloads(options: BenchOptions, console: Console) -> None:
         cells = f"{len(grid()) // len(DTYPES)} cells in each of {', '.join(DTYPES)}"
         console.print(f"{'grid':<22} {cells}", highlight=False)
         console.print(f"{'training':<22} whole steps of the reference job", highlight=False)
-        console.print(
-            f"{REPORT:<22} one kernel by every route, traced, compiled and executed", highlight=False
-        )
         console.print(f"peers: {', '.join(peer.name for peer in PEERS)}", highlight=False)

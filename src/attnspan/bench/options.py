@@ -34,8 +34,7 @@ class BenchOptions:
     The comment of each field is in its metadata, because the command line prints it too.
 
     Args:
-        names: Workloads, families, patterns like "documents-*", "grid", "training" for whole steps, or
-            "report-2025" for every route to one kernel.
+        names: Workloads, families, patterns like "documents-*", "grid", or "training" for whole steps.
 
     Example:
         >>> BenchOptions(dtypes="float32,bfloat16").seconds
@@ -45,11 +44,7 @@ class BenchOptions:
     names: tuple[str, ...] = ()
     workload: str = field(
         default="",
-        metadata=_what('more names, with commas between; "report-2025" takes every route to a kernel'),
-    )
-    full_size: bool = field(
-        default=False,
-        metadata=_what("report-2025 at its own length, 16384, which takes a CPU many minutes", "--full-size"),
+        metadata=_what("more names, with commas between"),
     )
     full: bool = field(
         default=False,
@@ -70,10 +65,6 @@ class BenchOptions:
     )
     memory: bool | None = field(
         default=None, metadata=_how("peak memory of each peer too", "--memory/--no-memory")
-    )
-    xla_python: Path | None = field(
-        default=None,
-        metadata=_how("Python of an environment with torch_xla, for report-2025; default: .venv-xla's"),
     )
     rounds: int = field(default=20, metadata=_how("steps of each kind of attention in training"))
 
@@ -163,9 +154,7 @@ def command(write_page: Callable[[Results, Path], None]) -> Callable[..., None]:
         default=None,
         annotation=Annotated[
             list[str] | None,
-            typer.Argument(
-                help='workloads, families, patterns, "grid", "training", "report-2025"; default: the named'
-            ),
+            typer.Argument(help='workloads, families, patterns, "grid", "training"; default: the named'),
         ],
     )
     own = [

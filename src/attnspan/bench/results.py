@@ -13,7 +13,6 @@ from typing import Any
 
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.cells import Ceilings, Cell, Run, Workload
-from attnspan.bench.routes.findings import Route, RouteStudy
 from attnspan.bench.samples import Rate, Ratio, Samples, Timing
 from attnspan.errors import OptionError
 
@@ -26,17 +25,14 @@ __all__ = [
     "Rate",
     "Ratio",
     "Results",
-    "Route",
-    "RouteStudy",
     "Run",
     "Samples",
     "Timing",
     "TrainingCell",
-    "TuningGain",
     "Workload",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -160,37 +156,6 @@ class MonitorRecord:
 
 
 @dataclass(frozen=True)
-class TuningGain:
-    """What tuning gained for one key.
-
-    Args:
-        key: Fields of the key, like "direction", "dtype" and "head_dim", as text.
-        default: Times of the kernel's own choice.
-        tuned: Times of the winner, taken in turn with the default's; the default's own where nothing won.
-        ratio: Default over tuned: above 1, tuning gained.
-        config: The winner; empty where the default stays.
-        failures: Candidates that failed.
-
-    Example:
-        >>> once = Timing((1.0,))
-        >>> TuningGain({"dtype": "float32"}, once, once, Ratio.of([1.0], [1.0]), {}, failures=0).accepted
-        False
-    """
-
-    key: dict[str, str]
-    default: Timing
-    tuned: Timing
-    ratio: Ratio
-    config: dict[str, int]
-    failures: int
-
-    @property
-    def accepted(self) -> bool:
-        """Whether a configuration other than the default won."""
-        return bool(self.config)
-
-
-@dataclass(frozen=True)
 class Results:
     """All that one run of the benchmark found; the JSON file.
 
@@ -200,8 +165,6 @@ class Results:
         cells: Single calls.
         training: Whole training steps.
         monitor: Steps of a watched training.
-        tuning: Gains of tuning.
-        routes: One kernel by many routes.
         complete: False when it was stopped before the last cell.
         schema: Version of this layout.
 
@@ -215,8 +178,6 @@ class Results:
     cells: tuple[Cell, ...] = ()
     training: tuple[TrainingCell, ...] = ()
     monitor: tuple[MonitorRecord, ...] = ()
-    tuning: tuple[TuningGain, ...] = ()
-    routes: tuple[RouteStudy, ...] = ()
     complete: bool = True
     schema: int = SCHEMA
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attnspan.bench.cells import Cell, Run, Workload
 from attnspan.bench.peers import PEERS, Job, Peer, Ready
-from attnspan.bench.routes.rounds import one_line
 from attnspan.bench.timing import Budget, Measured, MeasurementError, Meter, Subject, first_call, interleave
 from attnspan.bench.workloads import minimal_bytes, total_flops, visible_pairs
 from attnspan.errors import OptionError
@@ -150,6 +149,12 @@ def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: 
     )
 
 
+def _one_line(error: Exception) -> str:
+    """Kind and first line of an error, for a reason."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
 def _prepare(entry: _Entry, job: Job, options: Options, expected: list[Tensor]) -> None:
     """Bring a peer to its first result and compare that; whatever goes wrong is its reason."""
     try:
@@ -163,7 +168,7 @@ def _prepare(entry: _Entry, job: Job, options: Options, expected: list[Tensor]) 
     except MeasurementError:
         raise
     except Exception as error:  # A peer's failure is a finding; it must not end the measurement.
-        entry.reason = f"it failed: {one_line(error)}"
+        entry.reason = f"it failed: {_one_line(error)}"
         return
     if not expected:
         # attnspan is first; where it cannot do the job, the first peer that can takes its place.
@@ -211,7 +216,7 @@ def _measure_memory(
     try:
         entry.memory = memory(entry.peer, workload, mode)
     except Exception as error:  # The times are there; that the memory is not is said beside them.
-        entry.memory_note = f"memory: {one_line(error)}"
+        entry.memory_note = f"memory: {_one_line(error)}"
 
 
 def _time(

@@ -47,7 +47,7 @@ class JaxFront(Front):
         return isinstance(x, jax.Array | np.ndarray)
 
     def kind(self, x: Any) -> str:
-        return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
+        return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         q, k, v = map(jnp.asarray, (q, k, v))

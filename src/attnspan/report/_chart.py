@@ -95,7 +95,6 @@ class Section:
         table: Below the charts, or None.
         wide: One chart per line.
         small: More of them per line.
-        points: What the figures say, one thing in each.
     """
 
     anchor: str
@@ -105,7 +104,6 @@ class Section:
     table: Table | None = None
     wide: bool = False
     small: bool = False
-    points: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,13 @@ from attnspan.report._chart import (
     Chart,
     Palette,
     Section,
-    Table,
-    TableCell,
     facets,
     log_ticks,
     whiskers,
 )
 from attnspan.report._numbers import TIMES, plain, ratio_text, seconds_text, times
 
-__all__ = ["ratio_section", "tuning_section"]
+__all__ = ["ratio_section"]
 
 _BAR = 17
 _GAP = 0.6
@@ -84,79 +82,26 @@ def _bars(cell: Cell, label: str, palette: Palette) -> list[_Bar]:
     ]
 
 
-def tuning_section(results: Results) -> Section | None:
-    """What tuning gained; None where nothing was tuned."""
-    if not results.tuning:
-        return None
-    bars = [
-        _Bar(
-            group=f"{index}",
-            label=", ".join(gain.key.values()),
-            peer="",
-            ratio=gain.ratio,
-            noisy=False,
-            color="@ours" if gain.accepted else "@peer7",
-            hover=f"<b>{plain(_key(gain.key))}</b><br>{ratio_text(gain.ratio)}<br>{plain(_key(gain.config))}",
-        )
-        for index, gain in enumerate(results.tuning)
-    ]
-    rows = tuple(
-        (
-            TableCell(_key(gain.key)),
-            TableCell(_key(gain.config) if gain.accepted else "default"),
-            TableCell(seconds_text(gain.default.median), gain.default.median),
-            TableCell(seconds_text(gain.tuned.median), gain.tuned.median),
-            TableCell(ratio_text(gain.ratio), gain.ratio.median),
-            TableCell(f"{gain.failures}", gain.failures),
-        )
-        for gain in results.tuning
-    )
-    accepted = sum(gain.accepted for gain in results.tuning)
-    chart = Chart(
-        "Gain of tuning",
-        "grey: the default stays",
-        f"Ratio of the default's time to the tuned time for {len(bars)} keys; tuning won in {accepted}.",
-        _figure(bars, "time of the default / time tuned", labels_above=True),
-        _height(bars, labels_above=True),
-    )
-    table = Table(
-        "Configurations by key; gain: time of the default over time tuned; failed: what did not run",
-        ("key", "configuration", "default", "tuned", "gain", "failed"),
-        rows,
-        frozenset({0, 1}),
-    )
-    lead = (
-        f"Keys that tuning searched: {len(bars)}. A configuration other than the default won in {accepted}."
-    )
-    return Section("tuning", "Tuning", lead, (chart,), table, wide=True)
-
-
-def _key(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in fields.items())
-
-
-def _positions(bars: Sequence[_Bar], labels_above: bool) -> tuple[list[float], dict[str, float]]:
-    """A place for each bar, and one for the label of each group: in its middle, or on a line above it."""
+def _positions(bars: Sequence[_Bar]) -> tuple[list[float], list[float]]:
+    """A place for each bar, and one for the label of each group: in its middle."""
     places: list[float] = []
     groups: dict[str, list[float]] = {}
     at = 0.0
     for index, bar in enumerate(bars):
         starts = not index or bars[index - 1].group != bar.group
-        at += 1.0 + (_GAP + labels_above if starts else 0.0)
+        at += 1.0 + (_GAP if starts else 0.0)
         places.append(at)
         groups.setdefault(bar.group, []).append(at)
-    middle = {group: (members[0] + members[-1]) / 2 for group, members in groups.items()}
-    above = {group: members[0] - 1 for group, members in groups.items()}
-    return places, above if labels_above else middle
+    return places, [(members[0] + members[-1]) / 2 for members in groups.values()]
 
 
-def _height(bars: Sequence[_Bar], labels_above: bool = False) -> int:
-    places, _ = _positions(bars, labels_above)
+def _height(bars: Sequence[_Bar]) -> int:
+    places, _ = _positions(bars)
     return 64 + round(_BAR * (places[-1] + _GAP))
 
 
-def _figure(bars: Sequence[_Bar], title: str, labels_above: bool = False) -> dict[str, Any]:
-    places, groups = _positions(bars, labels_above)
+def _figure(bars: Sequence[_Bar], title: str) -> dict[str, Any]:
+    places, middles = _positions(bars)
     labels = [plain(label) for label in {bar.group: bar.label for bar in bars}.values()]
     low, high = min(1.0, *(bar.ratio.low for bar in bars)), max(1.0, *(bar.ratio.high for bar in bars))
     low, high = low / 1.06, max(high * 1.04, low * 1.5)
@@ -165,11 +110,7 @@ def _figure(bars: Sequence[_Bar], title: str, labels_above: bool = False) -> dic
         mine = [(place, bar) for place, bar in zip(places, bars, strict=True) if bar.peer == peer]
         data += _traces(peer, mine, high)
     y_axis = {"range": [places[-1] + 1, _GAP], "showgrid": False, "zeroline": False}
-    if labels_above:
-        data.append(_labels(labels, list(groups.values())))
-        y_axis["showticklabels"] = False
-    else:
-        y_axis |= {"tickvals": list(groups.values()), "ticktext": labels}
+    y_axis |= {"tickvals": middles, "ticktext": labels}
     line = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper"}
     layout = {
         "barmode": "overlay",
@@ -192,26 +133,12 @@ def _ratio_axis(low: float, high: float, title: str) -> dict[str, Any]:
     }
 
 
-def _labels(labels: Sequence[str], places: Sequence[float]) -> dict[str, Any]:
-    """Long names, each on a line of its own beside the line at 1."""
-    return {
-        "type": "scatter",
-        "mode": "text",
-        "x": [1.0] * len(labels),
-        "y": list(places),
-        "text": list(labels),
-        "textposition": "middle right",
-        "hoverinfo": "skip",
-    }
-
-
 def _traces(peer: str, bars: Sequence[tuple[float, _Bar]], edge: float) -> list[dict[str, Any]]:
     """The bars of one peer, and their figures in the right margin."""
     ratios = [bar.ratio for _, bar in bars]
     places = [place for place, _ in bars]
     middle = [ratio.median for ratio in ratios]
-    # What a switch of the page hides; there is none for tuning.
-    meta = {"peer": peer} if peer else {}
+    meta = {"peer": peer}  # what a switch of the page hides
     drawn = {
         "type": "bar",
         "orientation": "h",

@@ -15,9 +15,8 @@ from attnspan.bench.results import Results
 from attnspan.report._cells import cards, cell_rows, cell_table, standing_section, target_section
 from attnspan.report._chart import OURS, Palette, Section
 from attnspan.report._numbers import NONE, bandwidth, bytes_text, rate
-from attnspan.report._ratios import ratio_section, tuning_section
+from attnspan.report._ratios import ratio_section
 from attnspan.report._roofline import roofline_section
-from attnspan.report._routes import route_sections
 from attnspan.report._scaling import memory_section, scaling_sections
 from attnspan.report._training import monitor_section, training_section
 
@@ -56,10 +55,8 @@ def write_page(results: Results, path: Path) -> None:
         roofline_section(results, palette),
         *scaling_sections(results, palette),
         memory_section(results, palette),
-        *route_sections(results),
         training_section(results),
         monitor_section(results),
-        tuning_section(results),
     )
     sections = [section for section in found if section is not None]
     html = _template().render(

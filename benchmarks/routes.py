@@ -1,0 +1,232 @@
+"""One kernel by every route from Python, cold and warm: python benchmarks/routes.py [LENGTH] [--backward]
+
+A report of 2025 had one flash kernel at (1, 5, 16384, 128) take 2.5 ms from JAX, 2.6 ms by call_jax and
+3.0 ms from PyTorch/XLA. Its benchmark counted tracing as execution and waited after every call. Here each
+route is
+
+1. called at length 16: what a call costs, whatever it computes;
+2. opened anew, so that nothing is traced or compiled, and called ten times, each call waited for: what a
+   hasty benchmark does;
+3. compared with the first route's result, in the norm;
+4. timed warm, in turn with the first route: each call waited for, and many in a row waited for once.
+
+PyTorch/XLA has a process of its own, by the Python of an environment that has it (`make test-xla` makes
+.venv-xla), in which it takes turns with JAX. Samples go to --json FILE. A route that cannot run says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from _routes import BOUNDS, COLD, TINY, Opened, Problem, Route, take
+from _routes_ways import ROUTES, new_function, through_jax, through_torch
+
+from attnspan.bench._plain import from_plain, to_plain
+from attnspan.bench.timing import Budget, Meter
+
+ENVIRONMENT = Path(__file__).parents[1] / ".venv-xla" / "bin" / "python"
+
+# PyTorch/XLA, whose torch may be too old for attnspan.torch.
+
+LAZY, PARTNER = "torch-xla", "jax-beside-xla"
+
+
+class _LazyDevice:
+    """PyTorch/XLA's queue: a call traces, hands over its graph, and returns."""
+
+    name = "xla"
+    is_asynchronous = True
+    is_ordered = True
+
+    def synchronize(self, result: Any) -> None:
+        import torch_xla.core.xla_model as xm
+
+        del result
+        xm.wait_device_ops()
+
+    def is_idle(self, result: Any) -> bool:
+        del result
+        return True  # The queue cannot be asked; it was waited for just before.
+
+    def timer(self) -> None:
+        return None
+
+
+def _lazy(problem: Problem) -> Opened:
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    from attnspan.xla import attention
+
+    def compiler() -> float:
+        found = metrics.metric_data("CompileTime")  # number, total in ns, samples; None before the first
+        return float(found[1]) / 1e9 if found else 0.0
+
+    retraces: list[float] = []
+    opened = through_torch(
+        problem, attention, torch_xla.device(), device=_LazyDevice(), compiler=compiler, retraces=retraces
+    )
+
+    def call() -> Any:
+        start = time.perf_counter()
+        found = opened.call()
+        retraces.append(time.perf_counter() - start)
+        torch_xla.sync(wait=False)
+        return found
+
+    return replace(opened, call=call)
+
+
+def _beside(problem: Problem) -> Opened:
+    import jax
+
+    return through_jax(jax, problem, new_function("xla"))
+
+
+def worker(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """The routes of the environment of PyTorch/XLA, as plain data."""
+    problem, budget = Problem(**task["problem"]), Budget(**task["budget"])
+    routes = {PARTNER: _beside, LAZY: _lazy}
+    found = take(routes, problem, replace(problem, length=TINY), BOUNDS[problem.dtype], budget, Meter())
+    found[1].partner = PARTNER
+    return [to_plain(x) for x in found]
+
+
+def lazy_routes(
+    problem: Problem, budget: Budget, python: Path | None, threads: int, timeout: float = 900
+) -> list[Route]:
+    """Lazy PyTorch/XLA and JAX beside it in a process of that environment, or the reason why not."""
+    if problem.device != "cpu" or python is None or not python.is_file():
+        return [
+            Route(LAZY, "no environment with torch_xla: `make test-xla` makes one, or name its --xla-python")
+        ]
+    source = Path(__file__).parents[1] / "src"
+    paths = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+    count = str(threads)
+    environment = {"PYTHONPATH": paths, "NPROC": count, "OMP_NUM_THREADS": count, "PJRT_DEVICE": "CPU"}
+    task = json.dumps({"problem": asdict(problem), "budget": asdict(budget)})
+    command = [str(python), __file__, "--worker"]
+    try:
+        done = subprocess.run(
+            command,
+            input=task,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=True,
+            env=os.environ | environment,
+        )
+    except subprocess.TimeoutExpired:
+        return [Route(LAZY, f"its process had not ended after {timeout:.0f} s")]
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip() or f"exit code {error.returncode}").splitlines()[-1]
+        return [Route(LAZY, f"its process failed: {last[:200]}")]
+    return [
+        from_plain(Route, x, "the process of PyTorch/XLA") for x in json.loads(done.stdout.splitlines()[-1])
+    ]
+
+
+# The program.
+
+
+def show(problem: Problem, found: Sequence[Route]) -> None:
+    """Print what was measured, warm and from cold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from attnspan.bench.table import seconds_text
+
+    def table(title: str, *names: str) -> Table:
+        made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for i, name in enumerate(names):
+            made.add_column(name, justify="right" if i else "left", no_wrap=True)
+        return made
+
+    warm = table(
+        "warm calls; ratio: to the first, or to the one named",
+        "route",
+        "in a row",
+        "each waited",
+        "ratio",
+        "95 %",
+        "tiny call",
+    )
+    cold = table(
+        f"a hasty loop: {COLD} calls from cold, each waited for",
+        "route",
+        "reports",
+        "first call",
+        "trace",
+        "compile",
+    )
+    for x in found:
+        if x.execute is None or x.overhead is None:
+            continue
+        ratio = (
+            ("", "")
+            if x.ratio is None
+            else (f"{x.ratio.median:.2f}", f"{x.ratio.low:.2f}-{x.ratio.high:.2f}")
+        )
+        row = seconds_text(x.pipelined.median if x.pipelined else None), seconds_text(x.execute.median)
+        name = f"{x.name}, to {x.partner}" if x.partner else x.name
+        warm.add_row(name, *row, *ratio, seconds_text(x.overhead.median))
+        cold.add_row(x.name, *map(seconds_text, (x.hasty, x.cold[0], x.trace, x.compile)))
+    console = Console()
+    console.print(f"{problem}\n", highlight=False)
+    console.print(warm, "", cold, "")
+    for x in found:
+        if x.reason is not None:
+            console.print(f"not {x.name}: {x.reason}", style="dim", highlight=False)
+        elif x.retrace is not None:
+            console.print(
+                f"{x.name} traces in every call: {seconds_text(x.retrace.median)} of Python", highlight=False
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Route]:
+    """Measure, print, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "length", type=int, nargs="?", default=512, help="queries and keys; the report had 16384"
+    )
+    parser.add_argument("--dtype", default="float32", choices=BOUNDS)
+    parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--seconds", type=float, default=2.0, help="most time for each pair of routes")
+    parser.add_argument(
+        "--xla-python", type=Path, default=ENVIRONMENT, help="of an environment with torch_xla"
+    )
+    parser.add_argument("--json", type=Path, help="where figures and samples go")
+    given = parser.parse_args(arguments)
+    import torch
+
+    problem, threads = (
+        Problem(given.length, given.dtype, given.backward, given.device),
+        torch.get_num_threads(),
+    )
+    budget = Budget(given.seconds, calls=10 if given.length < 4096 else 2)
+    tiny, meter = replace(problem, length=TINY), Meter(threads=threads)
+    found = take(ROUTES, problem, tiny, BOUNDS[problem.dtype], budget, meter)
+    found += lazy_routes(problem, budget, given.xla_python, threads)
+    show(problem, found)
+    if given.json:
+        given.json.write_text(
+            json.dumps({"problem": asdict(problem), "routes": [to_plain(x) for x in found]})
+        )
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        print(json.dumps(worker(json.load(sys.stdin))))
+    else:
+        main()
