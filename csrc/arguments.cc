@@ -179,8 +179,7 @@ void raise_unless_ok(const Result& result, const Problem& p, Direction direction
          std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
          ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
          "separate places: raise max_runs, or give each document an id of its own. If it has lengths (cache, "
-         "key_padding), one may be beyond the keys: pass as many keys as it counts. mask.prepare(...) names the "
-         "promise that is broken");
+         "key_padding), one may be beyond the keys: pass as many keys as it counts. mask.prepare() says which");
   if (result.status == Status::ok) return;
   const Blocks blocks = blocks_of(direction, p.dtype, isa);
   fail("config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +

@@ -1,7 +1,9 @@
-"""The pictures of docs/library.md: `python docs/pictures.py` writes them again, and a test compares them."""
+"""The pictures of README and docs/library.md, which `python docs/pictures.py` writes, and tests compare."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import attnspan
 from attnspan import library
 from attnspan.picture import svg
 
-FOLDER = Path(__file__).parent / "images" / "library"
+IMAGES = Path(__file__).parent / "images"
+FOLDER = IMAGES / "library"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 GALLERY: dict[str, tuple[str, int, int]] = {
     "dilated": ("dilated(8, 4)", 24, 24),
@@ -74,8 +78,128 @@ def _beside(pictures: list[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'
 
 
+# README's first picture.
+
+_INK = 'fill="#1f2328" font-family="system-ui, sans-serif" font-size="12"'
+_BLUE, _PALE, _GREY = "#4263eb", "#b4c1fa", "#e9ebef"
+_OFFSETS, _TILE, _CELL = [0, 10, 22, 32], 4, 7
+
+
+def spans_picture() -> str:
+    """A mask, its spans, and the tiles that a kernel visits."""
+    spans = (attnspan.causal() & attnspan.documents(_OFFSETS)).spans(32, 32)
+    seen, size = spans.dense()[0, 0], 32 * _CELL
+    pairs = [_square(j, i, 1, _BLUE if seen[i, j] else _GREY) for i in range(32) for j in range(32)]
+    blocks = seen.reshape(32 // _TILE, _TILE, 32 // _TILE, _TILE).mean((1, 3))
+    tiles = [
+        _square(j * _TILE, i * _TILE, _TILE, _GREY if share == 0 else _BLUE if share == 1 else _PALE)
+        for (i, j), share in np.ndenumerate(blocks)
+    ]
+    rows = [0, 1, 9, 10, 11, 21, 22, 31]
+    ends = [spans.bounds[0, 0, i, 0].tolist() for i in rows]
+    lines = [
+        f'<text x="0" y="{14 + 25 * n}">query {i:>2} sees keys</text>'
+        f'<text x="120" y="{14 + 25 * n}" font-weight="600">[{lo}, {hi})</text>'
+        for n, (i, (lo, hi)) in enumerate(zip(rows, ends, strict=True))
+    ]
+    empty, whole = int((blocks == 0).sum()), int((blocks == 1).sum())
+    keys = (
+        (_GREY, f"{empty} of {blocks.size} tiles skipped"),
+        (_BLUE, f"{whole} without mask arithmetic"),
+        (_PALE, f"{blocks.size - empty - whole} at an edge"),
+    )
+    legend = [
+        f'<rect x="0" y="{size + 14 + 18 * n}" width="11" height="11" fill="{color}"/>'
+        f'<text x="17" y="{size + 24 + 18 * n}">{text}</text>'
+        for n, (color, text) in enumerate(keys)
+    ]
+    panels = (
+        (
+            "causal() &amp; documents([0, 10, 22, 32])",
+            [*pairs, '<text x="0" y="248">the mask: who sees whom</text>'],
+        ),
+        (
+            "its spans: an int32 tensor",
+            [*lines, '<text x="0" y="248">8 bytes for a row and span</text>'],
+        ),
+        ("what a kernel visits", tiles + legend),
+    )
+    starts = (20, 290, 530)
+    body = [
+        f'<g transform="translate({x} 52)">{_text(0, -16, title, bold=True)}{"".join(parts)}</g>'
+        for x, (title, parts) in zip(starts, panels, strict=True)
+    ]
+    return _card(770, 52 + size + 74, body)
+
+
+def _square(x: int, y: int, side: int, color: str) -> str:
+    at = f'x="{x * _CELL}" y="{y * _CELL}" width="{side * _CELL - 1}" height="{side * _CELL - 1}"'
+    return f'<rect {at} fill="{color}"/>'
+
+
+def _card(width: int, height: int, body: list[str]) -> str:
+    # A card of its own: the picture of an <img> does not know whether the page around it is dark.
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    card = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{card}<g {_INK}>{"".join(body)}</g></svg>\n'
+
+
+# README's second picture.
+
+_PEERS = {
+    "sdpa-per-document": "SDPA, a call per document",
+    "flex": "FlexAttention",
+    "sdpa-dense-mask": "SDPA, dense mask",
+}
+_MACHINES = {"tiles": "with matrix tiles (AMX)", "avx2": "held to AVX2"}
+_MOST, _WIDE = 100.0, 330
+
+
+def bars_picture() -> str:
+    """How much longer others take for 32 packed documents, on a logarithmic axis from 1."""
+    body, y = (
+        [
+            _text(
+                20,
+                26,
+                "32 packed documents, 8,192 tokens, 8 heads of 64, causal, forward",
+                bold=True,
+            )
+        ],
+        48,
+    )
+    body.append(_text(20, y, "time over attnspan's, logarithmic from 1"))
+    for machine, title in _MACHINES.items():
+        cells = json.loads((RESULTS / f"packed-{machine}.json").read_text())["cells"]
+        for cell in sorted(cells, key=lambda x: x["workload"]["dtype"], reverse=True):
+            y += 34
+            body.append(_text(20, y, f"{cell['workload']['dtype']}, {title}", bold=True))
+            runs = {run["peer"]: run for run in cell["runs"]}
+            for peer, name in _PEERS.items():
+                y += 21
+                ratio = (runs[peer].get("ratio") or {}).get("median")
+                body.append(_text(190, y, name, anchor="end"))
+                if ratio is None:
+                    body.append(_text(202, y, "no figure: its result differs from the others'"))
+                    continue
+                length = max(2.0, _WIDE * math.log(ratio) / math.log(_MOST))
+                body.append(f'<rect x="200" y="{y - 11}" width="{length:.1f}" height="15" fill="{_BLUE}"/>')
+                body.append(_text(206 + length, y, f"{ratio:.2g}x", bold=True))
+    return _card(600, y + 22, body)
+
+
+def _text(x: float, y: float, text: str, *, bold: bool = False, anchor: str = "start") -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{text}</text>'
+
+
+README = {"spans": spans_picture, "packed-bars": bars_picture}
+
+
 def main() -> None:
     """Write all pictures."""
+    for name, picture in README.items():
+        (IMAGES / f"{name}.svg").write_text(picture(), encoding="utf-8")
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in GALLERY:
         (FOLDER / f"{name}.svg").write_text(draw(name), encoding="utf-8")

@@ -56,6 +56,13 @@ def test_it_has_a_definition(name):
     assert any(sample.function == name for sample in SAMPLES), f"add {name} to tests/library_samples.py"
 
 
+@pytest.mark.parametrize("name", pictures.README)
+def test_the_pictures_of_readme_are_those_of_their_data(name):
+    drawn = (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert drawn == pictures.README[name](), "write it again: python docs/pictures.py"
+    assert f"docs/images/{name}.svg" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_it_has_a_picture_which_is_that_of_its_row(name):
     written = (DOCS / "images" / "library" / f"{name}.svg").read_text(encoding="utf-8")

@@ -48,6 +48,7 @@ def test_what_only_the_first_call_needs_is_not_counted():
     assert 32 * MIB <= peak < 256 * MIB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["attnspan", "sdpa-dense-mask", "sdpa-per-document"])
 def test_every_peer_is_warmed_up_on_a_problem_that_it_can_do(name):
     packed = replace(WORK, q_len=64, k_len=64, mask="causal & documents([0, 10, 64])")

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from attnspan.torch import StaticCache  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
 PAGES = ("caches", "library", "masks", "options", "torch")
 MARK = "<!-- not run"
 BLOCK = re.compile(rf"^(?:{MARK}(?P<reason>.*)-->\n)?```python\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
@@ -99,6 +100,15 @@ names_of = functools.cache(run)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_runs(page: str) -> None:
     assert names_of(DOCS / f"{page}.md")
+
+
+@pytest.mark.compiled_module("it runs by default")
+def test_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    run(README)
+    shown = re.search(r"^```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert shown
+    said, wanted = (re.sub(r"\d+ threads?, \w+", "machine", x) for x in (capsys.readouterr().out, shown[1]))
+    assert said == wanted
 
 
 @pytest.mark.filterwarnings(IMPORT_OF_COMPILER)

@@ -221,6 +221,7 @@ def test_a_choice_without_cells_moves_to_one_that_has_some(browser, folder: Path
     page.close()
 
 
+@pytest.mark.long
 def test_two_devices_have_a_switch(browser: Browser, folder: Path) -> None:
     cell = sample_results().cells[0]
     on_device = replace(
@@ -259,6 +260,7 @@ def column(page: Page, table: str, name: str) -> list[str]:
     )
 
 
+@pytest.mark.long
 def test_headings_sort_and_keep_missing_figures_last(visit: Window) -> None:
     page = visit.page
     for name in ("time", "ratio", "peak memory"):
@@ -370,6 +372,7 @@ def test_the_theme_follows_the_reader(open_page) -> None:
     assert paper() < 0.1
 
 
+@pytest.mark.long
 def test_paper_gets_every_chart_in_light_and_in_its_width(open_page) -> None:
     page = open_page("hostile", color_scheme="dark").page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
