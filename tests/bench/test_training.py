@@ -121,6 +121,7 @@ def test_the_peak_leaves_out_what_compiling_needed(
     assert capsys.readouterr().out == "123\n"
 
 
+@pytest.mark.long
 def test_a_process_that_fails_says_why(tiny: Tiny) -> None:
     peak, trouble = training_peak(tiny(data="/nowhere"))
     assert peak is None

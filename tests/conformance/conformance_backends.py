@@ -108,7 +108,7 @@ BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
     "jax:cpu": Backend(
-        partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=8
+        partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=4
     ),
     "jax:xla": Backend(
         partial(conformance_jax.run, "xla"),

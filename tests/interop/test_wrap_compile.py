@@ -10,6 +10,7 @@ import torch._functorch.config
 import torch._inductor.config
 from checkpointing import FORWARD_CALLS, checkpointed
 from closeness import relative_error
+from covering import few
 from foreign_kernel import Library, fresh_name, inputs, wrap_foreign
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
@@ -282,7 +283,7 @@ def test_cell(foreign: Library, compiler: str, ac: str) -> None:
         assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", few(["aot_eager", "inductor"], 1))
 def test_recompute_compiled(compiler: str) -> None:
     wrapped = wrap(_head_contiguous, name=fresh_name("recompute"), layout="bshd", backward="recompute")
     q, k, v = inputs(grad=True)

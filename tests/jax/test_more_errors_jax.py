@@ -218,6 +218,7 @@ split rows, xla refused True
 """
 
 
+@pytest.mark.long
 def test_arrays_on_other_devices_are_named() -> None:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     code = [sys.executable, "-c", DEVICES]

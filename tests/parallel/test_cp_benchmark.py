@@ -102,6 +102,7 @@ def test_rows_that_are_misplaced_end_the_run(name: str) -> None:
         assert answer.startswith(f"{name}: out is off by")
 
 
+@pytest.mark.long
 def test_more_ranks_have_a_hybrid_and_longer_rings() -> None:
     given = {"ranks": 4, "only": (*OURS, "hybrid"), "modes": ("forward+backward",), "rounds": 1}
     [run] = world(4).run("cp_benchmark_jobs:call", given)[0]["runs"]

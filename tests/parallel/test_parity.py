@@ -219,7 +219,7 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
         assert float(got.norm()) <= allowed, f"{kind}: error {got.norm():.3g}, allowed {allowed:.3g}"
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
 def test_fewer_rows_and_documents_than_ranks(ranks: int, strategy: str) -> None:
     masks = ("causal", "segments", "documents", "spans", "key_padding")
     options = ("none", "sinks", "all", "dropout", "alibi")
@@ -234,7 +234,7 @@ def test_fewer_rows_and_documents_than_ranks(ranks: int, strategy: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
+@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
 def test_cross_attention(ranks: int, strategy: str) -> None:
     options, lengths = list(OPTIONS), ((37, 101), (101, 37), (41, 3))
     check(

@@ -150,6 +150,7 @@ print("same")
 """
 
 
+@pytest.mark.long
 def test_two_ranks_drop_what_one_drops_and_sum_the_gradients(tmp_path: Path) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     store = str(tmp_path / "store")
