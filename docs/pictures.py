@@ -168,7 +168,7 @@ def bars_picture() -> str:
         ],
         48,
     )
-    body.append(_text(20, y, "time over attnspan's, logarithmic from 1"))
+    body.append(_text(20, y, "time over attnspan's, logarithmic from 1; ~ marks a wide interval"))
     for machine, title in _MACHINES.items():
         cells = json.loads((RESULTS / f"packed-{machine}.json").read_text())["cells"]
         for cell in sorted(cells, key=lambda x: x["workload"]["dtype"], reverse=True):
@@ -184,7 +184,8 @@ def bars_picture() -> str:
                     continue
                 length = max(2.0, _WIDE * math.log(ratio) / math.log(_MOST))
                 body.append(f'<rect x="200" y="{y - 11}" width="{length:.1f}" height="15" fill="{_BLUE}"/>')
-                body.append(_text(206 + length, y, f"{ratio:.2g}x", bold=True))
+                noisy = " ~" if runs[peer].get("noisy") else ""
+                body.append(_text(206 + length, y, f"{ratio:.2g}x{noisy}", bold=True))
     return _card(600, y + 22, body)
 
 
