@@ -13,11 +13,8 @@ from attnspan.bench.samples import Ratio, Timing
 from attnspan.bench.timing import Budget, Measured, MeasurementError, Meter, Subject, first_call, interleave
 
 HEADS, DIM, TINY, COLD = 5, 128, 16, 10
-BOUNDS = {
-    "float32": 1e-3,
-    "bfloat16": 5e-2,
-    "float16": 1e-2,
-}  # of a difference from the first route, in the norm
+# Of a difference from the first route, in the norm.
+BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class AbsentError(Exception):
 class Opened:
     """A route to one problem, nothing of it traced nor compiled.
 
-    ``compiler`` is the seconds that its compiler has taken in this process so far, None where there is none;
-    ``retraces`` the seconds of Python in which each call so far built its graph, None where one is kept.
+    ``compiler`` returns the seconds that this process has spent compiling, and is None for a route without a
+    compiler. ``retraces`` has the seconds that each call took to build its graph, if each call builds one.
     """
 
     call: Callable[[], Any]
@@ -86,7 +83,7 @@ class Route:
 
     @property
     def seconds(self) -> float:
-        """Of a warm call: in a row where calls return early."""
+        """Median of the warm calls, pipelined if the device is asynchronous."""
         timing = self.pipelined or self.execute
         return timing.median if timing else float("nan")
 

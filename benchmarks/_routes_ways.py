@@ -15,11 +15,12 @@ from attnspan.bench.devices import JaxDevice, device_named
 # Through torch.
 
 
-def through_torch(problem: Problem, forward: Callable[..., Any], device: Any = None, **more: Any) -> Opened:
+def through_torch(problem: Problem, forward: Callable[..., Any], where: Any = None, **more: Any) -> Opened:
+    """A torch function on tensors of a device, by default the problem's; `more` are fields of `Opened`."""
     import torch
 
-    where, dtype = device or problem.device, getattr(torch, problem.dtype)
-    arrays = [torch.from_numpy(x).to(where, dtype) for x in problem.arrays()]
+    dtype = getattr(torch, problem.dtype)
+    arrays = [torch.from_numpy(x).to(where or problem.device, dtype) for x in problem.arrays()]
     inputs, dout = [x.requires_grad_(problem.backward) for x in arrays[:3]], arrays[3:]
 
     def call() -> tuple[Any, ...]:
@@ -30,10 +31,10 @@ def through_torch(problem: Problem, forward: Callable[..., Any], device: Any = N
 
 
 def torch_eager(problem: Problem) -> Opened:
-    """`attnspan.torch.attention`, called; plain framework code is not the kernel."""
+    """`attnspan.torch.attention` by its kernel: plain framework code would be another comparison."""
     from attnspan.torch import attention
 
-    return through_torch(problem, partial(attention, backend=_kernel(problem)))
+    return through_torch(problem, partial(attention, backend="cpu"))
 
 
 def torch_compile(problem: Problem) -> Opened:
@@ -42,18 +43,12 @@ def torch_compile(problem: Problem) -> Opened:
 
     from attnspan.torch import attention
 
-    backend = _kernel(problem)
-
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, backend=backend)
+        return attention(q, k, v, backend="cpu")
 
     options = {"fx_graph_cache": False}
     compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
     return through_torch(problem, compiled, compiler=_torch_compiler_seconds)
-
-
-def _kernel(problem: Problem) -> str | None:
-    return "cpu" if problem.device == "cpu" else None
 
 
 def _torch_compiler_seconds() -> float:

@@ -32,6 +32,7 @@ from _routes_ways import ROUTES, new_function, through_jax, through_torch
 
 from attnspan.bench._plain import from_plain, to_plain
 from attnspan.bench.timing import Budget, Meter
+from attnspan.errors import OptionError
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-xla" / "bin" / "python"
 
@@ -104,7 +105,7 @@ def worker(task: dict[str, Any]) -> list[dict[str, Any]]:
 def lazy_routes(
     problem: Problem, budget: Budget, python: Path | None, threads: int, timeout: float = 900
 ) -> list[Route]:
-    """Lazy PyTorch/XLA and JAX beside it in a process of that environment, or the reason why not."""
+    """Measure lazy PyTorch/XLA and JAX in a process of that environment; a reason if that is impossible."""
     if problem.device != "cpu" or python is None or not python.is_file():
         return [
             Route(LAZY, "no environment with torch_xla: `make test-xla` makes one, or name its --xla-python")
@@ -207,13 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> list[Route]:
     )
     parser.add_argument("--json", type=Path, help="where figures and samples go")
     given = parser.parse_args(arguments)
+    if given.length < 1:
+        parser.error(f"length: expected 1 or more, got {given.length}")
+    if given.json and not given.json.parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that exists, got {given.json}. Make the folder")
+    try:
+        budget = Budget(given.seconds, calls=10 if given.length < 4096 else 2)
+    except OptionError as error:
+        parser.error(str(error))
     import torch
 
-    problem, threads = (
-        Problem(given.length, given.dtype, given.backward, given.device),
-        torch.get_num_threads(),
-    )
-    budget = Budget(given.seconds, calls=10 if given.length < 4096 else 2)
+    problem = Problem(given.length, given.dtype, given.backward, given.device)
+    threads = torch.get_num_threads()
     tiny, meter = replace(problem, length=TINY), Meter(threads=threads)
     found = take(ROUTES, problem, tiny, BOUNDS[problem.dtype], budget, meter)
     found += lazy_routes(problem, budget, given.xla_python, threads)
