@@ -16,7 +16,7 @@ help:
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make lint    formatters, linters, type checker"
-	@echo "make bench   measure beside torch's own CPU kernels, twenty minutes on an idle machine"
+	@echo "make bench   measure against torch's own CPU kernels, twenty minutes on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
 	@echo "make clean   remove what was built"
@@ -121,16 +121,16 @@ WORKLOADS := 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'wind
 TORCH_PEERS := --peers sdpa-flash,sdpa-dense-mask,sdpa-per-document
 
 bench: setup
-	$(BENCH) grid --seconds 0.7 --lengths 1024,2048,4096,8192 --head-dims 64,128 --json $(BENCH_OUT)/targets.json
-	$(BENCH) grid --seconds 0.7 --dtypes float32,bfloat16,float16 --lengths 128,512 --json $(BENCH_OUT)/short.json
-	$(BENCH) grid --dtypes float16 --lengths 2048 --json $(BENCH_OUT)/float16.json
-	$(BENCH) grid --lengths 16384 --modes forward --json $(BENCH_OUT)/long.json
-	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes float32 --modes forward --json $(BENCH_OUT)/workloads.json
-	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes bfloat16 --modes forward --json $(BENCH_OUT)/workloads-bfloat16.json
-	$(BENCH) documents-32 small-16 'long-*' $(TORCH_PEERS) --modes forward+backward --json $(BENCH_OUT)/backward.json
-	$(BENCH) training --json $(BENCH_OUT)/training.json
+	$(BENCH) grid --lengths 1024,2048,4096,8192 --head-dims 64,128 --json $(BENCH_OUT)/targets.json.gz
+	$(BENCH) grid --dtypes float32,bfloat16,float16 --lengths 128,512 --json $(BENCH_OUT)/short.json.gz
+	$(BENCH) grid --dtypes float16 --lengths 2048 --json $(BENCH_OUT)/float16.json.gz
+	$(BENCH) grid --lengths 16384 --modes forward --json $(BENCH_OUT)/long.json.gz
+	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes float32 --modes forward --json $(BENCH_OUT)/workloads.json.gz
+	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes bfloat16 --modes forward --json $(BENCH_OUT)/workloads-bfloat16.json.gz
+	$(BENCH) documents-32 small-16 'long-*' $(TORCH_PEERS) --modes forward+backward --json $(BENCH_OUT)/backward.json.gz
+	$(BENCH) training --json $(BENCH_OUT)/training.json.gz
 	$(BIN)/python benchmarks/decode.py
-	$(BENCH) --summary $(BENCH_OUT)/targets.json
+	$(BENCH) --summary $(BENCH_OUT)/targets.json.gz
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -23,11 +23,11 @@ from _cp_problem import TALLY, Contestant, Problem, Ready
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnspan.bench.environment import describe_environment
-from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.kernels import cpu
 from attnspan.parallel import Machine
 from attnspan.parallel._collectives import counted_bytes
+from attnspan.tools.bench.environment import describe_environment
+from attnspan.tools.bench.resident import forget_peak, resident_memory, resident_peak, trim
 
 #: Rows of a rank in the check against float64.
 CHECK_ROWS = 256

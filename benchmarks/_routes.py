@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from attnspan.bench.devices import Device, HostDevice
-from attnspan.bench.samples import Ratio, Timing
-from attnspan.bench.timing import Budget, Measured, MeasurementError, Meter, Subject, first_call, interleave
+from attnspan.tools.bench.cells import Timing
+from attnspan.tools.bench.devices import Device, HostDevice
+from attnspan.tools.bench.statistics import Interval
+from attnspan.tools.bench.timing import (
+    Budget,
+    Measured,
+    MeasurementError,
+    Meter,
+    Subject,
+    first_call,
+    interleave,
+)
 
 HEADS, DIM, TINY, COLD = 5, 128, 16, 10
 # Of a difference from the first route, in the norm.
@@ -78,7 +87,7 @@ class Route:
     execute: Timing | None = None
     pipelined: Timing | None = None
     retrace: Timing | None = None
-    ratio: Ratio | None = None
+    ratio: Interval | None = None
     partner: str = ""
 
     @property

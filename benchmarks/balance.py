@@ -5,14 +5,13 @@ documents, and deals each packing to P ranks by every method: the largest rank's
 and the largest rank's foreign rows over the S - n rows that a ring brings. Beside it stands the bound that no
 partition can beat: who owns the last row of the longest document must fetch all of it but its own n rows.
 
-Writes benchmarks/results/balance.json and docs/images/balance.svg. Finished cases are kept in the JSON: a run
-that was stopped goes on with the next one; --fresh begins anew.
+Writes benchmarks/results/balance.json.gz and docs/images/balance.svg. Finished cases are kept in the JSON: a
+run that was stopped goes on with the next one; --fresh begins anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from attnspan import causal, documents
+from attnspan.files import read_json, write_json
 from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.needs import Holders, foreign, needs_of
 from attnspan.parallel.partition import default_rows_per_chunk, partition
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--packings", type=int, default=1000)
     parser.add_argument("--frontier", type=int, default=12, help="packings of each point of the frontier")
     parser.add_argument("--fresh", action="store_true", help="begin anew")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/balance.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/balance.json.gz")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/balance.svg")
     parser.add_argument("--time", action="store_true", help="only time one large partition")
     args = parser.parse_args()
@@ -222,12 +222,12 @@ def main() -> None:
     asked = {"packings": args.packings, "frontier": args.frontier}
     results: dict[str, Any] = {"asked": asked, "environment": environment(), "cases": [], "frontiers": []}
     if args.output.exists() and not args.fresh:
-        kept = json.loads(args.output.read_text())
+        kept = read_json(args.output)
         results = kept if kept.get("asked") == asked else results
     for key, work, count in (("cases", table_of, args.packings), ("frontiers", frontier_of, args.frontier)):
         for case in CASES[len(results[key]) :]:
             results[key].append(work(*case, count))
-            args.output.write_text(json.dumps(results) + "\n")
+            write_json(args.output, results)
     args.picture.write_text(draw(results), encoding="utf-8")
     show(results)
     for case in results["cases"]:

@@ -1,4 +1,4 @@
-"""What calling JAX from torch costs beside JAX itself, in turn: python benchmarks/bridge.py [FILE]
+"""What calling JAX from torch costs over JAX itself, in turn: python benchmarks/bridge.py [FILE]
 
 The sum of n small tensors, so that what is measured is the way there and back. In each round, one call of:
 
@@ -14,20 +14,21 @@ The own cost of the bridge is the median over rounds of bridge - jax, beside tha
 derivative. Raw samples go to FILE (JSON). Exits with 1 where one of the two is beyond TARGET.
 """
 
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 
+from attnspan.files import write_json
 from attnspan.interop._convert import as_arguments, as_tensors
+from attnspan.tools.bench.timing import Budget, host_times
 from attnspan.torch import call_jax
 
-TARGET, ROUNDS, REPEATS = 1.2, 31, 20
+TARGET, BUDGET = 1.2, Budget(seconds=2.0, rounds=31, calls=20)
 # What is judged: the bridge, JAX alone, and the conversions alone.
 WAYS = {
     "forward": ("bridge", "jax", "dlpack"),
@@ -69,22 +70,7 @@ def calls(count: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], o
     }
 
 
-def measure(count: int, size: int, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Seconds of one call of each, one mean over REPEATS for each round."""
-    runs = calls(count, size, dtype)
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for _ in range(REPEATS):
-                run()
-            times[name].append((time.perf_counter() - start) / REPEATS)
-    return times
-
-
-def judge(way: str, times: dict[str, list[float]]) -> bool:
+def judge(way: str, times: dict[str, tuple[float, ...]]) -> bool:
     """Print the bridge's own cost, and say whether it is within the target."""
     bridge, alone, conversions = (times[name] for name in WAYS[way])
     own = statistics.median(a - b for a, b in zip(bridge, alone, strict=True))
@@ -100,7 +86,7 @@ def main() -> int:
     kept, met = [], True
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 3, 8):
-            times = measure(count, 64 * 64, dtype)
+            times = host_times(calls(count, 64 * 64, dtype), BUDGET)
             kept.append({"dtype": str(dtype)[6:], "arguments": count, "seconds": times})
             middle = {name: statistics.median(x) * 1e6 for name, x in times.items()}
             print(
@@ -116,8 +102,7 @@ def main() -> int:
         "cells": kept,
     }
     if len(sys.argv) > 1:
-        with open(sys.argv[1], "w") as file:
-            json.dump(report, file, indent=1)
+        write_json(Path(sys.argv[1]), report)
     return 0 if met else 1
 
 

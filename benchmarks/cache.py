@@ -1,4 +1,4 @@
-"""One decoding step through a cache, beside attention over exactly the valid keys, and beside torch.cat.
+"""One decoding step through a cache, next to attention over exactly the valid keys, and to torch.cat.
 
     python benchmarks/cache.py
 
@@ -9,14 +9,15 @@ to plain.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from attnspan import Prepared, cache, causal
+from attnspan.tools.bench.devices import HostDevice
+from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import RollingCache, StaticCache, attention
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -62,26 +63,25 @@ def calls(batch: int, length: int, dtype: torch.dtype) -> dict[str, tuple[Callab
 def measure(batch: int, length: int, dtype: torch.dtype, seconds: float) -> dict[str, float]:
     """Median milliseconds of each."""
     torch._dynamo.reset()
-    steps = calls(batch, length, dtype)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(3):
-        for call, held in steps.values():
-            timed(call, held)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, (call, held) in steps.items():
-            times[name].append(timed(call, held))
-    return {name: statistics.median(found) * 1e3 for name, found in times.items()}
+    subjects = []
+    for name, (call, held) in calls(batch, length, dtype).items():
+        call()
+        set_back(held)
+        subjects.append(Subject(name, call, HostDevice(), lambda held=held: restored(held)))
+    # A sample is one step, after which its token is taken back.
+    found = interleave(subjects, Budget(seconds / len(subjects), rounds=200, sample_seconds=1e-9))
+    return {each.name: each.execute.median * 1e3 for each in found}
 
 
-def timed(call: Callable[[], object], held: object) -> float:
-    """Seconds of one step; its token is then taken back."""
-    start = time.perf_counter()
-    call()
-    seconds = time.perf_counter() - start
+def set_back(held: object) -> None:
     if isinstance(held, StaticCache | RollingCache):
         held.truncate(held.lengths - 1)
-    return seconds
+
+
+@contextmanager
+def restored(held: object) -> Iterator[None]:
+    yield
+    set_back(held)
 
 
 def main() -> None:

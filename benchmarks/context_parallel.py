@@ -1,6 +1,6 @@
 """Context parallelism against one process: P ranks of one thread each, beside one rank of P threads.
 
-    python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json
+    python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json.gz
 
 Starts its own ranks, over gloo. All ways to do it are checked first, against float64 at a small size and
 against one rank at the full one; then called in turn, round by round. The time of a call is that of its
@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from _cp_ranks import SAMPLE, Settings, serve
 from rich.console import Console
 from rich.table import Table
 
-from attnspan.bench.statistics import bootstrap_ratio, quartiles
+from attnspan.files import write_json
+from attnspan.tools.bench.statistics import Samples, paired
 
 #: Whose time the others' are also told in.
 OURS = "exchange"
@@ -61,13 +63,11 @@ def judge(run: dict[str, Any]) -> None:
     ours = entries.get(OURS, {}).get("seconds")
     for entry in entries.values():
         if ours is not None:
-            entry["times_ours"] = dict(
-                zip(("median", "low", "high"), bootstrap_ratio(ours, entry["seconds"]), strict=True)
-            )
+            entry["times_ours"] = asdict(paired(ours, entry["seconds"]))
         # Of times that were taken next to each other, so that drift of the machine cancels.
-        middle, low, high = bootstrap_ratio(entry["seconds"], first)
-        ratios = [a / b for a, b in zip(first, entry["seconds"], strict=True)]
-        entry["efficiency"] = {"median": middle, "low": low, "high": high, "quartiles": quartiles(ratios)}
+        ratios = tuple(a / b for a, b in zip(first, entry["seconds"], strict=True))
+        found = asdict(paired(entry["seconds"], first))
+        entry["efficiency"] = {**found, "quartiles": Samples(ratios).quartiles}
 
 
 def table(run: dict[str, Any]) -> Table:
@@ -91,7 +91,7 @@ def table(run: dict[str, Any]) -> Table:
     ):
         found.add_column(name, justify="right")
     for name, entry in run["contestants"].items():
-        low, middle, high = (1e3 * x for x in quartiles(entry["seconds"]))
+        low, middle, high = (1e3 * x for x in Samples(tuple(entry["seconds"])).quartiles)
         score, phases, growth = entry["efficiency"], entry["phases"], entry["memory_growth"]
         strategy, ratio = entry.get("strategy", name), entry.get("times_ours", "")
         found.add_row(
@@ -184,8 +184,7 @@ def main() -> None:
     found = launch(settings)
     report(found, Console(width=150))
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
 
 
 if __name__ == "__main__":

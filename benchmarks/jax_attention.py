@@ -6,22 +6,21 @@ process, where the scores of jax.nn.dot_product_attention would not fit. `--json
 """
 
 import argparse
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from attnspan.bench._plain import to_plain
-from attnspan.bench.cells import Workload
-from attnspan.bench.environment import describe_environment
-from attnspan.bench.memory import high_water_refusal, process_peak
-from attnspan.bench.peers import Job, peers_by_name
-from attnspan.bench.peers.jax_peers import start_jax
-from attnspan.bench.runner import BOUNDS, difference
-from attnspan.bench.samples import Ratio, Timing
-from attnspan.bench.timing import Budget, Meter, Subject, first_call, interleave
-from attnspan.bench.workloads import builtin, select
+from attnspan.files import write_json
+from attnspan.tools.bench.cells import Timing, Workload
+from attnspan.tools.bench.environment import describe_environment
+from attnspan.tools.bench.memory import high_water_refusal, process_peak
+from attnspan.tools.bench.peers import Job, peers_by_name
+from attnspan.tools.bench.peers.jax_peers import start_jax
+from attnspan.tools.bench.runner import BOUNDS, difference
+from attnspan.tools.bench.statistics import Interval
+from attnspan.tools.bench.timing import Budget, Meter, Subject, first_call, interleave
+from attnspan.tools.bench.workloads import builtin, select
 
 OURS = "attnspan-jax"
 PEERS = ("attnspan", "jax")
@@ -38,7 +37,7 @@ class Found:
     reason: str | None = None
     execute: Timing | None = None
     pipelined: Timing | None = None
-    ratio: Ratio | None = None
+    ratio: Interval | None = None
 
 
 @dataclass
@@ -115,7 +114,7 @@ def long_of(length: int) -> Workload:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seconds", type=float, default=20.0, help="most time for each pair")
+    options.add_argument("--seconds", type=float, default=20.0, help="for each peer")
     options.add_argument(
         "--workloads", default=",".join(NAMES), help="names of attnspan bench --list; '' for none"
     )
@@ -135,7 +134,7 @@ def main() -> None:
     if given.length:
         show_memory(record, given.length)
     if given.json is not None:
-        given.json.write_text(json.dumps(to_plain(record)) + "\n")
+        write_json(given.json, record)
 
 
 if __name__ == "__main__":

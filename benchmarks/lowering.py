@@ -1,34 +1,23 @@
 """Time of lowering `causal() & segments(ids)`: python benchmarks/lowering.py [--tokens N]
 
-The minimum and median of 20 calls on one thread, for ids as documents have them (a few long runs), for
+The minimum and median of 21 samples on one thread, for ids as documents have them (a few long runs), for
 runs of three tokens, and as a compiled function lowers them (no value read).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
-from attnspan import Spans, causal, segments
+from attnspan import causal, segments
 from attnspan.arrays import Arrays, TorchArrays
+from attnspan.tools.bench.statistics import Samples
+from attnspan.tools.bench.timing import Budget, host_times
 
-CALLS = 20
-
-
-def milliseconds(call: Callable[[], Spans]) -> list[float]:
-    """Sorted times of `CALLS` calls, after one to warm up."""
-    call()
-    times = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)
+ROUNDS = 21
 
 
 def packed(tokens: int, mean_length: int) -> np.ndarray:
@@ -43,7 +32,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131_072)
     tokens = parser.parse_args().tokens
     torch.set_num_threads(1)
-    print(f"{tokens} tokens, {CALLS} calls, milliseconds")
+    print(f"{tokens} tokens, {ROUNDS} samples, milliseconds")
     print(f"{'documents of':<14}{'framework':<11}{'values':<8}{'min':>8}{'median':>8}")
     for mean_length in (512, 3):
         ids = packed(tokens, mean_length)
@@ -54,9 +43,10 @@ def main() -> None:
             read = arrays.concrete
             for values, concrete in (("read", read), ("unread", lambda _self, _x: False)):
                 arrays.concrete = concrete  # type: ignore[method-assign]
-                times = milliseconds(lambda mask=mask: mask.spans(tokens, tokens))  # type: ignore[misc]
+                call = partial(mask.spans, tokens, tokens)
+                times = Samples(host_times({"lower": call}, Budget(seconds=10.0, rounds=ROUNDS))["lower"])
                 row = f"{mean_length:<14}{arrays.name:<11}{values:<8}"
-                print(f"{row}{times[0]:8.2f}{statistics.median(times):8.2f}")
+                print(f"{row}{1e3 * min(times.samples):8.2f}{1e3 * times.median:8.2f}")
             arrays.concrete = read  # type: ignore[method-assign]
 
 

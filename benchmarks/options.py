@@ -1,22 +1,22 @@
-"""What each option of attention costs beside a plain call, in turn: python benchmarks/options.py [FILE]
+"""What each option of attention costs over a plain call, in turn: python benchmarks/options.py [FILE]
 
 Prefill of 2,048 tokens, 8 heads, causal, and with its backward pass. The cost is the median over rounds of
 option time / plain time - 1; raw samples go to FILE (JSON).
 """
 
-import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from attnspan import alibi, alibi_slopes, causal, dense_bias, relative, t5_buckets
+from attnspan.files import write_json
+from attnspan.tools.bench.statistics import Samples, paired
+from attnspan.tools.bench.timing import Budget, host_times
 from attnspan.torch import attention
 
-HEADS, LENGTH, ROUNDS = 8, 2048, 15
+HEADS, LENGTH, BUDGET = 8, 2048, Budget(seconds=2.0, rounds=15)
 TARGETS = {"softcap": 15, "sinks": 15, "alibi": 15, "dense bias": 60, "dropout": 60}  # per cent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,12 +40,6 @@ def options(dtype: torch.dtype) -> dict[str, dict[str, object]]:
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def step(inputs: list[torch.Tensor], mask: object, backward: bool, **given: object) -> None:
     with torch.set_grad_enabled(backward):
         out = attention(*inputs, mask=mask, **given)
@@ -53,18 +47,12 @@ def step(inputs: list[torch.Tensor], mask: object, backward: bool, **given: obje
             out.backward(torch.ones_like(out))
 
 
-def measure(dtype: torch.dtype, dim: int, backward: bool) -> dict[str, list[float]]:
+def measure(dtype: torch.dtype, dim: int, backward: bool) -> dict[str, tuple[float, ...]]:
     """Seconds of each option, one for each round."""
     inputs = [torch.randn(1, HEADS, LENGTH, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
     mask = causal().prepare(LENGTH, LENGTH, like=inputs[0])
     calls = {name: partial(step, inputs, mask, backward, **given) for name, given in options(dtype).items()}
-    for call in calls.values():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name].append(seconds(call))
-    return times
+    return host_times(calls, BUDGET)
 
 
 def main() -> None:
@@ -75,17 +63,16 @@ def main() -> None:
                 times = measure(dtype, dim, backward)
                 way = "forward+backward" if backward else "forward"
                 kept.append({"dtype": str(dtype)[6:], "dim": dim, "mode": way, "seconds": times})
-                plain = statistics.median(times["plain"])
+                plain = Samples(times["plain"]).median
                 print(f"{str(dtype)[6:]} D{dim} {way}: plain {plain * 1e3:.2f} ms")
                 for name, own in times.items():
-                    costs = [100 * (a / b - 1) for a, b in zip(own, times["plain"], strict=True)]
-                    low, middle, high = statistics.quantiles(costs, n=4)
+                    ratio = paired(times["plain"], own)
+                    low, middle, high = (100 * (x - 1) for x in (ratio.low, ratio.median, ratio.high))
                     target = f"  (at most {TARGETS[name]} %)" if name in TARGETS and not backward else ""
                     if name != "plain":
                         print(f"  {name:30}{middle:+6.0f} %  [{low:+.0f}, {high:+.0f}]{target}", flush=True)
     if len(sys.argv) > 1:
-        with open(sys.argv[1], "w") as file:
-            json.dump(kept, file)
+        write_json(Path(sys.argv[1]), kept)
 
 
 if __name__ == "__main__":

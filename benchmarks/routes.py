@@ -30,9 +30,9 @@ from typing import Any
 from _routes import BOUNDS, COLD, TINY, Opened, Problem, Route, take
 from _routes_ways import ROUTES, new_function, through_jax, through_torch
 
-from attnspan.bench._plain import from_plain, to_plain
-from attnspan.bench.timing import Budget, Meter
 from attnspan.errors import OptionError
+from attnspan.files import from_plain, to_plain, write_json
+from attnspan.tools.bench.timing import Budget, Meter
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-xla" / "bin" / "python"
 
@@ -141,56 +141,35 @@ def lazy_routes(
 
 def show(problem: Problem, found: Sequence[Route]) -> None:
     """Print what was measured, warm and from cold."""
-    from rich.console import Console
-    from rich.table import Table
+    from attnspan.console import Column, print_table, seconds_text, stdout
 
-    from attnspan.bench.table import seconds_text
-
-    def table(title: str, *names: str) -> Table:
-        made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for i, name in enumerate(names):
-            made.add_column(name, justify="right" if i else "left", no_wrap=True)
-        return made
-
-    warm = table(
-        "warm calls; ratio: to the first, or to the one named",
-        "route",
-        "in a row",
-        "each waited",
-        "ratio",
-        "95 %",
-        "tiny call",
-    )
-    cold = table(
-        f"a hasty loop: {COLD} calls from cold, each waited for",
-        "route",
-        "reports",
-        "first call",
-        "trace",
-        "compile",
-    )
+    warm: list[list[str]] = []
+    cold: list[list[str]] = []
     for x in found:
         if x.execute is None or x.overhead is None:
             continue
-        ratio = (
-            ("", "")
-            if x.ratio is None
-            else (f"{x.ratio.median:.2f}", f"{x.ratio.low:.2f}-{x.ratio.high:.2f}")
-        )
-        row = seconds_text(x.pipelined.median if x.pipelined else None), seconds_text(x.execute.median)
+        ratio, interval = "", ""
+        if x.ratio is not None:
+            ratio, interval = f"{x.ratio.median:.2f}", f"{x.ratio.low:.2f}-{x.ratio.high:.2f}"
+        row = [seconds_text(x.pipelined.median if x.pipelined else None), seconds_text(x.execute.median)]
         name = f"{x.name}, to {x.partner}" if x.partner else x.name
-        warm.add_row(name, *row, *ratio, seconds_text(x.overhead.median))
-        cold.add_row(x.name, *map(seconds_text, (x.hasty, x.cold[0], x.trace, x.compile)))
-    console = Console()
-    console.print(f"{problem}\n", highlight=False)
-    console.print(warm, "", cold, "")
+        warm.append([name, *row, ratio, interval, seconds_text(x.overhead.median)])
+        cold.append([x.name, *map(seconds_text, (x.hasty, x.cold[0], x.trace, x.compile))])
+    console, route = stdout(), Column("route", words=True)
+    console.print(f"{problem}\n")
+    columns = [
+        *map(Column, ("in a row", "each waited", "ratio")),
+        Column("interval", drop=1),
+        Column("tiny call"),
+    ]
+    print_table(console, "warm calls; ratio: to the first, or to the one named", [route, *columns], warm)
+    columns = [Column(name) for name in ("reports", "first call", "trace", "compile")]
+    print_table(console, f"a hasty loop: {COLD} calls from cold, each waited for", [route, *columns], cold)
     for x in found:
         if x.reason is not None:
-            console.print(f"not {x.name}: {x.reason}", style="dim", highlight=False)
+            console.print(f"not {x.name}: {x.reason}", style="dim")
         elif x.retrace is not None:
-            console.print(
-                f"{x.name} traces in every call: {seconds_text(x.retrace.median)} of Python", highlight=False
-            )
+            console.print(f"{x.name} traces in every call: {seconds_text(x.retrace.median)} of Python")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Route]:
@@ -202,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Route]:
     parser.add_argument("--dtype", default="float32", choices=BOUNDS)
     parser.add_argument("--backward", action="store_true", help="gradients too")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--seconds", type=float, default=2.0, help="most time for each pair of routes")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each route")
     parser.add_argument(
         "--xla-python", type=Path, default=ENVIRONMENT, help="of an environment with torch_xla"
     )
@@ -225,9 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Route]:
     found += lazy_routes(problem, budget, given.xla_python, threads)
     show(problem, found)
     if given.json:
-        given.json.write_text(
-            json.dumps({"problem": asdict(problem), "routes": [to_plain(x) for x in found]})
-        )
+        write_json(given.json, {"problem": problem, "routes": found})
     return found
 
 

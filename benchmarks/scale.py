@@ -9,7 +9,6 @@ benchmarks/results, where rows of the same case are replaced. `plots` draws what
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from charts import Axis, Panel, decades, draw
 
 from attnspan import Mask, causal, segments
+from attnspan.files import read_json, write_json
 from attnspan.parallel.choose import Call
 from attnspan.parallel.command import lowered, tokens_of
 from attnspan.parallel.local import encode
@@ -59,9 +59,9 @@ def corpus(tokens: int, seed: int) -> np.ndarray:
 
 def merge(path: Path, key: Callable[[Row], object], rows: Sequence[Row]) -> list[Row]:
     """Add rows to a file; those of the same key are replaced."""
-    known = json.loads(path.read_text()) if path.exists() else []
+    known = read_json(path) if path.exists() else []
     merged = {str(key(row)): row for row in (*known, *rows)}
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
+    write_json(path, list(merged.values()))
     return list(merged.values())
 
 
@@ -74,7 +74,7 @@ def strategies(args: argparse.Namespace) -> None:
                 found = simulate(spans, CALL, machine, setups(ranks, CALL.q_heads, machine.node_size))
                 rows = [{"mask": mask, "machine": str(machine), **asdict(each)} for each in found]
                 merge(
-                    RESULTS / "scale.json",
+                    RESULTS / "scale.json.gz",
                     lambda row: [row[x] for x in ("mask", "tokens", "ranks", "setup")],
                     rows,
                 )
@@ -117,7 +117,7 @@ def planning(args: argparse.Namespace) -> None:
                 middle = sorted(runs, key=lambda run: run["total"])[len(runs) // 2]
                 row = middle | {"totals": [run["total"] for run in runs]}
                 merge(
-                    RESULTS / "planning.json",
+                    RESULTS / "planning.json.gz",
                     lambda row: [row[x] for x in ("mask", "tokens", "ranks")],
                     [row],
                 )
@@ -128,7 +128,7 @@ def planning(args: argparse.Namespace) -> None:
 
 
 def plots(args: argparse.Namespace) -> None:
-    rows = json.loads((RESULTS / "scale.json").read_text())
+    rows = read_json(RESULTS / "scale.json.gz")
     rows = [row for row in rows if row["tokens"] == args.at]
     kinds: dict[str, tuple[str, Callable[[Row], float]]] = {
         "time": (
@@ -155,12 +155,12 @@ def plots(args: argparse.Namespace) -> None:
             NAMES,
         )
         (IMAGES / f"scale-{name}.svg").write_text(chart, encoding="utf-8")
-    timed = json.loads((RESULTS / "planning.json").read_text())
+    timed = read_json(RESULTS / "planning.json.gz")
     (IMAGES / "scale-planning.svg").write_text(planning_chart(timed), encoding="utf-8")
 
 
 def table(args: argparse.Namespace) -> None:
-    rows = json.loads((RESULTS / "scale.json").read_text())
+    rows = read_json(RESULTS / "scale.json.gz")
     chosen = [row for row in rows if row["tokens"] == args.per_rank * row["ranks"]]
     print(f"predicted with {rows[0]['machine']}\n")
     print("| documents | ranks, tokens | strategy, rows | max/mean | GB | ms | mean pairs, ms |")

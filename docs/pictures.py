@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 import attnspan
 from attnspan import library
+from attnspan.files import read_json
 from attnspan.picture import svg
 
 IMAGES = Path(__file__).parent / "images"
@@ -170,7 +170,7 @@ def bars_picture() -> str:
     )
     body.append(_text(20, y, "time over attnspan's, logarithmic from 1; ~ marks a wide interval"))
     for machine, title in _MACHINES.items():
-        cells = json.loads((RESULTS / f"packed-{machine}.json").read_text())["cells"]
+        cells = read_json(RESULTS / f"packed-{machine}.json.gz")["cells"]
         for cell in sorted(cells, key=lambda x: x["workload"]["dtype"], reverse=True):
             y += 34
             body.append(_text(20, y, f"{cell['workload']['dtype']}, {title}", bold=True))

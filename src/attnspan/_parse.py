@@ -91,10 +91,10 @@ class _Reader:
             ) from None
 
     def _unknown(self, name: str, bare: bool) -> OptionError:
-        close = get_close_matches(name, self.names, n=1)
+        close = get_close_matches(name, self.names, n=3)
         value = f"Write the value of {name} in its place, such as [0, 10, 22, 32]"
-        remedy = f"Write {close[0]}" if close else value if bare else "Name a known mask"
-        expected = f"one of {', '.join(self.names)}"
+        remedy = f"Write {' or '.join(close)}" if close else value if bare else "Name a known mask"
+        expected = "the name of a mask" if close else f"one of {', '.join(self.names)}"
         return OptionError(f"mask {self.text!r}", expected=expected, got=name, remedy=remedy)
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import typer
     from numpy.typing import NDArray
 
-    from attnspan.bench.monitor import Monitor
-    from attnspan.bench.results import Results
+    from attnspan.tools.bench.monitor import Monitor
+    from attnspan.tools.bench.results import Results
 
 __all__ = ["build_app", "main"]
 
@@ -58,8 +58,8 @@ def build_app() -> "typer.Typer":
     """
     import typer
 
-    from attnspan.bench.options import command as bench
     from attnspan.parallel.command import command as simulate
+    from attnspan.tools.bench.options import command as bench
     from attnspan.tools.tune.command import tune
     from attnspan.train.command import command as train
 
@@ -77,8 +77,17 @@ def build_app() -> "typer.Typer":
         pass
 
     app.command("train", help="Train a language model on packed documents.")(train(_monitored))
+    app.command("sample", help="Continue a text with a trained model.")(_sample_command())
+    app.command("show", help="Draw a mask.")(_show_command())
+    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
+    app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
+    app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate(_corpus_lengths))
+    return app
 
-    @app.command("sample", help="Continue a text with a trained model.")
+
+def _sample_command() -> Callable[..., None]:
+    import typer
+
     def sample(
         checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
         prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
@@ -93,28 +102,44 @@ def build_app() -> "typer.Typer":
             print(text, end="", flush=True)
         print()
 
-    @app.command("show", help="Draw a mask.")
-    def show(
-        expression: Annotated[str, typer.Argument(help='a mask, like "causal & documents([0, 10, 32])"')],
-        q_len: Annotated[int, typer.Option(help="query rows")] = 64,
-        k_len: Annotated[int | None, typer.Option(help="keys; default: as many as queries")] = None,
-        svg: Annotated[Path | None, typer.Option(help="write a picture to this file instead")] = None,
-    ) -> None:
-        from attnspan.masks import parse
-        from attnspan.picture import svg as draw
+    return sample
 
-        mask = parse(expression)
-        if svg is None:
-            mask.show(q_len, k_len)
+
+def _show_command() -> Callable[..., None]:
+    import typer
+
+    example = 'a mask, like "causal & documents([0, 10, 32])"; every mask of the library by its name'
+    sizes = "; default: what the mask's lists imply, else"
+
+    def show(
+        expression: Annotated[str, typer.Argument(help=example)] = "",
+        q_len: Annotated[int | None, typer.Option(help=f"query rows{sizes} 64")] = None,
+        k_len: Annotated[int | None, typer.Option(help=f"keys{sizes} as many as queries")] = None,
+        batch: Annotated[int, typer.Option(help="batch rows, for masks that differ between them")] = 1,
+        heads: Annotated[int, typer.Option(help="heads, for masks that differ between them")] = 1,
+        at: Annotated[tuple[int, int], typer.Option(help="batch row and head to draw")] = (0, 0),
+        svg: Annotated[Path | None, typer.Option(help="write a picture to this file instead")] = None,
+        list_names: Annotated[bool, typer.Option("--list", help="print the names of all masks")] = False,
+    ) -> None:
+        from attnspan import picture
+        from attnspan.errors import expect
+        from attnspan.files import write_whole
+        from attnspan.masks import names, parse
+
+        if list_names:
+            print(*sorted(names()), sep="\n")
             return
-        lowered = mask.spans(q_len, q_len if k_len is None else k_len).lowered
-        svg.write_text(draw(lowered, title=expression))
+        expect(expression, "attnspan show", "a mask", "none", 'Write one, like "causal", or see --list')
+        mask = parse(expression)
+        rows, keys = picture.implied_sizes(mask, q_len, k_len)
+        if svg is None:
+            picture.show(mask, rows, keys, at=at, batch=batch, heads=heads)
+            return
+        lowered = mask.spans(rows, keys, batch=batch, heads=heads).lowered
+        write_whole(svg, picture.svg(lowered, title=expression, at=at))
         print(svg)
 
-    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
-    app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
-    app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate(_corpus_lengths))
-    return app
+    return show
 
 
 def _print_version(wanted: bool) -> None:
@@ -131,7 +156,7 @@ def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:  # Said before the training, not after it.
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    from attnspan.bench.monitor import Monitor
+    from attnspan.tools.bench.monitor import Monitor
 
     made: list[Monitor] = []
 
@@ -164,6 +189,6 @@ def _corpus_lengths(tokens: int, seed: int) -> "NDArray[np.integer]":
 
 
 def _write_page(results: "Results", path: Path) -> None:
-    from attnspan.report import write_page
+    from attnspan.tools.report import write_page
 
     write_page(results, path)

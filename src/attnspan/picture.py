@@ -16,7 +16,7 @@ from .arrays import arrays_for
 from .errors import OptionError, ShapeError, expect
 from .spans import Spans
 
-__all__ = ["show", "svg", "svg_of_mask", "text"]
+__all__ = ["implied_sizes", "show", "svg", "svg_of_mask", "text"]
 
 _HALVES = np.array([" ", "▀", "▄", "█"])
 _SHADES = np.array([" ", "░", "▒", "▓", "█"])
@@ -157,13 +157,24 @@ def svg_of_mask(mask: Any) -> str | None:
         >>> svg_of_mask(causal())[:4]
         '<svg'
     """
-    k_lens = [n for n in (leaf._key_len() for leaf in mask._leaves()) if n is not None]
-    q_lens = [n for n in (leaf._row_len() for leaf in mask._leaves()) if n is not None]
-    q_len = [*q_lens, *k_lens, 64][0]
     try:
-        return svg(mask.spans(q_len, [*k_lens, q_len][0]), title=repr(mask))
+        return svg(mask.spans(*implied_sizes(mask)), title=repr(mask))
     except (OptionError, ShapeError):
         return None
+
+
+def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None) -> tuple[int, int]:
+    """Rows and keys of a picture: those that are asked for, else those of the mask's arrays, else 64.
+
+    Example:
+        >>> from attnspan import causal, documents
+        >>> implied_sizes(documents([0, 5, 9])), implied_sizes(causal(), q_len=4)
+        ((9, 9), (4, 4))
+    """
+    k_lens = [n for n in (k_len, *(leaf._key_len() for leaf in mask._leaves())) if n is not None]
+    q_lens = [n for n in (q_len, *(leaf._row_len() for leaf in mask._leaves())) if n is not None]
+    rows = [*q_lens, *k_lens, 64][0]
+    return rows, [*k_lens, rows][0]
 
 
 def _plane(spans: Spans, at: tuple[int, int]) -> Spans:

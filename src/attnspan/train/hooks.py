@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """The places of a training loop that someone may want to time; `attnspan.bench.monitor` does.
+    """The places of a training loop that someone may want to time; `attnspan.tools.bench.monitor` does.
 
     The loop calls it like this::
 

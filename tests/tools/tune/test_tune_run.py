@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from attnspan.bench.timing import Meter
 from attnspan.errors import OptionError
 from attnspan.kernels.tuned import Key, header, mask_kind, read
+from attnspan.tools.bench.timing import Meter
 from attnspan.tools.tune import run as tuning
 from attnspan.tools.tune.cases import Case, grid
 from attnspan.tools.tune.run import other_seconds, run, save

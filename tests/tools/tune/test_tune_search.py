@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnspan.bench.timing import Meter
+from attnspan.tools.bench.timing import Meter
 from attnspan.tools.tune.search import Found, search
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -11,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from attnspan.bench.timing import Meter
 from attnspan.errors import OptionError
+from attnspan.files import write_json
 from attnspan.kernels.tuned import header, read
+from attnspan.tools.bench.timing import Meter
 from attnspan.tools.tune.cases import Case
 from attnspan.tools.tune.search import search
 
@@ -92,12 +92,9 @@ def other_seconds() -> float:
 
 def save(path: Path, device: str, *entries: dict[str, Any]) -> None:
     """Add entries, in place of those of the same keys. A file that cannot be read is replaced."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = [old for old in read(path, device) if all(old["key"] != x["key"] for x in entries)]
-        draft.write_text(json.dumps({**header(device), "entries": [*kept, *entries]}))
-        draft.replace(path)  # A reader sees the old file or the new one.
+        write_json(path, {**header(device), "entries": [*kept, *entries]})
     except OSError as error:
         remedy, got = "Set ATTNSPAN_TUNE_CACHE to another folder", error.strerror or str(error)
         raise OptionError(str(path), expected="a writable file", got=got, remedy=remedy) from None

@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Generic, TypeVar
 
-from attnspan.bench.devices import Device, HostDevice
-from attnspan.bench.samples import Ratio
-from attnspan.bench.timing import Budget, Meter, Subject, first_call, interleave
+from attnspan.tools.bench.devices import Device, HostDevice
+from attnspan.tools.bench.statistics import Interval
+from attnspan.tools.bench.timing import Budget, Meter, Subject, first_call, interleave
 
 __all__ = ["MIN_GAIN", "Found", "search"]
 
 #: A candidate replaces the default if the 95 % interval of its gain lies above this.
 MIN_GAIN = 0.03
 
-_MIN_PAIRS = 5  # The interval of fewer pairs is too narrow to be trusted.
 _HALVING_SHARE = 0.6  # of the time; the rest is for the comparison
 _SAMPLE_SECONDS = 2e-3  # Shorter calls are repeated to fill a sample.
 _REUSES = 8  # candidates that are compared with the same sample of the default
-_WIDTH = 0.01  # The comparison stops early at an interval this narrow.
+_MAX_PAIRS = 200  # of the comparison
 
 C = TypeVar("C", bound=Hashable)
 
@@ -39,7 +38,7 @@ class Found(Generic[C]):
     tried: int  # candidates that were called
     failures: tuple[tuple[C, str], ...]
     contender: C | None = None  # the best candidate
-    ratio: Ratio | None = None  # time of the default over time of the contender
+    ratio: Interval | None = None  # time of the default over time of the contender
     default_seconds: tuple[float, ...] = ()  # raw samples, each paired with one of the contender
     contender_seconds: tuple[float, ...] = ()
 
@@ -124,14 +123,14 @@ class _Race(Generic[C]):
     def compare(self, candidate: _Candidate[C], end: float) -> Found[C] | None:
         """The verdict on a candidate, or None if it fails."""
         left = max(end - self.meter.clock(), 1e-3)
-        budget = Budget(left, width=_WIDTH, sample_seconds=_SAMPLE_SECONDS)
+        budget = Budget(left / 2, _MAX_PAIRS, sample_seconds=_SAMPLE_SECONDS)
         sides = (candidate.subject, self.base)
         times = self._attempt(candidate.config, interleave, sides, budget, self.meter, basis="pipelined")
         if times is None or times[1].ratio is None:
             return None
         ratio, samples = times[1].ratio, [(x.pipelined or x.execute).samples for x in reversed(times)]
         found, failures = candidate.config, tuple(self.failures.items())
-        if ratio.low >= 1 + MIN_GAIN and ratio.pairs >= _MIN_PAIRS:
+        if ratio.low >= 1 + MIN_GAIN:
             return Found(found, "faster", self.tried, failures, found, ratio, *samples)
         reason = f"no certain gain of {MIN_GAIN:.0%} in {ratio.pairs} pairs"
         return Found(self.default, reason, self.tried, failures, found, ratio, *samples)

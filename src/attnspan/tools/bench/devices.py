@@ -1,0 +1,205 @@
+"""What a clock must know of a device: whether calls return early, how to wait, how to empty its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from attnspan.errors import DeviceError, expect
+
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "EventTimer",
+    "HostDevice",
+    "JaxDevice",
+    "cache_evictor",
+    "device_named",
+    "leaves",
+]
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN_CACHE = 64 << 20
+
+
+class EventTimer(Protocol):
+    """A clock that the device itself reads: two marks in its queue, and the time between them."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float: ...
+
+
+class Device(Protocol):
+    """Where a call runs.
+
+    Attributes:
+        name: For people.
+        is_asynchronous: Calls return before their results are there.
+        is_ordered: Work is done in the order of the calls, so that waiting for the last waits for all.
+    """
+
+    name: str
+    is_asynchronous: bool
+    is_ordered: bool
+
+    def synchronize(self, result: Any) -> None:
+        """Wait until the result, or all work of an ordered device, is done."""
+
+    def is_idle(self, result: Any) -> bool:
+        """Whether it is done, without waiting."""
+
+    def timer(self) -> EventTimer | None:
+        """A new timer in the device's queue, or None where it has none."""
+
+
+def leaves(result: Any) -> Iterator[Any]:
+    """The arrays of a result of nested tuples, lists and dicts.
+
+    Example:
+        >>> list(leaves((1, [2, {"a": 3}])))
+        [1, 2, 3]
+    """
+    if isinstance(result, dict):
+        result = list(result.values())
+    if isinstance(result, list | tuple):
+        for item in result:
+            yield from leaves(item)
+    else:
+        yield result
+
+
+class HostDevice:
+    """The processor that runs Python: a call returns with its result."""
+
+    name = "cpu"
+    is_asynchronous = False
+    is_ordered = True
+
+    def synchronize(self, result: Any) -> None:
+        del result
+
+    def is_idle(self, result: Any) -> bool:
+        """False for results of a device that works on its own: they would be timed too early."""
+        return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in leaves(result))
+
+    def timer(self) -> None:
+        return None
+
+
+class CudaDevice:
+    """torch's current CUDA stream.
+
+    Raises:
+        DeviceError: torch sees no CUDA device.
+    """
+
+    name = "cuda"
+    is_asynchronous = True
+    is_ordered = True
+
+    def __init__(self) -> None:
+        import torch
+
+        found, wanted = torch.cuda.is_available(), "a CUDA device that torch can use"
+        expect(found, "device", wanted, "none", "Measure with --device cpu", error=DeviceError)
+        self._cuda = torch.cuda
+
+    def synchronize(self, result: Any) -> None:
+        del result
+        self._cuda.current_stream().synchronize()
+
+    def is_idle(self, result: Any) -> bool:
+        del result
+        return bool(self._cuda.current_stream().query())
+
+    def timer(self) -> EventTimer:
+        return _CudaTimer(self._cuda)
+
+
+class _CudaTimer:
+    def __init__(self, cuda: Any) -> None:
+        self._marks = [cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def start(self) -> None:
+        self._marks[0].record()
+
+    def stop(self) -> None:
+        self._marks[1].record()
+
+    def seconds(self) -> float:
+        return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
+
+
+class JaxDevice:
+    """JAX arrays, which become ready on their own, on any platform.
+
+    Args:
+        name: JAX's platform.
+    """
+
+    is_asynchronous = True
+    is_ordered = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def synchronize(self, result: Any) -> None:
+        for array in leaves(result):
+            array.block_until_ready()
+
+    def is_idle(self, result: Any) -> bool:
+        return all(array.is_ready() for array in leaves(result))
+
+    def timer(self) -> None:
+        return None
+
+
+def device_named(name: str) -> Device:
+    """The device of a torch call: "cpu" or "cuda".
+
+    Raises:
+        DeviceError: The device is unknown or missing.
+    """
+    kinds: dict[str, Callable[[], Device]] = {"cpu": HostDevice, "cuda": CudaDevice}
+    expect(name in kinds, "device", "cpu or cuda", repr(name), "Name one of the two", error=DeviceError)
+    return kinds[name]()
+
+
+def cache_evictor(name: str) -> Callable[[], object]:
+    """A call that empties a device's caches: it walks twice the last-level cache, writing.
+
+    Args:
+        name: "cpu" or "cuda".
+
+    Example:
+        >>> evict = cache_evictor("cpu")
+        >>> _ = evict()
+    """
+    if name == "cuda":
+        import torch
+
+        size = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or _UNKNOWN_CACHE
+        on_device = torch.zeros(2 * size // 4, dtype=torch.int32, device="cuda")
+
+        def walk() -> None:
+            on_device.add_(1)
+            torch.cuda.synchronize()
+
+        return walk
+    data = np.zeros(2 * last_level_bytes() // 8, np.int64)
+    return lambda: np.add(data, 1, out=data)
+
+
+def last_level_bytes() -> int:
+    """Size of the largest cache of the first core; 64 MiB where the system does not tell."""
+    units, found = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}, [0]
+    for path in _CACHES.glob("index*/size"):
+        text = path.read_text().strip()
+        found.append(int(text.rstrip("KMG")) * units.get(text[-1], 1))
+    return max(found) or _UNKNOWN_CACHE

@@ -1,0 +1,151 @@
+"""The machine, the versions and the settings that a measurement was made with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe_environment", "same_machine"]
+
+_PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", "tokamax", "flash-attn", "triton", "transformers")
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "XLA_FLAGS", "NPROC")
+_PREFIXES = ("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCHINDUCTOR_")
+_SYSTEM = Path("/sys/devices/system/cpu")
+# What makes two machines different; the rest of the environment may change on one machine.
+_IDENTITY = ("cpu", "cores", "gpu", "isa", "threads")
+
+
+def describe_environment(device: str = "cpu") -> dict[str, Any]:
+    """Everything that a reader needs to judge or repeat the figures on "cpu" or "cuda"; None if unknown."""
+    import torch
+
+    from attnspan.kernels import cpu
+
+    built = cpu.core is not None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "revision": _revision(),
+        "system": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": _usable_cores(),
+        "threads": torch.get_num_threads(),
+        "isa": cpu.isa() if built else None,
+        "threading": cpu.threading() if built else None,
+        "aten_capability": torch.backends.cpu.get_cpu_capability(),
+        "caches": _caches(),
+        "governor": _first_line(_SYSTEM / "cpu0/cpufreq/scaling_governor"),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "memory_bytes": _memory_bytes(),
+        "gpu": _gpu() if device == "cuda" else None,
+        "variables": _variables(),
+    }
+
+
+def same_machine(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """How two environments differ in what makes the machine, in words; empty for one machine.
+
+    Example:
+        >>> same_machine({"cpu": "a", "threads": 2}, {"cpu": "b", "threads": 2})
+        ['cpu: a, then b']
+    """
+    return [
+        f"{name}: {old.get(name)}, then {new.get(name)}"
+        for name in _IDENTITY
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """Commit of the source tree that the package runs from, with a mark where it was changed since."""
+    folder = Path(__file__).parent
+    found = _git(folder, "rev-parse", "HEAD")
+    # An installed package may lie inside another project's repository, in its environment.
+    if not found or not _git(folder, "ls-files", "--error-unmatch", Path(__file__).name):
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{found[:12]}{' with changes' if changed else ''}"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Model"))]
+    return names[0] if names else platform.machine()
+
+
+def _usable_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _caches() -> dict[str, str]:
+    """Size by level of the first core, like {"L1 Data": "48K"}."""
+    found = {}
+    for folder in sorted((_SYSTEM / "cpu0/cache").glob("index*")):
+        level, kind, size = (_first_line(folder / name) for name in ("level", "type", "size"))
+        if level and size:
+            found[f"L{level} {kind}"] = size
+    return found
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _memory_bytes() -> int | None:
+    if not hasattr(os, "sysconf") or sys.platform == "win32":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+    }
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _VARIABLES or name.startswith(_PREFIXES)
+    }

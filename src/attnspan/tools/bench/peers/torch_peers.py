@@ -1,0 +1,180 @@
+"""Peers of torch: attnspan itself, `scaled_dot_product_attention` in three ways, and flash-attn."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from attnspan.errors import BackendError
+from attnspan.tools.bench.devices import device_named
+from attnspan.tools.bench.peers.job import Forward, Job, Ready, differentiated, enough_memory
+from attnspan.torch import attention, explain
+
+__all__ = ["Attnspan", "DenseMask", "FlashAttn", "FusedKernel", "PerDocument"]
+
+_CUDA_CHECKS = {
+    SDPBackend.FLASH_ATTENTION: "can_use_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "can_use_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "can_use_cudnn_attention",
+}
+
+
+class Attnspan:
+    """attnspan under a mask that was prepared once, by whatever backend `explain` names."""
+
+    name = "attnspan"
+
+    def refuses(self, job: Job) -> str | None:
+        try:
+            backend = explain(job.q, job.k, job.v, mask=job.prepared).backend
+        except BackendError as error:
+            return str(error)
+        # "math" stores scores, probabilities and their gradients.
+        copies = 6 if job.backward else 3
+        what = "the scores of its backend 'math'"
+        return enough_memory(job, copies * job.square_bytes, what) if backend == "math" else None
+
+    def prepare(self, job: Job) -> Ready:
+        mask = job.prepared
+        found = explain(job.q, job.k, job.v, mask=mask)
+        # Named only where it would warn: otherwise the choice is a part of what a call costs.
+        backend = "math" if found.backend == "math" else None
+        call = differentiated(lambda q, k, v: attention(q, k, v, mask=mask, backend=backend), job)
+        note = f"backend {found.backend}" + (f", {found.isa}" if found.isa else "")
+        return Ready(call, device_named(job.device), note=note)
+
+
+class FusedKernel:
+    """One of torch's fused kernels, for the masks that it takes without an array."""
+
+    def __init__(self, name: str, backend: SDPBackend) -> None:
+        self.name = name
+        self._backend = backend
+
+    def refuses(self, job: Job) -> str | None:
+        if not (job.is_full or job.is_causal):
+            return "it takes no mask but the full and the square causal one"
+        if job.device == "cuda":
+            return _cuda_refusal(job, self._backend)
+        if self._backend != SDPBackend.FLASH_ATTENTION:
+            return f"it runs on CUDA devices, not on {job.device}"
+        choice = torch._fused_sdp_choice(
+            job.q, job.k, job.v, None, 0.0, job.needs_causal_flag, enable_gqa=job.grouped
+        )
+        chosen = SDPBackend(choice)
+        return None if chosen == self._backend else f"torch takes {chosen.name} instead"
+
+    def prepare(self, job: Job) -> Ready:
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(q, k, v, is_causal=job.needs_causal_flag, enable_gqa=job.grouped)
+
+        call, device = differentiated(forward, job), device_named(job.device)
+        # On CPU the choice was checked, and a context would weigh on the shortest calls.
+        if job.device != "cuda":
+            return Ready(call, device)
+        return Ready(call, device, around=lambda: sdpa_kernel(self._backend))
+
+
+def _cuda_refusal(job: Job, backend: SDPBackend) -> str | None:
+    """Why torch would not take the kernel, in its own words."""
+    inputs = (job.q, job.k, job.v, None, 0.0, job.needs_causal_flag, job.grouped)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if getattr(torch.backends.cuda, _CUDA_CHECKS[backend])(torch.backends.cuda.SDPAParams(*inputs), True):
+            return None
+    reasons = [str(entry.message).split(" (Triggered")[0] for entry in said]
+    return reasons[0] if reasons else "torch does not take it for these inputs"
+
+
+class DenseMask:
+    """SDPA with a bool mask of every pair: torch's only way to say any mask."""
+
+    name = "sdpa-dense-mask"
+
+    def refuses(self, job: Job) -> str | None:
+        return (
+            "there is nothing to mask" if job.is_full else enough_memory(job, job.mask_bytes, "a dense mask")
+        )
+
+    def prepare(self, job: Job) -> Ready:
+        mask = job.dense_mask()
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(q, k, v, attn_mask=mask, enable_gqa=job.grouped)
+
+        return Ready(differentiated(forward, job), device_named(job.device))
+
+
+class PerDocument:
+    """SDPA called once for each document, the results joined: what users write who need no dense mask."""
+
+    name = "sdpa-per-document"
+
+    def refuses(self, job: Job) -> str | None:
+        return None if job.documents is not None else "the mask is not made of packed documents"
+
+    def prepare(self, job: Job) -> Ready:
+        assert job.documents is not None
+        parts = [slice(start, stop) for start, stop in pairwise(job.documents) if stop > start]
+        options = {"is_causal": job.documents_causal, "enable_gqa": job.grouped}
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.cat(
+                [sdpa(q[:, :, x], k[:, :, x], v[:, :, x], **options) for x in parts],  # type: ignore[arg-type]
+                dim=2,
+            )
+
+        return Ready(differentiated(forward, job), device_named(job.device), note=f"{len(parts)} calls")
+
+
+class FlashAttn:
+    """The flash-attn package: CUDA, half precision, dense, causal, windowed and packed."""
+
+    name = "flash-attn"
+
+    def refuses(self, job: Job) -> str | None:
+        if job.device != "cuda":
+            return f"it runs on CUDA devices, not on {job.device}"
+        if find_spec("flash_attn") is None:
+            return "flash-attn is not installed"
+        if job.workload.dtype == "float32":
+            return "it takes bfloat16 and float16"
+        known = job.is_full or job.is_causal or job.window is not None or job.documents is not None
+        return None if known else "it cannot say the mask"
+
+    def prepare(self, job: Job) -> Ready:
+        forward = _packed(job) if job.documents is not None else _plain(job)
+        return Ready(differentiated(forward, job), device_named(job.device))
+
+
+def _plain(job: Job) -> Forward:
+    reach = (-1, -1) if job.window is None else (job.window.left, job.window.right)
+    function = import_module("flash_attn").flash_attn_func
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = function(*rows, causal=job.needs_causal_flag, window_size=reach)
+        return out.transpose(1, 2)
+
+    return forward
+
+
+def _packed(job: Job) -> Forward:
+    assert job.documents is not None
+    function = import_module("flash_attn").flash_attn_varlen_func
+    offsets = torch.tensor(job.documents, dtype=torch.int32, device=job.device)
+    longest = int(offsets.diff().max())
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (x.transpose(1, 2)[0] for x in (q, k, v))
+        out: Tensor = function(*rows, offsets, offsets, longest, longest, causal=job.documents_causal)
+        return out[None].transpose(1, 2)
+
+    return forward

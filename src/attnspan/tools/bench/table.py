@@ -1,0 +1,307 @@
+"""Results as tables that fit their terminal: a narrow one gets fewer columns, and says which are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from attnspan.console import (
+    NONE,
+    Column,
+    bytes_text,
+    percent,
+    print_table,
+    rate_text,
+    ratio_digits,
+    seconds_text,
+)
+from attnspan.tools.bench.cells import Ceilings, Cell, Run, verdicts
+from attnspan.tools.bench.results import Results, TrainingCell
+from attnspan.tools.bench.standings import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
+from attnspan.tools.bench.statistics import Interval
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from attnspan.tools.bench.compare import Comparison
+
+__all__ = ["show_comparison", "show_results", "show_summary"]
+
+_SHORT = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "forward": "fwd",
+    "forward+backward": "fwd+bwd",
+}
+_SLOW_WAIT = 1.5  # Per-call over pipelined time from which waiting is a third or more of a call.
+_MARKS = {"ahead": "", "behind": "", "open": "="}
+
+
+def show_results(results: Results, console: Console) -> None:
+    """Print environment, cells by family and mode, and training.
+
+    Example:
+        >>> from rich.console import Console
+        >>> show_results(Results(environment={"cpu": "a machine", "threads": 2}), Console(width=100))
+        a machine, 2 threads
+    """
+    console.print(_machine_line(results))
+    roof = results.roof
+    if roof:
+        console.print(_ceilings_line(roof))
+    everywhere, said = _refused_everywhere(results.cells), verdicts(results.cells)
+    for family, mode in dict.fromkeys((cell.workload.family, cell.mode) for cell in results.cells):
+        cells = [c for c in results.cells if (c.workload.family, c.mode) == (family, mode)]
+        if family == "grid":
+            _show_grid(console, cells, mode, said)
+        else:
+            _show_cells(console, f"{family}, {mode}", cells, roof, said)
+        for line in _refusals(cells, everywhere):
+            console.print(line, style="dim")
+    for peer, reason in everywhere:
+        console.print(f"nowhere {peer}: {reason}", style="dim")
+    if results.training:
+        _show_training(console, results.training)
+    for line in _remarks(results, said):
+        console.print(line, style="yellow")
+
+
+def _machine_line(results: Results) -> str:
+    env = results.environment
+    versions = env.get("versions") or {}
+    parts = [str(env.get("cpu") or "unknown processor")]
+    if env.get("threads"):
+        parts.append(f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}")
+    if env.get("gpu"):
+        parts.append(str(env["gpu"]["name"]))
+    parts += [str(env["isa"])] if env.get("isa") else []
+    parts += [f"{name} {versions[name]}" for name in ("torch", "jax") if versions.get(name)]
+    return ", ".join(parts)
+
+
+def _ceilings_line(ceilings: Ceilings) -> str:
+    def text(kind: str, rate: str) -> str:
+        spread = ceilings.spread.get(kind)
+        return f"{kind} {rate}" + ("" if spread is None else f" (spread {spread:.0%})")
+
+    lowest_first = sorted(ceilings.flops.items(), key=lambda item: item[1])
+    rates = [text(kind, rate_text(rate)) for kind, rate in lowest_first]
+    return "measured ceilings: " + ", ".join(
+        [*rates, text("read_bandwidth", rate_text(ceilings.read_bandwidth, "B/s"))]
+    )
+
+
+def _show_cells(
+    console: Console,
+    title: str,
+    cells: Sequence[Cell],
+    ceilings: Ceilings | None,
+    said: dict[tuple[str, str], str],
+) -> None:
+    runs = [(cell, run) for cell in cells for run in cell.runs if run.ran]
+    columns = [Column("peer", words=True), Column("time"), Column("spread", drop=5)]
+    columns += [Column("in a row", drop=2), Column("rate", drop=3), Column("peak", drop=1)]
+    columns += [Column("read", drop=2), Column("ratio"), Column("interval", drop=1), Column("memory", drop=2)]
+    columns += [Column("cores", drop=6), Column("compile", drop=7), Column("remark", words=True, drop=8)]
+    has = {
+        "in a row": any(run.pipelined for _, run in runs),
+        "read": any(_is_bound_by_memory(cell, ceilings) for cell in cells),
+        "memory": any(run.peak_memory is not None for _, run in runs),
+        "peak": ceilings is not None,
+    }
+    kept = [index for index, column in enumerate(columns) if has.get(column.name, True)]
+    rows: list[list[str]] = []
+    for cell in cells:
+        rows.append([f"{_name(cell)} {cell.workload.sizes}", *[""] * (len(columns) - 1)])
+        ran = (run for run in cell.runs if run.ran)
+        rows += [[f"- {run.peer}", *_figures(cell, run, ceilings, said)] for run in ran]
+    shown = [[row[index] for index in kept] for row in rows]
+    print_table(
+        console,
+        title,
+        [columns[index] for index in kept],
+        shown,
+        bold=lambda row: not row[0].startswith("- "),
+    )
+
+
+def _figures(
+    cell: Cell, run: Run, ceilings: Ceilings | None, said: dict[tuple[str, str], str]
+) -> Iterator[str]:
+    assert run.execute is not None
+    yield seconds_text(run.execute.median)
+    yield percent(run.execute.spread)
+    # Marked where waiting is a third or more of what a single call takes.
+    mark = "!" if (run.waiting or 0) > _SLOW_WAIT else ""
+    yield f"{mark}{seconds_text(run.pipelined.median)}" if run.pipelined else NONE
+    yield rate_text(cell.flops_per_second(run))
+    yield percent(cell.share(run, ceilings))
+    yield percent(cell.bandwidth_share(run, ceilings))
+    yield from _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
+    yield bytes_text(run.peak_memory)
+    yield percent(run.utilisation)
+    yield seconds_text(run.compile_seconds or None)
+    yield run.note
+
+
+def _name(cell: Cell) -> str:
+    work = cell.workload
+    return f"{work.name} {_SHORT.get(work.dtype, work.dtype)}{' cold' if cell.cold else ''}"
+
+
+def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
+    """Whether the roofline of the cell is the bandwidth's."""
+    dtype = cell.workload.dtype
+    best = ceilings.best(dtype) if ceilings else None
+    return ceilings is not None and best is not None and ceilings.attainable(dtype, cell.intensity) != best[1]
+
+
+def _ratio(ratio: Interval | None, noisy: bool, verdict: str | None = None) -> tuple[str, str]:
+    """The ratio, with "=" where it may be 1, and its interval, with "~" where it is wide."""
+    if ratio is None:
+        return ("", "")
+    interval = f"{ratio_digits(ratio.low)}-{ratio_digits(ratio.high)}"
+    mark = _MARKS.get(verdict or "", "")
+    return (f"{mark}{ratio_digits(ratio.median)}", f"{interval}{' ~' if noisy else ''}")
+
+
+def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: dict[tuple[str, str], str]) -> None:
+    """One row for each cell: ours, and the ratio of each peer that ran anywhere."""
+    peers = list(dict.fromkeys(run.peer for cell in cells for run in cell.peers if run.ran))
+    columns = [
+        Column("cell", words=True),
+        Column("dtype", words=True),
+        Column("ours"),
+        Column("rate", drop=1),
+    ]
+    for index, peer in enumerate(peers):
+        columns += [Column(peer), Column(f"interval, {peer}", drop=2 + index)]
+    rows = []
+    for cell in cells:
+        row = [cell.workload.name.removeprefix("grid-"), _SHORT[cell.workload.dtype]]
+        row += [seconds_text(cell.seconds(cell.ours)), rate_text(cell.flops_per_second(cell.ours))]
+        for run in map(cell.run, peers):
+            row += _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer))) if run else ("", "")
+        rows.append(row)
+    print_table(console, f"grid, {mode}", columns, rows)
+
+
+def _refused_everywhere(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
+    """Peers that gave the same reason in every cell, with it: said once, not below each table."""
+    given = [[(run.peer, run.reason) for run in cell.runs if run.reason] for cell in cells]
+    return tuple(pair for pair in (given[0] if given else ()) if all(pair in others for others in given))
+
+
+def _refusals(cells: Sequence[Cell], said: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Who could not do what, and why; one line for each reason that is not said elsewhere."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        for run in cell.runs:
+            if run.reason is not None and (run.peer, run.reason) not in said:
+                found.setdefault((run.peer, run.reason), []).append(cell.workload.label)
+    for (peer, reason), labels in found.items():
+        where = "" if len(labels) == len(cells) else f" ({', '.join(labels)})"
+        yield f"not {peer}: {reason}{where}"
+
+
+def _remarks(results: Results, said: dict[tuple[str, str], str]) -> Iterator[str]:
+    ratios = [run.ratio for cell in results.cells for run in cell.peers if run.ratio]
+    if ratios:
+        lowest, highest = (f"{100 * pick(ratio.level for ratio in ratios):.1f}" for pick in (min, max))
+        levels = lowest if lowest == highest else f"{lowest} to {highest}"
+        fewest = min(ratio.pairs for ratio in ratios)
+        yield f"intervals: order statistics of {fewest} or more pairs each, level {levels} %"
+    undecided = sum(verdict == "open" for verdict in said.values())
+    if undecided:
+        yield (
+            f"= {undecided} of {len(said)} ratios may be 1: the sign test, corrected for {len(said)} of them "
+            "(Benjamini-Hochberg, 5 % false discoveries), does not tell them apart"
+        )
+    noisy = [cell.label for cell in results.cells if cell.noisy]
+    if noisy:
+        yield (
+            f"~ the machine is too noisy for {len(noisy)} of {len(results.cells)} cells: their intervals are "
+            "wider than --width; give more --samples and --seconds, or quieten the machine"
+        )
+    if any((run.waiting or 0) > _SLOW_WAIT for cell in results.cells for run in cell.runs):
+        yield "! waiting for each call is a third or more of its time: the pipelined figure is the device's"
+    if not results.complete:
+        yield "stopped before the last cell"
+
+
+def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:
+    columns = [Column("attention", words=True), Column("tokens/s"), Column("ratio"), Column("interval")]
+    rows = [
+        [
+            cell.attention,
+            NONE if cell.tokens_per_second is None else f"{cell.tokens_per_second.median:,.0f}",
+            *_ratio(cell.ratio, cell.noisy),
+            bytes_text(cell.peak_memory),
+            cell.reason or cell.note,
+        ]
+        for cell in training
+    ]
+    columns += [Column("memory", drop=1), Column("remark", words=True)]
+    print_table(console, "training steps", columns, rows)
+
+
+def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -> None:
+    """Print the table of targets over the grid, against one peer.
+
+    Example:
+        >>> from rich.console import Console
+        >>> show_summary(Results(), Console(width=100))
+        no cell of the grid was compared with sdpa-flash: measure with attnspan bench grid
+    """
+    found = targets(results, peer)
+    if not found:
+        line = f"no cell of the grid was compared with {peer}: measure with attnspan bench grid"
+        console.print(line)
+        return
+    columns = [*(Column(name, words=True) for name in ("dtype", "mode", "mask")), Column("mean")]
+    columns += [Column(f"peak D{dim}", drop=2) for dim in MEAN_HEAD_DIMS]
+    columns += [Column("lowest of the grid", words=True, drop=1), Column("ratio"), Column("lost")]
+    rows = []
+    for target in found:
+        label, lowest = target.lowest
+        row = [_SHORT[target.view.dtype], _SHORT[target.view.mode], target.mask]
+        row += [NONE if target.mean is None else ratio_digits(target.mean)]
+        row += [percent(target.share(dim)) for dim in MEAN_HEAD_DIMS]
+        row += [label.removeprefix("grid-"), ratio_digits(lowest.median)]
+        rows.append([*row, f"{target.count('behind')}/{len(target.ratios)}"])
+    lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
+    print_table(console, f"time of {peer} over ours, geometric mean over {lengths}", columns, rows)
+
+
+def show_comparison(comparison: Comparison, console: Console) -> None:
+    """Print what changed between two files.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from attnspan.tools.bench.compare import compare
+        >>> show_comparison(compare(Results(), Results()), Console(width=100))
+        0 cells compared: 0 regressions
+    """
+    for line in comparison.machine:
+        console.print(f"another machine or setting: {line}", style="yellow")
+    changed = [change for change in comparison.changes if change.verdict != "same"]
+    if changed:
+        columns = [Column("cell", words=True), Column("time"), Column("interval", drop=2)]
+        columns += [Column("against", words=True, drop=1), Column("lost"), Column("verdict", words=True)]
+        rows = [
+            [
+                change.label,
+                *_ratio(change.time, False),
+                change.peer or "",
+                _ratio(change.relative, False)[0],
+                f"{change.verdict} {change.note}".strip(),
+            ]
+            for change in changed
+        ]
+        styles = ["red" if change.is_regression else None for change in changed]
+        print_table(console, "new over old", columns, rows, styles=styles)
+    for name, labels in (("only in the new file", comparison.appeared), ("gone", comparison.disappeared)):
+        for label in labels:
+            console.print(f"{name}: {label}")
+    console.print(f"{len(comparison.changes)} cells compared: {len(comparison.regressions)} regressions")

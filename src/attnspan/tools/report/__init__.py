@@ -1,0 +1,8 @@
+"""The page of figures: what `attnspan.tools.bench` measured, in one HTML file that needs no network.
+
+It computes nothing but layout: every figure is a property of the results.
+"""
+
+from attnspan.tools.report.page import write_page
+
+__all__ = ["write_page"]

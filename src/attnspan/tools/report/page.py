@@ -1,0 +1,135 @@
+"""The page: sections in order, one template, everything inlined."""
+
+from __future__ import annotations
+
+import json
+import os
+from base64 import b64encode
+from collections.abc import Iterable
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnspan.tools.bench.results import Results
+from attnspan.tools.report._cells import cards, cell_rows, cell_table, standing_section, target_section
+from attnspan.tools.report._chart import OURS, Palette, Section
+from attnspan.tools.report._numbers import NONE, bandwidth, bytes_text, rate
+from attnspan.tools.report._ratios import ratio_section
+from attnspan.tools.report._roofline import roofline_section
+from attnspan.tools.report._scaling import memory_section, scaling_sections
+from attnspan.tools.report._training import monitor_section, training_section
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["write_page"]
+
+
+def write_page(results: Results, path: Path) -> None:
+    """Write one HTML file that shows everything the results hold and loads nothing from anywhere.
+
+    Sections without data are absent: results with nothing but `monitor` records make the page of a training.
+
+    Args:
+        results: What was measured; every figure is a property of it.
+        path: The file; its folder is made. A reader sees the old file or the whole new one.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
+
+    Example:
+        >>> import tempfile
+        >>> page = Path(tempfile.mkdtemp()) / "page.html"
+        >>> write_page(Results(environment={"cpu": "a machine"}), page)
+        >>> "a machine" in page.read_text(encoding="utf-8")
+        True
+    """
+    from plotly.offline import get_plotlyjs
+
+    palette = Palette(results.cells)
+    found = (
+        target_section(results),
+        standing_section(results),
+        ratio_section(results, palette),
+        roofline_section(results, palette),
+        *scaling_sections(results, palette),
+        memory_section(results, palette),
+        training_section(results),
+        monitor_section(results),
+    )
+    sections = [section for section in found if section is not None]
+    html = _template().render(
+        cards=cards(results),
+        views=_views(sections),
+        sections=sections,
+        legend=[(OURS, "ours"), *((peer, palette.color(peer)[1:]) for peer in palette.peers)],
+        columns=cell_table(results),
+        rows=cell_rows(results),
+        facts=_facts(results.environment),
+        ceilings=results.ceilings,
+        complete=results.complete,
+        figures=_script_data([chart.figure for section in sections for chart in section.charts]),
+        # A page without charts does without the library.
+        plotly=get_plotlyjs() if any(section.charts for section in sections) else "",
+        style=_asset("page.css"),
+        script=_asset("page.js"),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(html, encoding="utf-8")
+    part.replace(path)
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _template() -> jinja2.Template:
+    import jinja2
+
+    # Everything is escaped but what the template marks as safe: the page's own code.
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"script_hash": _script_hash, "rate": rate, "bandwidth": bandwidth}
+    return environment.from_string(_asset("page.html.jinja"))
+
+
+def _script_hash(text: str) -> str:
+    """The source of a script as a content policy names it: no other script runs, whatever a string holds."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _script_data(data: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+
+def _views(sections: Iterable[Section]) -> dict[str, list[str]]:
+    """The choices of each switch, in the order of the file."""
+    views = [chart.view for section in sections for chart in section.charts if chart.view is not None]
+    return {
+        name: list(dict.fromkeys(getattr(view, name) for view in views))
+        for name in ("device", "mode", "dtype")
+    }
+
+
+def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Names and texts of the environment, nested ones by their path."""
+    facts: list[tuple[str, str]] = []
+    for name, value in environment.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, dict):
+            facts += _facts(value, f"{label}, ")
+        elif isinstance(value, list | tuple):
+            facts.append((label, ", ".join(_fact(name, item) for item in value) or NONE))
+        else:
+            facts.append((label, _fact(name, value)))
+    return facts
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and name.endswith("bytes"):
+        return bytes_text(value)
+    return NONE if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,144 @@
+"""Clocks that move only when told, and a device whose work goes on after a call has returned."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnspan.tools.bench.devices import HostDevice
+from attnspan.tools.bench.timing import Meter, Subject
+
+
+@dataclass
+class World:
+    """A clock, the calls that moved it, and the energy they used."""
+
+    now: float = 0.0
+    busy: float = 0.0
+    calls: list[str] = field(default_factory=list)
+
+    def subject(self, name: str, seconds: Sequence[float], cores: float = 1.0) -> Subject:
+        """A call that takes the given times in turn, over and over."""
+        turn = iter(range(10**9))
+
+        def call() -> float:
+            step = seconds[next(turn) % len(seconds)]
+            self.now += step
+            self.busy += step * cores
+            self.calls.append(name)
+            return step
+
+        return Subject(name, call, HostDevice())
+
+    def meter(self, joules: Callable[[], float | None] = lambda: None, threads: int = 1) -> Meter:
+        return Meter(lambda: self.now, lambda: self.busy, joules, threads)
+
+
+@dataclass
+class VirtualDevice:
+    """The same on a clock that only moves when told: exact on the busiest machine.
+
+    Args:
+        world: Whose clock moves while a wait lasts.
+        work: Seconds of each call.
+        round_trip: Seconds that a wait takes besides.
+    """
+
+    world: World
+    work: float
+    round_trip: float = 0.0
+    pending: int = 0
+    name = "virtual"
+    is_asynchronous = True
+    is_ordered = True
+
+    def submit(self) -> str:
+        self.pending += 1
+        return "a result to come"
+
+    def synchronize(self, result: Any) -> None:
+        del result
+        self.world.now += self.pending * self.work + self.round_trip
+        self.pending = 0
+
+    def is_idle(self, result: Any) -> bool:
+        del result
+        return self.pending == 0
+
+    def timer(self) -> None:
+        return None
+
+    def subject(self, name: str) -> Subject:
+        return Subject(name, self.submit, self)
+
+
+class SleepingDevice:
+    """A worker thread that sleeps for every call; waiting for it costs a round trip besides.
+
+    Args:
+        work: Seconds of each call.
+        round_trip: Seconds that a wait takes after the work is done.
+        waits: Whether `synchronize` waits at all; one that does not is what users forget.
+    """
+
+    name = "sleeping"
+    is_asynchronous = True
+    is_ordered = True
+
+    def __init__(self, work: float, round_trip: float = 0.0, waits: bool = True) -> None:
+        self._work, self._round_trip, self._waits = work, round_trip, waits
+        self._queue: queue.Queue[object] = queue.Queue()
+        self._pending = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._queue.get()
+            time.sleep(self._work)
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+
+    def submit(self) -> str:
+        with self._changed:
+            self._pending += 1
+        self._queue.put(None)
+        return "a result to come"
+
+    def synchronize(self, result: Any) -> None:
+        del result
+        if self._waits:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending == 0)
+            time.sleep(self._round_trip)
+
+    def is_idle(self, result: Any) -> bool:
+        del result
+        with self._changed:
+            return self._pending == 0
+
+    def timer(self) -> None:
+        return None
+
+
+@dataclass
+class FakeProbe:
+    """Ceilings that cost no time, and what was asked for."""
+
+    asked: list[tuple[object, ...]] = field(default_factory=list)
+
+    def peak_kinds(self) -> list[str]:
+        return ["amx_bf16", "fma_f32", "dot_bf16"]
+
+    def peak(self, kind: str, *, num_threads: int, seconds: float) -> float:
+        self.asked.append((kind, num_threads, seconds))
+        return {"fma_f32": 1e12, "dot_bf16": 2e12, "amx_bf16": 1.6e13}[kind] * num_threads
+
+    def read_bandwidth(self, size: int, *, num_threads: int, seconds: float) -> float:
+        self.asked.append((size, num_threads, seconds))
+        return 1e10

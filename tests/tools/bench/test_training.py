@@ -1,0 +1,156 @@
+"""Whole training steps: all attentions are really taken, in turn; their memory is that of new processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnspan.errors import OptionError
+from attnspan.tools.bench import training
+from attnspan.tools.bench.results import Results, TrainingCell
+from attnspan.tools.bench.training import measure_training, steps_peak, training_peak
+from attnspan.train.config import TrainConfig
+from attnspan.train.packing import Batch
+from attnspan.train.step import Stepper, StepResult
+
+SHAPE: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
+HOW: dict[str, Any] = {"seq_len": 48, "batch_size": 2, "dtype": "float32", "compile": False, "threads": 1}
+
+Tiny = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Tiny:
+    (tmp_path / "data.txt").write_text("\n\n".join("abcdefg" * n for n in range(1, 20)))
+    return lambda **changes: TrainConfig(**(SHAPE | HOW | {"data": str(tmp_path / "data.txt")} | changes))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(attention, hash of the batch) of every step; each takes a known time by its attention."""
+    taken: list[tuple[str, int]] = []
+    real, seconds = Stepper.step, {"attnspan": 1.0, "sdpa": 2.0, "sdpa-documents": 4.0}
+
+    def step(self: Stepper, batch: Batch, index: int) -> StepResult:
+        taken.append((self.config.attention, hash(batch.tokens.numpy().tobytes())))
+        return real(self, batch, index)._replace(seconds=seconds[self.config.attention])
+
+    monkeypatch.setattr(Stepper, "step", step)
+    return taken
+
+
+def test_kinds_take_turns_on_the_same_batches(tiny: Tiny, steps: list[tuple[str, int]]) -> None:
+    cells = measure_training(tiny(), rounds=4, memory=False)
+    kinds = ["attnspan", "sdpa", "sdpa-documents"]
+    assert [cell.attention for cell in cells] == kinds
+    # The first turn is the warm-up.
+    assert [kind for kind, _ in steps] == kinds * 5
+    batches = [{batch for _, batch in steps[turn : turn + 3]} for turn in range(0, 15, 3)]
+    assert all(len(same) == 1 for same in batches)
+    assert len(set.union(*batches)) > 1
+
+
+def test_figures_are_those_of_the_steps(tiny: Tiny, steps: list[tuple[str, int]], tmp_path: Path) -> None:
+    ours, dense, documents = measure_training(tiny(), rounds=4, memory=False)
+    assert ours.seconds.samples == (1.0,) * 4
+    assert ours.tokens_per_second.samples == (96.0,) * 4
+    assert documents.tokens_per_second.median == 24.0
+    assert ours.ratio is None
+    assert (dense.ratio.median, dense.ratio.pairs, documents.ratio.median) == (2.0, 4, 4.0)
+    assert not dense.noisy
+    assert all(cell.peak_memory is None and cell.reason is None for cell in (ours, dense, documents))
+    assert (
+        ours.note == "2 blocks of width 32, 4 heads on 2, 2 x 48 tokens, float32, ac none, eager, 1 threads"
+    )
+    Results(training=(ours, dense, documents)).save(tmp_path / "results.json")
+    assert Results.load(tmp_path / "results.json").training == (ours, dense, documents)
+
+
+def test_a_wide_interval_is_noise(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"attnspan": [1.0, 1.0, 1.0, 1.0], "sdpa": [1.0, 2.0, 1.0, 2.0]}
+    monkeypatch.setattr(training, "step_times", lambda *_: times)
+    _, dense = measure_training(tiny(), kinds=("sdpa",), memory=False)
+    assert dense.noisy
+    assert dense.ratio.low < 1.2 < 1.8 < dense.ratio.high
+
+
+def test_peaks_are_those_of_new_processes(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def peak(config: TrainConfig) -> tuple[int | None, str]:
+        asked.append(config.attention)
+        return (None, "no peak memory: killed") if config.attention == "sdpa" else (len(asked), "")
+
+    monkeypatch.setattr(training, "training_peak", peak)
+    cells = measure_training(tiny(), rounds=2)
+    assert asked == [cell.attention for cell in cells]
+    assert [cell.peak_memory for cell in cells] == [1, None, 3]
+    assert cells[1].note.endswith("; no peak memory: killed")
+
+
+@pytest.mark.long
+def test_the_peak_is_of_the_steps_and_shows_what_attention_keeps(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # Rows whose dense mask alone, 4 bytes an element as SDPA takes it, has 64 MiB.
+    shape = {"seq_len": 4096, "batch_size": 1, "layers": 1, "heads": 1, "kv_heads": 1}
+    peaks = {}
+    for kind in ("attnspan", "sdpa"):
+        peaks[kind], trouble = training_peak(tiny(attention=kind, **shape))
+        assert not trouble
+    assert peaks["sdpa"] > peaks["attnspan"] + 2**25
+
+
+def test_the_peak_leaves_out_what_compiling_needed(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(Stepper, "warm_up", lambda *_: happened.append("compiled"))
+    monkeypatch.setattr(Stepper, "step", lambda *_: happened.append("step"))
+    monkeypatch.setattr(training, "forget_peak", lambda: happened.append("forgotten"))
+    monkeypatch.setattr(training, "resident_peak", lambda: happened.append("asked") or 123)
+    steps_peak(json.dumps(asdict(tiny())))
+    assert happened == ["compiled", "step", "forgotten", "step", "step", "step", "asked"]
+    assert capsys.readouterr().out == "123\n"
+
+
+@pytest.mark.long
+def test_a_process_that_fails_says_why(tiny: Tiny) -> None:
+    peak, trouble = training_peak(tiny(data="/nowhere"))
+    assert peak is None
+    assert trouble.startswith("no peak memory: attnspan.train.errors.DataError: data: expected")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 1}, r"rounds: expected 2 or more, got 1"),
+        ({"kinds": ("flash",)}, r"attention: expected one of attnspan, sdpa, sdpa-documents, got 'flash'"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str, tiny: Tiny) -> None:
+    with pytest.raises(OptionError, match=message):
+        measure_training(tiny(), **options)
+
+
+def test_what_is_open_is_settled_before_the_first_process(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(training, "faster_dtype", lambda: "bfloat16")
+    monkeypatch.setattr(training, "training_peak", lambda config: (seen.append(config), (1, ""))[1])
+    torch.set_num_threads(1)
+    measure_training(tiny(threads=2), rounds=2, kinds=(), memory=False)
+    assert torch.get_num_threads() == 1
+    cells: tuple[TrainingCell, ...] = measure_training(tiny(dtype="auto", threads=0), rounds=2, kinds=())
+    assert [(config.dtype, config.threads, config.attention) for config in seen] == [
+        ("bfloat16", 1, "attnspan")
+    ]
+    assert "bfloat16" in cells[0].note
