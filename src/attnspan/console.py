@@ -12,6 +12,7 @@ from .errors import OptionError, expect
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "NONE",
@@ -141,67 +142,69 @@ def print_table(
     Example:
         >>> from rich.console import Console
         >>> columns = [Column("who", words=True), Column("time"), Column("memory", drop=1)]
-        >>> print_table(Console(width=13), "calls", columns, [["attnspan", "1 s", "3 MiB"]])
+        >>> rows = [["attnspan", "1 s", "3 MiB"]]
+        >>> print_table(Console(width=16), "calls", columns, rows)  # doctest: +NORMALIZE_WHITESPACE
+        <BLANKLINE>
         calls
-         who      time
-        ──────────────
-         attnspan  1 s
-        not shown at 13 columns: memory
+        who        time
+        ───────────────
+        attnspan    1 s
+        not shown at 16
+        columns: memory
     """
-    rows = [tuple(row) for row in rows]
-    kept = list(range(len(columns)))
-    while console.width < _least_width(columns, rows, kept):
+    rows, kept = [tuple(row) for row in rows], list(range(len(columns)))
+    least = [_least_width(column, [row[index] for row in rows]) for index, column in enumerate(columns)]
+    # Columns are three apart.
+    while console.width < sum(least[index] + 3 for index in kept) - 3:
         droppable = [index for index in kept if columns[index].drop]
         if not droppable:
             break
         kept.remove(max(droppable, key=lambda index: columns[index].drop))
-    _print(
-        console,
-        title,
-        [columns[index] for index in kept],
-        [[row[i] for i in kept] for row in rows],
-        bold,
-        styles,
-    )
+    widths = {index: least[index] for index in kept}
+    texts = [(column.name, *(row[index] for row in rows)) for index, column in enumerate(columns)]
+    whole = {index: max(map(len, texts[index])) for index in kept}
+    for _ in range(console.width - sum(widths.values()) - 3 * (len(kept) - 1)):
+        widest = max(kept, key=lambda index: whole[index] - widths[index])
+        widths[widest] += whole[widest] > widths[widest]
+    table = _table(title, [(columns[index], widths[index]) for index in kept])
+    for index, row in enumerate(rows):
+        style = styles[index] if styles else None
+        table.add_row(*(row[i] for i in kept), style="bold" if bold(row) else style)
+    console.print()
+    console.print(table)
     left_out = [column.name for index, column in enumerate(columns) if index not in kept]
     if left_out:
         console.print(f"not shown at {console.width} columns: {', '.join(left_out)}", style="dim")
 
 
-def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
-    """Columns of the terminal below which a figure or a word would be cut."""
-
-    def least(index: int) -> int:
-        texts = [columns[index].name, *(row[index] for row in rows)]
-        parts = [part for text in texts for part in (text.split() if columns[index].words else [text])]
-        return max(map(len, parts), default=0)
-
-    return sum(least(index) + 2 for index in kept)
+def _least_width(column: Column, texts: Sequence[str]) -> int:
+    """Width below which a figure or a word would be cut."""
+    parts = [part for text in (column.name, *texts) for part in (text.split() if column.words else [text])]
+    return max(map(len, parts), default=0)
 
 
-def _print(
-    console: Console,
-    title: str,
-    columns: Sequence[Column],
-    rows: Sequence[Sequence[str]],
-    bold: Callable[[Sequence[str]], bool],
-    styles: Sequence[str | None],
-) -> None:
+def _table(title: str, columns: Sequence[tuple[Column, int]]) -> Table:
+    """An empty table of columns with their widths."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
+    for column, width in columns:
         table.add_column(
             column.name,
             justify="left" if column.words else "right",
+            width=width,
             no_wrap=not column.words,
             overflow="fold",
         )
-    for index, row in enumerate(rows):
-        style = styles[index] if styles else None
-        table.add_row(*row, style="bold" if bold(row) else style)
-    console.print(table)
+    return table
 
 
 def words(text: str) -> tuple[str, ...]:

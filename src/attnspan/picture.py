@@ -171,8 +171,10 @@ def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None)
         >>> implied_sizes(documents([0, 5, 9])), implied_sizes(causal(), q_len=4)
         ((9, 9), (4, 4))
     """
-    k_lens = [n for n in (k_len, *(leaf._key_len() for leaf in mask._leaves())) if n is not None]
-    q_lens = [n for n in (q_len, *(leaf._row_len() for leaf in mask._leaves())) if n is not None]
+    leaves = mask._leaves()
+    packed = [int(leaf.cu_seqlens_q[-1]) for leaf in leaves if hasattr(leaf, "cu_seqlens_q")]
+    k_lens = [n for n in (k_len, *(leaf._key_len() for leaf in leaves)) if n is not None]
+    q_lens = [n for n in (q_len, *(leaf._row_len() for leaf in leaves), *packed) if n is not None]
     rows = [*q_lens, *k_lens, 64][0]
     return rows, [*k_lens, rows][0]
 

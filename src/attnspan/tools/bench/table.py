@@ -35,7 +35,6 @@ _SHORT = {
     "forward+backward": "fwd+bwd",
 }
 _SLOW_WAIT = 1.5  # Per-call over pipelined time from which waiting is a third or more of a call.
-_MARKS = {"ahead": "", "behind": "", "open": "="}
 
 
 def show_results(results: Results, console: Console) -> None:
@@ -115,14 +114,14 @@ def _show_cells(
     for cell in cells:
         rows.append([f"{_name(cell)} {cell.workload.sizes}", *[""] * (len(columns) - 1)])
         ran = (run for run in cell.runs if run.ran)
-        rows += [[f"- {run.peer}", *_figures(cell, run, ceilings, said)] for run in ran]
+        rows += [[run.peer, *_figures(cell, run, ceilings, said)] for run in ran]
     shown = [[row[index] for index in kept] for row in rows]
     print_table(
         console,
         title,
         [columns[index] for index in kept],
         shown,
-        bold=lambda row: not row[0].startswith("- "),
+        bold=lambda row: not row[1],
     )
 
 
@@ -158,11 +157,11 @@ def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
 
 
 def _ratio(ratio: Interval | None, noisy: bool, verdict: str | None = None) -> tuple[str, str]:
-    """The ratio, with "=" where it may be 1, and its interval, with "~" where it is wide."""
+    """The ratio, with "?" where it may be 1, and its interval, with "~" where it is wide."""
     if ratio is None:
         return ("", "")
     interval = f"{ratio_digits(ratio.low)}-{ratio_digits(ratio.high)}"
-    mark = _MARKS.get(verdict or "", "")
+    mark = "?" if verdict == "open" else ""
     return (f"{mark}{ratio_digits(ratio.median)}", f"{interval}{' ~' if noisy else ''}")
 
 
@@ -215,8 +214,8 @@ def _remarks(results: Results, said: dict[tuple[str, str], str]) -> Iterator[str
     undecided = sum(verdict == "open" for verdict in said.values())
     if undecided:
         yield (
-            f"= {undecided} of {len(said)} ratios may be 1: the sign test, corrected for {len(said)} of them "
-            "(Benjamini-Hochberg, 5 % false discoveries), does not tell them apart"
+            f"? {undecided} of {len(said)} ratios may be 1: the sign test of their pairs, corrected for "
+            f"{len(said)} ratios (Benjamini-Hochberg, 5 % false discoveries), cannot tell"
         )
     noisy = [cell.label for cell in results.cells if cell.noisy]
     if noisy:

@@ -1,4 +1,4 @@
-"""The page of figures: what `attnspan.tools.bench` measured, in one HTML file that needs no network.
+"""The page of figures: what `attnspan bench` or a monitor measured, in one HTML file that needs no network.
 
 It computes nothing but layout: every figure is a property of the results.
 """

@@ -55,11 +55,8 @@
     for (const trace of data) if (trace.meta?.peer && peers) trace.visible = peers.has(trace.meta.peer);
     // A finger that drags means to scroll the page.
     const coarse = matchMedia("(pointer: coarse)").matches;
-    const options = {
-      responsive: true, displaylogo: false, displayModeBar: coarse ? false : "hover",
-      // Named one by one: what the library offers besides includes sending the data elsewhere.
-      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
-    };
+    // Plotly's toolbar would cover legends and titles: dragging zooms, a double click resets, PNG saves.
+    const options = { responsive: true, displayModeBar: false };
     holder.dataset.drawn = "yes";
     return Plotly.react(holder, data, { ...layout, template: frame(), dragmode: coarse ? false : "zoom" }, options);
   }
@@ -152,6 +149,13 @@
     document.getElementById("count").textContent = `${shown} of ${rows.length} rows`;
   }
 
+  function save(event) {
+    const figure = event.currentTarget.closest("figure");
+    const holder = figure.querySelector(".chart");
+    const name = figure.querySelector("b").textContent.replace(/\W+/g, "-");
+    Plotly.downloadImage(holder, { format: "png", scale: 2, filename: `attnspan-${name}` });
+  }
+
   // --- start ---------------------------------------------------------------------------------------
   button.hidden = false;
   button.addEventListener("click", () => {
@@ -166,6 +170,10 @@
     setView();
   }
   document.querySelectorAll("[data-sortable]").forEach(makeSortable);
+  for (const item of document.querySelectorAll("button.save")) {
+    item.hidden = false;
+    item.addEventListener("click", save);
+  }
   if (filters) {
     filters.addEventListener("input", filter);
     filters.addEventListener("submit", (event) => event.preventDefault());

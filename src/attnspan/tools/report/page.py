@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from base64 import b64encode
 from collections.abc import Iterable
 from hashlib import sha256
@@ -11,22 +10,24 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnspan.console import NONE, bytes_text, percent, rate_text
+from attnspan.files import write_whole
+from attnspan.tools.bench.cells import OURS
 from attnspan.tools.bench.results import Results
-from attnspan.tools.report._cells import cards, cell_rows, cell_table, standing_section, target_section
-from attnspan.tools.report._chart import OURS, Palette, Section
-from attnspan.tools.report._numbers import NONE, bandwidth, bytes_text, rate
-from attnspan.tools.report._ratios import ratio_section
-from attnspan.tools.report._roofline import roofline_section
-from attnspan.tools.report._scaling import memory_section, scaling_sections
-from attnspan.tools.report._training import monitor_section, training_section
+from attnspan.tools.report.charts import Palette, Section
+from attnspan.tools.report.figures import memory_section, ratio_section, roofline_section, scaling_sections
+from attnspan.tools.report.steps import monitor_section, training_section
+from attnspan.tools.report.tables import cards, cell_rows, standing_section, target_section
 
 if TYPE_CHECKING:
     import jinja2
 
 __all__ = ["write_page"]
 
+_MOST_NAMES = 4  # families in a title
 
-def write_page(results: Results, path: Path) -> None:
+
+def write_page(results: Results, path: Path, *, title: str = "") -> None:
     """Write one HTML file that shows everything the results hold and loads nothing from anywhere.
 
     Sections without data are absent: results with nothing but `monitor` records make the page of a training.
@@ -34,6 +35,7 @@ def write_page(results: Results, path: Path) -> None:
     Args:
         results: What was measured; every figure is a property of it.
         path: The file; its folder is made. A reader sees the old file or the whole new one.
+        title: Of the page; by default what was measured, and where.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
@@ -42,7 +44,7 @@ def write_page(results: Results, path: Path) -> None:
         >>> import tempfile
         >>> page = Path(tempfile.mkdtemp()) / "page.html"
         >>> write_page(Results(environment={"cpu": "a machine"}), page)
-        >>> "a machine" in page.read_text(encoding="utf-8")
+        >>> "<title>attnspan on a machine</title>" in page.read_text(encoding="utf-8")
         True
     """
     from plotly.offline import get_plotlyjs
@@ -59,26 +61,40 @@ def write_page(results: Results, path: Path) -> None:
         monitor_section(results),
     )
     sections = [section for section in found if section is not None]
+    charts = [chart for section in sections for chart in section.charts]
+    columns, rows = cell_rows(results)
     html = _template().render(
+        title=title or _title(results),
         cards=cards(results),
         views=_views(sections),
         sections=sections,
         legend=[(OURS, "ours"), *((peer, palette.color(peer)[1:]) for peer in palette.peers)],
-        columns=cell_table(results),
-        rows=cell_rows(results),
+        columns=columns,
+        rows=rows,
+        ours=OURS,
         facts=_facts(results.environment),
-        ceilings=results.ceilings,
+        ceilings=results.roof,
         complete=results.complete,
-        figures=_script_data([chart.figure for section in sections for chart in section.charts]),
+        figures=_script_data([{"data": chart.data, "layout": chart.layout} for chart in charts]),
         # A page without charts does without the library.
-        plotly=get_plotlyjs() if any(section.charts for section in sections) else "",
+        plotly=get_plotlyjs() if charts else "",
         style=_asset("page.css"),
         script=_asset("page.js"),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(html, encoding="utf-8")
-    part.replace(path)
+    write_whole(path, html)
+
+
+def _title(results: Results) -> str:
+    """What was measured, and where."""
+    families = list(dict.fromkeys(cell.workload.family for cell in results.cells))
+    parts = families[:_MOST_NAMES] + (["more"] if len(families) > _MOST_NAMES else [])
+    parts += ["training steps"] if results.training else []
+    if results.monitor:
+        parts.append(f"steps {results.monitor[0].step:,} to {results.monitor[-1].step:,} of a training")
+    where = str(results.environment.get("cpu") or "")
+    if results.environment.get("gpu"):
+        where = str(results.environment["gpu"]["name"])
+    return f"attnspan{': ' if parts else ''}{', '.join(parts)}{f' on {where}' if where else ''}"
 
 
 def _asset(name: str) -> str:
@@ -92,7 +108,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"script_hash": _script_hash, "rate": rate, "bandwidth": bandwidth}
+    environment.filters |= {"script_hash": _script_hash, "rate": rate_text, "percent": percent}
     return environment.from_string(_asset("page.html.jinja"))
 
 
@@ -109,10 +125,8 @@ def _script_data(data: Any) -> str:
 def _views(sections: Iterable[Section]) -> dict[str, list[str]]:
     """The choices of each switch, in the order of the file."""
     views = [chart.view for section in sections for chart in section.charts if chart.view is not None]
-    return {
-        name: list(dict.fromkeys(getattr(view, name) for view in views))
-        for name in ("device", "mode", "dtype")
-    }
+    names = ("device", "mode", "dtype")
+    return {name: list(dict.fromkeys(getattr(view, name) for view in views)) for name in names}
 
 
 def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -132,8 +132,7 @@ def _compiled(attend: Callable[..., Any], mask: Any, job: Job, note: str) -> Rea
     compiled = lowered.compile()
     done = time.perf_counter()
     device = JaxDevice("cpu" if job.device == "cpu" else "gpu")
-    times = {"trace_seconds": traced - start, "compile_seconds": done - traced}
-    return Ready(lambda: compiled(*arrays), device, from_jax, **times, note=note)
+    return Ready(lambda: compiled(*arrays), device, from_jax, traced - start, done - traced, note=note)
 
 
 _started_with: int | None = None

@@ -1,0 +1,150 @@
+"""Headline figures, the standing against each peer, and the table of all cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attnspan.console import NONE, bytes_text, percent, rate_text, ratio_digits, seconds_text
+from attnspan.tools.bench.cells import OURS, Cell, Run, verdicts
+from attnspan.tools.bench.results import Results
+from attnspan.tools.bench.standings import MEAN_LENGTHS, View, reached, standings, targets
+from attnspan.tools.report.charts import Entry, Section, Table, ratio_text
+
+__all__ = ["cards", "cell_rows", "standing_section", "target_section"]
+
+
+def _times(value: float | None) -> str:
+    return NONE if value is None else f"{ratio_digits(value)}x"
+
+
+def cards(results: Results) -> list[tuple[str, str, list[str]]]:
+    """Name, figure and small print: one per view against the fastest peer of each cell, one for training."""
+    found = []
+    for standing in standings(results.cells):
+        if standing.peer is not None:
+            continue
+        label, lowest = standing.lowest
+        ahead, behind, total = standing.count("ahead"), standing.count("behind"), len(standing.ratios)
+        notes = [
+            f"{ahead} of {total} cells ahead, {behind} behind",
+            f"lowest {_times(lowest.median)}, {label}",
+        ]
+        top = reached(results.cells, results.roof, standing.view)
+        notes += [f"up to {percent(top[1])} of the measured peak"] if top else []
+        found.append((standing.view.label, _times(standing.mean), notes))
+    ratios = [(cell.ratio, cell.attention) for cell in results.training if cell.ratio is not None]
+    if ratios:
+        ratio, peer = min(ratios, key=lambda entry: entry[0].median)
+        found.append(("whole training steps", _times(ratio.median), [f"against {peer}, the closest"]))
+    return found
+
+
+def standing_section(results: Results) -> Section | None:
+    """Geometric means by view and peer; None where nothing was compared."""
+    found = standings(results.cells)
+    if not found:
+        return None
+    rows = tuple(
+        (
+            Entry(standing.view.label),
+            Entry(standing.peer or "fastest of each cell"),
+            Entry(_times(standing.mean), standing.mean),
+            Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
+            Entry(f"{len(standing.ratios)}", len(standing.ratios)),
+            *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),
+        )
+        for standing in found
+    )
+    caption = (
+        f"Time of the peer over {OURS}'s. Ahead, behind: the sign test tells the ratio from 1, corrected for "
+        "the number of ratios (Benjamini-Hochberg, 5 % false discoveries)"
+    )
+    columns = ("view", "peer", "geometric mean", "lowest", "cells", "ahead", "open", "behind")
+    table = Table(caption, columns, rows, frozenset({"view", "peer"}))
+    return Section("standing", "Standing", f"Above 1, {OURS} is faster.", table=table)
+
+
+def target_section(results: Results) -> Section | None:
+    """The grid in a few figures; None where it was not measured."""
+    found = targets(results)
+    if not found:
+        return None
+    dims = sorted({dim for target in found for dim in target.shares})
+    rows = tuple(
+        (
+            Entry(f"{target.view.label}, {target.mask}"),
+            Entry(_times(target.mean), target.mean),
+            Entry(ratio_text(target.lowest[1]), target.lowest[1].median, small=target.lowest[0]),
+            Entry(f"{target.count('behind')} of {len(target.ratios)}", target.count("behind")),
+            *(Entry(percent(target.share(dim)), target.share(dim)) for dim in dims),
+        )
+        for target in found
+    )
+    columns = ("cells", "mean", "lowest", "slower", *(f"of peak, D {dim}" for dim in dims))
+    caption = "Mean and shares are geometric; lowest and slower are over every cell of the grid"
+    lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
+    lead = f"Time of {found[0].peer} over {OURS}'s; the mean is over {lengths}."
+    table = Table(caption, columns, rows, frozenset({"cells"}))
+    return Section("grid", f"The grid against {found[0].peer}", lead, table=table)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in the table of all cells, with what it is filtered by."""
+
+    entries: tuple[Entry, ...]
+    family: str
+    mode: str
+    dtype: str
+    peer: str
+    state: str
+
+
+_Figure = tuple[str, Callable[[Cell, Run], float | None], Callable[[float | None], str]]
+
+
+def _figures(results: Results) -> list[_Figure]:
+    """Name, value and text of the columns of figures that at least one run has."""
+    roof = results.roof
+    columns: list[_Figure] = [
+        ("time", lambda cell, run: cell.seconds(run), seconds_text),
+        ("spread", lambda cell, run: timing.spread if (timing := cell.timing(run)) else None, percent),
+        ("FLOP/s", lambda cell, run: cell.flops_per_second(run), rate_text),
+        ("of peak", lambda cell, run: cell.share(run, roof), percent),
+        ("of bandwidth", lambda cell, run: cell.bandwidth_share(run, roof), percent),
+        ("per call", lambda _, run: run.execute.median if run.execute else None, seconds_text),
+        ("pipelined", lambda _, run: run.pipelined.median if run.pipelined else None, seconds_text),
+        ("dispatch", lambda _, run: run.dispatch.median if run.dispatch else None, seconds_text),
+        ("trace", lambda _, run: run.trace_seconds, seconds_text),
+        ("compile", lambda _, run: run.compile_seconds, seconds_text),
+        ("peak memory", lambda _, run: run.peak_memory, bytes_text),
+        ("utilisation", lambda _, run: run.utilisation, percent),
+        ("difference", lambda _, run: run.error, lambda value: NONE if value is None else f"{value:.1e}"),
+    ]
+    runs = [(cell, run) for cell in results.cells for run in cell.runs]
+    return [column for column in columns if any(column[1](cell, run) is not None for cell, run in runs)]
+
+
+def cell_rows(results: Results) -> tuple[tuple[str, ...], tuple[Row, ...]]:
+    """The columns of the table of all cells, and every run, those with their reasons that could not run."""
+    figures, said = _figures(results), verdicts(results.cells)
+    rows = tuple(_row(cell, run, figures, said) for cell in results.cells for run in cell.runs)
+    return ("workload", "peer", "state", "ratio", *(name for name, _, _ in figures)), rows
+
+
+def _row(cell: Cell, run: Run, figures: list[_Figure], said: dict[tuple[str, str], str]) -> Row:
+    work, view = cell.workload, View.of(cell)
+    slower = said.get((cell.label, run.peer)) == "behind"
+    state = "ran" if run.reason is None else "could not run"
+    state = "noisy" if run.noisy else "faster than ours" if slower else state
+    values = [(value(cell, run), text) for _, value, text in figures]
+    cold = ", cold caches" if cell.cold else ""
+    entries = (
+        Entry(work.name, small=f"{view.label}{cold}; {work.sizes}; {work.mask}"),
+        Entry(run.peer, small=run.note),
+        Entry(run.reason or ("faster than ours" if slower else "ran"), badge="noisy" if run.noisy else ""),
+        Entry(ratio_text(run.ratio), run.ratio.median if run.ratio else None),
+        *(Entry(text(value), value) for value, text in values),
+    )
+    return Row(entries, work.family, cell.mode, work.dtype, run.peer, state)
