@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from attnspan.tools.bench.timing import Meter, Subject
 
 @dataclass
 class World:
-    """A clock, the calls that moved it, and the energy they used."""
+    """A clock, and the calls that moved it."""
 
     now: float = 0.0
     busy: float = 0.0
@@ -34,8 +34,8 @@ class World:
 
         return Subject(name, call, HostDevice())
 
-    def meter(self, joules: Callable[[], float | None] = lambda: None, threads: int = 1) -> Meter:
-        return Meter(lambda: self.now, lambda: self.busy, joules, threads)
+    def meter(self, threads: int = 1) -> Meter:
+        return Meter(lambda: self.now, lambda: self.busy, threads)
 
 
 @dataclass

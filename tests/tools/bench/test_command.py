@@ -1,65 +1,116 @@
-"""The command: what it prints, writes and refuses, and its exit codes."""
+"""The command: what it prints at which width, what it writes and refuses, and its exit codes."""
 
+import io
 import json
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from attnspan.tools.bench.samples import Timing
 from fake_devices import FakeProbe
+from rich.console import Console
 
 from attnspan.cli import main
 from attnspan.errors import OptionError
 from attnspan.tools.bench import command
-from attnspan.tools.bench.cells import Cell, Run, Workload
+from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, Workload
+from attnspan.tools.bench.compare import compare
 from attnspan.tools.bench.options import BenchOptions
-from attnspan.tools.bench.results import Rate, Results, TrainingCell
-from attnspan.tools.bench.workloads import save_workloads
+from attnspan.tools.bench.results import Results, TrainingCell
+from attnspan.tools.bench.standings import targets
+from attnspan.tools.bench.statistics import Interval, Samples
+from attnspan.tools.bench.table import show_comparison, show_results, show_summary
+from attnspan.tools.bench.workloads import grid, save_workloads
 
 WORK = Workload("tiny", "own", 1, 2, 2, 16, 16, 8, 8, "float32", "causal")
+LONG = Workload(
+    "documents-corpus-32k", "documents", 1, 32, 8, 32768, 32768, 128, 128, "bfloat16", "causal & corpus(0)"
+)
+CEILINGS = Ceilings({"amx_bf16": 4e12, "dot_bf16": 1e12, "fma_f32": 5e11}, 1e10, {}, {"fma_f32": 0.03})
+OURS = Run("attnspan", execute=Timing((1.0,)), utilisation=0.97, peak_memory=3 << 30, note="backend cpu")
+SURE = {"pairs": 25, "level": 0.957, "p": 1e-6}
+DENSE = Run(
+    "sdpa-dense-mask",
+    execute=Timing((130.0,)),
+    ratio=Interval(130.0, 128.0, 133.0, **SURE),
+    noisy=True,
+    peak_memory=9 << 30,
+)
+JAX = Run(
+    "jax", execute=Timing((9.0,)), pipelined=Timing((3.0,)), ratio=Interval(1.1, 0.9, 1.2, 9, 0.961, 0.5)
+)
+FLEX = Run("flex", reason="it has no backward pass on CPU")
+CELL = Cell(LONG, "forward+backward", 10**9, 4.5e11, 1e9, (OURS, DENSE, JAX, FLEX))
+RESULTS = Results({"cpu": "a machine", "threads": 2, "isa": "amx"}, CEILINGS, (CELL,))
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the command line; returns exit code, output and errors."""
+    """Runs a command at 80 columns: no line is longer, nothing is cut. Returns code, output, errors."""
     monkeypatch.setattr(command, "native_probe", FakeProbe)
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attnspan", "bench", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["attnspan", *map(str, arguments)])
         try:
             main()
             code = 0
         except SystemExit as end:
             code = end.code or 0
         said = capsys.readouterr()
+        assert max(map(len, said.out.splitlines()), default=0) <= 80, said.out
+        assert "…" not in said.out
         return code, said.out, said.err
 
     return call
 
 
+def _printed(show, *args, width):
+    stream = io.StringIO()
+    show(*args, Console(file=stream, width=width))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width, text
+    assert "…" not in text, "nothing is cut short"
+    return text
+
+
 def test_a_small_run_prints_and_writes(run, tmp_path):
-    own = tmp_path / "own.json"
+    own, out, page = tmp_path / "own.json", tmp_path / "results.json.gz", tmp_path / "page.html"
     save_workloads(own, [WORK])
-    out, page = tmp_path / "results.json", tmp_path / "page.html"
     options = ("--peers", "sdpa-flash,flex", "--seconds", 0.02, "--json", out, "--html", page)
-    code, printed, _ = run("--workloads", own, "--modes", "forward+backward", *options)
+    code, printed, _ = run("bench", "--workloads", own, "--modes", "forward+backward", *options)
     assert code == 0
     assert "tiny fp32" in printed
     assert "nowhere flex: it has no backward pass on CPU" in printed
+    assert "order statistics of " in printed
     results = Results.load(out)
     assert [(cell.workload, cell.mode) for cell in results.cells] == [(WORK, "forward+backward")]
     assert [found.peer for found in results.cells[0].runs] == ["attnspan", "sdpa-flash", "flex"]
     assert results.complete
     assert "tiny" in page.read_text()
+    assert "tiny fp32" in run("bench", "--show", out)[1]
 
 
 def test_the_list_names_workloads_and_peers(run):
-    code, printed, _ = run("--list")
+    code, printed, _ = run("bench", "--list")
     assert code == 0
-    for word in ("report-shape", "documents-corpus", "grid", "training", "sdpa-per-document", "tokamax"):
+    for word in ("report-shape", "documents-corpus-32k", "grid", "training", "sdpa-per-document", "tokamax"):
         assert word in printed
-    assert run("grid-full-d64-*", "--list")[1].count("\n") == 7
+    assert run("bench", "grid-full-d64-*", "--list")[1].count("grid-full") == 7
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["bench", "--help"], ["show", "--help"], ["tune", "--help"], ["sample", "--help"]),
+        *(["show", "causal & window(40)"], ["show", "natten((8, 8), (3, 3))"], ["show", "--list"]),
+        *(["show", "documents([0, 5, 9])"], ["show", "causal", "--q-len", "5000"]),
+    ],
+    ids=" ".join,
+)
+def test_what_other_commands_print_fits_80_columns(run, arguments):
+    assert run(*arguments)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -71,6 +122,7 @@ def test_the_list_names_workloads_and_peers(run):
         (("--lengths", "1e3"), "--lengths: expected positive numbers with commas between, got '1e3'"),
         (("--peers", "spda"), "peers: expected some of attnspan, sdpa-flash"),
         (("--seconds", "0"), "budget: expected positive limits"),
+        (("--samples", "8"), "rounds: expected 9 or more, got 8"),
         (("--threads", "0"), "threads: expected 1 or more, got 0"),
         (("--workloads", "nowhere.json"), "nowhere.json: expected a JSON list of workloads"),
         (("--summary", "nowhere.json"), "nowhere.json: expected a results file, got no such file"),
@@ -80,8 +132,10 @@ def test_the_list_names_workloads_and_peers(run):
 )
 def test_what_cannot_be_is_one_message(run, monkeypatch, arguments, message):
     # What slips through must not be measured for an hour.
-    monkeypatch.setattr(command, "run_session", lambda *_, **__: pytest.fail("it was measured"))
-    code, _, errors = run(*arguments)
+    monkeypatch.setattr(command, "run_plan", lambda *_, **__: pytest.fail("it was measured"))
+    if "cuda" in arguments:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, errors = run("bench", *arguments)
     assert code == 2
     assert message in errors
     assert "Traceback" not in errors
@@ -89,35 +143,29 @@ def test_what_cannot_be_is_one_message(run, monkeypatch, arguments, message):
 
 def test_training_is_for_the_cpu(run, monkeypatch):
     monkeypatch.setattr(command, "device_named", lambda name: name)
-    code, _, errors = run("training", "--device", "cuda")
+    code, _, errors = run("bench", "training", "--device", "cuda")
     assert code == 2
     assert "training: expected --device cpu, got cuda" in errors
 
 
 def _write(path, seconds):
-    runs = (Run("attnspan", execute=Timing((seconds,) * 5)),)
+    runs = (Run("attnspan", execute=Timing((seconds,) * 9)),)
     Results({"cpu": "c"}, cells=(Cell(WORK, "forward", 1, 1.0, 1.0, runs),)).save(path)
     return path
 
 
-def test_a_regression_is_exit_code_one(run, tmp_path):
+def test_two_files_are_compared_and_a_regression_is_exit_code_one(run, tmp_path):
     old, new = _write(tmp_path / "old.json", 1.0), _write(tmp_path / "new.json", 1.2)
-    assert run("--compare", old, new)[0] == 1
-    assert run("--compare", new, old)[0] == 0
-    assert run("--compare", old, old)[0] == 0
-
-
-def test_files_of_other_versions_are_not_compared(run, tmp_path):
-    old, new = _write(tmp_path / "old.json", 1.0), _write(tmp_path / "new.json", 1.0)
-    data = json.loads(old.read_text())
-    old.write_text(json.dumps(data | {"schema": 99}))
-    code, _, errors = run("--compare", old, new)
+    assert [run("bench", "--compare", *files)[0] for files in ((old, new), (new, old), (old, old))] == [
+        1,
+        0,
+        0,
+    ]
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"schema": 99}))
+    code, _, errors = run("bench", "--compare", old, new)
     assert code == 2
-    assert "expected results of schema 2, got schema 99" in errors
-
-
-def test_the_summary_of_a_file(run, tmp_path):
-    code, printed, _ = run("--summary", _write(tmp_path / "one.json", 1.0))
+    assert "expected results of schema 3, got schema 99" in errors
+    code, printed, _ = run("bench", "--summary", new)
     assert code == 0
     assert "no cell of the grid was compared with sdpa-flash" in printed
 
@@ -132,6 +180,7 @@ def test_training_alone_plans_no_cells_and_full_plans_all():
     assert {work.dtype for work in full.workloads} == {"float32", "bfloat16", "float16"}
     assert (default.memory, full.memory) == (False, True)
     assert not command.plan_of(BenchOptions(full=True, memory=False)).memory
+    assert command.plan_of(BenchOptions(cold=True)).cold
 
 
 def test_training_goes_into_the_same_file(run, tmp_path, monkeypatch):
@@ -139,46 +188,127 @@ def test_training_goes_into_the_same_file(run, tmp_path, monkeypatch):
 
     def measure_training(config, rounds, *, memory):
         asked.append((config.threads, rounds, memory))
-        return (TrainingCell("attnspan", tokens_per_second=Rate((4321.0,))),)
+        return (TrainingCell("attnspan", tokens_per_second=Samples((4321.0,))),)
 
     monkeypatch.setattr("attnspan.tools.bench.training.measure_training", measure_training)
     out = tmp_path / "results.json"
-    code, printed, _ = run("training", "--threads", 1, "--rounds", 3, "--memory", "--json", out)
+    options = ("--threads", 1, "--rounds", 9, "--memory", "--seconds", 0.02, "--json", out)
+    code, printed, _ = run("bench", "training", *options)
     assert code == 0
-    assert asked == [(1, 3, True)]
+    assert asked == [(1, 9, True)]
     assert "4,321" in printed
     assert [cell.attention for cell in Results.load(out).training] == ["attnspan"]
 
 
 def test_an_interrupt_still_writes_and_prints(run, tmp_path, monkeypatch):
-    session = command.run_session
-
-    def interrupted(plan, **options):
-        return replace(session(plan, **options), complete=False)
-
-    monkeypatch.setattr(command, "run_session", interrupted)
+    real = command.run_plan
+    monkeypatch.setattr(command, "run_plan", lambda plan, **how: replace(real(plan, **how), complete=False))
     out = tmp_path / "results.json"
-    arguments = ("small-16", "training", "--dtypes", "float32", "--peers", "sdpa-flash", "--seconds", 0.02)
-    code, printed, _ = run(*arguments, "--json", out)
+    options = ("--dtypes", "float32", "--peers", "sdpa-flash", "--seconds", 0.02, "--json", out)
+    code, printed, _ = run("bench", "small-16", "training", *options)
     assert code == 0
     assert "stopped before the last cell" in printed
-    assert not Results.load(out).complete
-    assert Results.load(out).training == ()
+    assert (Results.load(out).complete, Results.load(out).training) == (False, ())
 
 
 def test_options_are_plain_text_until_they_are_used():
-    assert "attnspan.tools.bench.peers" not in _loaded_by("import attnspan.tools.bench.options")
+    code = "import sys, attnspan.tools.bench.options; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "attnspan.tools.bench.peers"} & set(done.stdout.split())
     with pytest.raises(OptionError, match="expected some of"):
         command.plan_of(BenchOptions(dtypes="float32,fp8"))
 
 
-def _loaded_by(code):
-    import subprocess
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_table_fits_and_names_what_it_leaves_out(width):
+    printed = _printed(show_results, RESULTS, width=width)
+    text = " ".join(printed.split())
+    for part in (
+        "a machine, 2 threads, amx",
+        "fma_f32 500 GFLOP/s (spread 3%), dot_bf16 1.00 TFLOP/s, amx_bf16 4.00 TFLOP/s",
+        "documents, forward+backward",
+        "documents-corpus-32k bf16",
+        "130 128-133 ~",
+        "?1.10",
+        "1 of 2 ratios may be 1",
+        "level 95.7 to 96.1 %",
+        "nowhere flex: it has no backward pass on CPU",
+        "too noisy for 1 of 1 cells",
+        "the pipelined figure is the device's",
+    ):
+        assert part in text, part
+    figures = {"memory": "3.00 GiB", "in a row": "!3.00 s", "peak": "11 %", "remark": "backend cpu"}
+    left_out = text.partition("not shown at")[2]
+    for column, figure in figures.items():
+        assert (figure in text) != (column in left_out.partition("nowhere")[0]), column
+    assert bool(left_out) == (width < 200)
 
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; {code}; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split()
+
+def test_what_is_bound_by_memory_shows_its_share_of_the_bandwidth():
+    decode = replace(CELL, flops=1e9, bytes=2.5e9, runs=(OURS, FLEX), cold=True)
+    text = _printed(show_results, replace(RESULTS, cells=(decode,)), width=100)
+    assert "25 %" in text
+    assert "bf16 cold" in text
+    assert " read  " not in _printed(show_results, RESULTS, width=200)
+
+
+def test_a_reason_is_said_once_where_it_holds_everywhere_and_where_it_holds_otherwise():
+    other = replace(CELL, workload=replace(LONG, name="other"), mode="forward", runs=(OURS, JAX))
+    text = _printed(show_results, replace(RESULTS, cells=(CELL, other)), width=160)
+    assert "not flex: it has no backward pass on CPU" in text
+    assert "nowhere" not in text
+    text = _printed(show_results, replace(RESULTS, cells=(CELL, CELL)), width=160)
+    assert text.count("it has no backward pass on CPU") == 1
+
+
+def test_training_is_shown():
+    sdpa = TrainingCell("sdpa", tokens_per_second=Samples((12345.0,)), ratio=Interval(1.5, 1.4, 1.6, 9))
+    text = _printed(show_results, replace(RESULTS, training=(sdpa,), complete=False), width=80)
+    assert "12,345" in text
+    assert "stopped before the last cell" in text
+
+
+def _grid_results():
+    cells = []
+    for work in grid():
+        # Ratios 1, 2, 4, 8 at the lengths of the mean: their geometric mean is known.
+        ratio = {1024: 1.0, 2048: 2.0, 4096: 4.0, 8192: 8.0}.get(work.k_len, 0.5)
+        found = Interval(ratio, ratio * 0.9, ratio * 1.1, 25, p=1.0 if ratio == 1 else 1e-6)
+        peer = Run("sdpa-flash", execute=Timing((2.0 * ratio,)), ratio=found)
+        cells.append(Cell(work, "forward", 10, 1e12, 1e9, (replace(OURS, execute=Timing((2.0,))), peer)))
+    return Results({"cpu": "c"}, CEILINGS, tuple(cells))
+
+
+def test_the_summary_is_the_table_of_targets():
+    found = {(t.view.dtype, t.mask): t for t in targets(_grid_results())}
+    assert len(found) == 6
+    target = found["bfloat16", "causal"]
+    assert target.mean == pytest.approx(64 ** (1 / 4))
+    assert len(target.mean_ratios) == 8
+    assert target.lowest[1].median == 0.5
+    assert target.count("behind") == 4 * 3
+    assert target.share(64) == pytest.approx(0.125)
+    text = _printed(show_summary, _grid_results(), width=100)
+    for part in ("2.83", "13 %", "12/28"):
+        assert part in text
+    assert _printed(show_results, _grid_results(), width=80).count("causal-d64-s2048") == 3
+
+
+def test_a_comparison_names_the_cell_and_the_verdict():
+    slow = replace(OURS, execute=Timing((1.5, 1.5, 1.5)))
+    new = replace(RESULTS, environment={"cpu": "b"}, cells=(replace(CELL, runs=(slow,)),))
+    text = _printed(show_comparison, compare(RESULTS, new), width=80)
+    for part in (
+        "another machine or setting: cpu: a machine, then b",
+        "documents-corpus-32k",
+        "slower",
+        "1 cells compared: 1 regressions",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", ["workloads", "targets", "training", "packed-tiles"])
+def test_the_committed_results_print_at_80_columns(run, name):
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / f"{name}.json.gz"
+    assert run("bench", "--show", path)[0] == 0
+    assert run("bench", "--summary", path)[0] == 0

@@ -13,7 +13,7 @@ from fake_devices import VirtualDevice, World
 
 from attnspan.tools.bench.timing import Budget, Meter
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import _routes_ways as ways  # noqa: E402

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attnspan.tools.bench.session import Plan, run_session
 from fake_devices import FakeProbe, SleepingDevice
 
 from attnspan.errors import OptionError
+from attnspan.tools.bench import runner
 from attnspan.tools.bench.cells import Workload
-from attnspan.tools.bench.peers import Ready, peers_by_name
+from attnspan.tools.bench.peers import Ready, peers_by_name, peers_named
 from attnspan.tools.bench.results import Results
-from attnspan.tools.bench.runner import Options, measure_cell, peers_for, peers_named
+from attnspan.tools.bench.runner import Options, Plan, measure_cell, peers_for, run_plan
 from attnspan.tools.bench.timing import Budget, MeasurementError
 from attnspan.tools.bench.workloads import grid
 
@@ -22,13 +22,13 @@ OURS = peers_by_name()["attnspan"]
 
 
 class Changed:
-    """attnspan with its result changed."""
+    """attnspan with its result changed, or refusing."""
 
-    def __init__(self, change, name="changed"):
-        self.name, self._change = name, change
+    def __init__(self, change=lambda out: out, name="changed", reason=None):
+        self.name, self._change, self._reason = name, change, reason
 
     def refuses(self, _job):
-        return None
+        return self._reason
 
     def prepare(self, job):
         ready = OURS.prepare(job)
@@ -40,15 +40,14 @@ def _cell(*peers, options=OPTIONS, mode="forward"):
 
 
 def test_a_cell_has_every_figure_of_a_peer_that_ran():
-    ours, peer = _cell(Changed(lambda out: out)).runs
-    assert ours.peer == "attnspan"
-    assert ours.ratio is None
-    assert peer.ratio.pairs >= 3
+    ours, peer = _cell(Changed()).runs
+    assert (ours.peer, ours.ratio) == ("attnspan", None)
+    assert peer.ratio.pairs >= 9
     assert peer.execute.median > 0
     assert peer.compile_seconds >= 0
     assert peer.error == 0.0
     assert ours.utilisation > 0
-    assert ours.note.startswith("back end ")
+    assert ours.note.startswith("backend ")
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward+backward"])
@@ -58,36 +57,25 @@ def test_a_wrong_result_is_never_timed(mode):
 
     run = _cell(Changed(change), mode=mode).runs[1]
     assert run.reason.startswith("its result differs from attnspan's by ")
-    assert run.execute is None
-    assert run.ratio is None
+    assert run.execute is run.ratio is None
     assert run.error > 1e-3
 
 
-def test_a_result_of_nothing_but_nan_is_wrong():
-    run = _cell(Changed(lambda out: out * float("nan"))).runs[1]
-    assert run.reason.startswith("its result differs from attnspan's by nan")
-
-
-def test_a_failure_is_a_reason_and_the_others_go_on():
+def test_failures_and_nan_are_reasons_and_the_others_go_on():
     def fail(out):
         raise RuntimeError("no kernel image\nand more")
 
-    cell = _cell(Changed(fail), Changed(lambda out: out, "after"))
+    cell = _cell(Changed(fail), Changed(lambda out: out * float("nan"), "nan"), Changed(name="after"))
     assert cell.run("changed").reason == "it failed: RuntimeError: no kernel image"
+    assert cell.run("nan").reason.startswith("its result differs from attnspan's by nan")
     assert cell.run("after").ran
 
 
 def test_peers_run_and_show_no_ratio_where_attnspan_cannot():
-    class Refusing(Changed):
-        def refuses(self, _job):
-            return "not today"
-
-    refusing = Refusing(lambda out: out, "attnspan")
-    peers = [refusing, Changed(lambda out: out, "one"), Changed(lambda out: out, "other")]
+    peers = [Changed(name="attnspan", reason="not today"), Changed(name="one"), Changed(name="other")]
     cell = measure_cell(WORK, "forward", peers, OPTIONS)
     assert cell.ours.reason == "not today"
-    assert [run.ran for run in cell.peers] == [True, True]
-    assert [run.ratio for run in cell.peers] == [None, None], "a ratio is against attnspan or there is none"
+    assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None)] * 2
 
 
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
@@ -97,7 +85,7 @@ def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
             return Ready(lambda: (device.submit(), torch.zeros(1))[1], device)
 
     with pytest.raises(MeasurementError, match="expected its work to be done"):
-        _cell(Early(lambda out: out))
+        _cell(Early())
 
 
 def test_memory_that_cannot_be_measured_leaves_the_times():
@@ -106,21 +94,18 @@ def test_memory_that_cannot_be_measured_leaves_the_times():
             raise OSError("no process")
         return 4096
 
-    ours, peer = _cell(Changed(lambda out: out), options=replace(OPTIONS, memory=memory)).runs
-    assert ours.peak_memory == 4096
-    assert peer.peak_memory is None
-    assert peer.ran
+    ours, peer = _cell(Changed(), options=replace(OPTIONS, memory=memory)).runs
+    assert (ours.peak_memory, peer.peak_memory, peer.ran) == (4096, None, True)
     assert peer.note.endswith("memory: OSError: no process")
 
 
 def test_the_grid_is_against_the_fused_kernels_unless_others_are_named():
-    assert [peer.name for peer in peers_for(grid()[0], [], "cpu")] == ["attnspan", "sdpa-flash"]
-    assert [peer.name for peer in peers_for(grid()[0], [], "cuda")][1:] == [
-        "sdpa-flash",
-        "sdpa-efficient",
-        "sdpa-cudnn",
-    ]
-    assert [peer.name for peer in peers_for(grid()[0], ["jax"], "cpu")] == ["attnspan", "jax"]
+    for names, device, wanted in (
+        ([], "cpu", ["attnspan", "sdpa-flash"]),
+        ([], "cuda", ["attnspan", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]),
+        (["jax"], "cpu", ["attnspan", "jax"]),
+    ):
+        assert [peer.name for peer in peers_for(grid()[0], names, device)] == wanted
     assert len(peers_for(WORK, [], "cpu")) == len(peers_by_name())
     with pytest.raises(OptionError, match="expected some of attnspan, sdpa-flash, "):
         peers_named(["spda"])
@@ -131,38 +116,46 @@ def _plan(**changes):
     return Plan(works, ("forward",), ("sdpa-flash",), budget=QUICK, probe=FakeProbe(), **changes)
 
 
-def test_a_session_writes_after_every_cell(tmp_path):
+def test_a_run_writes_after_every_cell(tmp_path):
     path, seen = tmp_path / "results.json", []
 
     def after(cell):
         on_disk = Results.load(path)
         seen.append((cell.workload.name, len(on_disk.cells), on_disk.complete))
 
-    results = run_session(_plan(), path=path, after=after)
+    results = run_plan(_plan(), path=path, after=after)
     assert seen == [("a", 1, False), ("b", 2, False), ("c", 3, False)]
     assert results.complete
     assert Results.load(path) == results
-    assert results.environment["energy"]
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path):
-    path = tmp_path / "results.json"
-
     def before(workload, mode):
         if workload.name == "c":
             raise KeyboardInterrupt
 
-    results = run_session(_plan(), path=path, before=before)
+    results = run_plan(_plan(), path=tmp_path / "results.json", before=before)
     assert [cell.workload.name for cell in results.cells] == ["a", "b"]
     assert not results.complete
-    assert Results.load(path) == results
+    assert Results.load(tmp_path / "results.json") == results
 
 
-def test_threads_are_set_for_the_session_only():
+def test_decoding_is_measured_with_empty_caches_unless_told_otherwise(monkeypatch):
+    evicted = []
+    monkeypatch.setattr(runner, "cache_evictor", lambda _: lambda: evicted.append(1))
+    decode = replace(WORK, family="decode", q_len=1)
+    for cold, wanted in ((None, [True, False]), (False, [False, False]), (True, [True, True])):
+        results = run_plan(replace(_plan(), workloads=(decode, WORK), cold=cold))
+        assert [cell.cold for cell in results.cells] == wanted
+        for cell in results.cells:
+            assert (cell.ours.execute.calls == 1) or not cell.cold
+    assert len(evicted) >= 3 * 2 * 9
+
+
+def test_threads_are_set_for_the_run_only():
     before = torch.get_num_threads()
-    wanted = 1 if before > 1 else 2
-    seen = []
-    results = run_session(_plan(threads=wanted), before=lambda *_: seen.append(torch.get_num_threads()))
+    wanted, seen = 1 if before > 1 else 2, []
+    results = run_plan(_plan(threads=wanted), before=lambda *_: seen.append(torch.get_num_threads()))
     assert set(seen) == {wanted}
     assert results.environment["threads"] == wanted
     assert results.ceilings.flops["fma_f32"] == 1e12 * wanted

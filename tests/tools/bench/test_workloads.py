@@ -91,7 +91,7 @@ def test_ones_own_workloads_are_read_and_checked(tmp_path):
     save_workloads(path, [TINY])
     assert load_workloads(path) == (TINY,)
     for old, new, message in (
-        ('"causal & window(3)"', '"causl"', "expected one of full, causal"),
+        ('"causal & window(3)"', '"causl"', "expected the name of a mask, got causl"),
         ('"kv_heads": 2', '"kv_heads": 3', "kv_heads that divide q_heads"),
         ('"bfloat16"', '"float64"', "a dtype of float32"),
         ('"q_len": 6', '"q_len": "six"', r"\[0\].q_len: expected int, got 'six'"),

@@ -179,8 +179,10 @@ def interleave(
     """
     meter = meter or Meter()
     tracks = [_Track(subject, meter, evict) for subject in subjects]
+    start = meter.clock()
     expected = sum(track.calibrate(budget) for track in tracks)
-    affordable = int(budget.seconds * len(tracks) / expected) if expected else budget.rounds
+    left = budget.seconds * len(tracks) - (meter.clock() - start)
+    affordable = int(left / expected) if expected else budget.rounds
     for order in orders(len(tracks), max(LEAST_ROUNDS, min(budget.rounds, affordable))):
         for index in order:
             tracks[index].sample()

@@ -24,7 +24,7 @@ MIN_GAIN = 0.03
 _HALVING_SHARE = 0.6  # of the time; the rest is for the comparison
 _SAMPLE_SECONDS = 2e-3  # Shorter calls are repeated to fill a sample.
 _REUSES = 8  # candidates that are compared with the same sample of the default
-_MAX_PAIRS = 200  # of the comparison
+_MAX_PAIRS = 50  # of the comparison
 
 C = TypeVar("C", bound=Hashable)
 
