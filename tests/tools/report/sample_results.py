@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from itertools import product
 
-from attnspan.tools.bench.results import (
-    Ceilings,
-    Cell,
-    MonitorRecord,
-    PhaseShares,
-    Rate,
-    Ratio,
-    Results,
-    Run,
-    Timing,
-    TrainingCell,
-    Workload,
-)
+from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, Workload
+from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results, TrainingCell
+from attnspan.tools.bench.statistics import Samples, paired
 
 CEILINGS = Ceilings(
     {"fma_f32": 2.06e11, "dot_bf16": 4.1e11, "matmul_bf16": 2.9e11, "fma_f16": 2.02e11},
@@ -40,42 +31,30 @@ ENVIRONMENT = {
 
 def workloads(dtypes: Iterable[str] = ("float32", "bfloat16")) -> list[Workload]:
     """A few of each family; some vary the length, some the head dim, some do neither."""
-    found = []
+
+    found: list[Workload] = []
     for dtype in dtypes:
-        for mask in ("full", "causal"):
-            for dim in (64, 128):
-                found += [
-                    Workload(
-                        f"grid-{mask}-d{dim}-s{length}",
-                        "grid",
-                        1,
-                        8,
-                        8,
-                        length,
-                        length,
-                        dim,
-                        dim,
-                        dtype,
-                        mask,
-                    )
-                    for length in (128, 1024, 4096, 16384)
-                ]
-        found += [
-            Workload("documents-32", "documents", 1, 8, 8, 8192, 8192, 64, 64, dtype, "causal & packed(32)"),
-            Workload(
-                "documents-corpus", "documents", 1, 8, 8, 8192, 8192, 64, 64, dtype, "causal & corpus(0)"
-            ),
-            Workload("decode-1-8192", "decode", 1, 32, 8, 1, 8192, 128, 128, dtype, "causal"),
-            Workload("decode-1-65536", "decode", 1, 32, 8, 1, 65536, 128, 128, dtype, "causal"),
-            Workload("long-2048", "long", 1, 2, 2, 2048, 2048, 64, 64, dtype, "window(1023)"),
-            Workload("long-65536", "long", 1, 2, 2, 65536, 65536, 64, 64, dtype, "window(1023)"),
-        ]
+        found += _of_dtype(dtype)
     return found
 
 
-def _grid(mask: str, dim: int, length: int, dtype: str) -> Workload:
-    name = f"grid-{mask}-d{dim}-s{length}"
-    return Workload(name, "grid", 1, 8, 8, length, length, dim, dim, dtype, mask)
+def _of_dtype(dtype: str) -> list[Workload]:
+    def work(name: str, mask: str, lengths: tuple[int, int], dim: int, heads: tuple[int, int]) -> Workload:
+        return Workload(name, name.split("-")[0], 1, *heads, *lengths, dim, dim, dtype, mask)
+
+    found = []
+    for mask, dim in product(("full", "causal"), (64, 128)):
+        found += [
+            work(f"grid-{mask}-d{dim}-s{length}", mask, (length, length), dim, (8, 8))
+            for length in (128, 1024, 4096, 16384)
+        ]
+    for name, mask in (("32", "causal & packed(32)"), ("corpus", "causal & corpus(0)")):
+        found.append(work(f"documents-{name}", mask, (8192, 8192), 64, (8, 8)))
+    for length in (8192, 65536):
+        found.append(work(f"decode-1-{length}", "causal", (1, length), 128, (32, 8)))
+    for length in (2048, 65536):
+        found.append(work(f"long-{length}", "window(1023)", (length, length), 64, (2, 2)))
+    return found
 
 
 def sample_results(
@@ -160,7 +139,7 @@ def _peer(
         dispatch=Timing(_samples(9e-6, draw)),
         peak_memory=dense if peer == "sdpa-dense-mask" else int(dense / work.k_len * 400) + 2**17,
         utilisation=0.9,
-        ratio=Ratio.of(ours, theirs),
+        ratio=paired(ours, theirs),
         noisy=noisy,
         error=3e-7 if work.dtype == "float32" else 2e-3,
     )
@@ -176,7 +155,7 @@ def training() -> tuple[TrainingCell, ...]:
             "attnspan",
             None,
             Timing(ours),
-            Rate(tuple(8192 / second for second in ours)),
+            Samples(tuple(8192 / second for second in ours)),
             1_400 * 2**20,
             note=job,
         ),
@@ -186,7 +165,7 @@ def training() -> tuple[TrainingCell, ...]:
             Timing(theirs),
             _tokens(theirs),
             2_900 * 2**20,
-            Ratio.of(ours, theirs),
+            paired(ours, theirs),
             noisy=True,
             note=job,
         ),
@@ -194,8 +173,8 @@ def training() -> tuple[TrainingCell, ...]:
     )
 
 
-def _tokens(seconds: tuple[float, ...]) -> Rate:
-    return Rate(tuple(8192 / second for second in seconds))
+def _tokens(seconds: tuple[float, ...]) -> Samples:
+    return Samples(tuple(8192 / second for second in seconds))
 
 
 def monitor(steps: int = 120) -> tuple[MonitorRecord, ...]:

@@ -109,7 +109,9 @@ def window_of(
     page.goto((folder / f"{name}.html").as_uri())
     yield window
     assert window.complaints == []
-    assert [url for url in window.requests if not url.startswith("data:")] == [page.url.split("#")[0]]
+    assert [url for url in window.requests if not url.startswith(("data:", "blob:"))] == [
+        page.url.split("#")[0]
+    ]
     page.close()
 
 
@@ -237,10 +239,28 @@ def test_two_devices_have_a_switch(browser: Browser, folder: Path) -> None:
     page.close()
 
 
-def test_no_chart_offers_to_send_its_data(visit: Window) -> None:
-    buttons = visit.first_ratios.locator(".modebar-btn")
-    names = buttons.evaluate_all("buttons => buttons.map((button) => button.dataset.title)")
-    assert [name.split()[0] for name in names] == ["Download", "Zoom", "Pan", "Reset"]
+def test_nothing_covers_a_chart_and_a_button_saves_it(visit: Window) -> None:
+    holder = visit.first_ratios
+    holder.hover()
+    assert holder.locator(".modebar-btn").count() == 0
+    with visit.page.expect_download() as saved:
+        holder.locator("xpath=..").locator("button.save").click()
+    assert saved.value.suggested_filename.startswith("attnspan-")
+    assert saved.value.suggested_filename.endswith(".png")
+
+
+@pytest.mark.parametrize("name", ["monitor"])
+def test_legends_overlap_nothing(open_page, name: str) -> None:
+    window = open_page(name)
+    holder = window.drawn(window.page.locator(".chart:has(.legend), .chart").first)
+    boxes = holder.evaluate(
+        """(holder) => [".legend", ".gridlayer"].map((name) => {
+          const box = holder.querySelector(name).getBoundingClientRect();
+          return [box.top, box.bottom];
+        })"""
+    )
+    (_, legend_bottom), (plot_top, _) = boxes
+    assert legend_bottom <= plot_top + 1
 
 
 def test_charts_are_drawn_when_they_come_near(visit: Window) -> None:
