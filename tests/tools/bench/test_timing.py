@@ -9,7 +9,7 @@ from fake_devices import SleepingDevice, VirtualDevice, World
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench.cells import Timing
-from attnspan.tools.bench.devices import HostDevice, JaxDevice, cache_evictor, last_level_bytes
+from attnspan.tools.bench.devices import HostDevice, JaxDevice, cache_evictor
 from attnspan.tools.bench.statistics import Interval, discoveries, order_level, paired, quotient, sign_test
 from attnspan.tools.bench.timing import (
     Budget,
@@ -91,11 +91,11 @@ def test_cold_samples_are_one_call_each_after_emptied_caches():
 
 def test_evicting_walks_more_than_the_last_cache(monkeypatch):
     seen = []
-    monkeypatch.setattr("attnspan.tools.bench.devices.last_level_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("attnspan.tools.bench.devices._last_level_bytes", lambda: 1 << 16)
     monkeypatch.setattr(np, "add", lambda x, _one, out: seen.append((x is out, x.nbytes)))
     cache_evictor("cpu")()
     assert seen == [(True, 1 << 17)]
-    assert last_level_bytes() >= 1 << 16
+
 
 
 def test_waiting_for_every_call_is_seen():

@@ -192,11 +192,11 @@ def cache_evictor(name: str) -> Callable[[], object]:
             torch.cuda.synchronize()
 
         return walk
-    data = np.zeros(2 * last_level_bytes() // 8, np.int64)
+    data = np.zeros(2 * _last_level_bytes() // 8, np.int64)
     return lambda: np.add(data, 1, out=data)
 
 
-def last_level_bytes() -> int:
+def _last_level_bytes() -> int:
     """Size of the largest cache of the first core; 64 MiB where the system does not tell."""
     units, found = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}, [0]
     for path in _CACHES.glob("index*/size"):

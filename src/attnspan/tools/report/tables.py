@@ -11,7 +11,7 @@ from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.standings import MEAN_LENGTHS, View, reached, standings, targets
 from attnspan.tools.report.charts import Entry, Section, Table, ratio_text
 
-__all__ = ["cards", "cell_rows", "standing_section", "target_section"]
+__all__ = ["Row", "cards", "cell_rows", "standing_section", "target_section"]
 
 
 def _times(value: float | None) -> str:

@@ -46,7 +46,7 @@ class JaxAttention:
         attend = _with_mask(import_module(self._path).dot_product_attention, job)
         plain = job.is_full or job.is_causal or job.window is not None
         mask = None if plain else jax.numpy.asarray(job.dense_mask().cpu().numpy())
-        return _compiled(attend, mask, job, threads_note(job))
+        return _compiled(attend, mask, job, _threads_note(job))
 
 
 class AttnspanJax:
@@ -72,13 +72,13 @@ class AttnspanJax:
         def forward(q: Any, k: Any, v: Any, mask: Any) -> Any:
             return attention(q, k, v, mask=mask, layout="bshd")
 
-        note = "; ".join(filter(None, (f"backend {self._backend(job)}", threads_note(job))))
+        note = "; ".join(filter(None, (f"backend {self._backend(job)}", _threads_note(job))))
         return _compiled(forward, _lowered(job), job, note)
 
     def _backend(self, job: Job) -> str:
         from attnspan.jax import explain
 
-        arrays = (to_jax(x) for x in (job.q, job.k, job.v))
+        arrays = (_to_jax(x) for x in (job.q, job.k, job.v))
         return explain(*arrays, mask=_lowered(job), layout="bshd").backend
 
 
@@ -122,9 +122,9 @@ def _compiled(attend: Callable[..., Any], mask: Any, job: Job, note: str) -> Rea
         return (out, *pull(dout))
 
     arrays = [
-        *(to_jax(x) for x in (job.q, job.k, job.v)),
+        *(_to_jax(x) for x in (job.q, job.k, job.v)),
         mask,
-        *([to_jax(job.dout)] if job.backward else []),
+        *([_to_jax(job.dout)] if job.backward else []),
     ]
     start = time.perf_counter()
     lowered = jax.jit(both if job.backward else attend).lower(*arrays)
@@ -132,7 +132,7 @@ def _compiled(attend: Callable[..., Any], mask: Any, job: Job, note: str) -> Rea
     compiled = lowered.compile()
     done = time.perf_counter()
     device = JaxDevice("cpu" if job.device == "cpu" else "gpu")
-    return Ready(lambda: compiled(*arrays), device, from_jax, traced - start, done - traced, note=note)
+    return Ready(lambda: compiled(*arrays), device, _from_jax, traced - start, done - traced, note=note)
 
 
 _started_with: int | None = None
@@ -160,14 +160,14 @@ def start_jax(threads: int) -> Any:
     return import_module("jax")
 
 
-def threads_note(job: Job) -> str:
+def _threads_note(job: Job) -> str:
     """Empty, or that JAX had been running before its threads could be chosen."""
     if job.device != "cpu" or _started_with == job.threads:
         return ""
     return f"its own number of threads, not {job.threads}: JAX was already running"
 
 
-def to_jax(x: Tensor) -> Any:
+def _to_jax(x: Tensor) -> Any:
     """(B, H, S, D) to JAX's (B, S, H, D), which is how it lies in memory."""
     import jax
 
@@ -177,7 +177,7 @@ def to_jax(x: Tensor) -> Any:
     return jax.numpy.asarray(rows.numpy())
 
 
-def from_jax(result: Any) -> tuple[Tensor, ...]:
+def _from_jax(result: Any) -> tuple[Tensor, ...]:
     """Arrays (B, S, H, D) to float32 tensors (B, H, S, D)."""
     import numpy as np
 
