@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from attnspan.tools.bench.cells import Timing
-from attnspan.tools.bench.devices import Device, HostDevice
+from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.statistics import Interval
 from attnspan.tools.bench.timing import (
     Budget,
@@ -59,7 +59,7 @@ class Opened:
     """
 
     call: Callable[[], Any]
-    device: Device = field(default_factory=HostDevice)
+    device: Device = field(default_factory=Device)
     arrays: Callable[[Any], Sequence[np.ndarray]] = lambda found: [
         x.detach().float().cpu().numpy() for x in found
     ]

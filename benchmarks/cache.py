@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnspan import Prepared, cache, causal
-from attnspan.tools.bench.devices import HostDevice
+from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import RollingCache, StaticCache, attention
 
@@ -67,7 +67,7 @@ def measure(batch: int, length: int, dtype: torch.dtype, seconds: float) -> dict
     for name, (call, held) in calls(batch, length, dtype).items():
         call()
         set_back(held)
-        subjects.append(Subject(name, call, HostDevice(), lambda held=held: restored(held)))
+        subjects.append(Subject(name, call, Device(), lambda held=held: restored(held)))
     # A sample is one step, after which its token is taken back.
     found = interleave(subjects, Budget(seconds / len(subjects), rounds=200, sample_seconds=1e-9))
     return {each.name: each.execute.median * 1e3 for each in found}

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan import causal
 from attnspan.kernels import cpu
-from attnspan.tools.bench.devices import HostDevice, cache_evictor
+from attnspan.tools.bench.devices import Device, cache_evictor
 from attnspan.tools.bench.statistics import Samples
 from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import attention
@@ -36,7 +36,7 @@ def measure(heads: int, kv_heads: int, q_len: int, k_len: int, dtype: torch.dtyp
         "read": lambda: cpu.read_bandwidth(size, num_threads=threads, seconds=0.05),
     }
     reads: list[float] = []
-    subjects = [Subject(name, calls[name], HostDevice()) for name in ("attnspan", "sdpa")]
+    subjects = [Subject(name, calls[name], Device()) for name in ("attnspan", "sdpa")]
     # The caches are emptied before each sample, and the read is measured at the same moments.
     ours, theirs = interleave(subjects, BUDGET, evict=lambda: (reads.append(calls["read"]()), EVICT()))
     rate = Samples(tuple(reads)).median

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnspan.tools.bench.devices import HostDevice
+from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.timing import Meter, Subject
 
 
@@ -32,7 +32,7 @@ class World:
             self.calls.append(name)
             return step
 
-        return Subject(name, call, HostDevice())
+        return Subject(name, call, Device())
 
     def meter(self, threads: int = 1) -> Meter:
         return Meter(lambda: self.now, lambda: self.busy, threads)

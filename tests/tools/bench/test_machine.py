@@ -9,7 +9,7 @@ from fake_devices import FakeProbe
 from attnspan.tools.bench import environment, resident
 from attnspan.tools.bench.ceilings import measure_ceilings, native_probe
 from attnspan.tools.bench.cells import Workload
-from attnspan.tools.bench.devices import HostDevice
+from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.environment import describe_environment, same_machine
 from attnspan.tools.bench.memory import high_water_refusal, peak_here, process_peak
 from attnspan.tools.bench.peers import Ready, peers_by_name
@@ -112,7 +112,7 @@ def test_what_only_the_first_call_needs_is_not_counted():
 
         def prepare(self, _job):
             sizes = iter([512 * MIB])
-            return Ready(lambda: torch.ones(next(sizes, 32 * MIB), dtype=torch.uint8), HostDevice())
+            return Ready(lambda: torch.ones(next(sizes, 32 * MIB), dtype=torch.uint8), Device())
 
     assert 32 * MIB <= peak_here(Compiling(), WORK, "forward") < 256 * MIB
 

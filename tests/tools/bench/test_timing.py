@@ -9,7 +9,7 @@ from fake_devices import SleepingDevice, VirtualDevice, World
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench.cells import Timing
-from attnspan.tools.bench.devices import HostDevice, JaxDevice, cache_evictor
+from attnspan.tools.bench.devices import Device, JaxDevice, cache_evictor
 from attnspan.tools.bench.statistics import Interval, discoveries, order_level, paired, quotient, sign_test
 from attnspan.tools.bench.timing import (
     Budget,
@@ -97,7 +97,6 @@ def test_evicting_walks_more_than_the_last_cache(monkeypatch):
     assert seen == [(True, 1 << 17)]
 
 
-
 def test_waiting_for_every_call_is_seen():
     device = SleepingDevice(work=0.001, round_trip=0.02)
     subject = Subject("a", device.submit, device)
@@ -135,7 +134,7 @@ def test_results_of_an_asynchronous_library_are_not_timed_as_the_hosts():
     jax = pytest.importorskip("jax")
     x = jax.numpy.ones((8, 8))
     with pytest.raises(MeasurementError, match="Time it on its own device"):
-        interleave([Subject("jax", lambda: x @ x, HostDevice())], Budget())
+        interleave([Subject("jax", lambda: x @ x, Device())], Budget())
     (found,) = interleave([Subject("jax", lambda: x @ x, JaxDevice("cpu"))], Budget(seconds=0.05))
     assert found.pipelined is not None
 

@@ -159,12 +159,12 @@ def test_no_share_is_above_the_peak(tmp_path: Path) -> None:
 
 
 def test_columns_that_no_run_has_are_absent(page: Page, tmp_path: Path) -> None:
-    assert "pipelined" not in page.words
+    assert "in a row" not in page.words
     results = sample_results()
     cell = results.cells[0]
     queued = replace(cell.ours, pipelined=cell.ours.execute)
     found = page_of(replace(results, cells=(replace(cell, runs=(queued, *cell.peers)),)), tmp_path)
-    assert "pipelined" in found.words
+    assert "in a row" in found.words
 
 
 @pytest.mark.parametrize(

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from attnspan.errors import DeviceError, expect
 
-__all__ = [
-    "CudaDevice",
-    "Device",
-    "EventTimer",
-    "HostDevice",
-    "JaxDevice",
-    "cache_evictor",
-    "device_named",
-    "leaves",
-]
+__all__ = ["CudaDevice", "Device", "JaxDevice", "cache_evictor", "device_named"]
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 64 << 20
 
 
-class EventTimer(Protocol):
-    """A clock that the device itself reads: two marks in its queue, and the time between them."""
+def _leaves(result: Any) -> Iterator[Any]:
+    """The arrays of a result of nested tuples, lists and dicts."""
+    if isinstance(result, dict):
+        result = list(result.values())
+    if isinstance(result, list | tuple):
+        for item in result:
+            yield from _leaves(item)
+    else:
+        yield result
 
-    def start(self) -> None: ...
 
-    def stop(self) -> None: ...
-
-    def seconds(self) -> float: ...
-
-
-class Device(Protocol):
-    """Where a call runs.
+class Device:
+    """Where a call runs; as it stands, the processor that runs Python: a call returns with its result.
 
     Attributes:
         name: For people.
@@ -44,55 +36,23 @@ class Device(Protocol):
         is_ordered: Work is done in the order of the calls, so that waiting for the last waits for all.
     """
 
-    name: str
-    is_asynchronous: bool
-    is_ordered: bool
-
-    def synchronize(self, result: Any) -> None:
-        """Wait until the result, or all work of an ordered device, is done."""
-
-    def is_idle(self, result: Any) -> bool:
-        """Whether it is done, without waiting."""
-
-    def timer(self) -> EventTimer | None:
-        """A new timer in the device's queue, or None where it has none."""
-
-
-def leaves(result: Any) -> Iterator[Any]:
-    """The arrays of a result of nested tuples, lists and dicts.
-
-    Example:
-        >>> list(leaves((1, [2, {"a": 3}])))
-        [1, 2, 3]
-    """
-    if isinstance(result, dict):
-        result = list(result.values())
-    if isinstance(result, list | tuple):
-        for item in result:
-            yield from leaves(item)
-    else:
-        yield result
-
-
-class HostDevice:
-    """The processor that runs Python: a call returns with its result."""
-
     name = "cpu"
     is_asynchronous = False
     is_ordered = True
 
     def synchronize(self, result: Any) -> None:
-        del result
+        """Wait until the result, or all work of an ordered device, is done."""
 
     def is_idle(self, result: Any) -> bool:
-        """False for results of a device that works on its own: they would be timed too early."""
-        return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in leaves(result))
+        """Whether it is done, without waiting; False for results that another device still works on."""
+        return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in _leaves(result))
 
-    def timer(self) -> None:
+    def timer(self) -> _CudaTimer | None:
+        """A new timer in the device's queue, or None where it has none."""
         return None
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """torch's current CUDA stream.
 
     Raises:
@@ -118,7 +78,7 @@ class CudaDevice:
         del result
         return bool(self._cuda.current_stream().query())
 
-    def timer(self) -> EventTimer:
+    def timer(self) -> _CudaTimer:
         return _CudaTimer(self._cuda)
 
 
@@ -136,12 +96,8 @@ class _CudaTimer:
         return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3
 
 
-class JaxDevice:
-    """JAX arrays, which become ready on their own, on any platform.
-
-    Args:
-        name: JAX's platform.
-    """
+class JaxDevice(Device):
+    """JAX arrays, which become ready on their own, on JAX's platform of that name."""
 
     is_asynchronous = True
     is_ordered = False
@@ -150,14 +106,11 @@ class JaxDevice:
         self.name = name
 
     def synchronize(self, result: Any) -> None:
-        for array in leaves(result):
+        for array in _leaves(result):
             array.block_until_ready()
 
     def is_idle(self, result: Any) -> bool:
-        return all(array.is_ready() for array in leaves(result))
-
-    def timer(self) -> None:
-        return None
+        return all(array.is_ready() for array in _leaves(result))
 
 
 def device_named(name: str) -> Device:
@@ -166,7 +119,7 @@ def device_named(name: str) -> Device:
     Raises:
         DeviceError: The device is unknown or missing.
     """
-    kinds: dict[str, Callable[[], Device]] = {"cpu": HostDevice, "cuda": CudaDevice}
+    kinds: dict[str, Callable[[], Device]] = {"cpu": Device, "cuda": CudaDevice}
     expect(name in kinds, "device", "cpu or cuda", repr(name), "Name one of the two", error=DeviceError)
     return kinds[name]()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnspan.console import (
@@ -15,7 +16,7 @@ from attnspan.console import (
     ratio_digits,
     seconds_text,
 )
-from attnspan.tools.bench.cells import Ceilings, Cell, Run, verdicts
+from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, verdicts
 from attnspan.tools.bench.results import Results, TrainingCell
 from attnspan.tools.bench.standings import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
 from attnspan.tools.bench.statistics import Interval
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from attnspan.tools.bench.compare import Comparison
 
-__all__ = ["show_comparison", "show_results", "show_summary"]
+__all__ = ["Figure", "figures", "show_comparison", "show_results", "show_summary"]
 
 _SHORT = {
     "float32": "fp32",
@@ -91,57 +92,67 @@ def _ceilings_line(ceilings: Ceilings) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a run: its name, value and text, and in which order columns are dropped."""
+
+    name: str
+    value: Callable[[Cell, Run, Ceilings | None], float | None]
+    text: Callable[[float | None], str]
+    drop: int = 0
+
+
+def _median(timing: Timing | None) -> float | None:
+    return timing.median if timing else None
+
+
+_FIGURES = (
+    Figure("time", lambda cell, run, _: cell.seconds(run), seconds_text),
+    Figure("spread", lambda cell, run, _: t.spread if (t := cell.timing(run)) else None, percent, 5),
+    Figure("per call", lambda _, run, __: _median(run.execute) if run.pipelined else None, seconds_text, 2),
+    Figure("in a row", lambda _, run, __: _median(run.pipelined), seconds_text, 2),
+    Figure("rate", lambda cell, run, _: cell.flops_per_second(run), rate_text, 3),
+    Figure("peak", lambda cell, run, roof: cell.share(run, roof), percent, 1),
+    Figure("read", lambda cell, run, roof: cell.bandwidth_share(run, roof), percent, 2),
+    Figure("memory", lambda _, run, __: run.peak_memory, bytes_text, 2),
+    Figure("cores", lambda _, run, __: run.utilisation, percent, 6),
+    Figure("dispatch", lambda _, run, __: _median(run.dispatch), seconds_text, 8),
+    Figure("trace", lambda _, run, __: run.trace_seconds, seconds_text, 8),
+    Figure("compile", lambda _, run, __: run.compile_seconds or None, seconds_text, 7),
+    Figure("error", lambda _, run, __: run.error, lambda x: NONE if x is None else f"{x:.1e}", 9),
+)
+
+
+def figures(cells: Sequence[Cell], roof: Ceilings | None) -> list[Figure]:
+    """The figures that at least one run has."""
+    runs = [(cell, run) for cell in cells for run in cell.runs]
+    return [each for each in _FIGURES if any(each.value(*found, roof) is not None for found in runs)]
+
+
 def _show_cells(
     console: Console,
     title: str,
     cells: Sequence[Cell],
-    ceilings: Ceilings | None,
+    roof: Ceilings | None,
     said: dict[tuple[str, str], str],
 ) -> None:
-    runs = [(cell, run) for cell in cells for run in cell.runs if run.ran]
-    columns = [Column("peer", words=True), Column("time"), Column("spread", drop=5)]
-    columns += [Column("in a row", drop=2), Column("rate", drop=3), Column("peak", drop=1)]
-    columns += [Column("read", drop=2), Column("ratio"), Column("interval", drop=1), Column("memory", drop=2)]
-    columns += [Column("cores", drop=6), Column("compile", drop=7), Column("remark", words=True, drop=8)]
-    has = {
-        "in a row": any(run.pipelined for _, run in runs),
-        "read": any(_is_bound_by_memory(cell, ceilings) for cell in cells),
-        "memory": any(run.peak_memory is not None for _, run in runs),
-        "peak": ceilings is not None,
-    }
-    kept = [index for index, column in enumerate(columns) if has.get(column.name, True)]
+    by_memory = any(_is_bound_by_memory(cell, roof) for cell in cells)
+    shown = [figure for figure in figures(cells, roof) if figure.name != "read" or by_memory]
+    columns = [Column("peer", words=True), *(Column(figure.name, drop=figure.drop) for figure in shown)]
+    columns += [Column("ratio"), Column("interval", drop=1), Column("remark", words=True, drop=10)]
     rows: list[list[str]] = []
     for cell in cells:
         rows.append([f"{_name(cell)} {cell.workload.sizes}", *[""] * (len(columns) - 1)])
-        ran = (run for run in cell.runs if run.ran)
-        rows += [[run.peer, *_figures(cell, run, ceilings, said)] for run in ran]
-    shown = [[row[index] for index in kept] for row in rows]
-    print_table(
-        console,
-        title,
-        [columns[index] for index in kept],
-        shown,
-        bold=lambda row: not row[1],
-    )
+        for run in (run for run in cell.runs if run.ran):
+            texts = [_mark(figure, run) + figure.text(figure.value(cell, run, roof)) for figure in shown]
+            ratio = _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
+            rows.append([run.peer, *texts, *ratio, run.note])
+    print_table(console, title, columns, rows, bold=lambda row: not row[1])
 
 
-def _figures(
-    cell: Cell, run: Run, ceilings: Ceilings | None, said: dict[tuple[str, str], str]
-) -> Iterator[str]:
-    assert run.execute is not None
-    yield seconds_text(run.execute.median)
-    yield percent(run.execute.spread)
-    # Marked where waiting is a third or more of what a single call takes.
-    mark = "!" if (run.waiting or 0) > _SLOW_WAIT else ""
-    yield f"{mark}{seconds_text(run.pipelined.median)}" if run.pipelined else NONE
-    yield rate_text(cell.flops_per_second(run))
-    yield percent(cell.share(run, ceilings))
-    yield percent(cell.bandwidth_share(run, ceilings))
-    yield from _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
-    yield bytes_text(run.peak_memory)
-    yield percent(run.utilisation)
-    yield seconds_text(run.compile_seconds or None)
-    yield run.note
+def _mark(figure: Figure, run: Run) -> str:
+    """Marks pipelined times where waiting is a third or more of what a single call takes."""
+    return "!" if figure.name == "in a row" and (run.waiting or 0) > _SLOW_WAIT else ""
 
 
 def _name(cell: Cell) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from attnspan.errors import OptionError, expect
 from attnspan.tools.bench.cells import Timing
-from attnspan.tools.bench.devices import Device, HostDevice
+from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.statistics import Interval, paired
 
 __all__ = [
@@ -172,7 +172,7 @@ def interleave(
         MeasurementError: A timed region ended before its work was done.
 
     Example:
-        >>> calls = [Subject(str(n), lambda n=n: sum(range(n)), HostDevice()) for n in (1000, 4000)]
+        >>> calls = [Subject(str(n), lambda n=n: sum(range(n)), Device()) for n in (1000, 4000)]
         >>> short, long = interleave(calls, Budget(seconds=0.2))
         >>> long.ratio.median > 1, long.ratio.pairs >= 9
         (True, True)
@@ -205,7 +205,7 @@ def host_times(calls: Mapping[str, Callable[[], object]], budget: Budget) -> dic
     """
     for call in calls.values():
         call()
-    subjects = [Subject(name, call, HostDevice()) for name, call in calls.items()]
+    subjects = [Subject(name, call, Device()) for name, call in calls.items()]
     return {found.name: found.execute.samples for found in interleave(subjects, budget)}
 
 

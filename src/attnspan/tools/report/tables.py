@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnspan.console import NONE, bytes_text, percent, rate_text, ratio_digits, seconds_text
+from attnspan.console import NONE, percent, ratio_digits
 from attnspan.tools.bench.cells import OURS, Cell, Run, verdicts
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.standings import MEAN_LENGTHS, View, reached, standings, targets
+from attnspan.tools.bench.table import figures
 from attnspan.tools.report.charts import Entry, Section, Table, ratio_text
 
 __all__ = ["Row", "cards", "cell_rows", "standing_section", "target_section"]
@@ -101,50 +102,30 @@ class Row:
     state: str
 
 
-_Figure = tuple[str, Callable[[Cell, Run], float | None], Callable[[float | None], str]]
-
-
-def _figures(results: Results) -> list[_Figure]:
-    """Name, value and text of the columns of figures that at least one run has."""
-    roof = results.roof
-    columns: list[_Figure] = [
-        ("time", lambda cell, run: cell.seconds(run), seconds_text),
-        ("spread", lambda cell, run: timing.spread if (timing := cell.timing(run)) else None, percent),
-        ("FLOP/s", lambda cell, run: cell.flops_per_second(run), rate_text),
-        ("of peak", lambda cell, run: cell.share(run, roof), percent),
-        ("of bandwidth", lambda cell, run: cell.bandwidth_share(run, roof), percent),
-        ("per call", lambda _, run: run.execute.median if run.execute else None, seconds_text),
-        ("pipelined", lambda _, run: run.pipelined.median if run.pipelined else None, seconds_text),
-        ("dispatch", lambda _, run: run.dispatch.median if run.dispatch else None, seconds_text),
-        ("trace", lambda _, run: run.trace_seconds, seconds_text),
-        ("compile", lambda _, run: run.compile_seconds, seconds_text),
-        ("peak memory", lambda _, run: run.peak_memory, bytes_text),
-        ("utilisation", lambda _, run: run.utilisation, percent),
-        ("difference", lambda _, run: run.error, lambda value: NONE if value is None else f"{value:.1e}"),
-    ]
-    runs = [(cell, run) for cell in results.cells for run in cell.runs]
-    return [column for column in columns if any(column[1](cell, run) is not None for cell, run in runs)]
-
-
 def cell_rows(results: Results) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     """The columns of the table of all cells, and every run, those with their reasons that could not run."""
-    figures, said = _figures(results), verdicts(results.cells)
-    rows = tuple(_row(cell, run, figures, said) for cell in results.cells for run in cell.runs)
-    return ("workload", "peer", "state", "ratio", *(name for name, _, _ in figures)), rows
+    roof, said = results.roof, verdicts(results.cells)
+    shown = figures(results.cells, roof)
+
+    def row(cell: Cell, run: Run) -> Row:
+        values = [(figure.value(cell, run, roof), figure.text) for figure in shown]
+        entries = [Entry(text(value), value) for value, text in values]
+        return _row(cell, run, entries, said.get((cell.label, run.peer)) == "behind")
+
+    rows = tuple(row(cell, run) for cell in results.cells for run in cell.runs)
+    return ("workload", "peer", "state", "ratio", *(figure.name for figure in shown)), rows
 
 
-def _row(cell: Cell, run: Run, figures: list[_Figure], said: dict[tuple[str, str], str]) -> Row:
+def _row(cell: Cell, run: Run, figures: Sequence[Entry], slower: bool) -> Row:
     work, view = cell.workload, View.of(cell)
-    slower = said.get((cell.label, run.peer)) == "behind"
     state = "ran" if run.reason is None else "could not run"
     state = "noisy" if run.noisy else "faster than ours" if slower else state
-    values = [(value(cell, run), text) for _, value, text in figures]
     cold = ", cold caches" if cell.cold else ""
     entries = (
         Entry(work.name, small=f"{view.label}{cold}; {work.sizes}; {work.mask}"),
         Entry(run.peer, small=run.note),
         Entry(run.reason or ("faster than ours" if slower else "ran"), badge="noisy" if run.noisy else ""),
         Entry(ratio_text(run.ratio), run.ratio.median if run.ratio else None),
-        *(Entry(text(value), value) for value, text in values),
+        *figures,
     )
     return Row(entries, work.family, cell.mode, work.dtype, run.peer, state)

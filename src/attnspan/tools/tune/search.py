@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Generic, TypeVar
 
-from attnspan.tools.bench.devices import Device, HostDevice
+from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.statistics import Interval
 from attnspan.tools.bench.timing import Budget, Meter, Subject, first_call, interleave
 
@@ -72,7 +72,7 @@ def search(
     """
     meter = meter or Meter()
     end = meter.clock() + seconds
-    race = _Race(make_call, default, check, device or HostDevice(), meter)
+    race = _Race(make_call, default, check, device or Device(), meter)
     candidates = [config for config in configs if config != default]
     random.Random(0).shuffle(candidates)
     for candidate in race.halve(candidates, end - (1 - _HALVING_SHARE) * seconds):

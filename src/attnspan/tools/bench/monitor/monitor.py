@@ -18,12 +18,10 @@ from attnspan.tools.bench.environment import describe_environment
 from attnspan.tools.bench.monitor.log import RecordLog
 from attnspan.tools.bench.monitor.probes import (
     AttentionTotals,
-    Clock,
     CpuProbe,
     CudaClock,
     CudaProbe,
     HostClock,
-    Probe,
     attention_totals,
     compile_seconds,
 )
@@ -64,7 +62,7 @@ class _Step:
     memory: int | None = None
     device_memory: int | None = None
 
-    def spent(self, clock: Clock) -> dict[str, float]:
+    def spent(self, clock: HostClock) -> dict[str, float]:
         """Seconds in each phase, compilation and inner phases taken out."""
         spent = dict.fromkeys(_PHASES, 0.0)
         for interval in self.intervals:
@@ -142,8 +140,8 @@ class Monitor:
         every: int = 10,
         save_seconds: float = 60.0,
         attention: Callable[[], AttentionTotals | None] = attention_totals,
-        clock: Clock | None = None,
-        probe: Probe | None = None,
+        clock: HostClock | None = None,
+        probe: CpuProbe | None = None,
     ) -> None:
         expect(every >= 1, "every", "1 or more", every, "Pass a larger number")
         positive = ceiling is None or ceiling > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,12 +13,10 @@ from attnspan.kernels import cpu
 
 __all__ = [
     "AttentionTotals",
-    "Clock",
     "CpuProbe",
     "CudaClock",
     "CudaProbe",
     "HostClock",
-    "Probe",
     "attention_totals",
     "compile_seconds",
 ]
@@ -56,40 +54,26 @@ def compile_seconds() -> float:
     return float(sum(spent.get(name, 0) for name in _COMPILE_TIMES)) / 1e9
 
 
-class Clock(Protocol):
-    """Marks moments. On an asynchronous device the time of a mark is known only later."""
+class HostClock:
+    """Marks moments of the host, which are known at once; of an asynchronous device, only later."""
 
     def mark(self) -> Any:
         """Mark this moment, without waiting for anything."""
+        return time.perf_counter()
 
     def known(self, mark: Any) -> bool:
         """Whether the device has come past a mark; does not wait."""
+        return mark is not None
 
     def wait(self, mark: Any) -> None:
         """Wait until the device has come past a mark."""
 
     def seconds(self, start: Any, stop: Any) -> float:
         """Time between two known marks, s."""
+        return float(stop - start)
 
 
-class HostClock:
-    """Marks are the host's monotonic time, known at once."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def known(self, mark: float) -> bool:
-        del mark
-        return True
-
-    def wait(self, mark: float) -> None:
-        del mark
-
-    def seconds(self, start: float, stop: float) -> float:
-        return stop - start
-
-
-class CudaClock:
+class CudaClock(HostClock):
     """Marks are events on the current stream of a CUDA device, which need no synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -110,23 +94,8 @@ class CudaClock:
         return float(start.elapsed_time(stop)) / 1e3  # an event counts milliseconds
 
 
-class Probe(Protocol):
-    """What is read of a device at the end of each step."""
-
-    utilisation_source: str
-
-    def start(self) -> None:
-        """Forget what was before this moment."""
-
-    def utilisation(self, seconds: float, busy: float) -> float | None:
-        """Busy share of the device, 0..1, in a step of ``seconds``, of which ``busy`` are within phases."""
-
-    def device_memory(self) -> int | None:
-        """Most bytes that were allocated on the accelerator so far; None on the CPU."""
-
-
 class CpuProbe:
-    """The cores: CPU time of this process over wall time and threads; ``now`` reads (wall s, CPU s)."""
+    """What is read at the end of each step, here of the cores; ``now`` reads (wall s, CPU s)."""
 
     utilisation_source = "CPU time of the process over wall time and threads"
 
@@ -135,19 +104,22 @@ class CpuProbe:
         self._before = (0.0, 0.0)
 
     def start(self) -> None:
+        """Forget what was before this moment."""
         self._before = self._now()
 
     def utilisation(self, seconds: float, busy: float) -> float | None:
+        """Busy share of the device, 0..1, in a step of ``seconds``, of which ``busy`` are within phases."""
         del seconds, busy
         before, self._before = self._before, self._now()
         wall = self._before[0] - before[0]
         return (self._before[1] - before[1]) / (wall * torch.get_num_threads()) if wall > 0 else None
 
     def device_memory(self) -> int | None:
+        """Most bytes that were allocated on the accelerator so far; None on the CPU."""
         return None
 
 
-class CudaProbe:
+class CudaProbe(CpuProbe):
     """A CUDA device: NVML's utilisation where its Python module is installed, else time within phases.
 
     NVML is read once in ``period`` steps: its own window is longer than a step.

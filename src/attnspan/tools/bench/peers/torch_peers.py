@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -13,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attnspan.errors import BackendError
+from attnspan.kernels import Explanation
 from attnspan.tools.bench.devices import device_named
 from attnspan.tools.bench.peers.job import Forward, Job, Ready, differentiated, enough_memory
 from attnspan.torch import attention, explain
@@ -26,14 +29,24 @@ _CUDA_CHECKS = {
 }
 
 
-class Attnspan:
+class _TorchPeer:
+    """A peer that is a function of q, k and v (B, H, S, D), which torch differentiates."""
+
+    def forward(self, job: Job) -> Forward:
+        raise NotImplementedError
+
+    def prepare(self, job: Job) -> Ready:
+        return Ready(differentiated(self.forward(job), job), device_named(job.device))
+
+
+class Attnspan(_TorchPeer):
     """attnspan under a mask that was prepared once, by whatever backend `explain` names."""
 
     name = "attnspan"
 
     def refuses(self, job: Job) -> str | None:
         try:
-            backend = explain(job.q, job.k, job.v, mask=job.prepared).backend
+            backend = self._found(job).backend
         except BackendError as error:
             return str(error)
         # "math" stores scores, probabilities and their gradients.
@@ -41,17 +54,21 @@ class Attnspan:
         what = "the scores of its backend 'math'"
         return enough_memory(job, copies * job.square_bytes, what) if backend == "math" else None
 
-    def prepare(self, job: Job) -> Ready:
-        mask = job.prepared
-        found = explain(job.q, job.k, job.v, mask=mask)
+    def forward(self, job: Job) -> Forward:
         # Named only where it would warn: otherwise the choice is a part of what a call costs.
-        backend = "math" if found.backend == "math" else None
-        call = differentiated(lambda q, k, v: attention(q, k, v, mask=mask, backend=backend), job)
+        backend = "math" if self._found(job).backend == "math" else None
+        return partial(attention, mask=job.prepared, backend=backend)
+
+    def prepare(self, job: Job) -> Ready:
+        found = self._found(job)
         note = f"backend {found.backend}" + (f", {found.isa}" if found.isa else "")
-        return Ready(call, device_named(job.device), note=note)
+        return replace(super().prepare(job), note=note)
+
+    def _found(self, job: Job) -> Explanation:
+        return explain(job.q, job.k, job.v, mask=job.prepared)
 
 
-class FusedKernel:
+class FusedKernel(_TorchPeer):
     """One of torch's fused kernels, for the masks that it takes without an array."""
 
     def __init__(self, name: str, backend: SDPBackend) -> None:
@@ -71,15 +88,13 @@ class FusedKernel:
         chosen = SDPBackend(choice)
         return None if chosen == self._backend else f"torch takes {chosen.name} instead"
 
-    def prepare(self, job: Job) -> Ready:
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sdpa(q, k, v, is_causal=job.needs_causal_flag, enable_gqa=job.grouped)
+    def forward(self, job: Job) -> Forward:
+        return partial(sdpa, is_causal=job.needs_causal_flag, enable_gqa=job.grouped)
 
-        call, device = differentiated(forward, job), device_named(job.device)
+    def prepare(self, job: Job) -> Ready:
+        ready = super().prepare(job)
         # On CPU the choice was checked, and a context would weigh on the shortest calls.
-        if job.device != "cuda":
-            return Ready(call, device)
-        return Ready(call, device, around=lambda: sdpa_kernel(self._backend))
+        return replace(ready, around=lambda: sdpa_kernel(self._backend)) if job.device == "cuda" else ready
 
 
 def _cuda_refusal(job: Job, backend: SDPBackend) -> str | None:
@@ -93,7 +108,7 @@ def _cuda_refusal(job: Job, backend: SDPBackend) -> str | None:
     return reasons[0] if reasons else "torch does not take it for these inputs"
 
 
-class DenseMask:
+class DenseMask(_TorchPeer):
     """SDPA with a bool mask of every pair: torch's only way to say any mask."""
 
     name = "sdpa-dense-mask"
@@ -103,16 +118,11 @@ class DenseMask:
             "there is nothing to mask" if job.is_full else enough_memory(job, job.mask_bytes, "a dense mask")
         )
 
-    def prepare(self, job: Job) -> Ready:
-        mask = job.dense_mask()
-
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sdpa(q, k, v, attn_mask=mask, enable_gqa=job.grouped)
-
-        return Ready(differentiated(forward, job), device_named(job.device))
+    def forward(self, job: Job) -> Forward:
+        return partial(sdpa, attn_mask=job.dense_mask(), enable_gqa=job.grouped)
 
 
-class PerDocument:
+class PerDocument(_TorchPeer):
     """SDPA called once for each document, the results joined: what users write who need no dense mask."""
 
     name = "sdpa-per-document"
@@ -120,7 +130,7 @@ class PerDocument:
     def refuses(self, job: Job) -> str | None:
         return None if job.documents is not None else "the mask is not made of packed documents"
 
-    def prepare(self, job: Job) -> Ready:
+    def forward(self, job: Job) -> Forward:
         assert job.documents is not None
         parts = [slice(start, stop) for start, stop in pairwise(job.documents) if stop > start]
         options = {"is_causal": job.documents_causal, "enable_gqa": job.grouped}
@@ -131,10 +141,10 @@ class PerDocument:
                 dim=2,
             )
 
-        return Ready(differentiated(forward, job), device_named(job.device), note=f"{len(parts)} calls")
+        return forward
 
 
-class FlashAttn:
+class FlashAttn(_TorchPeer):
     """The flash-attn package: CUDA, half precision, dense, causal, windowed and packed."""
 
     name = "flash-attn"
@@ -149,9 +159,8 @@ class FlashAttn:
         known = job.is_full or job.is_causal or job.window is not None or job.documents is not None
         return None if known else "it cannot say the mask"
 
-    def prepare(self, job: Job) -> Ready:
-        forward = _packed(job) if job.documents is not None else _plain(job)
-        return Ready(differentiated(forward, job), device_named(job.device))
+    def forward(self, job: Job) -> Forward:
+        return _packed(job) if job.documents is not None else _plain(job)
 
 
 def _plain(job: Job) -> Forward:
