@@ -36,9 +36,11 @@ COMMITTED = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("
 
 
 @pytest.mark.parametrize("name", ["results.json", "results.json.gz"])
-def test_what_is_written_is_what_is_read_and_nothing_is_left(tmp_path, name):
-    path = tmp_path / "new" / name
+def test_what_is_written_is_what_is_read_and_nothing_is_left(tmp_path, monkeypatch, name):
+    path, written, write = tmp_path / "new" / name, [], Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda at, x: (written.append(at.suffix), write(at, x)))
     WHOLE.save(path)
+    assert written == [".part"], "a reader never sees a half"
     assert Results.load(path) == WHOLE
     assert path.read_bytes().startswith(b"\x1f\x8b" if name.endswith(".gz") else b"{")
     first = path.read_bytes()
@@ -46,6 +48,7 @@ def test_what_is_written_is_what_is_read_and_nothing_is_left(tmp_path, name):
     assert Results.load(path).cells == ()
     WHOLE.save(path)
     assert path.read_bytes() == first, "equal results are equal files"
+    assert not name.endswith(".gz") or first[4:8] == bytes(4), "without a time stamp"
     assert [found.name for found in path.parent.iterdir()] == [name]
 
 

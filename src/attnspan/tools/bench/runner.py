@@ -134,7 +134,7 @@ def run_plan(
     with _threads_set(plan.threads):
         meter = Meter(threads=torch.get_num_threads())
         options = Options(plan.device, plan.budget, meter)
-        environment = describe_environment(plan.device)
+        environment = describe_environment(plan.device) | {"samples": plan.budget.rounds}
         if plan.memory:
             options, environment["memory"] = _with_memory(options, meter.threads)
         evict = cache_evictor(plan.device) if any(map(plan.is_cold, plan.workloads)) else None

@@ -35,6 +35,8 @@ _SHORT = {
     "forward": "fwd",
     "forward+backward": "fwd+bwd",
 }
+_Verdicts = dict[tuple[str, str], str]
+
 _SLOW_WAIT = 1.5  # Per-call over pipelined time from which waiting is a third or more of a call.
 
 
@@ -143,16 +145,16 @@ def _show_cells(
     rows: list[list[str]] = []
     for cell in cells:
         rows.append([f"{_name(cell)} {cell.workload.sizes}", *[""] * (len(columns) - 1)])
-        for run in (run for run in cell.runs if run.ran):
-            texts = [_mark(figure, run) + figure.text(figure.value(cell, run, roof)) for figure in shown]
-            ratio = _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
-            rows.append([run.peer, *texts, *ratio, run.note])
+        rows += [_row(cell, run, roof, shown, said) for run in cell.runs if run.ran]
     print_table(console, title, columns, rows, bold=lambda row: not row[1])
 
 
-def _mark(figure: Figure, run: Run) -> str:
-    """Marks pipelined times where waiting is a third or more of what a single call takes."""
-    return "!" if figure.name == "in a row" and (run.waiting or 0) > _SLOW_WAIT else ""
+def _row(cell: Cell, run: Run, roof: Ceilings | None, shown: Sequence[Figure], said: _Verdicts) -> list[str]:
+    texts = {figure.name: figure.text(figure.value(cell, run, roof)) for figure in shown}
+    if (run.waiting or 0) > _SLOW_WAIT:
+        texts["in a row"] = f"!{texts['in a row']}"
+    ratio = _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
+    return [run.peer, *texts.values(), *ratio, run.note]
 
 
 def _name(cell: Cell) -> str:
@@ -176,7 +178,7 @@ def _ratio(ratio: Interval | None, noisy: bool, verdict: str | None = None) -> t
     return (f"{mark}{ratio_digits(ratio.median)}", f"{interval}{' ~' if noisy else ''}")
 
 
-def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: dict[tuple[str, str], str]) -> None:
+def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdicts) -> None:
     """One row for each cell: ours, and the ratio of each peer that ran anywhere."""
     peers = list(dict.fromkeys(run.peer for cell in cells for run in cell.peers if run.ran))
     columns = [
@@ -215,13 +217,17 @@ def _refusals(cells: Sequence[Cell], said: Iterable[tuple[str, str]]) -> Iterato
         yield f"not {peer}: {reason}{where}"
 
 
-def _remarks(results: Results, said: dict[tuple[str, str], str]) -> Iterator[str]:
+def _remarks(results: Results, said: _Verdicts) -> Iterator[str]:
     ratios = [run.ratio for cell in results.cells for run in cell.peers if run.ratio]
     if ratios:
         lowest, highest = (f"{100 * pick(ratio.level for ratio in ratios):.1f}" for pick in (min, max))
         levels = lowest if lowest == highest else f"{lowest} to {highest}"
         fewest = min(ratio.pairs for ratio in ratios)
         yield f"intervals: order statistics of {fewest} or more pairs each, level {levels} %"
+        asked = results.environment.get("samples", 0)
+        lowered = sum(ratio.pairs < asked for ratio in ratios)
+        if lowered:
+            yield f"{lowered} of {len(ratios)} ratios have fewer than {asked} pairs, for want of --seconds"
     undecided = sum(verdict == "open" for verdict in said.values())
     if undecided:
         yield (
