@@ -13,7 +13,7 @@ import torch
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnspan.jax import _ffi, from_torch
+from attnspan.jax.backends import cpu, from_torch
 from attnspan.kernels import cpu
 
 

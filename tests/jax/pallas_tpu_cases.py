@@ -12,8 +12,8 @@ import numpy as np
 from closeness import error
 
 from attnspan import _dropout, reference
-from attnspan.jax import _pallas_tpu as pallas
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static
+from attnspan.jax.backends import pallas_tpu as pallas
 from attnspan.options import Options
 
 SMALLEST = {"block_q": 128, "block_k": 128}

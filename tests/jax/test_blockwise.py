@@ -9,8 +9,7 @@ import pytest
 from covering import everything
 from oracle_cases import Case, Problem, causal_window, check, make, random_bounds
 
-from attnspan.jax import _blockwise, _blockwise_tiles
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static, xla, xla_tiles
 
 B, H, S, K = 2, 4, 21, 37
 # The first three hold what the others do.
@@ -31,21 +30,21 @@ MORE_CASES = [
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_blockwise_tiles, "_Q_BLOCK", 8)
-    monkeypatch.setattr(_blockwise_tiles, "_K_BLOCK", 16)
+    monkeypatch.setattr(xla_tiles, "_Q_BLOCK", 8)
+    monkeypatch.setattr(xla_tiles, "_K_BLOCK", 16)
 
 
 # Most of the time of these tests is the compiler's, which need not try hard.
 @partial(jax.jit, static_argnames="static", compiler_options={"xla_backend_optimization_level": 0})
 def _run(arrays, given, static):
     q, k, v = (arrays[name] for name in "qkv")
-    out, lse = _blockwise.forward(q, k, v, given, static)
+    out, lse = xla.forward(q, k, v, given, static)
     dlse = jnp.where(
         jnp.isfinite(lse), arrays["dlse"], jnp.nan
     )  # what a row that sees nothing gets is not read
     if given.sinks is not None:
         dlse = arrays["dlse"]
-    grads = _blockwise.backward(arrays["dout"], dlse, q, k, v, given, out, lse, static, want_dbias=True)
+    grads = xla.backward(arrays["dout"], dlse, q, k, v, given, out, lse, static, want_dbias=True)
     results = (out, lse, *grads)
     return dict(zip(("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"), results, strict=True))
 
@@ -155,7 +154,7 @@ def test_nothing_to_do(sizes: dict[str, int]) -> None:
 def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
     case = Case(lead=(B, H), k_len=150, q_len=24)
     bounds = causal_window(case)
-    sizes = _blockwise_tiles.sizes_of(jnp.zeros((B, H, 24, 8)), jnp.zeros((B, 2, 150, 8)))
+    sizes = xla_tiles.sizes_of(jnp.zeros((B, H, 24, 8)), jnp.zeros((B, 2, 150, 8)))
     seen = np.zeros((24, 160), bool)
     for i in range(24):
         for lo, hi in bounds[:, :, i].reshape(-1, 2):
@@ -163,14 +162,14 @@ def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
     want = seen.reshape(3, 8, 10, 16).any((1, 3))
     assert not want.all()
     for i in range(3):
-        rows = _blockwise_tiles.rows_of(jnp.int32(i), Operands(jnp.asarray(bounds)), Static(1.0), sizes)
+        rows = xla_tiles.rows_of(jnp.int32(i), Operands(jnp.asarray(bounds)), Static(1.0), sizes)
         assert rows.order[: int(rows.blocks)].tolist() == np.flatnonzero(want[i]).tolist()
 
 
 def _step(q, k, v, dout, bounds):
     given, static = Operands(bounds), Static(0.25)
-    out, lse = _blockwise.forward(q, k, v, given, static)
-    return out, _blockwise.backward(dout, None, q, k, v, given, out, lse, static, True)[:3]
+    out, lse = xla.forward(q, k, v, given, static)
+    return out, xla.backward(dout, None, q, k, v, given, out, lse, static, True)[:3]
 
 
 def _shapes(length: int, dtype=jnp.float32) -> list[jax.ShapeDtypeStruct]:

@@ -20,8 +20,7 @@ from oracle_cases import Case
 
 import attnspan as a
 from attnspan.call import Problem
-from attnspan.jax import _cudnn
-from attnspan.jax._contract import MaskWords, Operands, Static
+from attnspan.jax.backends import MaskWords, Operands, Static, cudnn
 from attnspan.options import ALIBI, DENSE
 
 PROBLEM = Problem(1, 4, 2, 128, 128, 64, 64, 1, "bfloat16", "gpu")
@@ -56,7 +55,7 @@ def test_the_function_that_is_called_means_the_same(
     exact, _ = cases.oracle(problem)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return _cudnn.forward(q, k, v, problem.given, static)[0]
+        return cudnn.forward(q, k, v, problem.given, static)[0]
 
     with jax.default_matmul_precision("highest"):
         out, pull = jax.vjp(attend, *(jnp.asarray(problem.arrays[name]) for name in "qkv"))
@@ -80,7 +79,7 @@ def test_it_is_lowered_to_cudnn(
     given = Operands(jax.ShapeDtypeStruct((1, 1, 128, 1, 2), jnp.dtype("int32")))
 
     def loss(q: Any, k: Any, v: Any, given: Operands) -> Any:
-        out = _cudnn.forward(q, k, v, given, replace(CAUSAL, mask=words))[0]
+        out = cudnn.forward(q, k, v, given, replace(CAUSAL, mask=words))[0]
         return out.astype("float32").sum()
 
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, given)
@@ -107,9 +106,9 @@ def test_it_is_lowered_to_cudnn(
     ],
 )
 def test_calls_that_it_refuses(change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cudnn, "_missing", lambda: None)
-    assert _cudnn.supports(PROBLEM, CAUSAL) is None
-    assert reason in str(_cudnn.supports(PROBLEM, replace(CAUSAL, **change)))
+    monkeypatch.setattr(cudnn, "_missing", lambda: None)
+    assert cudnn.supports(PROBLEM, CAUSAL) is None
+    assert reason in str(cudnn.supports(PROBLEM, replace(CAUSAL, **change)))
 
 
 @pytest.mark.parametrize(
@@ -127,30 +126,30 @@ def test_calls_that_it_refuses(change: dict[str, Any], reason: str, monkeypatch:
 def test_problems_that_it_refuses(
     change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cudnn, "_missing", lambda: None)
-    assert reason in str(_cudnn.supports(replace(PROBLEM, **change), CAUSAL))
+    monkeypatch.setattr(cudnn, "_missing", lambda: None)
+    assert reason in str(cudnn.supports(replace(PROBLEM, **change), CAUSAL))
 
 
 def test_wide_heads_need_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cudnn, "_missing", lambda: None)
-    monkeypatch.setattr(_cudnn, "_is_hopper", lambda: True)
+    monkeypatch.setattr(cudnn, "_missing", lambda: None)
+    monkeypatch.setattr(cudnn, "_is_hopper", lambda: True)
     wide = replace(PROBLEM, head_dim=256, v_dim=256)
-    assert _cudnn.supports(wide, CAUSAL) is None
+    assert cudnn.supports(wide, CAUSAL) is None
 
 
 def test_queries_and_keys_of_any_number_may_see_each_other_fully(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cudnn, "_missing", lambda: None)
+    monkeypatch.setattr(cudnn, "_missing", lambda: None)
     problem = replace(PROBLEM, q_len=5)
-    assert _cudnn.supports(problem, replace(CAUSAL, mask=("full",))) is None
-    assert _cudnn.supports(problem, replace(CAUSAL, mask=("window", None, None))) is None
+    assert cudnn.supports(problem, replace(CAUSAL, mask=("full",))) is None
+    assert cudnn.supports(problem, replace(CAUSAL, mask=("window", None, None))) is None
 
 
 def test_what_to_install_is_said() -> None:
-    assert "jax[cuda13]" in str(_cudnn.supports(PROBLEM, CAUSAL))
+    assert "jax[cuda13]" in str(cudnn.supports(PROBLEM, CAUSAL))
 
 
 def test_options_that_would_be_ignored_are_no_call_of_ours() -> None:
     q = jnp.zeros((1, 4, 8, 64), jnp.bfloat16)
     given = Operands(jnp.zeros((1, 1, 8, 1, 2), np.int32), sinks=jnp.zeros(4))
     with pytest.raises(AssertionError):
-        _cudnn.forward(q, q, q, given, CAUSAL)
+        cudnn.forward(q, q, q, given, CAUSAL)

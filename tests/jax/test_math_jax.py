@@ -9,8 +9,7 @@ import pytest
 from covering import everything
 from oracle_cases import Case, Problem, causal_window, check, make, random_bounds
 
-from attnspan.jax import _math, _visible_products
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static, math, products
 
 B, H, S, K = 2, 4, 21, 37
 # The first two hold what the others do.
@@ -35,7 +34,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 def _run(arrays, given, static):
     def attend(arrays, parameters):
         options = given._replace(bias=parameters["bias"], sinks=parameters["sinks"])
-        return _math.forward(*(arrays[name] for name in "qkv"), options, static)
+        return math.forward(*(arrays[name] for name in "qkv"), options, static)
 
     parameters = {"bias": given.bias, "sinks": given.sinks}
     (out, lse), pull = jax.vjp(attend, {name: arrays[name] for name in "qkv"}, parameters)
@@ -99,12 +98,12 @@ def test_a_bad_gradient_reaches_the_keys_that_its_row_sees_and_no_other() -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("product", [_visible_products.pair_product, _visible_products.row_product])
+@pytest.mark.parametrize("product", [products.pair_product, products.row_product])
 def test_products_read_visible_pairs_only_in_every_derivative(product) -> None:
     """A masked pair is 0 however bad what it would multiply; pair (1, 2) is the masked one."""
     visible = jnp.ones((3, 4), bool).at[1, 2].set(False)
-    left = jnp.where(visible, 1.0, 0.0) if product is _visible_products.row_product else jnp.ones((3, 4))
-    right = jnp.ones((4, 2)) if product is _visible_products.row_product else jnp.ones((4, 4))
+    left = jnp.where(visible, 1.0, 0.0) if product is products.row_product else jnp.ones((3, 4))
+    right = jnp.ones((4, 2)) if product is products.row_product else jnp.ones((4, 4))
 
     def run(left, right):
         return product(left, right, visible)
@@ -116,7 +115,7 @@ def test_products_read_visible_pairs_only_in_every_derivative(product) -> None:
     to_right = jax.vjp(run, left, right)[1](bad)[1]
     tangents = jnp.zeros_like(left), jnp.zeros_like(right).at[2].set(jnp.nan)
     forward = jax.jvp(run, (left, right), tangents)[1]
-    if product is _visible_products.row_product:
+    if product is products.row_product:
         assert jnp.argwhere(~jnp.isnan(from_right[:, 2])).tolist() == [[1]]
         assert jnp.argwhere(~jnp.isnan(forward).any(-1)).tolist() == [[1]]
         masked = jnp.zeros_like(left).at[1, 2].set(jnp.nan)
@@ -170,7 +169,7 @@ def test_second_derivatives_in_every_mode() -> None:
 
         def loss(x):
             given = problem.given._replace(bias=x["bias"], sinks=x["sinks"])
-            out, lse = _math.forward(x["q"], x["k"], x["v"], given, SMALL.static)
+            out, lse = math.forward(x["q"], x["k"], x["v"], given, SMALL.static)
             lse = jnp.where(jnp.isfinite(lse), lse, 0)
             return (out * problem.arrays["dout"]).sum() + (lse * problem.arrays["dlse"]).sum()
 
@@ -203,7 +202,7 @@ def test_vmap_over_everything() -> None:
 
     def one(q, k, v, bounds):
         def loss(q, k, v):
-            return _math.forward(q, k, v, Operands(bounds), Static(0.3))[0].sum()
+            return math.forward(q, k, v, Operands(bounds), Static(0.3))[0].sum()
 
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from covering import few
 
-from attnspan.jax import _pallas_blocks as tables
+from attnspan.jax.backends.pallas_tpu import lists as tables
 
 Q, K, BQ, BK = 64, 96, 8, 16
 

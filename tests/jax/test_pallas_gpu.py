@@ -16,9 +16,9 @@ from oracle_cases import Case
 
 import attnspan as a
 from attnspan.call import Problem
-from attnspan.jax import _pallas_gpu as kernels
-from attnspan.jax._contract import Operands, Static
-from attnspan.jax._pallas_gpu_visits import key_visits, legalise, query_visits
+from attnspan.jax.backends import Operands, Static
+from attnspan.jax.backends import pallas_gpu as kernels
+from attnspan.jax.backends.visits import key_visits, legalise, query_visits
 from attnspan.options import DISTANCE
 
 SMALL = Case(q_len=75, k_len=90, head_dim=16, v_dim=24, lead=(2, 1))

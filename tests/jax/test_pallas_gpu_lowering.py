@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from covering import few
 
-from attnspan.jax import _pallas_gpu as kernels
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static
+from attnspan.jax.backends import pallas_gpu as kernels
 from attnspan.options import ALIBI, DENSE, SIGNED_ALIBI
 
 BATCH, HEADS, KV_HEADS, ROWS, KEYS = 2, 4, 2, 300, 333

@@ -10,8 +10,8 @@ from covering import few
 from jax.experimental.pallas import tpu as pltpu
 from pallas_tpu_cases import QUICKLY, SMALLEST, Case, Shape, masks
 
-from attnspan.jax import _pallas_tpu as pallas
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static
+from attnspan.jax.backends import pallas_tpu as pallas
 from attnspan.options import ALIBI, DENSE, SIGNED_ALIBI
 
 SHAPE = Shape()

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from attnspan.call import Problem
-from attnspan.jax import _pallas_tpu as pallas
-from attnspan.jax import _pallas_tpu_configs as sizes
-from attnspan.jax._contract import Static
+from attnspan.jax.backends import Static
+from attnspan.jax.backends import pallas_tpu as pallas
+from attnspan.jax.backends.pallas_tpu import sizes
 from attnspan.kernels.tuned import cache_path
 from attnspan.options import DISTANCE
 from attnspan.tools.tune.run import save

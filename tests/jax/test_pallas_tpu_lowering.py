@@ -4,8 +4,8 @@ import jax
 import pytest
 from covering import few
 
-from attnspan.jax import _pallas_tpu as pallas
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static
+from attnspan.jax.backends import pallas_tpu as pallas
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 LOWERED = {

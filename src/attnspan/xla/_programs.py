@@ -16,7 +16,7 @@ from torch import Tensor
 from ..options import DISTANCE
 
 if TYPE_CHECKING:
-    from ..jax._contract import Operands, Static
+    from ..jax.backends import Operands, Static
 
 Program = Callable[..., Any]
 
@@ -108,7 +108,7 @@ def splitting(batch: int, heads: int) -> Program:
     def program(words: Any) -> list[Any]:
         from jax.lax import bitcast_convert_type
 
-        from ..jax._words import split_seeds
+        from ..jax.dropout import split_seeds
 
         low, high = bitcast_convert_type(words, "uint32")
         return [bitcast_convert_type(split_seeds(low, high, batch, heads), "int32")]
@@ -121,9 +121,9 @@ def forward(static: "Static") -> Program:
     """``program(q, k, v, given)`` with the results out and lse; ``given`` has seeds of int32."""
 
     def program(q: Any, k: Any, v: Any, given: Sequence[Any]) -> list[Any]:
-        from ..jax import _blockwise
+        from ..jax.backends import xla
 
-        return list(_blockwise.forward(q, k, v, _operands(given), static))
+        return list(xla.forward(q, k, v, _operands(given), static))
 
     return program
 
@@ -139,12 +139,10 @@ def backward(static: "Static", want_dbias: bool) -> Program:
     def program(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, given: Sequence[Any], out: Any, lse: Any
     ) -> list[Any]:
-        from ..jax import _blockwise
+        from ..jax.backends import xla
 
         operands = _operands(given)
-        dq, dk, dv, dbias, dsinks = _blockwise.backward(
-            dout, dlse, q, k, v, operands, out, lse, static, want_dbias
-        )
+        dq, dk, dv, dbias, dsinks = xla.backward(dout, dlse, q, k, v, operands, out, lse, static, want_dbias)
         results = [dq, dk, dv]
         if want_dbias:
             results.append(dbias[None] if static.bias_kind == DISTANCE else dbias)
@@ -158,7 +156,7 @@ def backward(static: "Static", want_dbias: bool) -> Program:
 def _operands(given: Sequence[Any]) -> "Operands":
     from jax.lax import bitcast_convert_type
 
-    from ..jax._contract import Operands
+    from ..jax.backends import Operands
 
     bounds, bias, sinks, seeds, q_index, k_index = given
     seeds = None if seeds is None else bitcast_convert_type(seeds, "uint32")
