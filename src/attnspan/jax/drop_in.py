@@ -3,55 +3,19 @@
 Axes as there: B batch, T queries, S keys, N query heads, K key heads, H head dim.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import is_bool
-from ..errors import DtypeError, OptionError, ShapeError
+from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
 from ..spans import Spans
 from .attention import attention
 
 __all__ = ["dot_product_attention"]
-
-
-@overload
-def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = ...,
-    mask: Any = ...,
-    *,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: Any = ...,
-    key_value_seq_lengths: Any = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
-    implementation: str | None = ...,
-    return_residual: Literal[False] = ...,
-) -> jax.Array: ...
-
-
-@overload
-def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = ...,
-    mask: Any = ...,
-    *,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: Any = ...,
-    key_value_seq_lengths: Any = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
-    implementation: str | None = ...,
-    return_residual: Literal[True],
-) -> tuple[jax.Array, jax.Array]: ...
 
 
 def dot_product_attention(
@@ -68,7 +32,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """JAX's function of this name, with its top-left alignment of rows and keys, on attnspan's kernels.
 
     Args:
@@ -86,7 +50,7 @@ def dot_product_attention(
         query_seq_lengths: int32 (B,): queries from there on are padding; their output is 0.
         key_value_seq_lengths: int32 (B,): keys from there on are padding that nobody sees.
         local_window_size: (left, right), or one int for both: query i sees keys i - left to i + right.
-        implementation: Name of a back end of `attention`; None for the fastest that can run the call.
+        implementation: Name of a backend of `attention`; None for the fastest that can run the call.
         return_residual: Also return the logarithm of each row's sum of exponentials, without gradient.
 
     Returns:
@@ -100,7 +64,7 @@ def dot_product_attention(
         ``bias`` may be of integers there; here convert it to a floating dtype.
         A side of ``local_window_size`` may be negative there, which shifts the window off the diagonal; here
         pass such a window as a boolean ``mask``.
-        ``implementation`` names its back ends there, and those of `attention` here.
+        ``implementation`` names its backends there, and those of `attention` here.
 
     Raises:
         ValueError: Sizes or options do not fit.
@@ -116,13 +80,9 @@ def dot_product_attention(
     q, k, v = (_four_dims(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     aligned = _aligned(is_causal, local_window_size)
-    if aligned and isinstance(mask, Mask | Spans):
-        raise OptionError(
-            "mask",
-            expected="no is_causal and no local_window_size beside a mask of attnspan",
-            got="both",
-            remedy="Combine masks with causal() & mask, and pass the result as mask",
-        )
+    wanted = "no is_causal and no local_window_size with a mask of attnspan"
+    remedy = "Combine masks with causal() & mask, and pass the result as mask"
+    expect(not (aligned and isinstance(mask, Mask | Spans)), "mask", wanted, "both", remedy)
     padding = _padding(query_seq_lengths, key_value_seq_lengths, shape)
     options: dict[str, Any] = {} if bias is None else {"bias": _bias(bias, shape)}
     if aligned and shape[2] != shape[3]:
@@ -147,17 +107,10 @@ def dot_product_attention(
 
 
 def _four_dims(name: str, x: Any) -> jax.Array:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise DtypeError(
-            name, expected="a JAX or NumPy array", got=type(x).__name__, remedy="Convert it first"
-        )
-    if x.ndim not in (3, 4):
-        raise ShapeError(
-            name,
-            expected="(batch, length, heads, head_dim) or (length, heads, head_dim)",
-            got=f"shape {x.shape}",
-            remedy="Add or drop axes",
-        )
+    known = isinstance(x, jax.Array | np.ndarray)
+    expect(known, name, "a JAX or NumPy array", type(x).__name__, "Convert it first", error=DtypeError)
+    wanted = "(batch, length, heads, head_dim) or (length, heads, head_dim)"
+    expect(x.ndim in (3, 4), name, wanted, f"shape {x.shape}", "Add or drop axes", error=ShapeError)
     return jnp.asarray(x if x.ndim == 4 else x[None])
 
 
@@ -185,12 +138,9 @@ def _padding(query_lengths: Any, key_lengths: Any, shape: tuple[int, ...]) -> li
 
 def _lengths(name: str, given: Any, batch: int) -> jax.Array:
     x: jax.Array = jnp.asarray(given)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise DtypeError(name, expected="int32", got=str(x.dtype), remedy="Convert it")
-    if x.shape != (batch,):
-        raise ShapeError(
-            name, expected=f"({batch},)", got=f"shape {x.shape}", remedy="Pass a length for each batch row"
-        )
+    integers, remedy = jnp.issubdtype(x.dtype, jnp.integer), "Pass a length for each batch row"
+    expect(integers, name, "int32", str(x.dtype), "Convert it", error=DtypeError)
+    expect(x.shape == (batch,), name, f"({batch},)", f"shape {x.shape}", remedy, error=ShapeError)
     return x
 
 
@@ -199,20 +149,19 @@ def _given(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
         return []
     if isinstance(mask, Mask | Spans):
         return [mask]
-    if not isinstance(mask, jax.Array | np.ndarray) or not is_bool(mask):
-        got = str(mask.dtype) if hasattr(mask, "dtype") else type(mask).__name__
-        raise DtypeError(
-            "mask",
-            expected="a boolean array or a mask of attnspan",
-            got=got,
-            remedy="Pass numbers that are added to the scores as bias",
-        )
+    known = isinstance(mask, jax.Array | np.ndarray) and is_bool(mask)
+    got = str(mask.dtype) if hasattr(mask, "dtype") else type(mask).__name__
+    wanted, remedy = (
+        "a boolean array or a mask of attnspan",
+        "Pass numbers that are added to the scores as bias",
+    )
+    expect(known, "mask", wanted, got, remedy, error=DtypeError)
     return [from_dense(_whole("mask", mask, shape, (2, 3)))]
 
 
 def _bias(bias: Any, shape: tuple[int, ...]) -> jax.Array:
-    if not isinstance(bias, jax.Array | np.ndarray):
-        raise DtypeError("bias", expected="an array", got=type(bias).__name__, remedy="Convert it first")
+    known = isinstance(bias, jax.Array | np.ndarray)
+    expect(known, "bias", "an array", type(bias).__name__, "Convert it first", error=DtypeError)
     return _whole("bias", bias, shape, (3,))
 
 
@@ -220,13 +169,12 @@ def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
     """`x` in four axes, those of `axes` in full, the others as they are."""
     x = jnp.asarray(x)
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    if x.ndim != 4 or any(a not in (1, b) for a, b in zip(x.shape, shape, strict=True)):
-        raise ShapeError(
-            name,
-            expected=f"a shape that broadcasts to (B, N, T, S) = {shape}",
-            got=f"{x.shape}",
-            remedy="Its last axes are queries and keys",
-        )
+    fits = x.ndim == 4 and all(a in (1, b) for a, b in zip(x.shape, shape, strict=True))
+    wanted, remedy = (
+        f"a shape that broadcasts to (B, N, T, S) = {shape}",
+        "Its last axes are queries and keys",
+    )
+    expect(fits, name, wanted, f"{x.shape}", remedy, error=ShapeError)
     size = tuple(full if i in axes else own for i, (own, full) in enumerate(zip(x.shape, shape, strict=True)))
     return jnp.broadcast_to(x, size)
 

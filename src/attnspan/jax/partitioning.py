@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import OptionError
+from ..errors import OptionError, expect
 from ..options import DISTANCE
 from .backends import Operands, Static
 
@@ -74,38 +75,29 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
     return call
 
 
+@dataclass(frozen=True, eq=False)
 class _Rule:
-    """How the partitioner is answered, for arrays whose axes are named."""
+    """How the partitioner is answered, for arrays whose axes are named.
 
-    def __init__(
-        self,
-        run: Callable[..., tuple[Any, ...]],
-        axes: list[str],
-        result_axes: list[str],
-        whole: list[bool],
-        kv_heads: int,
-    ) -> None:
-        self.run = run
-        self.whole = whole  # of which arrays a device may be sent what it lacks: masks and options
-        self.kv_heads = kv_heads
-        self.axes = axes
-        self.result_axes = result_axes
+    ``whole`` are the arrays of which a device may be sent what it lacks: masks and options.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    axes: list[str]
+    result_axes: list[str]
+    whole: list[bool]
+    kv_heads: int
 
     def partition(self, mesh: Any, args: Any, results: Any) -> Any:
         """Mesh, the function of one device's parts, shardings of results and arguments."""
-        del results
         sides = self._sides(mesh, args)
 
         def run(*parts: Any) -> tuple[Any, ...]:
-            found = self.run(*parts)
-            return tuple(
-                self._summed(x, word, sides) for x, word in zip(found, self.result_axes, strict=True)
-            )
+            found = zip(self.run(*parts), self.result_axes, strict=True)
+            return tuple(self._summed(x, word, sides) for x, word in found)
 
-        def shardings(words: list[str]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, _spec(word, sides)) for word in words)
-
-        return mesh, run, shardings(self.result_axes), shardings(self.axes)
+        arguments = tuple(NamedSharding(mesh, _spec(word, sides)) for word in self.axes)
+        return mesh, run, self.infer(mesh, args, results), arguments
 
     def infer(self, mesh: Any, args: Any, results: Any) -> Any:
         """Shardings of the results."""
@@ -130,21 +122,16 @@ class _Rule:
     def _check(self, mesh: Any, sides: dict[str, Any]) -> None:
         names = {key: (x if isinstance(x, tuple) else (x,)) for key, x in sides.items() if x is not None}
         both = set(names.get("b", ())) & set(names.get("h", ()))
-        if both:
-            raise OptionError(
-                "sharding of q, k and v",
-                expected="batch rows and heads over axes of their own",
-                got=f"both over {', '.join(map(repr, sorted(both)))}",
-                remedy="Give q, k and v one PartitionSpec",
-            )
+        wanted, got = "batch rows and heads over axes of their own", f"both over {', '.join(map(repr, both))}"
+        expect(not both, "sharding of q, k and v", wanted, got, "Give q, k and v one PartitionSpec")
         parts = math.prod(mesh.shape[name] for name in names.get("h", ()))
-        if self.kv_heads > 1 and self.kv_heads % parts:
-            raise OptionError(
-                "sharding of the heads",
-                expected=f"parts that divide the {self.kv_heads} key heads",
-                got=f"{parts} parts, over {sides['h']!r}",
-                remedy="Use attnspan.jax.shard(mesh, heads=...), which shares key heads between devices",
-            )
+        fits = self.kv_heads == 1 or self.kv_heads % parts == 0
+        wanted, got = (
+            f"parts that divide the {self.kv_heads} key heads",
+            f"{parts} parts, over {sides['h']!r}",
+        )
+        remedy = "Use attnspan.jax.shard(mesh, heads=...), which shares key heads between devices"
+        expect(fits, "sharding of the heads", wanted, got, remedy)
 
     def _summed(self, x: Any, word: str, sides: dict[str, Any]) -> Any:
         """A gradient of what batch rows or heads share is the sum over those."""
@@ -172,17 +159,10 @@ def _spec_of(x: Any) -> tuple[Any, ...]:
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.spec)
     # Without a mesh nobody can name its axes: what is split cannot be described, only noticed.
-    split = tuple(
-        "?" if a != b else None for a, b in zip(sharding.shard_shape(x.shape), x.shape, strict=True)
-    )
-    if any(split):
-        raise OptionError(
-            "sharding",
-            expected="a NamedSharding of a mesh",
-            got=str(sharding),
-            remedy="Place the arrays by jax.device_put(x, NamedSharding(mesh, spec))",
-        )
-    return split
+    whole = tuple(sharding.shard_shape(x.shape)) == tuple(x.shape)
+    remedy = "Place the arrays by jax.device_put(x, NamedSharding(mesh, spec))"
+    expect(whole, "sharding", "a NamedSharding of a mesh", str(sharding), remedy)
+    return (None,) * len(x.shape)
 
 
 def _spec(word: str, sides: dict[str, Any]) -> PartitionSpec:

@@ -1,4 +1,4 @@
-"""The back end "ffi": the compiled CPU kernel as XLA custom calls, on XLA's buffers and threads."""
+"""The backend "cpu": the compiled CPU kernel as XLA custom calls, on XLA's buffers and threads."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ _registered = False
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """Return None, or why the compiled kernel cannot run the problem."""
+    """None, or why the compiled kernel cannot run the problem."""
     del static
     return cpu.supports(problem)
 
@@ -37,7 +37,7 @@ def forward(
     q: Array, k: Array, v: Array, given: Operands, static: Static, layout: str = "bhsd"
 ) -> tuple[Array, Array]:
     """Out in the layout of q, and lse (B, H, Sq)."""
-    batch, heads, q_len = _rows(q, layout)
+    batch, heads, q_len = q.shape[:3] if layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), result_dtype(q, static))
     lse = jax.ShapeDtypeStruct((batch, heads, q_len), np.float32)
     arrays, bits = _arrays(given)
@@ -74,11 +74,6 @@ def backward(
     dbias = found.pop() if bits & _WANT_DBIAS else None
     dq, dk, dv = found
     return dq, dk, dv, dbias, dsinks
-
-
-def _rows(q: Array, layout: str) -> tuple[int, int, int]:
-    batch, a, b, _ = q.shape
-    return (batch, b, a) if layout == "bshd" else (batch, a, b)
 
 
 def _arrays(given: Operands) -> tuple[tuple[Array, ...], int]:

@@ -1,4 +1,4 @@
-"""Back end "cudnn": NVIDIA's kernels, by `jax.nn.dot_product_attention`, for the few masks that they have.
+"""Backend "cudnn": NVIDIA's kernels, by `jax.nn.dot_product_attention`, for the few masks that they have.
 
 They give no lse that could be used: the one that JAX returns is rounded to q's dtype, and its gradient is
 dropped. So a call that asks for the lse goes elsewhere, and JAX differentiates its own function.
@@ -6,6 +6,7 @@ dropped. So a call that asks for the lse goes elsewhere, and JAX differentiates 
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 
@@ -23,44 +24,32 @@ _WIDE_HEAD_DIM = 256  # from Hopper on
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """Return None, or why cuDNN cannot run the problem.
-
-    Example:
-        >>> problem = Problem(1, 1, 1, 4, 4, 64, 64, 1, "bfloat16", "gpu")
-        >>> supports(problem, Static(scale=1.0, mask=("window", 2, 1), want_lse=False))
-        'its masks are full, causal, and windows without keys ahead'
-    """
+    """None, or why cuDNN cannot run the problem."""
     if problem.device != "gpu":
         return f"it runs on GPUs, not on {problem.device}"
     return _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
 
 
 def _lacks_option(static: Static) -> str | None:
-    if static.want_lse:
-        return "its lse is rounded to q's dtype and has no gradient"
-    if static.softcap:
-        return "it has no softcap"
-    if static.bias_kind:
-        return "it has no position biases, and takes no dense bias that hides keys"
-    if static.sinks:
-        return "it has no sinks"
-    if static.dropout_p:
-        return "its dropout drops other weights"
-    return None
+    lacks = {
+        "its lse is rounded to q's dtype and has no gradient": static.want_lse,
+        "it has no softcap": static.softcap,
+        "it has no position biases, and takes no dense bias that hides keys": static.bias_kind,
+        "it has no sinks": static.sinks,
+        "its dropout drops other weights": static.dropout_p,
+    }
+    return next((reason for reason, asked in lacks.items() if asked), None)
 
 
 def _lacks_mask(problem: Problem, static: Static) -> str | None:
     if static.mask is None:
         return "it needs a mask that is known when the call is traced: full, causal, or a window"
-    window = window_of(static)
+    window, lengths = window_of(static), f"{problem.q_len} queries, {problem.k_len} keys"
     if window is None:
         return "its masks are full, causal, and windows without keys ahead"
     # It counts from the first key; the last ones are the same where there are as many queries as keys.
-    if window[0] and problem.q_len != problem.k_len:
-        return (
-            f"it aligns the first query and key, not the last: {problem.q_len} queries, {problem.k_len} keys"
-        )
-    return None
+    differ = window[0] and problem.q_len != problem.k_len
+    return f"it aligns the first query and key, not the last: {lengths}" if differ else None
 
 
 def _lacks_size(problem: Problem) -> str | None:
@@ -73,19 +62,13 @@ def _lacks_size(problem: Problem) -> str | None:
     most = _WIDE_HEAD_DIM if _is_hopper() else MAX_HEAD_DIM
     if problem.head_dim > most:
         return f"it takes head dims up to {most} on this device, not {problem.head_dim}"
-    if min(problem.batch, problem.q_len, problem.k_len) == 0:
-        return "it takes no empty arrays"
-    return None
+    return "it takes no empty arrays" if min(problem.batch, problem.q_len, problem.k_len) == 0 else None
 
 
 def window_of(static: Static) -> tuple[bool, int | None] | None:
     """The mask as cuDNN has it: whether it is causal, and how many keys before itself a query sees.
 
     None where it is another mask.
-
-    Example:
-        >>> window_of(Static(scale=1.0, mask=("window", 3, 0))), window_of(Static(scale=1.0, mask=("full",)))
-        ((True, 3), (False, None))
     """
     if static.mask is None or static.mask == ("full",) or static.mask == ("window", None, None):
         return None if static.mask is None else (False, None)
@@ -99,35 +82,14 @@ def window_of(static: Static) -> tuple[bool, int | None] | None:
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
 ) -> tuple[jax.Array, None]:
-    """Attend, differentiably by JAX.
-
-    Args:
-        q: Shape (B, Hq, Sq, D), bfloat16 or float16.
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, D).
-        given: Read by none: the mask is the one of ``static``.
-        static: The numbers; of a call that `supports` takes.
-
-    Returns:
-        ``out`` (B, Hq, Sq, D) in q's dtype, and no lse.
-
-    Raises:
-        RuntimeError: From JAX, where cuDNN is missing.
-    """
+    """Out, differentiably by JAX, of a call that `supports` takes; no lse. The mask is that of ``static``."""
     mask = window_of(static)
     assert mask is not None, static.mask
     assert all(x is None for x in (given.bias, given.sinks, given.seeds)), "options that would be ignored"
     causal, left = mask
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=static.scale,
-        is_causal=causal,
-        local_window_size=None if left is None else (left, 0),
-        implementation="cudnn",
-    )
+    given_mask: Any = {"is_causal": causal, "local_window_size": None if left is None else (left, 0)}
+    out = jax.nn.dot_product_attention(q, k, v, scale=static.scale, implementation="cudnn", **given_mask)
     return out.swapaxes(1, 2), None
 
 
@@ -142,7 +104,7 @@ def _is_hopper() -> bool:
     return int(major) >= 9
 
 
+@cache
 def _missing() -> str | None:
-    if any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")):
-        return None
-    return "JAX has no CUDA here: install jax[cuda13]"
+    there = any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin"))
+    return None if there else "JAX has no CUDA here: install jax[cuda13]"

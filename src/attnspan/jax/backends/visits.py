@@ -10,40 +10,18 @@ from jax import lax
 _FAR = 2**30
 
 
-def legalise(bounds: jax.Array, k_len: int) -> jax.Array:
-    """Bounds in which a row with an illegal span sees nothing, and is marked by spans [-1, -1).
-
-    Args:
-        bounds: int32 (b, h, Sq, R, 2).
-        k_len: Number of keys.
-
-    Returns:
-        The same shape.
-
-    Example:
-        >>> legalise(jnp.array([[0, 3], [2, 9]]).reshape(1, 1, 2, 1, 2), 4)[0, 0, :, 0].tolist()
-        [[0, 3], [-1, -1]]
-    """
-    lo, hi = bounds[..., 0], bounds[..., 1]
-    filled = lo < hi
-    ends = lax.cummax(jnp.where(filled, hi, 0), axis=lo.ndim - 1)
-    before = jnp.pad(ends[..., :-1], [(0, 0)] * (lo.ndim - 1) + [(1, 0)])
-    illegal = (lo < 0) | (hi < lo) | (hi > k_len) | (filled & (lo < before))
-    return jnp.where(illegal.any(-1)[..., None, None], -1, bounds)
-
-
 def key_visits(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> jax.Array:
     """The blocks of keys that each block of queries has to visit.
 
     Args:
-        bounds: int32 (b, h, Sq, R, 2), from `legalise`.
+        bounds: int32 (b, h, Sq, R, 2), from `attnspan.jax.backends.tiles.legal`.
         k_len: Number of keys.
         block_q: Queries in a block.
         block_k: Keys in a block.
 
     Returns:
-        int32 (b, h, m, R, 4): for each of R disjoint ranges of blocks, first and end, and within these first
-        and end of the blocks of which every row sees every key.
+        int32 (b, h, m, R, 4): for each of R disjoint ascending ranges of blocks, first and end, and within
+        these first and end of the blocks of which every row sees every key.
 
     Example:
         >>> bounds = jnp.array([[0, 5], [0, 6]], "int32").reshape(1, 1, 2, 1, 2)

@@ -1,4 +1,4 @@
-"""Back end "pallas_gpu": span kernels in Pallas, which JAX hands to Triton. Any mask, O(S) memory.
+"""Backend "pallas_gpu": span kernels in Pallas, which JAX hands to Triton. Any mask, O(S) memory.
 
 Blocks of keys that a block of queries does not see cost nothing; tiles of which every row sees every key are
 not masked. The backward pass has a kernel by queries and one by keys, so results are the same bits each time.
@@ -14,13 +14,11 @@ import jax.numpy as jnp
 
 from ....call import Problem
 from ....options import DENSE, DISTANCE
-from ...dropout import row_words
 from .. import Gradients, Operands, Static
-from ..visits import key_visits, legalise, query_visits
-from .backward import differentiate_keys, differentiate_queries
-from .bias import differentiate_bias
-from .forward import attend
-from .tiles import LOG2E, Arrays, Plan, power_of_two
+from ..tiles import LOG2E, common_of, legal, sinks_gradient, words_of_rows
+from ..visits import key_visits, query_visits
+from . import kernels
+from .tiles import Arrays, Plan, power_of_two
 
 MAX_HEAD_DIM = 256
 MAX_RUNS = 16
@@ -30,14 +28,7 @@ _interpret: ContextVar[bool] = ContextVar("attnspan_pallas_gpu_interpret", defau
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Run the kernels as plain JAX, on any device: for tests. A program compiled outside stays what it is.
-
-    Example:
-        >>> problem = Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu")
-        >>> with interpreted():
-        ...     supports(problem, Static(scale=1.0)) is None
-        True
-    """
+    """Run the kernels as plain JAX, on any device: for tests. A program compiled outside stays what it is."""
     token = _interpret.set(True)
     try:
         yield
@@ -46,12 +37,7 @@ def interpreted() -> Iterator[None]:
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """Return None, or why the kernels cannot run the problem.
-
-    Example:
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu"), Static(scale=1.0))
-        'it runs on GPUs, not on cpu'
-    """
+    """None, or why the kernels cannot run the problem."""
     if problem.device != "gpu" and not _interpret.get():
         return f"it runs on GPUs, not on {problem.device}"
     if problem.dtype not in ("float32", "bfloat16", "float16"):
@@ -70,28 +56,9 @@ def supports(problem: Problem, static: Static) -> str | None:
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend.
-
-    Args:
-        q: Shape (B, Hq, Sq, D).
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, Dv).
-        given: The other arrays.
-        static: The numbers.
-
-    Returns:
-        ``out`` (B, Hq, Sq, Dv) in q's dtype, and ``lse`` float32 (B, Hq, Sq).
-
-    Example:
-        >>> x = jnp.ones((1, 1, 2, 8))
-        >>> given = Operands(jnp.array([[0, 1], [0, 2]]).reshape(1, 1, 2, 1, 2))
-        >>> with interpreted():
-        ...     forward(x, x, x, given, Static(scale=0.0))[1][0, 0].round(4).tolist()
-        [0.0, 0.6930999755859375]
-    """
-    tiling = _tiling(q, v, backward=False)
-    plan = _plan(q, k, v, static, tiling)
-    return attend(plan, _arrays(plan, q, k, v, given), tiling.warps, _interpret.get())
+    """See `attnspan.jax.backends`."""
+    plan = _plan(q, k, v, static, _tiling(q, v, backward=False))
+    return kernels.forward(plan, _arrays(plan, q, k, v, given))
 
 
 def backward(
@@ -106,35 +73,10 @@ def backward(
     static: Static,
     want_dbias: bool,
 ) -> Gradients:
-    """The gradients of a call of `forward`.
-
-    Args:
-        dout: Shape (B, Hq, Sq, Dv), gradient of ``out``.
-        dlse: Shape (B, Hq, Sq), gradient of ``lse``, or None for zeros.
-        q, k, v, given, static: As of `forward`.
-        out: Its first result.
-        lse: Its second.
-        want_dbias: The gradient of the bias is asked for.
-
-    Returns:
-        dq, dk and dv in the dtypes of q, k and v; float32 gradients of the bias and of the sinks, or None.
-
-    Example:
-        >>> x = jnp.ones((1, 1, 2, 8))
-        >>> given = Operands(jnp.array([[0, 1], [0, 2]]).reshape(1, 1, 2, 1, 2))
-        >>> gradients = jax.eval_shape(
-        ...     lambda x: backward(x, None, x, x, x, given, x, x[..., 0], Static(scale=1.0), False), x
-        ... )
-        >>> [gradient.shape for gradient in gradients if gradient is not None]
-        [(1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 8)]
-    """
-    tiling = _tiling(q, v, backward=True)
-    plan, interpret = _plan(q, k, v, static, tiling), _interpret.get()
+    """See `attnspan.jax.backends`."""
+    plan = _plan(q, k, v, static, _tiling(q, v, backward=True))
     arrays = _arrays(plan, q, k, v, given)
-    wide = dout.astype(jnp.float32), out.astype(jnp.float32)
-    common = -(wide[0] * wide[1]).sum(-1)
-    if dlse is not None:
-        common = common + dlse.astype(jnp.float32)
+    common = common_of(dout, out, dlse)
     # An illegal row has NaN for its results, and sees nothing; a row that sees nothing has no weights.
     seen = lse != -jnp.inf
     arrays = arrays._replace(
@@ -143,20 +85,16 @@ def backward(
         lse=jnp.where(seen, lse * LOG2E, jnp.inf),
         common=jnp.where(seen, common, 0.0),
     )
-    dq, row_slopes = differentiate_queries(plan, arrays, tiling.warps, interpret)
+    dq, row_slopes = kernels.differentiate_queries(plan, arrays)
     by_keys = arrays._replace(q_visits=query_visits(arrays.visits, plan.k_blocks))
-    dk, dv = differentiate_keys(plan, by_keys, tiling.warps, interpret)
+    dk, dv = kernels.differentiate_keys(plan, by_keys)
     dbias = None
     if want_dbias and row_slopes is not None:
         dbias = row_slopes.sum(2)
         dbias = dbias.sum(0, keepdims=True) if given.bias is not None and given.bias.shape[0] == 1 else dbias
     elif want_dbias and static.bias_kind == DENSE:
-        dbias = differentiate_bias(plan, arrays, tiling.warps, interpret)
-    dsinks = None
-    if given.sinks is not None:
-        weights = jnp.exp(given.sinks[:, None] - lse)
-        dsinks = jnp.where(seen, weights * common, 0.0).sum((0, 2))
-    return dq, dk, dv, dbias, dsinks
+        dbias = kernels.differentiate_bias(plan, arrays)
+    return dq, dk, dv, dbias, sinks_gradient(given.sinks, lse, common)
 
 
 @dataclass(frozen=True)
@@ -205,27 +143,14 @@ def _plan(q: jax.Array, k: jax.Array, v: jax.Array, static: Static, tiling: _Til
         group=q.shape[1] // k.shape[1],
         block_q=min(tiling.block_q, power_of_two(q_len)),
         block_k=min(tiling.block_k, power_of_two(k_len)),
+        warps=tiling.warps,
+        interpret=_interpret.get(),
     )
 
 
 def _arrays(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, given: Operands) -> Arrays:
     """What the forward kernel reads, and every other one too."""
-    bounds = legalise(given.bounds, plan.k_len)
-    words = None
-    if given.seeds is not None and plan.static.dropout_p:
-        rows = given.q_index
-        if rows is None:
-            rows = jnp.arange(plan.k_len - plan.q_len, plan.k_len, dtype=jnp.int32)[None]
-        words = jnp.stack(row_words(given.seeds[..., :1], given.seeds[..., 1:], rows[:, None, :]))
-    return Arrays(
-        q=q,
-        k=k,
-        v=v,
-        bounds=bounds,
-        visits=key_visits(bounds, plan.k_len, plan.block_q, plan.block_k),
-        bias=given.bias,
-        sinks=given.sinks,
-        words=words,
-        q_index=given.q_index,
-        k_index=given.k_index,
-    )
+    bounds = legal(given.bounds, plan.k_len)
+    words = jnp.stack(words_of_rows(given, plan.q_len, plan.k_len)) if plan.static.dropout_p else None
+    visits = key_visits(bounds, plan.k_len, plan.block_q, plan.block_k)
+    return Arrays(q, k, v, bounds, visits, given.bias, given.sinks, words, given.q_index, given.k_index)

@@ -17,34 +17,23 @@ from ...._biases import HIDES
 from ....options import ALIBI, DENSE, SIGNED_ALIBI
 from ...dropout import keeps
 from .. import Static
-
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
+from ..tiles import LOG2E, gradients_of_scores, scores_of_products
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for; lengths in elements.
-
-    Attributes:
-        static: Numbers of the call.
-        q_len: Queries.
-        k_len: Keys.
-        head_dim: Elements of a query.
-        v_dim: Elements of a value.
-        group: Query heads of one key head.
-        block_q: Queries in a tile, a power of two from 16 on.
-        block_k: Keys in a tile, likewise.
-    """
+    """What a kernel is compiled for; lengths in elements, blocks are powers of two from 16 on."""
 
     static: Static
     q_len: int
     k_len: int
     head_dim: int
     v_dim: int
-    group: int
+    group: int  # query heads of one key head
     block_q: int
     block_k: int
+    warps: int
+    interpret: bool
 
     @property
     def q_blocks(self) -> int:
@@ -73,8 +62,7 @@ class Arrays(NamedTuple):
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), bounds as in `Operands`, visits of
     `key_visits`, q_visits of `query_visits`, words uint32 (2, B, Hq, Sq), dout (B, Hq, Sq, Dv), lse and
-    common float32 (B, Hq, Sq): the lse in units of log2 (inf where a row saw nothing), and dlse minus the
-    row's sum of p_j dp_j.
+    common float32 (B, Hq, Sq): the lse in units of log2 (inf where a row saw nothing), and that of `common_of`.
     """
 
     q: Any
@@ -126,12 +114,7 @@ class Tile(NamedTuple):
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two from n on, and 16 at least, as products on the GPU want it.
-
-    Example:
-        >>> power_of_two(80), power_of_two(3)
-        (128, 16)
-    """
+    """The least power of two from n on, and 16 at least, as products on the GPU want it."""
     return max(16, 1 << max(n - 1, 0).bit_length())
 
 
@@ -140,231 +123,216 @@ def product(a: Any, b: Any) -> Any:
     return lax.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def spec(shape: tuple[int, ...], **to: int) -> pl.BlockSpec:
-    """The whole array as one block; `rows` and `columns` round its last two axes up to multiples."""
-    multiples = [1] * (len(shape) - 2) + [to.get("rows", 1), to.get("columns", 1)]
-    multiples = multiples[-len(shape) :]
-    block = tuple(-(-n // m) * m for n, m in zip(shape, multiples, strict=True))
-    return pl.BlockSpec(block, lambda *_: (0,) * len(shape))
+def shared(ref: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Where to look along the axes for batch rows and heads, which may have one element for all."""
+    # No Python number: the interpreter of masked loads knows only arrays.
+    return tuple(jnp.int32(0) if size == 1 else x for size, x in zip(ref.shape, at, strict=False))  # type: ignore[return-value]
 
 
 def specs(plan: Plan, arrays: Arrays) -> Arrays:
-    """The block specs of a kernel's arguments. Beyond an array's ends, loads are masked."""
+    """The block specs of a kernel's arguments: whole arrays, rounded up to tiles. Loads beyond are masked."""
 
-    def rows(x: Any, columns: int) -> Any:
-        return None if x is None else spec(x.shape, rows=plan.block_q, columns=columns)
+    def spec(x: Any, *multiples: int) -> Any:
+        if x is None:
+            return None
+        multiples = (1,) * (x.ndim - len(multiples)) + multiples
+        block = tuple(-(-n // m) * m for n, m in zip(x.shape, multiples, strict=True))
+        return pl.BlockSpec(block, lambda *_: (0,) * x.ndim)
 
-    def last(x: Any, block: int) -> Any:
-        return None if x is None else spec(x.shape, columns=block)
-
-    bounds = arrays.bounds.shape
-    padded = (*bounds[:2], plan.q_blocks * plan.block_q, *bounds[3:])
-    bias = last(arrays.bias, 1)
+    q, k = plan.block_q, plan.block_k
+    bias = (1,)
     if plan.static.bias_kind == DENSE:
-        one_row = arrays.bias.shape[2] == 1
-        bias = spec(arrays.bias.shape, rows=1 if one_row else plan.block_q, columns=plan.block_k)
+        bias = (1 if arrays.bias.shape[2] == 1 else q, k)  # type: ignore[assignment]
     return Arrays(
-        q=rows(arrays.q, plan.width),
-        k=spec(arrays.k.shape, rows=plan.block_k, columns=plan.width),
-        v=spec(arrays.v.shape, rows=plan.block_k, columns=plan.v_width),
-        bounds=spec(padded),
-        visits=spec(arrays.visits.shape),
-        bias=bias,
-        sinks=last(arrays.sinks, 1),
-        words=last(arrays.words, plan.block_q),
-        q_index=last(arrays.q_index, plan.block_q),
-        k_index=last(arrays.k_index, plan.block_k),
-        q_visits=last(arrays.q_visits, 1),
-        dout=rows(arrays.dout, plan.v_width),
-        lse=last(arrays.lse, plan.block_q),
-        common=last(arrays.common, plan.block_q),
+        q=spec(arrays.q, q, plan.width),
+        k=spec(arrays.k, k, plan.width),
+        v=spec(arrays.v, k, plan.v_width),
+        bounds=spec(arrays.bounds, q, 1, 1),
+        visits=spec(arrays.visits),
+        bias=spec(arrays.bias, *bias),
+        sinks=spec(arrays.sinks),
+        words=spec(arrays.words, q),
+        q_index=spec(arrays.q_index, q),
+        k_index=spec(arrays.k_index, k),
+        q_visits=spec(arrays.q_visits),
+        dout=spec(arrays.dout, q, plan.v_width),
+        lse=spec(arrays.lse, q),
+        common=spec(arrays.common, q),
     )
 
 
-def shared(size: int, at: Any) -> Any:
-    """Where to look along an axis that may have one element for all."""
-    # No Python number: the interpreter of masked loads knows only arrays.
-    return jnp.int32(0) if size == 1 else at
+def load(view: Any, mask: Any, other: float = 0) -> Any:
+    """What a view of a reference holds, with `other` where a mask is False; None masks nothing."""
+    return triton.load(view) if mask is None else triton.load(view, mask=mask, other=other)
 
 
-def matrix(ref: Any, at: tuple[Any, ...], start: Any, shape: tuple[int, int], inside: Any, dim: int) -> Any:
-    """Rows `start`.. of a reference at `at`, with zeros beyond its rows and columns."""
-    mask = None if inside is None else inside[:, None]
-    if shape[1] != dim:
-        columns = (lax.iota(jnp.int32, shape[1]) < dim)[None, :]
-        mask = columns if mask is None else mask & columns
-    view = ref.at[(*at, pl.ds(start, shape[0]), pl.ds(0, shape[1]))]
-    if mask is None:
-        return triton.load(view)
-    return triton.load(view, mask=jnp.broadcast_to(mask, shape), other=0)
+def both(rows: Any, columns: Any, shape: tuple[int, int]) -> Any:
+    """The pairs of two vectors of bits, of which None is True throughout."""
+    given = [x for x in (None if rows is None else rows[:, None], columns) if x is not None]
+    if not given:
+        return None
+    return jnp.broadcast_to(given[0] if len(given) == 1 else given[0] & given[1], shape)
 
 
-def vector(ref: Any, at: tuple[Any, ...], start: Any, size: int, inside: Any, other: float) -> Any:
-    """Elements `start`.. of a reference's last axis, with `other` beyond its end."""
-    view = ref.at[(*at, pl.ds(start, size))]
-    return triton.load(view) if inside is None else triton.load(view, mask=inside, other=other)
-
-
-def load_rows(plan: Plan, arrays: Arrays, b: Any, h: Any, block: Any) -> Rows:
-    """What the tiles of a block of queries need of its rows."""
-    size = plan.block_q
-    start = block * size
-    number = start + lax.iota(jnp.int32, size)
-    inside = None if plan.q_len % size == 0 else number < plan.q_len
-    bounds = arrays.bounds
-    at = shared(bounds.shape[0], b), shared(bounds.shape[1], h)
-
-    def edge(run: int, side: int) -> Any:
-        view = bounds.at[(*at, pl.ds(start, size), jnp.int32(run), jnp.int32(side))]
-        return triton.load(view) if inside is None else triton.load(view, mask=inside, other=0)
-
-    index, words = number + (plan.k_len - plan.q_len), None
-    if arrays.q_index is not None:
-        index = vector(arrays.q_index, (shared(arrays.q_index.shape[0], b),), start, size, inside, 0)
-    if arrays.words is not None:
-        words = [vector(arrays.words, (jnp.int32(i), b, h), start, size, inside, 0) for i in (0, 1)]
-    spans = [(edge(run, 0), edge(run, 1)) for run in range(bounds.shape[3])]
-    return Rows(start, inside, spans, index, words)
-
-
-def load_keys(plan: Plan, arrays: Arrays, b: Any, block: Any) -> Keys:
-    """What the tiles of a block of keys need of them."""
-    size = plan.block_k
-    start = block * size
-    number = start + lax.iota(jnp.int32, size)
-    inside = None if plan.k_len % size == 0 else number < plan.k_len
-    index = number
-    if arrays.k_index is not None:
-        index = vector(arrays.k_index, (shared(arrays.k_index.shape[0], b),), start, size, inside, 0)
-    return Keys(start, number, inside, index)
-
-
-def score(
-    plan: Plan,
-    arrays: Arrays,
-    at: tuple[Any, Any],
-    operands: tuple[Any, Any],
-    rows: Rows,
-    keys: Keys,
-    *,
-    masked: bool,
-    keys_down: bool = False,
-) -> Tile:
-    """The scores of a tile.
-
-    Args:
-        plan: What the kernel is compiled for.
-        arrays: What it reads.
-        at: Batch row and query head.
-        operands: Tiles of queries (block_q, width) and of keys (block_k, width).
-        rows: Of the queries.
-        keys: Of the keys.
-        masked: Some row of the tile may not see some of its keys.
-        keys_down: Keys are the tile's rows, and queries its columns.
-
-    Returns:
-        The tile, (block_q, block_k), or its transpose.
-    """
-    static = plan.static
-
-    def by_row(x: Any) -> Any:
-        return x[None, :] if keys_down else x[:, None]
-
-    def by_key(x: Any) -> Any:
-        return x[:, None] if keys_down else x[None, :]
-
-    q, k = operands
-    products = product(k, q.T) if keys_down else product(q, k.T)
-    scores, slope = products * (static.scale * LOG2E), None
-    if static.softcap:
-        squashed = jnp.tanh(products * (static.scale / static.softcap))
-        scores, slope = squashed * (static.softcap * LOG2E), 1 - squashed * squashed
-    visible = keep = distance = None
-    if masked:
-        numbers = by_key(keys.number)
-        for lo, hi in rows.spans:
-            seen = (numbers >= by_row(lo)) & (numbers < by_row(hi))
-            visible = seen if visible is None else visible | seen
-    if plan.has_slopes:
-        away = (by_key(keys.index) - by_row(rows.index)).astype(jnp.float32)
-        distance = away if static.bias_kind == SIGNED_ALIBI else -jnp.abs(away)
-        steepness = arrays.bias[shared(arrays.bias.shape[0], at[0]), at[1]]
-        scores = scores + distance * (steepness * LOG2E)
-    elif static.bias_kind == DENSE:
-        bias = _dense(plan, arrays.bias, at, rows, keys, keys_down)
-        # Not bias >= HIDES, which would hide a NaN.
-        scores, shown = scores + bias * LOG2E, jnp.logical_not(bias < HIDES)
-        visible = shown if visible is None else visible & shown
-    if static.dropout_p:
-        first, second = (by_row(x) for x in rows.words)
-        keep = keeps(static.dropout_p, first, second, by_key(keys.index))
-    return Tile(scores, slope, visible, keep, distance)
-
-
-def _dense(plan: Plan, ref: Any, at: tuple[Any, Any], rows: Rows, keys: Keys, keys_down: bool) -> Any:
-    where = tuple(shared(ref.shape[i], at[i]) for i in (0, 1))
-    shape = plan.block_q, plan.block_k
-    if ref.shape[2] == 1:
-        bias = vector(ref, (*where, jnp.int32(0)), keys.start, plan.block_k, keys.inside, 0)[None, :]
-        bias = jnp.broadcast_to(bias.astype(jnp.float32), shape)
-    else:
-        view = ref.at[(*where, pl.ds(rows.start, shape[0]), pl.ds(keys.start, shape[1]))]
-        inside = [
-            x[:, None] if axis == 0 else x[None, :]
-            for axis, x in enumerate((rows.inside, keys.inside))
-            if x is not None
-        ]
-        if inside:
-            mask = jnp.broadcast_to(inside[0] if len(inside) == 1 else inside[0] & inside[1], shape)
-            bias = triton.load(view, mask=mask, other=0).astype(jnp.float32)
-        else:
-            bias = triton.load(view).astype(jnp.float32)
-    return bias.T if keys_down else bias
-
-
-def zero_unseen(x: Any, visible: Any, axis: int) -> Any:
-    """Rows of `x` that nobody across `axis` of the tile sees become 0: 0 * NaN would reach everybody."""
-    if visible is None:
-        return x
-    seen = visible.astype(jnp.int32).max(axis)
-    return jnp.where(seen[:, None] > 0, x, jnp.zeros_like(x))
-
-
-def visit(ranges: Any, runs: int, step: Any, carry: Any) -> Any:
-    """Run `step(masked)(block, carry)` over the blocks of keys that a block of queries visits.
-
-    Args:
-        ranges: Reference of int32 (..., R, 4) with its leading axes chosen, as a function of run and column.
-        runs: R.
-        step: Makes the body for masked and for unmasked tiles.
-        carry: What the body takes and gives.
-
-    Returns:
-        The last carry.
-    """
-
-    def run(r: Any, carry: Any) -> Any:
-        first, end, all_first, all_end = (ranges(r, i) for i in range(4))
-        carry = lax.fori_loop(first, all_first, step(True), carry)
-        carry = lax.fori_loop(all_first, all_end, step(False), carry)
-        return lax.fori_loop(all_end, end, step(True), carry)
-
-    return run(jnp.int32(0), carry) if runs == 1 else loop(runs, run, carry)
-
-
-def loop(count: int, body: Any, carry: Any) -> Any:
-    """Run `body(i, carry)` for i below `count`, with an index of 32 bits also where JAX has 64."""
-    return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
+def columns_of(width: int, dim: int) -> Any:
+    """Which columns of a tile the array has, (1, width); None for all."""
+    return None if width == dim else (lax.iota(jnp.int32, width) < dim)[None, :]
 
 
 def store(ref: Any, x: Any, inside: Any, dim: int | None = None) -> None:
     """Write rows, and columns below `dim`, that lie inside the array."""
-    mask = None
-    if x.ndim == 1:
-        mask = inside
-    elif inside is not None:
-        mask = jnp.broadcast_to(inside[:, None], x.shape)
-    if dim is not None and dim != x.shape[1]:
-        columns = jnp.broadcast_to((lax.iota(jnp.int32, x.shape[1]) < dim)[None, :], x.shape)
-        mask = columns if mask is None else mask & columns
+    mask = inside if x.ndim == 1 else both(inside, columns_of(x.shape[1], dim or x.shape[1]), x.shape)
     triton.store(ref, x, mask=mask)
+
+
+def loop(count: int, body: Any, carry: Any) -> Any:
+    """Run `body(i, carry)` for i below `count`, with an index of 32 bits also where JAX has 64."""
+    return (
+        body(jnp.int32(0), carry)
+        if count == 1
+        else lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)
+    )
+
+
+def zero_unseen(x: Any, visible: Any) -> Any:
+    """Rows of `x` that nobody in the columns of the tile sees become 0: 0 * NaN would reach everybody."""
+    if visible is None:
+        return x
+    seen = visible.astype(jnp.int32).max(0)
+    return jnp.where(seen[:, None] > 0, x, jnp.zeros_like(x))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The loads and the tiles of one batch row and one query head, at `at`."""
+
+    plan: Plan
+    arrays: Arrays
+    at: tuple[Any, Any]
+
+    @property
+    def key_at(self) -> tuple[Any, Any]:
+        return self.at[0], lax.div(self.at[1], jnp.int32(self.plan.group))
+
+    def vector(self, ref: Any, at: tuple[Any, ...], part: Rows | Keys, other: float = 0) -> Any:
+        """Elements of a reference's last axis for the rows or keys of a tile."""
+        size = self.plan.block_q if isinstance(part, Rows) else self.plan.block_k
+        return load(ref.at[(*at, pl.ds(part.start, size))], part.inside, other)
+
+    def matrix(self, ref: Any, part: Rows | Keys, width: int, dim: int) -> Any:
+        """Rows of q or dout, or of k or v, with zeros beyond their ends."""
+        rows = isinstance(part, Rows)
+        at, size = (self.at, self.plan.block_q) if rows else (self.key_at, self.plan.block_k)
+        mask = both(part.inside, columns_of(width, dim), (size, width))
+        return load(ref.at[(*at, pl.ds(part.start, size), pl.ds(0, width))], mask)
+
+    def rows(self, block: Any) -> Rows:
+        """What the tiles of a block of queries need of its rows."""
+        plan, arrays, size = self.plan, self.arrays, self.plan.block_q
+        start = block * size
+        number = start + lax.iota(jnp.int32, size)
+        inside = None if plan.q_len % size == 0 else number < plan.q_len
+        bounds, at = arrays.bounds, shared(arrays.bounds, self.at)
+
+        def edge(run: int, side: int) -> Any:
+            return load(bounds.at[(*at, pl.ds(start, size), jnp.int32(run), jnp.int32(side))], inside)
+
+        spans = [(edge(run, 0), edge(run, 1)) for run in range(bounds.shape[3])]
+        rows, words = Rows(start, inside, spans, number + (plan.k_len - plan.q_len), None), None
+        if arrays.q_index is not None:
+            index = self.vector(arrays.q_index, shared(arrays.q_index, self.at)[:1], rows)
+            rows = rows._replace(index=index)
+        if arrays.words is not None:
+            words = [self.vector(arrays.words, (jnp.int32(i), *self.at), rows) for i in (0, 1)]
+        return rows._replace(words=words)
+
+    def keys(self, block: Any) -> Keys:
+        """What the tiles of a block of keys need of them."""
+        size, index = self.plan.block_k, self.arrays.k_index
+        number = block * size + lax.iota(jnp.int32, size)
+        inside = None if self.plan.k_len % size == 0 else number < self.plan.k_len
+        keys = Keys(block * size, number, inside, number)
+        if index is None:
+            return keys
+        return keys._replace(index=self.vector(index, shared(index, self.at)[:1], keys))
+
+    def of_rows(self, rows: Rows) -> tuple[Any, Any]:
+        """Tiles of q and dout."""
+        plan, arrays = self.plan, self.arrays
+        q = self.matrix(arrays.q, rows, plan.width, plan.head_dim)
+        return q, self.matrix(arrays.dout, rows, plan.v_width, plan.v_dim)
+
+    def of_keys(self, keys: Keys) -> tuple[Any, Any]:
+        """Tiles of k and v."""
+        plan, arrays = self.plan, self.arrays
+        k = self.matrix(arrays.k, keys, plan.width, plan.head_dim)
+        return k, self.matrix(arrays.v, keys, plan.v_width, plan.v_dim)
+
+    def scores(self, q: Any, k: Any, rows: Rows, keys: Keys, masked: bool, keys_down: bool = False) -> Tile:
+        """The scores of a tile (block_q, block_k), or of its transpose.
+
+        Args:
+            q, k: Tiles of queries (block_q, width) and keys (block_k, width).
+            rows: Of the queries.
+            keys: Of the keys.
+            masked: Some row of the tile may not see some of its keys.
+            keys_down: Keys are the tile's rows, and queries its columns.
+        """
+        static = self.plan.static
+
+        def by_row(x: Any) -> Any:
+            return x[None, :] if keys_down else x[:, None]
+
+        def by_key(x: Any) -> Any:
+            return x[:, None] if keys_down else x[None, :]
+
+        scores, slope = scores_of_products(product(k, q.T) if keys_down else product(q, k.T), static)
+        visible = keep = distance = None
+        for lo, hi in rows.spans if masked else ():
+            seen = (by_key(keys.number) >= by_row(lo)) & (by_key(keys.number) < by_row(hi))
+            visible = seen if visible is None else visible | seen
+        if self.plan.has_slopes:
+            away = (by_key(keys.index) - by_row(rows.index)).astype(jnp.float32)
+            distance = away if static.bias_kind == SIGNED_ALIBI else -jnp.abs(away)
+            bias = self.arrays.bias
+            scores = scores + distance * (bias[shared(bias, (self.at[0],))[0], self.at[1]] * LOG2E)  # type: ignore[arg-type]
+        elif static.bias_kind == DENSE:
+            bias = self._dense(rows, keys)
+            bias = bias.T if keys_down else bias
+            # Not bias >= HIDES, which would hide a NaN.
+            scores, shown = scores + bias * LOG2E, jnp.logical_not(bias < HIDES)
+            visible = shown if visible is None else visible & shown
+        if static.dropout_p:
+            first, second = (by_row(x) for x in rows.words)
+            keep = keeps(static.dropout_p, first, second, by_key(keys.index))
+        return Tile(scores, slope, visible, keep, distance)
+
+    def _dense(self, rows: Rows, keys: Keys) -> Any:
+        ref, shape = self.arrays.bias, (self.plan.block_q, self.plan.block_k)
+        where = shared(ref, self.at)
+        if ref.shape[2] == 1:
+            bias = self.vector(ref, (*where, jnp.int32(0)), keys)[None, :]
+            return jnp.broadcast_to(bias.astype(jnp.float32), shape)
+        view = ref.at[(*where, pl.ds(rows.start, shape[0]), pl.ds(keys.start, shape[1]))]
+        columns = None if keys.inside is None else keys.inside[None, :]
+        return load(view, both(rows.inside, columns, shape)).astype(jnp.float32)
+
+    def gradients(
+        self,
+        operands: tuple[Any, Any, Any, Any],
+        rows: Rows,
+        keys: Keys,
+        masked: bool,
+        keys_down: bool = False,
+    ) -> tuple[tuple[Any, Any, Any], Tile]:
+        """What `gradients_of_scores` gives for tiles of q, k, v and dout; arguments as of `scores`."""
+        q, k, v, dout = operands
+        tile = self.scores(q, k, rows, keys, masked, keys_down)
+        # Queries beyond the end have an infinite lse: their weights are 0, whatever they score.
+        lse = self.vector(self.arrays.lse, self.at, rows, jnp.inf)
+        common = self.vector(self.arrays.common, self.at, rows)
+        lse, common = (x[None, :] if keys_down else x[:, None] for x in (lse, common))
+        weights = jnp.exp2(tile.scores - lse)
+        dweights = product(v, dout.T) if keys_down else product(dout, v.T)
+        rest: Any = {"visible": tile.visible, "keep": tile.keep, "slope": tile.slope}
+        return gradients_of_scores(weights, dweights, common, self.plan.static, **rest), tile
