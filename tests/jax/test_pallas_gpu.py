@@ -18,7 +18,8 @@ import attnspan as a
 from attnspan.call import Problem
 from attnspan.jax.backends import Operands, Static
 from attnspan.jax.backends import pallas_gpu as kernels
-from attnspan.jax.backends.visits import key_visits, legalise, query_visits
+from attnspan.jax.backends.tiles import legal
+from attnspan.jax.backends.visits import key_visits, query_visits
 from attnspan.options import DISTANCE
 
 SMALL = Case(q_len=75, k_len=90, head_dim=16, v_dim=24, lead=(2, 1))
@@ -147,7 +148,7 @@ def test_illegal_rows_are_nan_and_leave_the_others_alone() -> None:
 
 @jax.jit
 def _visits(bounds: Any) -> tuple[Any, Any]:
-    visits = key_visits(legalise(bounds, 90), 90, 8, 4)
+    visits = key_visits(legal(bounds, 90), 90, 8, 4)
     return visits, query_visits(visits, 23)
 
 

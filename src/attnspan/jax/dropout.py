@@ -100,7 +100,7 @@ def _words_of(seed: Array) -> tuple[Array, Array]:
 
 
 def philox(counter: Words, key: tuple[Any, Any]) -> Words:
-    """Philox4x32-10, as `attnspan._dropout.philox`: of four uint32 words and a key of two, which broadcast."""
+    """Philox4x32-10, as `attnspan._dropout.philox`, of four uint32 words and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -2,14 +2,14 @@
 
 A backend is a module with ``supports(problem, static)``, which returns None or why it cannot run a call, and
 
-* ``forward(q, k, v, given, static)``: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). A row that sees nothing has out
-  0, and lse -inf or its sink; a row of illegal bounds has NaN in both.
+* ``forward(q, k, v, given, static)``: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). A row that sees nothing has
+  out 0, and lse -inf or its sink; a row of illegal bounds has NaN in both.
 * ``backward(dout, dlse, q, k, v, given, out, lse, static, want_dbias)``: `Gradients` of sum(out * dout) +
   sum(lse * dlse); a ``dlse`` of None is zeros. The gradient of the bias is left out unless it is wanted.
 
 Arrays are in (B, H, S, D) order; out, dq, dk and dv have the dtypes of q, k and v (see ``Static.wide``), all
-else is float32, or float64 for float64 inputs. A module may also set ``LAYOUTS`` (orders of q, k and v that it
-reads, then passed as a last argument), ``OWN_DERIVATIVE`` (JAX differentiates its `forward`), and
+else is float32, or float64 for float64 inputs. A module may also set ``LAYOUTS`` (orders of q, k and v that
+it reads, then passed as a last argument), ``OWN_DERIVATIVE`` (JAX differentiates its `forward`), and
 ``READS_MASK`` (it reads ``Static.mask`` and ``Static.want_lse``).
 """
 
@@ -57,8 +57,7 @@ MODULES = {
     "math": "math",
 }
 
-#: What a platform takes without a name, the preferred backend first. "math" stores every score, and the Pallas
-#: kernels were never measured on hardware: these run by name only.
+#: What a platform takes without a name, the preferred backend first.
 DEFAULTS = {"cpu": ("cpu", "xla"), "gpu": ("cudnn", "xla"), "tpu": ("xla",)}
 
 #: Why a backend that could run a call still has to be asked for.

@@ -1,6 +1,6 @@
-"""Back end "math": attention as plain JAX code, every score stored, every derivative there.
+"""Backend "math": attention as plain JAX code, every score stored, every derivative there.
 
-Memory is O(q_len * k_len), so this is the back end for derivatives of higher order and forward mode. A NaN or
+Memory is O(q_len * k_len), so this is the backend for derivatives of higher order and forward mode. A NaN or
 inf of a key, a query or an incoming gradient reaches only what may see it.
 
 Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim.
@@ -18,45 +18,20 @@ from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from ..dropout import kept
 from . import Operands, Static, result_dtype
 from .products import pair_product, row_product
-from .xla_tiles import capped, illegal_rows
+from .tiles import capped, illegal_rows, positions_of
 
 #: JAX differentiates `forward` itself: there is no `backward` here.
 OWN_DERIVATIVE = True
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """Return None: plain code runs everything that passed validation.
-
-    Example:
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu"), Static(0.125)) is None
-        True
-    """
+    """None: plain code runs everything that passed validation."""
     del problem, static
     return None
 
 
 def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tuple[Array, Array]:
-    """Attend, differentiably to any order and in both modes.
-
-    Args:
-        q: (B, Hq, Sq, D), floating.
-        k: (B, Hkv, Sk, D).
-        v: (B, Hkv, Sk, Dv).
-        given: see `Operands`; bias and sinks are differentiated too.
-        static: see `Static`.
-
-    Returns:
-        out (B, Hq, Sq, Dv) in q's dtype, and lse (B, Hq, Sq), float32, or float64 for float64 inputs. A row
-        that sees nothing has out 0, and lse -inf or its sink; one of illegal bounds has NaN in both.
-
-    Example:
-        >>> import jax
-        >>> x = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
-        >>> bounds = jnp.array([[0, 1], [0, 2], [0, 3]], jnp.int32).reshape(1, 1, 3, 1, 2)
-        >>> out, lse = forward(x, x, x, Operands(bounds), Static(8**-0.5))
-        >>> bool(jnp.allclose(out[:, :, 0], x[:, :, 0]))
-        True
-    """
+    """See `attnspan.jax.backends`; differentiable to any order and in both modes, bias and sinks too."""
     batch, q_heads, q_len, _ = q.shape
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     fold = _Fold(q_heads, k.shape[1], q_len)
@@ -72,7 +47,9 @@ def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tu
         sink_bhm1 = fold(given.sinks.astype(wide)[None, :, None, None]) - base_bhm1
     weights_bhms, lse_bhm1 = _softmax(jnp.where(visible_bhms, scores_bhms, -jnp.inf), visible_bhms, sink_bhm1)
     if static.dropout_p:
-        keep_bhms = fold(_kept(given, static, q_len, k.shape[2]))
+        assert given.seeds is not None, "dropout needs seeds"
+        positions = positions_of(given, q_len, k.shape[2])
+        keep_bhms = fold(kept(static.dropout_p, given.seeds, *positions))
         weights_bhms = jnp.where(keep_bhms, weights_bhms * scale_of_kept(static.dropout_p), 0)
     out_bhme = row_product(weights_bhms, v.astype(wide), visible_bhms)
     out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, static))
@@ -117,14 +94,6 @@ def _visible(bounds: Array, k_len: int) -> Array:
     return ((lo <= keys) & (keys < hi)).any(-2)
 
 
-def _positions(given: Operands, q_len: int, k_len: int) -> tuple[Array, Array]:
-    """Global indices of queries (B|1, Sq) and keys (B|1, Sk)."""
-    keys = jnp.arange(k_len, dtype=jnp.int32)[None]
-    queries = jnp.arange(k_len - q_len, k_len, dtype=jnp.int32)[None]
-    queries = queries if given.q_index is None else given.q_index
-    return queries, keys if given.k_index is None else given.k_index
-
-
 def _bias(
     given: Operands, static: Static, fold: _Fold, visible: Array, wide: Any
 ) -> tuple[Array, Array, Array]:
@@ -144,7 +113,7 @@ def _bias(
         bias_bhms = fold(bias.astype(wide))
         visible = visible & ~(bias_bhms < HIDES)
         return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
-    queries, keys = _positions(given, fold.rows, k_len)
+    queries, keys = positions_of(given, fold.rows, k_len)
     distance = keys[:, None, :] - queries[:, :, None]
     if kind == DISTANCE:
         reach = bias.shape[1] // 2
@@ -157,9 +126,3 @@ def _bias(
     origin = jnp.where(slope < 0, -largest(-factor), largest(factor))
     base = jnp.where(visible.any(-1, keepdims=True), slope * origin, 0)  # whatever the slope of no key is
     return slope * (factor - origin), base, visible
-
-
-def _kept(given: Operands, static: Static, q_len: int, k_len: int) -> Array:
-    """Which weights dropout keeps, (B, Hq, Sq, Sk)."""
-    assert given.seeds is not None, "dropout needs seeds"
-    return kept(static.dropout_p, given.seeds, *_positions(given, q_len, k_len))

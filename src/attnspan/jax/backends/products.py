@@ -19,15 +19,7 @@ from ..varying import axes_of_types
 
 
 def pair_product(a: Array, b: Array, visible: Array) -> Array:
-    """a @ b^T for visible pairs, 0 for others, whatever their rows hold.
-
-    Args:
-        a: (..., m, d), floating.
-        b: (..., n, d).
-        visible: bool (..., m, n).
-
-    Returns:
-        (..., m, n).
+    """a @ b^T for visible pairs, 0 for others: (..., m, d) and (..., n, d) to (..., m, n).
 
     Example:
         >>> a, b = jnp.ones((2, 1)), jnp.array([[1.0], [jnp.nan]])
@@ -38,15 +30,9 @@ def pair_product(a: Array, b: Array, visible: Array) -> Array:
 
 
 def row_product(w: Array, x: Array, visible: Array) -> Array:
-    """w @ x over visible pairs, for a w that is 0 elsewhere.
+    """w @ x over visible pairs, for a w that is 0 elsewhere: (..., m, n), (..., n, e) to (..., m, e).
 
-    Args:
-        w: (..., m, n), floating.
-        x: (..., n, e).
-        visible: bool (..., m, n).
-
-    Returns:
-        (..., m, e). What is not finite in x becomes NaN in the rows that see it.
+    What is not finite in x becomes NaN in the rows that see it.
 
     Example:
         >>> w, x = jnp.array([[1.0, 0.0], [0.5, 0.5]]), jnp.array([[1.0], [jnp.inf]])

@@ -1,4 +1,4 @@
-"""What backends compute alike, of a tile of scores or of all of them: softcap, dropout, derivatives, bounds."""
+"""What backends share, of a tile of scores or of all of them: softcap, dropout, derivatives, bounds."""
 
 import math
 from typing import Any
@@ -65,9 +65,12 @@ def gradients_of_scores(
     return met, dx, ds
 
 
-def common_of(dout: Any, out: Any, dlse: Any, wide: Any = jnp.float32) -> Any:
-    """What the gradients of a row's scores share: dlse minus the sum of dout * out, (B, H, Sq)."""
-    common = -(dout.astype(wide) * out.astype(wide)).sum(-1)
+def common_of(dout: Any, out: Any, dlse: Any, alive: Any, wide: Any = jnp.float32) -> Any:
+    """What the gradients of a row's scores share: dlse minus the sum of dout * out, (B, H, Sq).
+
+    Of rows that see nothing, where ``alive`` is False, dout is not read.
+    """
+    common = jnp.where(alive, -(dout.astype(wide) * out.astype(wide)).sum(-1), 0)
     return common if dlse is None else common + dlse.astype(wide)
 
 

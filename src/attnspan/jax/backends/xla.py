@@ -1,4 +1,4 @@
-"""Back end "xla": attention by blocks in plain JAX, O(S) memory, on any device that XLA compiles for.
+"""Backend "xla": attention by blocks in plain JAX, O(S) memory, on any device that XLA compiles for.
 
 FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithms 1 and 2) as loops of XLA: over blocks of queries, and
 within one over those blocks of keys that some of its rows see. How many those are is read from the bounds
@@ -20,15 +20,14 @@ from ...call import Problem
 from ...options import DENSE
 from ..varying import axes_of, spread
 from . import Gradients, Operands, Static, result_dtype
+from .tiles import capped, common_of, gradients_of_scores, illegal_rows, sinks_gradient
 from .xla_bias import Bias, bias_of
 from .xla_tiles import (
     Keys,
     Rows,
     Sizes,
     add_block,
-    capped,
     grouped,
-    illegal_rows,
     kept_of,
     keys_of,
     rows_of,
@@ -43,12 +42,7 @@ _MOST_LSE = 128.0
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None, or why this back end cannot run a call: it runs all of them.
-
-    Example:
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "tpu"), Static(0.125)) is None
-        True
-    """
+    """None, or why this backend cannot run a call: it runs all of them."""
     del static
     return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
 
@@ -56,26 +50,7 @@ def supports(problem: Problem, static: Static) -> str | None:
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend.
-
-    Args:
-        q: (B, Hq, Sq, D), floating.
-        k: (B, Hkv, Sk, D).
-        v: (B, Hkv, Sk, Dv).
-        given: see `Operands`.
-        static: see `Static`.
-
-    Returns:
-        out (B, Hq, Sq, Dv) in q's dtype, and lse (B, Hq, Sq), float32, or float64 for float64 inputs. A row
-        that sees nothing has out 0, and lse -inf or its sink; one of illegal bounds has NaN in both.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
-        >>> bounds = jnp.array([[0, 1], [0, 2], [0, 3]], jnp.int32).reshape(1, 1, 3, 1, 2)
-        >>> out, lse = forward(x, x, x, Operands(bounds), Static(8**-0.5))
-        >>> bool(jnp.allclose(out[:, :, 0], x[:, :, 0]))
-        True
-    """
+    """See `attnspan.jax.backends`."""
     batch, q_heads, q_len, _ = q.shape
     wide = _wide(q)
     out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), result_dtype(q, static))
@@ -103,35 +78,11 @@ def backward(
     static: Static,
     want_dbias: bool,
 ) -> Gradients:
-    """Gradients of sum(out * dout) + sum(lse * dlse).
-
-    Args:
-        dout: (B, Hq, Sq, Dv).
-        dlse: (B, Hq, Sq), or None for zeros.
-        q, k, v, given, static: as `forward` had them.
-        out, lse: as `forward` gave them.
-        want_dbias: False leaves out the gradient of the bias, which a dense one pays for in memory.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v; the gradients of the bias and of the sinks, float32 (float64
-        beside float64), or None where there are none.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
-        >>> given = Operands(jnp.array([[0, 1], [0, 2], [0, 3]], jnp.int32).reshape(1, 1, 3, 1, 2))
-        >>> call = x, x, x, given
-        >>> @jax.jit
-        ... def gradients(*call):
-        ...     return backward(x, None, *call, *forward(*call, Static(1.0)), Static(1.0), want_dbias=False)
-        >>> dq, dk, dv, _, _ = gradients(*call)
-        >>> bool((abs(dq[:, :, 0]) < 1e-5).all())  # it sees one key
-        True
-    """
+    """See `attnspan.jax.backends`."""
     wide = _wide(q)
     alive = (given.bounds[..., 0] < given.bounds[..., 1]).any(-1)
-    delta = jnp.where(alive, (dout.astype(wide) * out.astype(wide)).sum(-1), 0)
-    common = -delta if dlse is None else dlse.astype(wide) - delta
-    dsinks = None if given.sinks is None else _dsinks(given.sinks.astype(wide), lse, common)
+    common = common_of(dout, out, dlse, alive, wide)
+    dsinks = sinks_gradient(given.sinks, lse, common)
     want_dbias = want_dbias and static.bias_kind != 0
     if not (lse.size and k.shape[2]):
         dbias = jnp.zeros(given.bias.shape, wide) if want_dbias and given.bias is not None else None
@@ -154,13 +105,6 @@ def backward(
 
 def _wide(q: jax.Array) -> Any:
     return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-
-
-def _dsinks(sinks: jax.Array, lse: jax.Array, common: jax.Array) -> jax.Array:
-    """A sink is a key without a value: its weight times what its row's weights have in common."""
-    sinks = sinks[:, None]
-    weight = jnp.where(sinks == -jnp.inf, 0, jnp.exp(sinks - lse))
-    return jnp.where(weight == 0, 0, weight * common).sum((0, 2))
 
 
 class _Given(NamedTuple):
@@ -295,26 +239,21 @@ class _Loops:
         return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1)
 
     def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:
-        """Add what one tile contributes; see `attnspan.reference.backward` for the formulas."""
+        """Add what one tile contributes."""
         dq, dk_t, dv_t, dbias = state
         rows = given.rows
         keys = keys_of(t, rows, self.given, self.sizes)
         x, visible, slope = self.scores(given.q, rows, keys)
-        weights = jnp.where(visible, jnp.exp(x - given.top) * given.factor, 0)
+        weights = jnp.exp(x - given.top) * given.factor
         dweights = self.product("bhgme,bhen->bhgmn", given.dout, self.block(self.v_t, keys, 3))
-        kept_weights = weights
-        if self.static.dropout_p:
-            factor = jnp.asarray(scale_of_kept(self.static.dropout_p), self.wide)
-            kept = jnp.where(kept_of(rows, keys, self.static), factor, 0)
-            kept_weights, dweights = weights * kept, dweights * kept
-        dx = jnp.where(visible, weights * (dweights + given.common), 0)
+        keep = kept_of(rows, keys, self.static) if self.static.dropout_p else None
+        rest: Any = {"visible": visible, "keep": keep, "slope": slope}
+        met, dx, ds = gradients_of_scores(weights, dweights, given.common, self.static, **rest)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.add(dbias, rows, keys, dx)
-        if slope is not None:
-            dx = jnp.where(visible, dx * slope, 0)
-        dq = dq + self.product("bhgmn,bhnd->bhgmd", dx, self.block(self.k, keys, 2))
-        dk_t = add_block(dk_t, self.product("bhgdm,bhgmn->bhdn", given.q_t, dx), keys.start, 3)
-        dv_t = add_block(dv_t, self.product("bhgem,bhgmn->bhen", given.dout_t, kept_weights), keys.start, 3)
+        dq = dq + self.product("bhgmn,bhnd->bhgmd", ds, self.block(self.k, keys, 2))
+        dk_t = add_block(dk_t, self.product("bhgdm,bhgmn->bhdn", given.q_t, ds), keys.start, 3)
+        dv_t = add_block(dv_t, self.product("bhgem,bhgmn->bhen", given.dout_t, met), keys.start, 3)
         return dq, dk_t, dv_t, dbias
 
     def write_rows(self, x: jax.Array, block: jax.Array, rows: Rows) -> jax.Array:

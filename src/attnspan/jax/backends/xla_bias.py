@@ -1,4 +1,4 @@
-"""Biases of the blockwise back end, tile by tile, and their gradients.
+"""Biases of the blockwise backend, tile by tile, and their gradients.
 
 A bias has `tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty
 gradient, which `add(gradient, rows, keys, dx)` adds a tile to; and `finish(gradient)`, which has the shape of

@@ -1,4 +1,4 @@
-"""Tiles of the blockwise back end: which blocks of keys a block of queries touches, and what is seen there.
+"""Tiles of the blockwise backend: which blocks of keys a block of queries touches, and what is seen there.
 
 Query heads that share a key head have an axis of their own: arrays are (B, Hkv, G, Sq, D) for queries and
 (B, Hkv, Sk, D) for keys, so that a sharded batch or head axis is never merged with another.
@@ -169,23 +169,3 @@ def kept_of(rows: Rows, keys: Keys, static: Static) -> jax.Array:
     first, second = rows.words
     kept: jax.Array = keeps(static.dropout_p, first, second, keys.indices[:, None, None, None, :])
     return kept
-
-
-def capped(x: jax.Array, softcap: float) -> tuple[jax.Array, jax.Array | None]:
-    """The softcapped scores, and their derivative; None for 1."""
-    if not softcap:
-        return x, None
-    t = jnp.tanh(x / softcap)
-    y = softcap * t
-    if softcap > 1e4:  # Far below the cap tanh changes nothing, but the quotient may underflow.
-        y = jnp.where(jnp.abs(x) < 1e-4 * softcap, x, y)
-    return y, 1 - t * t
-
-
-def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:
-    """Which rows (B|1, H|1, Sq) hold a span outside of the keys, or one that does not follow those before."""
-    lo, hi = bounds[..., 0], bounds[..., 1]
-    filled = lo < hi
-    end = lax.cummax(jnp.where(filled, hi, 0), axis=3)
-    before = jnp.concatenate([jnp.zeros_like(end[..., :1]), end[..., :-1]], -1)
-    return ((lo < 0) | (lo > hi) | (hi > k_len) | (filled & (lo < before))).any(-1)

@@ -76,9 +76,9 @@ def backward(
     """See `attnspan.jax.backends`."""
     plan = _plan(q, k, v, static, _tiling(q, v, backward=True))
     arrays = _arrays(plan, q, k, v, given)
-    common = common_of(dout, out, dlse)
     # An illegal row has NaN for its results, and sees nothing; a row that sees nothing has no weights.
     seen = lse != -jnp.inf
+    common = common_of(dout, out, dlse, seen)
     arrays = arrays._replace(
         sinks=None,
         dout=dout.astype(q.dtype),

@@ -52,7 +52,7 @@ def differentiate_keys(plan: Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array
 
 
 def differentiate_bias(plan: Plan, arrays: Arrays) -> jax.Array:
-    """The gradient of a dense bias, float32, in no more memory than its own: a program for each of its tiles."""
+    """The gradient of a dense bias, float32: a program for each of its tiles, in no more memory."""
     batch, heads, q_len, k_len = arrays.bias.shape
     rows = () if q_len == 1 else (plan.block_q,)
     grid = (plan.k_blocks, plan.q_blocks if rows else 1, batch * heads)

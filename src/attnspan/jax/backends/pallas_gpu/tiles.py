@@ -62,7 +62,7 @@ class Arrays(NamedTuple):
 
     Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), bounds as in `Operands`, visits of
     `key_visits`, q_visits of `query_visits`, words uint32 (2, B, Hq, Sq), dout (B, Hq, Sq, Dv), lse and
-    common float32 (B, Hq, Sq): the lse in units of log2 (inf where a row saw nothing), and that of `common_of`.
+    common float32 (B, Hq, Sq): the lse in units of log2 (inf where a row saw nothing), and `common_of`.
     """
 
     q: Any

@@ -17,10 +17,10 @@ from ....call import Problem
 from ....options import DENSE, DISTANCE
 from .. import Gradients, Operands, Static
 from . import backward as kernels
-from .sizes import LANES, chosen, configs
 from .forward import forward as run_forward
 from .launch import plainly
 from .lists import clean
+from .sizes import LANES, chosen, configs
 from .tile import Tile
 
 __all__ = ["backward", "configs", "forward", "interpreting", "supports"]
