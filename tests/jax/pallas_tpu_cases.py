@@ -16,7 +16,7 @@ from attnspan.jax.backends import Operands, Static
 from attnspan.jax.backends import pallas_tpu as pallas
 from attnspan.options import Options
 
-SMALLEST = {"block_q": 128, "block_k": 128}
+SMALLEST = 128, 128
 
 # Most of a test is compilation, of which the optimizer takes the larger part.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -9,6 +9,7 @@ import pytest
 from covering import few
 
 from attnspan.jax.backends.pallas_tpu import lists as tables
+from attnspan.jax.backends.tiles import legal
 
 Q, K, BQ, BK = 64, 96, 8, 16
 
@@ -55,16 +56,21 @@ def _dense(bounds: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnames="most", compiler_options={"xla_backend_optimization_level": 0})
 def _arrays(bounds, most: int):
     assert most == tables.MOST_ENTRIES, "another program for other entries"
-    blocks = tables.blocks(tables.clean(bounds, K), K, BQ, BK)
-    of_queries, of_keys = blocks.of_queries, blocks.of_keys()
-    full = blocks.full_lo, blocks.full_hi
-    return (of_queries.ends, of_queries.shifts), full, (of_keys.ends, of_keys.shifts)
+    blocks = tables.blocks(legal(bounds, K), K, BQ, BK)
+    of_queries, of_keys = blocks.of_queries, blocks.of_keys
+    return (of_queries.ends, of_queries.shifts), blocks.full, (of_keys.ends, of_keys.shifts)
 
 
-def _tables(bounds: np.ndarray) -> tuple[tables.Blocks, tables.Lists]:
-    """The tables of queries, and the lists of keys; compiled, as each operation alone would be, too."""
+def _tables(bounds: np.ndarray) -> tables.Blocks:
+    """Compiled, as each operation alone would be, too."""
     of_queries, full, of_keys = _arrays(jnp.asarray(bounds, jnp.int32), tables.MOST_ENTRIES)
-    return tables.Blocks(tables.Lists(*of_queries), *full, K // BK), tables.Lists(*of_keys)
+    return tables.Blocks(tables.Lists(*of_queries), tables.Lists(*of_keys), full)
+
+
+def _said_whole(blocks: tables.Blocks) -> np.ndarray:
+    lo, hi = (np.asarray(x)[..., None, :] for x in blocks.full)
+    j = np.arange(K // BK)[:, None]
+    return ((lo <= j) & (j < hi)).any(-1)
 
 
 def _listed(lists: tables.Lists, count: int) -> np.ndarray:
@@ -86,19 +92,17 @@ def _listed(lists: tables.Lists, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("mask", few(MASKS, 3))
 def test_lists(mask: str) -> None:
-    blocks, keys = _tables(MASKS[mask])
+    blocks = _tables(MASKS[mask])
     dense = _dense(MASKS[mask])
     tiles = dense.reshape(*dense.shape[:2], Q // BQ, BQ, K // BK, BK)
     touched, whole = tiles.any((3, 5)), tiles.all((3, 5))
-    listed, of_keys = _listed(blocks.of_queries, K // BK), _listed(keys, Q // BQ).swapaxes(2, 3)
+    listed, of_keys = _listed(blocks.of_queries, K // BK), _listed(blocks.of_keys, Q // BQ).swapaxes(2, 3)
     assert (listed | ~touched).all()
     assert (of_keys | ~touched).all()
     if mask in EXACT:
         np.testing.assert_array_equal(listed, touched)
         np.testing.assert_array_equal(of_keys, touched)
-    first = np.arange(0, K, BK)[:, None]
-    lo, hi = (np.asarray(x)[..., None, :] for x in (blocks.full_lo, blocks.full_hi))
-    said = ((lo <= first) & (first + BK <= hi)).any(-1)
+    said = _said_whole(blocks)
     assert not (said & ~whole).any()
     if mask in ("causal", "wide window"):
         assert whole.any()
@@ -106,7 +110,7 @@ def test_lists(mask: str) -> None:
 
 
 def test_touched_blocks_are_those_of_the_list() -> None:
-    lists = _tables(MASKS["three runs"])[0].of_queries
+    lists = _tables(MASKS["three runs"]).of_queries
     flat = tuple(map(np.asarray, lists.flat()))
     found = tables.touches(flat, lists.dims, *np.indices((*lists.dims[:3], K // BK)))
     np.testing.assert_array_equal(found, _listed(lists, K // BK))
@@ -118,17 +122,15 @@ def test_heads_and_batch_rows_share_tables_that_would_be_too_large(
 ) -> None:
     monkeypatch.setattr(tables, "MOST_ENTRIES", most)
     mask = MASKS["three runs"]
-    blocks, _ = _tables(mask)
+    blocks = _tables(mask)
     assert blocks.of_queries.dims[:2] == lead
     tiles = _dense(mask).reshape(2, 3, Q // BQ, BQ, K // BK, BK)
     assert (_listed(blocks.of_queries, K // BK) | ~tiles.any((3, 5))).all()
-    first = np.arange(0, K, BK)[:, None]
-    lo, hi = (np.asarray(x)[..., None, :] for x in (blocks.full_lo, blocks.full_hi))
-    assert not (((lo <= first) & (first + BK <= hi)).any(-1) & ~tiles.all((3, 5))).any()
+    assert not (_said_whole(blocks) & ~tiles.all((3, 5))).any()
 
 
 def test_illegal_rows_are_marked_and_see_nothing() -> None:
     rows = [[[0, 5], [3, 9]], [[-1, 2], [4, 5]], [[5, 4], [0, 0]], [[0, 2], [9, K + 1]], [[7, 7], [2, 3]]]
-    found = np.asarray(tables.clean(jnp.asarray([[rows]], jnp.int32), K))[0, 0]
+    found = np.asarray(legal(jnp.asarray([[rows]], jnp.int32), K))[0, 0]
     assert (found[:4] == -1).all()
     np.testing.assert_array_equal(found[4], [[0, 0], [2, 3]])

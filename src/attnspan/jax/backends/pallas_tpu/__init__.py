@@ -1,9 +1,9 @@
-"""The back end "pallas": our span kernels for TPUs, forward and backward, whatever the mask.
+"""Backend "pallas": span kernels for TPUs, forward and backward, whatever the mask.
 
 They run on any machine under `interpreting`, slowly, for tests.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,14 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from ....call import Problem
 from ....options import DENSE, DISTANCE
 from .. import Gradients, Operands, Static
-from . import backward as kernels
-from .forward import forward as run_forward
+from ..tiles import common_of, legal, positions_of, sinks_gradient
+from . import kernels
 from .launch import plainly
-from .lists import clean
-from .sizes import LANES, chosen, configs
+from .sizes import LANES, default
 from .tile import Tile
-
-__all__ = ["backward", "configs", "forward", "interpreting", "supports"]
 
 #: The largest head dim: with it tiles of 128 x 128 fit into vector memory with room to spare.
 MAX_HEAD_DIM = 512
@@ -37,10 +34,6 @@ MOST_TABLE_PAIRS = 2**24
 _interpreting = ContextVar("_interpreting", default=False)
 
 
-#: Tuned blocks are looked up by the mask, where words say it.
-READS_MASK = True
-
-
 @contextmanager
 def interpreting(simulated: bool = True) -> Iterator[None]:
     """Inside, the kernels run on CPU. Memory behind the end of an array is NaN in both ways of it.
@@ -48,12 +41,6 @@ def interpreting(simulated: bool = True) -> Iterator[None]:
     Args:
         simulated: In JAX's TPU interpret mode, which simulates a core's memories and copies. Else as plain
             array code, of which a call takes a thousandth of the time.
-
-    Example:
-        >>> problem = Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu")
-        >>> with interpreting():
-        ...     print(supports(problem, Static(scale=1.0)))
-        None
     """
     inside, plain = _interpreting.set(True), plainly.set(not simulated)
     try:
@@ -65,14 +52,7 @@ def interpreting(simulated: bool = True) -> Iterator[None]:
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """Return None, or why the kernels cannot run the problem.
-
-    Example:
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "gpu"), Static(scale=1.0))
-        'it runs on TPUs, not on gpu'
-        >>> supports(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float16", "tpu"), Static(scale=1.0))
-        'it takes float32 and bfloat16, which TPUs compute in, not float16'
-    """
+    """None, or why the kernels cannot run the problem."""
     pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     if problem.device != "tpu" and not (problem.device == "cpu" and _interpreting.get()):
         return f"it runs on TPUs, not on {problem.device}"
@@ -98,32 +78,12 @@ def forward(
     v: jax.Array,
     given: Operands,
     static: Static,
-    config: Mapping[str, int] | None = None,
+    size: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend.
-
-    Args:
-        q: (B, Hq, Sq, D), float32 or bfloat16.
-        k: (B, Hkv, Sk, D).
-        v: (B, Hkv, Sk, Dv).
-        given: The other arrays.
-        static: The numbers of the call.
-        config: One of `configs`; None for the tuned one, or else the default.
-
-    Returns:
-        out (B, Hq, Sq, Dv) in q's dtype and lse float32 (B, Hq, Sq), natural logarithm; both are NaN in rows
-        of illegal bounds.
-
-    Example:
-        >>> x, bounds = jnp.ones((1, 1, 2, 8)), jnp.array([[0, 1], [0, 2]], jnp.int32).reshape(1, 1, 2, 1, 2)
-        >>> with interpreting():
-        ...     out, lse = forward(x, x, x, Operands(bounds), Static(scale=1.0))
-        >>> [round(float(each), 3) for each in lse.ravel()]
-        [8.0, 8.693]
-    """
-    tile = _tile(q, k, v, given, static, "forward", config)
+    """See `attnspan.jax.backends`; ``size`` are rows and keys of a tile, None for the default."""
+    tile = _tile(q, k, static, size or _default(q, k, v, given, "forward"))
     given = _expanded(given, static, q.shape[2], k.shape[2])
-    return run_forward(tile, q, k, v, clean(given.bounds, k.shape[2]), given)
+    return kernels.forward(tile, q, k, v, legal(given.bounds, k.shape[2]), given)
 
 
 def backward(
@@ -137,58 +97,22 @@ def backward(
     lse: jax.Array,
     static: Static,
     want_dbias: bool,
-    config: Mapping[str, int] | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Gradients:
-    """The gradients of sum(out * dout) + sum(lse * dlse).
-
-    Args:
-        dout: (B, Hq, Sq, Dv).
-        dlse: (B, Hq, Sq), or None for zeros.
-        q: As in `forward`.
-        k: As in `forward`.
-        v: As in `forward`.
-        given: As in `forward`.
-        out: As `forward` returned it.
-        lse: As `forward` returned it.
-        static: As in `forward`.
-        want_dbias: Whether the bias's gradient is wanted; that of a dense one has a kernel of its own.
-        config: As in `forward`; all kernels share it.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v; the gradient of the bias, float32, in its shape, and that of the
-        sinks, float32, or None. Rows of illegal bounds have none.
-
-    Example:
-        >>> x, bounds = jnp.ones((1, 1, 2, 8)), jnp.array([[0, 1], [0, 2]], jnp.int32).reshape(1, 1, 2, 1, 2)
-        >>> call = x, x, x, Operands(bounds)
-        >>> @jax.jit
-        ... def gradients(*call):
-        ...     return backward(x, None, *call, *forward(*call, Static(1.0)), Static(1.0), False)
-        >>> with interpreting():
-        ...     dq, dk, dv, *_ = gradients(*call)
-        >>> [round(float(x), 3) for x in dv[0, 0, :, 0]]
-        [1.5, 0.5]
-    """
-    tile = _tile(q, k, v, given, static, "backward", config)
-    bounds = clean(given.bounds, k.shape[2])
+    """See `attnspan.jax.backends`; ``size`` as in `forward`, for all kernels."""
+    tile = _tile(q, k, static, size or _default(q, k, v, given, "backward"))
+    bounds = legal(given.bounds, k.shape[2])
     illegal = bounds[..., 0, 0] < 0
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    delta = delta if dlse is None else delta - dlse.astype(jnp.float32)
-    delta = jnp.where(illegal, 0, delta)
+    common = jnp.where(illegal, 0, common_of(dout, out, dlse, ~illegal))
     finite_lse = jnp.where(illegal | (lse == -jnp.inf), 0, lse)
     expanded = _expanded(given, static, q.shape[2], k.shape[2])
-    inputs = kernels.Inputs(q, k, v, dout.astype(q.dtype), bounds, finite_lse, delta, expanded)
+    inputs = kernels.Inputs(q, k, v, dout.astype(q.dtype), bounds, finite_lse, common, expanded)
     dq, dslopes = kernels.d_queries(tile, inputs)
     dk, dv = kernels.d_keys(tile, inputs)
     dbias = None
     if want_dbias and static.bias_kind:
         dbias = _d_bias(tile, inputs, given, static, dslopes)
-    dsinks = None
-    if given.sinks is not None:
-        sinks = given.sinks.astype(jnp.float32)[:, None]
-        weights = jnp.where(illegal | (sinks == -jnp.inf), 0, jnp.exp(sinks - lse))
-        dsinks = -(weights * delta).sum((0, 2))
-    return dq, dk, dv, dbias, dsinks
+    return dq, dk, dv, dbias, sinks_gradient(given.sinks, lse, common)
 
 
 def _d_bias(
@@ -207,23 +131,14 @@ def _d_bias(
     return found  # type: ignore[no-any-return]
 
 
-def _tile(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    given: Operands,
-    static: Static,
-    direction: str,
-    config: Mapping[str, int] | None,
-) -> Tile:
-    batch, heads, q_len, head_dim = q.shape
-    kv_heads, k_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
-    sizes = (batch, heads, kv_heads, q_len, k_len, head_dim, v_dim, given.bounds.shape[3])
-    size = config or chosen(Problem(*sizes, str(q.dtype), "tpu"), static, direction)
-    block_q, block_k = (
-        min(size[name], -(-length // LANES) * LANES)
-        for name, length in (("block_q", q_len), ("block_k", k_len))
-    )
+def _default(q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, direction: str) -> tuple[int, int]:
+    return default(Problem.of(q, k, v, given.bounds, "tpu"), direction)
+
+
+def _tile(q: jax.Array, k: jax.Array, static: Static, size: tuple[int, int]) -> Tile:
+    (_, heads, q_len, _), (_, kv_heads, k_len, _) = q.shape, k.shape
+    lengths = zip(size, (q_len, k_len), strict=True)
+    block_q, block_k = (min(rows, -(-length // LANES) * LANES) for rows, length in lengths)
     static = replace(static, bias_kind=DENSE) if static.bias_kind == DISTANCE else static
     return Tile(block_q, block_k, q_len, k_len, heads, heads // kv_heads, static)
 
@@ -237,11 +152,7 @@ def _expanded(given: Operands, static: Static, q_len: int, k_len: int) -> Operan
 
 def _by_distance(table: Any, given: Operands, q_len: int, k_len: int) -> jax.Array:
     """The values of a distance table, (B|1, Hq, Sq, Sk)."""
-    q_index, k_index = given.q_index, given.k_index
-    if q_index is None:
-        q_index = jnp.arange(k_len - q_len, k_len, dtype=jnp.int32)[None]
-    if k_index is None:
-        k_index = jnp.arange(k_len, dtype=jnp.int32)[None]
+    q_index, k_index = positions_of(given, q_len, k_len)
     reach = table.shape[1] // 2
     distance = (k_index[:, None, :] - q_index[:, :, None]).clip(-reach, reach) + reach
     # Of one axis: gathered columns of all heads would each fill 128 lanes.

@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ....options import ALIBI, DENSE, SIGNED_ALIBI
-from ...dropout import row_words
 from ...varying import axes_of, declared, spread
 from .. import Operands
+from ..tiles import words_of_rows
 from . import lists as tables
 from .tile import Place, Refs, Tile
 
-#: Whether kernels run as plain array code, see `attnspan.jax._pallas_tpu.interpreting`.
+#: Whether kernels run as plain array code, see `interpreting`.
 plainly = ContextVar("plainly", default=False)
 
 
@@ -52,19 +52,10 @@ def launch(
     outputs: dict[str, Operand],
     scratch: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
-    """Run a kernel over a grid.
+    """Run a kernel over a grid, and return its outputs.
 
-    Args:
-        name: What a profile shows.
-        body: The kernel.
-        grid: Its steps.
-        scalars: Prefetched tables, which `grid.place` reads.
-        operands: What it reads.
-        outputs: What it writes.
-        scratch: Shapes of its float32 memory, which is kept from step to step.
-
-    Returns:
-        The outputs.
+    ``scalars`` are prefetched tables, which ``grid.place`` reads; ``scratch`` has the shapes of float32
+    memory that is kept from step to step.
     """
     names, axes = [*operands, *outputs, *scratch], len(grid.sizes)
     arrays = (*scalars, *(each.array for each in operands.values()))
@@ -103,21 +94,12 @@ def launch(
 def operands(
     tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, bounds: jax.Array, given: Operands
 ) -> dict[str, Operand]:
-    """What every kernel reads: blocks of q, k, v, of the bounds, and of the options that there are.
-
-    Args:
-        tile: The numbers.
-        q: (B, Hq, Sq, D).
-        k: (B, Hkv, Sk, D).
-        v: (B, Hkv, Sk, Dv).
-        bounds: Of `padded_bounds`.
-        given: The other arrays of the call.
-    """
+    """What every kernel reads: blocks of q, k, v, of `padded_bounds`, and of the options that there are."""
     runs, bq, bk = bounds.shape[3], tile.block_q, tile.block_k
     found = {
         "q": of_rows(tile, q),
-        "k": Operand(k, (1, 1, bk, k.shape[3]), lambda p: (p.b, p.kv, p.j, 0)),
-        "v": Operand(v, (1, 1, bk, v.shape[3]), lambda p: (p.b, p.kv, p.j, 0)),
+        "k": of_keys(tile, k),
+        "v": of_keys(tile, v),
         # (b, h, 2 R, rows): rows along lanes.
         "rows": by_row(tile, bounds.reshape(*bounds.shape[:3], 2 * runs).swapaxes(2, 3)),
     }
@@ -133,13 +115,19 @@ def operands(
         k_index = _padded(given.k_index[:, None].astype(jnp.int32), tile.k_blocks * bk)
         found["k_index"] = Operand(k_index, (1, 1, bk), lambda p: (_or0(k_index.shape[0], p.b), 0, p.j))
     if tile.static.dropout_p:
-        found["words"] = by_row(tile, _words(tile, q.shape[0], given))
+        words = [jnp.broadcast_to(word, q.shape[:3]) for word in words_of_rows(given, tile.q_len, tile.k_len)]
+        found["words"] = by_row(tile, jnp.stack(words, 2))
     return found
 
 
 def of_rows(tile: Tile, x: jax.Array | jax.ShapeDtypeStruct) -> Operand:
     """Blocks of rows of a (B, Hq, Sq, n) array, each with all of its n elements."""
     return Operand(x, (1, 1, tile.block_q, x.shape[3]), lambda p: (p.b, p.h, p.i, 0))
+
+
+def of_keys(tile: Tile, x: jax.Array | jax.ShapeDtypeStruct) -> Operand:
+    """Blocks of keys of a (B, Hkv, Sk, n) array, each with all of its n elements."""
+    return Operand(x, (1, 1, tile.block_k, x.shape[3]), lambda p: (p.b, p.kv, p.j, 0))
 
 
 def by_row(tile: Tile, x: Any) -> Operand:
@@ -221,14 +209,3 @@ def _dense(tile: Tile, bias: Any) -> Operand:
     batch, heads, rows, _ = bias.shape
     block = (1, 1, 1 if rows == 1 else tile.block_q, tile.block_k)
     return Operand(bias, block, lambda p: (_or0(batch, p.b), _or0(heads, p.h), _or0(rows, p.i), p.j))
-
-
-def _words(tile: Tile, batch: int, given: Operands) -> jax.Array:
-    """The two words of each row that dropout hashes with its keys, uint32 (B, Hq, 2, Sq)."""
-    assert given.seeds is not None
-    q_index = given.q_index
-    if q_index is None:
-        q_index = jnp.arange(tile.k_len - tile.q_len, tile.k_len, dtype=jnp.int32)[None]
-    words = row_words(given.seeds[..., :1], given.seeds[..., 1:], q_index[:, None, :])
-    shape = (batch, tile.q_heads, tile.q_len)
-    return jnp.stack([jnp.broadcast_to(word, shape) for word in words], 2)

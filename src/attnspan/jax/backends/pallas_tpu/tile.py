@@ -8,7 +8,6 @@ Blocks span whole head dims, so these need no padding to 128 lanes: memory is la
 anyway, and the compiler masks the rest of a contraction. Blocks over the end of a length hold anything there.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +19,8 @@ from jax.experimental import pallas as pl
 from ...._biases import ALIBI, DENSE, HIDES, SIGNED_ALIBI
 from ...dropout import keeps
 from .. import Static
+from ..tiles import LOG2E, scores_of_products
 from . import lists as tables
-
-LOG2E = math.log2(math.e)
 
 #: Contracted dims of products: of a tile with what lies along its lanes or rows.
 NT = (((1,), (1,)), ((), ()))
@@ -45,12 +43,7 @@ Refs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Tile:
-    """The numbers that a kernel is compiled for.
-
-    Example:
-        >>> Tile(128, 256, 500, 500, 8, 1, Static(scale=0.125)).q_blocks
-        4
-    """
+    """The numbers that a kernel is compiled for."""
 
     block_q: int
     block_k: int
@@ -72,10 +65,9 @@ class Tile:
         """Whether every row of the tile sees every key, as far as the tables know."""
         if self.static.bias_kind == DENSE:  # which may hide keys
             return False
-        at, first = tables.place(dims, p.b, p.h, p.i), p.j * self.block_k
-        found = False
+        at, found = tables.place(dims, p.b, p.h, p.i), False
         for g in range(dims[3]):
-            found |= (full[0][at + g] <= first) & (first + self.block_k <= full[1][at + g])
+            found |= (full[0][at + g] <= p.j) & (p.j < full[1][at + g])
         return found
 
     def visible(self, refs: Refs, p: Place) -> Any:
@@ -104,13 +96,8 @@ class Tile:
 
         The third is which keys a dense bias lets be seen, or None.
         """
-        static, slope, shown = self.static, None, None
-        if static.softcap:
-            t = jnp.tanh(products * np.float32(static.scale / static.softcap))
-            slope = 1 - t * t
-            x = t * np.float32(static.softcap * LOG2E)
-        else:
-            x = products * np.float32(static.scale * LOG2E)
+        static, shown = self.static, None
+        x, slope = scores_of_products(products, static)
         if static.bias_kind in (ALIBI, SIGNED_ALIBI):
             x += (self.slope(refs, p) * np.float32(LOG2E)) * self.distance(refs, p)
         elif static.bias_kind == DENSE:
