@@ -83,7 +83,7 @@ def check_sharding(layout: str, **inputs: Array) -> None:
     """
     for name, x in inputs.items():
         # Of a concrete array its own; of a traced one that of its type, which has one on explicit meshes.
-        sharding = jax.typeof(x).sharding if is_traced(x) else x.sharding
+        sharding: Any = jax.typeof(x).sharding if is_traced(x) else x.sharding
         for axis, mesh_axes in enumerate(sharding.spec if isinstance(sharding, NamedSharding) else ()):
             over = mesh_axes if isinstance(mesh_axes, tuple) else (mesh_axes,) if mesh_axes else ()
             if _AXES[layout][axis : axis + 1] == "." and any(sharding.mesh.shape[a] > 1 for a in over):

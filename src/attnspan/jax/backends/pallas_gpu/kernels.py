@@ -59,7 +59,7 @@ def differentiate_bias(plan: Plan, arrays: Arrays) -> jax.Array:
     block = pl.BlockSpec((None, *(rows or (None,)), plan.block_k), lambda j, i, owner: (owner, i, j))
     results = [((batch * heads, q_len, k_len), jnp.float32)]
     (found,) = _launch("attnspan_dbias", _bias_kernel, plan, arrays, grid, [block], results)
-    return found.reshape(arrays.bias.shape)
+    return found.reshape(arrays.bias.shape)  # type: ignore[no-any-return]
 
 
 def _by_queries(
@@ -83,7 +83,7 @@ def _launch(
     arrays: Arrays,
     grid: tuple[int, ...],
     blocks: Any,
-    results: list[tuple[tuple[int, ...], Any]],
+    results: Any,
 ) -> Any:
     axes = axes_of(arrays)
     call = pl.pallas_call(
@@ -132,7 +132,7 @@ def _visit_queries(arrays: Arrays, at: tuple[Any, Any], block: Any, step: Any, c
     place = (*shared(ranges, at), block)
 
     def body(i: Any, carry: Any) -> Any:
-        branches = [lambda carry: carry, partial(step, True, i), partial(step, False, i)]
+        branches: list[Any] = [lambda carry: carry, partial(step, True, i), partial(step, False, i)]
         return lax.switch(_tile_state(arrays, at, i, block), branches, carry)
 
     return lax.fori_loop(ranges[(*place, 0)], ranges[(*place, 1)], body, carry)

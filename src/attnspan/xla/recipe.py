@@ -14,6 +14,8 @@ from ..arrays import Array, is_array
 from ..masks import Mask
 from ..spans import Spans
 
+__all__ = ["OpaqueError", "decode", "encode"]
+
 #: Name of each class of masks -> how one is put together from its fields.
 _CLASSES: dict[str, Callable[..., Any]] = {}
 
@@ -25,21 +27,18 @@ def _register(cls: type, _: Callable[..., Any], unflatten: Callable[..., Any]) -
 register_pytrees(_register)
 
 
-class Opaque(Exception):
+class OpaqueError(Exception):
     """A mask with a part that has no words: a function, or a class of masks of the user's own."""
 
 
 def encode(mask: Mask) -> tuple[str, list[Array], list[str]]:
-    """A mask as a text, its arrays, and the names of the fields that hold those.
-
-    Raises:
-        Opaque: A part of the mask is a function, or of a class that the library does not know.
+    """A mask as a text, its arrays, and the names of the fields that hold those; or an OpaqueError.
 
     Example:
         >>> from attnspan import causal, segments
         >>> text, arrays, names = encode(causal() & segments([0, 0, 1]))
-        >>> len(arrays), names
-        (1, ['q_ids'])
+        >>> names, decode(text, arrays)
+        (['q_ids'], causal() & segments(int64[3]))
     """
     arrays: list[Array] = []
     names: list[str] = []
@@ -47,20 +46,15 @@ def encode(mask: Mask) -> tuple[str, list[Array], list[str]]:
 
 
 def decode(text: str, arrays: Sequence[Array]) -> Mask:
-    """The mask of a text of `encode`, with these arrays in place of its own.
-
-    Example:
-        >>> from attnspan import causal, segments
-        >>> text, arrays, _ = encode(causal() & segments([0, 0, 1]))
-        >>> decode(text, arrays)
-        causal() & segments(int64[3])
-    """
+    """The mask of a text of `encode`, with these arrays in place of its own."""
     return _value(literal_eval(text), arrays)  # type: ignore[no-any-return]
 
 
 def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
-    if isinstance(x, (Mask, Spans)):
-        return _words_of_mask(x, arrays, names)
+    if isinstance(x, (Mask, Spans)) and type(x).__name__ in _CLASSES:
+        values = [(field.name, getattr(x, field.name)) for field in fields(x) if field.init]  # type: ignore[arg-type]
+        parts = [f"{field!r}: {_words(value, field, arrays, names)}, " for field, value in values]
+        return f"{{'': {type(x).__name__!r}, " + "".join(parts) + "}"
     if isinstance(x, tuple):
         return "(" + "".join([_words(part, name, arrays, names) + "," for part in x]) + ")"
     if is_array(x):
@@ -72,19 +66,7 @@ def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
         return f"[{len(arrays) - 1}]"
     if x is None or isinstance(x, (bool, int, float, str)):
         return f"{x!r}"
-    raise Opaque(type(x).__name__)
-
-
-def _words_of_mask(x: Any, arrays: list[Array], names: list[str]) -> str:
-    kind = type(x).__name__
-    if kind not in _CLASSES:
-        raise Opaque(kind)
-    parts = [
-        f"{field.name!r}: {_words(getattr(x, field.name), field.name, arrays, names)}, "
-        for field in fields(x)
-        if field.init
-    ]
-    return f"{{'': {kind!r}, " + "".join(parts) + "}"
+    raise OpaqueError(type(x).__name__)
 
 
 def _value(x: Any, arrays: Sequence[Array]) -> Any:

@@ -12,9 +12,11 @@ from ..masks import Prepared
 from ..options import Given, Options
 from ..torch import attention as torchs
 from ..torch._front import TorchFront, autocast, from_bhsd, to_bhsd
-from ._lowering import lower_all
-from ._ops import forward_op, split_seeds_op
-from ._places import Places, places_of
+from .lowering import lower_all
+from .ops import forward_op, split_seeds_op
+from .places import Places, places_of
+
+__all__ = ["attention"]
 
 _WORD = 0xFFFFFFFF
 
@@ -46,8 +48,8 @@ def attention(
         mesh: A mesh of ``torch_xla.distributed.spmd``; by default the global one.
         partition_spec: For each dim of q, a mesh axis by name or number, a tuple of them, or None. Batch and
             heads may be split.
-        specs: Where tensors beside q, k and v lie, by name: keywords of this function, or names of the mask's
-            and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
+        specs: Where other tensors than q, k and v lie, by name: keywords of this function, or names of the
+            mask's and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
         **options: Keywords of `attnspan.torch.attention` but ``backend``. Arrays of the mask are XLA tensors
             or of NumPy; the function of ``from_predicate`` is given XLA tensors. ``layout`` is also the order
             of ``partition_spec``.
@@ -90,11 +92,14 @@ def _run(
     **options: Any,
 ) -> Any:
     call = Call.of(front, q, k, v, Given(**options), mask=mask, scale=scale, layout=layout)
-    k, v = call.k, call.v
-    if front.spots is not None:
-        k, v = (_heads_for(x, front.spots.head_parts) for x in (k, v))
+    k, v, places = call.k, call.v, front.spots
+    if places is not None:
+        k, v = (_heads_for(x, places.head_parts) for x in (k, v))
     o = call.options or Options()
-    out, lse = _attend(call.q, k, v, call.bounds, float(call.scale), o, front.spots)
+    seeds = None if o.dropout_seed is None else _seeds(o.dropout_seed, call.q)
+    given = (call.bounds, o.bias, o.sinks, seeds, o.q_index, o.k_index)
+    static = (float(call.scale), float(o.softcap), o.bias_kind, float(o.dropout_p))
+    out, lse = forward_op(call.q, k, v, *given, *static, "" if places is None else places.text())
     return from_bhsd(out, lse, layout, return_lse)
 
 
@@ -122,16 +127,6 @@ class _Front(TorchFront):
     def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, None]:
         del mask, q
         return placed.lowered.bounds, None
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, o: Options, places: Places | None
-) -> tuple[Tensor, Tensor]:
-    seeds = None if o.dropout_seed is None else _seeds(o.dropout_seed, q)
-    given = (o.bias, o.sinks, seeds, o.q_index, o.k_index)
-    static = (scale, float(o.softcap), o.bias_kind, float(o.dropout_p))
-    text = "" if places is None else places.text()
-    return forward_op(q, k, v, bounds, *given, *static, text)  # type: ignore[no-any-return]
 
 
 def _seeds(seed: Tensor, q: Tensor) -> Tensor:

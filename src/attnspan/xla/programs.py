@@ -18,6 +18,8 @@ from ..options import DISTANCE
 if TYPE_CHECKING:
     from ..jax.backends import Operands, Static
 
+__all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
+
 Program = Callable[..., Any]
 
 # torch_xla notes the arguments of a call on an object that all calls of one function share.
@@ -25,11 +27,9 @@ _lock = threading.Lock()
 
 
 def call(program: Program, *args: Any) -> list[Tensor]:
-    """The results of a program on XLA tensors: lazy tensors, traced once for each set of shapes.
+    """The results of a program of this module: lazy tensors, traced once for each set of shapes.
 
-    Args:
-        program: A function of this module, which returns a list of arrays.
-        *args: XLA tensors, None, or nested sequences of them.
+    ``args`` are XLA tensors, None, or nested sequences of them.
     """
     import torch_xla.core.xla_builder as xb
 
@@ -39,7 +39,7 @@ def call(program: Program, *args: Any) -> list[Tensor]:
 
 def shapes(program: Program, *args: Any) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and names of the dtypes of a program's results; nothing is computed."""
-    jax = _jax()
+    jax = jax_of_xla()
 
     def abstract(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -51,7 +51,7 @@ def shapes(program: Program, *args: Any) -> list[tuple[tuple[int, ...], str]]:
     return [(result.shape, str(result.dtype)) for result in results]
 
 
-def _jax() -> Any:
+def jax_of_xla() -> Any:
     """JAX, imported after torch_xla has its devices: the other way round, TPUs would be JAX's."""
     from torch_xla._internal.jax_workarounds import jax_env_context, jax_import_guard
 
@@ -67,7 +67,7 @@ def _wide(args: Sequence[Any]) -> Any:
     flat = (x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,)))
     if not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in flat):
         return nullcontext()
-    _jax()
+    jax_of_xla()
     from jax.experimental import enable_x64  # type: ignore[attr-defined]
 
     return enable_x64()
@@ -78,14 +78,14 @@ def lowering(recipe: str, sizes: tuple[int, int, int, int]) -> Program:
     """Lower a mask: ``program(arrays, q_index, k_index)``.
 
     Args:
-        recipe: The text of `attnspan.xla._recipe.encode`.
+        recipe: The text of `attnspan.xla.recipe.encode`.
         sizes: q_len, k_len, batch and heads.
 
     Returns:
         A function whose results are the bounds, the rows' indices where those are not the last of the keys,
         and ``k_index`` where it is given.
     """
-    from ._recipe import decode
+    from .recipe import decode
 
     q_len, k_len, batch, heads = sizes
 
@@ -141,14 +141,11 @@ def backward(static: "Static", want_dbias: bool) -> Program:
     ) -> list[Any]:
         from ..jax.backends import xla
 
-        operands = _operands(given)
-        dq, dk, dv, dbias, dsinks = xla.backward(dout, dlse, q, k, v, operands, out, lse, static, want_dbias)
-        results = [dq, dk, dv]
+        found = xla.backward(dout, dlse, q, k, v, _operands(given), out, lse, static, want_dbias)
+        *results, dbias, dsinks = found
         if want_dbias:
             results.append(dbias[None] if static.bias_kind == DISTANCE else dbias)
-        if operands.sinks is not None:
-            results.append(dsinks[None])
-        return results
+        return results if dsinks is None else [*results, dsinks[None]]
 
     return program
 
