@@ -16,6 +16,23 @@ from . import Operands, Static
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 
+class InBlocks:
+    """What is cut into tiles of ``block_q`` queries and ``block_k`` keys."""
+
+    q_len: int
+    k_len: int
+    block_q: int
+    block_k: int
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.k_len // self.block_k)
+
+
 def capped(x: Any, softcap: float) -> tuple[Any, Any]:
     """The softcapped scores, and their derivative; None for 1."""
     if not softcap:

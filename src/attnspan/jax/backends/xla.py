@@ -163,13 +163,13 @@ class _Loops:
     def block(self, x: jax.Array, keys: Keys, axis: int) -> jax.Array:
         """A block of keys or values, with 0 for those that no row of the tile sees, whatever they hold."""
         seen = keys.seen[..., None] if axis == 2 else keys.seen[:, :, None]
-        return jnp.where(seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.k_block, axis), 0)
+        return jnp.where(seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.block_k, axis), 0)
 
     def forward_rows(self, i: jax.Array, state: Any) -> Any:
         """Attend from the i-th block of queries."""
         out, lse = state
         rows = rows_of(i, self.given, self.static, self.sizes)
-        q = lax.dynamic_slice_in_dim(self.q, rows.start, self.sizes.q_block, 3)
+        q = lax.dynamic_slice_in_dim(self.q, rows.start, self.sizes.block_q, 3)
         sums = jnp.zeros((*q.shape[:4], self.v.shape[3]), self.wide)
         top, total, sums = self.run(
             rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (*self.no_keys(q), sums)
@@ -215,7 +215,7 @@ class _Loops:
         dq, *rest = state
         rows = rows_of(i, self.given, self.static, self.sizes)
         q, dout, lse, common = (
-            lax.dynamic_slice_in_dim(x, rows.start, self.sizes.q_block, 3)
+            lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
             for x in (self.q, dout, lse[..., None], common[..., None])
         )
         # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
@@ -259,7 +259,7 @@ class _Loops:
     def write_rows(self, x: jax.Array, block: jax.Array, rows: Rows) -> jax.Array:
         """`x` (B, Hkv, G, Sq, ...) with a block of queries in it, but for rows of the block before."""
         if rows.own is not None:
-            old = lax.dynamic_slice_in_dim(x, rows.start, self.sizes.q_block, 3)
+            old = lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
             own = rows.own.reshape(-1, *[1] * (x.ndim - 4))
             block = jnp.where(own, block, old)
         return lax.dynamic_update_slice_in_dim(x, block, rows.start, 3)

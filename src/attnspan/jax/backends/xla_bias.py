@@ -82,8 +82,8 @@ class _Dense:
         self.values = grouped(values, sizes)
 
     def tile(self, rows: Rows, keys: Keys) -> jax.Array:
-        block = take(self.values, rows.start, self.sizes.q_block, 3)
-        return take(block, keys.start, self.sizes.k_block, 4).astype(self.wide)
+        block = take(self.values, rows.start, self.sizes.block_q, 3)
+        return take(block, keys.start, self.sizes.block_k, 4).astype(self.wide)
 
     def zeros(self) -> jax.Array:
         return jnp.zeros(self.values.shape, self.wide)
@@ -140,10 +140,10 @@ class _Diagonals:
 
     def _start(self, rows: Rows, keys: Keys) -> jax.Array:
         """Where the distances of a tile begin: those of its last query and first key."""
-        return keys.start - rows.start + np.int32(self.sizes.q_len - self.sizes.q_block)
+        return keys.start - rows.start + np.int32(self.sizes.q_len - self.sizes.block_q)
 
     def tile(self, rows: Rows, keys: Keys) -> jax.Array:
-        m, n = self.sizes.q_block, self.sizes.k_block
+        m, n = self.sizes.block_q, self.sizes.block_k
         values = lax.dynamic_slice_in_dim(self.values, self._start(rows, keys), m + n - 1, 2)
         period = jnp.concatenate([values[..., m - 1 :], values[..., :1], values[..., : m - 1]], -1)
         lead = values.shape[:2]
@@ -154,7 +154,7 @@ class _Diagonals:
         return jnp.zeros_like(self.values)
 
     def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
-        m, n = self.sizes.q_block, self.sizes.k_block
+        m, n = self.sizes.block_q, self.sizes.block_k
         lead = gradient.shape[:2]
         wide = jnp.pad(dx.sum(0), [(0, 0)] * 3 + [(0, m - 1)]).reshape(*lead, m * (m + n - 1))
         period = jnp.pad(wide, [(0, 0)] * 2 + [(0, m)]).reshape(*lead, m, m + n).sum(2)

@@ -4,6 +4,7 @@ Query heads that share a key head have an axis of their own: arrays are (B, Hkv,
 (B, Hkv, Sk, D) for keys, so that a sharded batch or head axis is never merged with another.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 
 from ..dropout import keeps, row_words
 from . import Operands, Static
+from .tiles import InBlocks
 
 #: Queries and keys of a tile where there is room: larger ones cost as much processor time per visible pair or
 #: more, and masks that change from row to row leave more of them half empty.
@@ -22,24 +24,17 @@ _Q_BLOCK, _K_BLOCK = 256, 256
 _TILE, _LEAST = 2**22, 128
 
 
-class Sizes(NamedTuple):
-    """The sides of a call and of its tiles; `runs` are the spans of a row."""
+@dataclass(frozen=True)
+class Sizes(InBlocks):
+    """The sides of a call and of its tiles."""
 
     batch: int
     kv_heads: int
     group: int
     q_len: int
     k_len: int
-    q_block: int
-    k_block: int
-
-    @property
-    def q_blocks(self) -> int:
-        return -(-self.q_len // self.q_block)
-
-    @property
-    def k_blocks(self) -> int:
-        return -(-self.k_len // self.k_block)
+    block_q: int
+    block_k: int
 
 
 class Rows(NamedTuple):
@@ -120,19 +115,19 @@ def count_from(start: Any, size: int) -> jax.Array:
 
 def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Sizes) -> Rows:
     """The i-th block of queries."""
-    begin = i * np.int32(sizes.q_block)
-    start = jnp.minimum(begin, np.int32(sizes.q_len - sizes.q_block))
-    bounds = lax.dynamic_slice_in_dim(grouped(given.bounds, sizes), start, sizes.q_block, 3)
+    begin = i * np.int32(sizes.block_q)
+    start = jnp.minimum(begin, np.int32(sizes.q_len - sizes.block_q))
+    bounds = lax.dynamic_slice_in_dim(grouped(given.bounds, sizes), start, sizes.block_q, 3)
     own = None
-    if sizes.q_len % sizes.q_block:
-        own = count_from(start, sizes.q_block)[0] >= begin
+    if sizes.q_len % sizes.block_q:
+        own = count_from(start, sizes.block_q)[0] >= begin
         bounds = jnp.where(own[:, None, None], bounds, 0)
     bounds = jnp.clip(bounds, 0, sizes.k_len)
     lo, hi = bounds[..., 0], bounds[..., 1]
     if given.q_index is None:
-        index = count_from(start + np.int32(sizes.k_len - sizes.q_len), sizes.q_block)
+        index = count_from(start + np.int32(sizes.k_len - sizes.q_len), sizes.block_q)
     else:
-        index = lax.dynamic_slice_in_dim(given.q_index, start, sizes.q_block, 1)
+        index = lax.dynamic_slice_in_dim(given.q_index, start, sizes.block_q, 1)
     words = None
     if static.dropout_p:
         assert given.seeds is not None, "dropout has seeds"
@@ -144,7 +139,7 @@ def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Sizes) -> Rows
 def _touched(lo: jax.Array, hi: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
     """The blocks of keys in which some row has a key, in ascending order, and their number."""
     blocks = jnp.arange(sizes.k_blocks, dtype=jnp.int32)
-    first, last = lo[..., None] // np.int32(sizes.k_block), (hi[..., None] - 1) // np.int32(sizes.k_block)
+    first, last = lo[..., None] // np.int32(sizes.block_k), (hi[..., None] - 1) // np.int32(sizes.block_k)
     touched = ((lo < hi)[..., None] & (first <= blocks) & (blocks <= last)).any((0, 1, 2, 3, 4))
     order = jnp.sort(jnp.where(touched, blocks, np.int32(sizes.k_blocks)))
     return order, touched.sum(dtype=jnp.int32)
@@ -152,16 +147,16 @@ def _touched(lo: jax.Array, hi: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax
 
 def keys_of(t: jax.Array, rows: Rows, given: Operands, sizes: Sizes) -> Keys:
     """The t-th of the blocks of keys that a block of queries touches."""
-    begin = lax.dynamic_index_in_dim(rows.order, t, keepdims=False) * np.int32(sizes.k_block)
-    start = jnp.minimum(begin, np.int32(sizes.k_len - sizes.k_block))
-    place = count_from(start, sizes.k_block)[0]
+    begin = lax.dynamic_index_in_dim(rows.order, t, keepdims=False) * np.int32(sizes.block_k)
+    start = jnp.minimum(begin, np.int32(sizes.k_len - sizes.block_k))
+    place = count_from(start, sizes.block_k)[0]
     lo, hi = rows.lo[..., None], rows.hi[..., None]
     visible = ((lo <= place) & (place < hi)).any(-2)
-    if sizes.k_len % sizes.k_block:  # The last block starts early; its first keys belong to the one before.
+    if sizes.k_len % sizes.block_k:  # The last block starts early; its first keys belong to the one before.
         visible = visible & (place >= begin)
     if given.k_index is None:
         return Keys(start, place[None], visible)
-    return Keys(start, lax.dynamic_slice_in_dim(given.k_index, start, sizes.k_block, 1), visible)
+    return Keys(start, lax.dynamic_slice_in_dim(given.k_index, start, sizes.block_k, 1), visible)
 
 
 def kept_of(rows: Rows, keys: Keys, static: Static) -> jax.Array:

@@ -17,11 +17,11 @@ from ...._biases import HIDES
 from ....options import ALIBI, DENSE, SIGNED_ALIBI
 from ...dropout import keeps
 from .. import Static
-from ..tiles import LOG2E, gradients_of_scores, scores_of_products
+from ..tiles import LOG2E, InBlocks, gradients_of_scores, scores_of_products
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(InBlocks):
     """What a kernel is compiled for; lengths in elements, blocks are powers of two from 16 on."""
 
     static: Static
@@ -34,14 +34,6 @@ class Plan:
     block_k: int
     warps: int
     interpret: bool
-
-    @property
-    def q_blocks(self) -> int:
-        return -(-self.q_len // self.block_q)
-
-    @property
-    def k_blocks(self) -> int:
-        return -(-self.k_len // self.block_k)
 
     @property
     def has_slopes(self) -> bool:

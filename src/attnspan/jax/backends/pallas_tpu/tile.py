@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from ...._biases import ALIBI, DENSE, HIDES, SIGNED_ALIBI
 from ...dropout import keeps
 from .. import Static
-from ..tiles import LOG2E, scores_of_products
+from ..tiles import LOG2E, InBlocks, scores_of_products
 from . import lists as tables
 
 #: Contracted dims of products: of a tile with what lies along its lanes or rows.
@@ -42,7 +42,7 @@ Refs = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(InBlocks):
     """The numbers that a kernel is compiled for."""
 
     block_q: int
@@ -52,14 +52,6 @@ class Tile:
     q_heads: int
     group: int
     static: Static
-
-    @property
-    def q_blocks(self) -> int:
-        return -(-self.q_len // self.block_q)
-
-    @property
-    def k_blocks(self) -> int:
-        return -(-self.k_len // self.block_k)
 
     def whole(self, full: tuple[Any, Any], dims: tuple[int, ...], p: Place) -> Any:
         """Whether every row of the tile sees every key, as far as the tables know."""
