@@ -1,4 +1,4 @@
-"""Random problems for back ends of JAX, with the oracle's answers and the error that rounding explains."""
+"""Random problems for backends of JAX, with the oracle's answers and the error that rounding explains."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ def random_bounds(case: Case) -> np.ndarray:
 
 @dataclass
 class Problem:
-    """Arrays of one call, in the dtypes in which a back end gets them."""
+    """Arrays of one call, in the dtypes in which a backend gets them."""
 
     case: Case
     arrays: dict[str, np.ndarray]  # q, k, v, dout, dlse, and bias and sinks where there are any

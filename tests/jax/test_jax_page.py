@@ -1,4 +1,4 @@
-"""What docs/jax.md shows runs, in order, and its table names the back ends that there are."""
+"""What docs/jax.md shows runs, in order, and its table names the backends that there are."""
 
 import re
 from pathlib import Path

@@ -39,7 +39,6 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
         static: What it was made for.
         layout: "bhsd" or "bshd".
     """
-
     # Jitted: it is traced once, and closes over no constants, which a backend may make of numbers.
     run = jax.jit(run)
 
@@ -62,7 +61,6 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
             return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
         rule = _Rule(flat, axes, result_axes, whole, kv_heads)
-        # Jitted, as it must not close over constants, which a back end may make of numbers.
         wrapped = custom_partitioning(flat)
         wrapped.def_partition(
             partition=rule.partition,

@@ -1,11 +1,13 @@
 """Biases of the blockwise backend, tile by tile, and their gradients.
 
-A bias has `tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty
+A `Bias` has `tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty
 gradient, which `add(gradient, rows, keys, dx)` adds a tile to; and `finish(gradient)`, which has the shape of
 the parameter.
 """
 
-from typing import Any, Protocol
+from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,6 @@ from jax import lax
 from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from . import Operands, Static
 from .xla_tiles import Keys, Rows, Sizes, add_block, grouped, take, ungrouped
-
-
-class Bias(Protocol):
-    """What the loops ask of a bias."""
-
-    def tile(self, rows: Rows, keys: Keys) -> jax.Array: ...
-    def zeros(self) -> jax.Array: ...
-    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array: ...
-    def finish(self, gradient: jax.Array) -> jax.Array: ...
 
 
 def bias_of(given: Operands, static: Static, sizes: Sizes, wide: Any) -> Bias | None:
@@ -173,3 +166,6 @@ class _Diagonals:
         first = gradient[:, : max(zero - reach + 1, 0)].sum(1, keepdims=True)
         last = gradient[:, zero + reach :].sum(1, keepdims=True)
         return jnp.concatenate([first, near, last], 1)
+
+
+Bias = _Slopes | _Dense | _Table | _Diagonals

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """One block of keys, beside a block of queries."""
+    """One block of keys, for a block of queries."""
 
     start: jax.Array
     indices: jax.Array  # (B|1, n)
