@@ -1,4 +1,4 @@
-"""Random problems for back ends of JAX, with the oracle's answers and the error that rounding explains."""
+"""Random problems for backends of JAX, with the oracle's answers and the error that rounding explains."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from closeness import error
 
 from attnspan import reference
 from attnspan._dropout import dropout_seeds
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
 KINDS = {"alibi": ALIBI, "signed alibi": SIGNED_ALIBI, "table": DISTANCE, "dense": DENSE, "": 0}
@@ -67,7 +67,7 @@ def random_bounds(case: Case) -> np.ndarray:
 
 @dataclass
 class Problem:
-    """Arrays of one call, in the dtypes in which a back end gets them."""
+    """Arrays of one call, in the dtypes in which a backend gets them."""
 
     case: Case
     arrays: dict[str, np.ndarray]  # q, k, v, dout, dlse, and bias and sinks where there are any

@@ -69,7 +69,7 @@ def difference(a, b):
 
 @functools.cache
 def of_one_device(option, layout="bhsd"):
-    """Values and gradients of one device, by the back end that is chosen there."""
+    """Values and gradients of one device, by the backend that is chosen there."""
     arrays, ids = inputs()
     return jax.jit(jax.value_and_grad(lambda x, ids: loss(x, ids, option, layout, None)))(arrays, ids)
 

@@ -1,4 +1,4 @@
-"""The drop-in beside jax.nn's own function, over its options."""
+"""The drop-in compared with jax.nn's own function, over its options."""
 
 from functools import cache, partial
 from typing import Any

@@ -34,13 +34,13 @@ INPUTS: Bad = {
     "keys": ({"v": K[:, :, :8]}, ValueError, "k_len: expected as many values as keys"),
     "batch": ({"q": Q[:1]}, ValueError, "batch: expected the same batch size"),
     "head dims": ({"q": Q[..., :8]}, ValueError, "head_dim: expected the same for q and k"),
-    "back end": ({"backend": "flash"}, ValueError, "backend: expected None or one of .*got 'flash'"),
-    "old name of the back end": (
+    "backend": ({"backend": "flash"}, ValueError, "backend: expected None or one of .*got 'flash'"),
+    "old name of the backend": (
         {"backend": "ffi"},
         ValueError,
         "backend: expected None or one of cpu, .*got 'ffi'",
     ),
-    "back end of TPUs": (
+    "backend of TPUs": (
         {"backend": "pallas"},
         ValueError,
         "backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu",

@@ -1,4 +1,4 @@
-"""What csrc/xla_ffi.h says of XLA's C interface, beside the header of the JAX that is installed."""
+"""What csrc/xla_ffi.h says of XLA's C interface, compared with the header of the JAX that is installed."""
 
 import shutil
 import subprocess

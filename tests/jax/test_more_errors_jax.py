@@ -69,7 +69,7 @@ def test_what_only_the_function_of_jax_takes(given: dict[str, Any], message: str
 
 
 class TestJaxInTorch:
-    """Arrays of JAX beside tensors are called by the name of their argument."""
+    """Arrays of JAX next to tensors are called by the name of their argument."""
 
     torch = pytest.importorskip("torch")
 

@@ -14,7 +14,7 @@ from attnspan.xla import attention
 
 #: Below it, nothing is left to learn; above the other, tokens are still being guessed.
 LEARNED, STALLED = 1e-3, 0.05
-#: Two batches of the task beside each other, so that batch rows and heads can be split 2 x 2.
+#: Two batches of the task side by side, so that batch rows and heads can be split 2 x 2.
 SPEC = ("data", None, "model", None)
 
 

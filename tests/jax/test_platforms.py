@@ -1,0 +1,114 @@
+"""The platform that a program is compiled for decides which backend is in it, whatever machine traces it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnspan import causal, segments
+from attnspan.errors import BackendError
+from attnspan.jax import SlowPathWarning, attention, backends, explain
+from attnspan.jax.backends import cudnn
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 16, 8)), jnp.bfloat16)
+IDS = jnp.arange(16)[None] // 5
+
+
+def _loss(x: Any, ids: Any = None, **options: Any) -> Any:
+    mask = causal() if ids is None else causal() & segments(ids)
+    return attention(x, x, x, mask=mask, **options).astype("float32").sum()
+
+
+def _text(function: Any, platform: str, *args: Any) -> str:
+    return str(jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text())
+
+
+def _calls(text: str) -> list[str]:
+    return re.findall(r"stablehlo\.custom_call @(\w+)", text)
+
+
+@pytest.mark.parametrize(("platform", "calls"), [("cpu", 2), ("cuda", 0), ("rocm", 0), ("tpu", 0)])
+def test_a_program_has_the_backend_of_its_platform(platform: str, calls: int) -> None:
+    found = _calls(_text(jax.grad(_loss), platform, X, IDS))
+    assert found == ["attnspan_forward", "attnspan_backward"][:calls]
+
+
+def test_a_program_for_others_is_exported_here() -> None:
+    exported = jax.export.export(jax.jit(jax.grad(_loss)), platforms=["tpu", "cuda"])(X, IDS)
+    assert exported.platforms == ("tpu", "cuda")
+    assert not _calls(exported.mlir_module())
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.grad, jax.vmap])
+@pytest.mark.parametrize(
+    ("backend", "platform", "reason"),
+    [("cpu", "tpu", "it runs on CPU arrays, not on tpu"), ("pallas", "cpu", "it runs on TPUs, not on cpu")],
+)
+def test_a_named_backend_raises_where_it_does_not_run(
+    backend: str, platform: str, reason: str, wrap: Any
+) -> None:
+    function = wrap(partial(_loss, backend=backend))
+    x = jnp.stack([X, X]) if wrap is jax.vmap else X
+    assert jax.eval_shape(function, x) is not None
+    with pytest.raises(BackendError, match=f"backend='{backend}': expected .*{reason}"):
+        _text(function, platform, x)
+
+
+def test_a_call_that_no_platform_runs_raises_when_it_is_traced() -> None:
+    x = jnp.zeros((1, 1, 4, 1024))
+    with pytest.raises(BackendError, match=r"backend='pallas': expected .*got pallas: it "):
+        jax.eval_shape(partial(_loss, backend="pallas"), x)
+
+
+def test_cudnn_is_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where JAX has CUDA, one program has cuDNN for GPUs and the kernel for CPUs, gradients too."""
+    used = []
+    plain = partial(jax.nn.dot_product_attention, implementation="xla")
+
+    def instead(*arrays: Any, implementation: str, **given: Any) -> Any:
+        used.append(implementation)
+        return plain(*arrays, **given)
+
+    monkeypatch.setattr(cudnn, "_missing", lambda: None)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    step = jax.grad(_loss)
+    assert _calls(_text(step, "cpu", X)) == ["attnspan_forward", "attnspan_backward"]
+    assert used
+    assert set(used) == {"cudnn"}
+    for_gpus = _text(step, "cuda", X)
+    assert not _calls(for_gpus)
+    assert "while" not in for_gpus, "blocks of plain XLA code"
+    assert "while" in _text(step, "tpu", X)
+    got = jax.jit(step)(X)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(got, jax.jit(partial(step, backend="cpu"))(X))
+
+
+def test_what_was_never_measured_runs_by_name_only() -> None:
+    found = explain(X, X, X, mask=causal())
+    assert found.backend == "cpu"
+    problem, static = found.problem, backends.Static(1.0)
+    for device in backends.DEFAULTS:
+        names = backends.DEFAULTS[device]
+        assert not set(names) & set(backends.BY_NAME)
+    on_tpu = backends.candidates(static, unasked=True)["pallas"]
+    assert "by name only" in str(on_tpu.supports(replace(problem, device="tpu")))
+
+
+def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_warned", set())
+    wide = jnp.zeros((1, 1, 4, 512))
+    with pytest.warns(SlowPathWarning, match=r"backend 'cpu' refused .*Pass backend=\"xla\""):
+        _loss(wide)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _loss(wide)
+        _loss(wide, backend="xla")
