@@ -313,8 +313,8 @@ _known: dict[tuple[str, int], Ranks] = {}
 def _subgroup(whole: Any, ranks: Sequence[int], device: str) -> Any:
     if len(ranks) == whole.size():
         return whole
-    options = whole._get_backend(torch.device(device)).options
-    return dist.new_group(list(ranks), timeout=options._timeout, use_local_synchronization=True)
+    timeout = getattr(whole._get_backend(torch.device(device)).options, "_timeout", None)
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def group_of(mesh: DeviceMesh) -> Any:
