@@ -189,9 +189,9 @@ class Plan:
         index = np.zeros(0) if self.mask.q_index is None else np.asarray(self.mask.q_index)
         words = f"{self.strategy.name} {self.sizes.heads}".encode()
         return {
-            "layout": self.layout.fingerprint,
-            "keys": self.keys.fingerprint,
             "mask": digest(self.bounds, index, np.array([self.k_len])),
+            "layout": self.layout.fingerprint,
+            "layout of the keys": self.keys.fingerprint,
             "strategy and heads": digest(np.frombuffer(words, np.uint8)),
         }
 

@@ -230,6 +230,7 @@ class Agreement:
             for at, name in enumerate(check.names):
                 odd = [str(rank) for rank, row in enumerate(every) if row[at] != every[0][at]]
                 if odd:
+                    self._calls = self._count = 0  # on all ranks alike: whoever goes on begins anew
                     raise PlanMismatchError(
                         f"context parallelism on {self._ranks} ranks ({self._name})",
                         expected=f"the same {name} on every rank",
