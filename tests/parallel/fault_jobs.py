@@ -153,10 +153,14 @@ def misfit(what: str) -> tuple[str, str, int]:
         "heads": lambda: place(CASE, heads=(4, 3)),
         "no mask": lambda: place(CASE, mask=torch.ones(37, 37)),
         "mask of other length": lambda: place(CASE, mask=attnspan.causal().spans(5, 5)),
-        "ids of other length": lambda: place(CASE, mask=attnspan.segments(torch.zeros(36, dtype=torch.int32))),
+        "ids of other length": lambda: place(
+            CASE, mask=attnspan.segments(torch.zeros(36, dtype=torch.int32))
+        ),
         "no mesh": lambda: placed.plan.on(line.get_group()),
         "another rank's plan": lambda: placed.plan.local((rank + 1) % 3).on(line),
-        "another mesh": lambda: Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line),
+        "another mesh": lambda: (
+            Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line)
+        ),
         "second derivative": lambda: _second_derivative(placed, q, k, v),
     }
     return _met(actions[what])

@@ -1,4 +1,4 @@
-"""Rows that several plans share, meshes of several kinds, and loops played wrongly. Jobs give norm-wise errors."""
+"""Rows that several plans share, meshes of several kinds, loops played wrongly; errors are norm-wise."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch.distributed as dist
 from parity_cases import Case
 from parity_jobs import attend, place
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 from worlds import mesh
 
 import attnspan
@@ -47,8 +47,11 @@ SHAPES = [(37,), (2, 37), (2, 37, 3), (37, 2, 3), (2, 3, 37)]
 
 
 def gather(method: str) -> list[str]:
-    """Take the whole apart and put it together, with gradients, along each dimension of 37 rows; what went wrong."""
-    layout, wrong = Layout.of(CAUSAL, q_len=37, ranks=dist.get_world_size(), method=method, rows_per_chunk=3), []  # type: ignore[arg-type]
+    """Take the whole apart and put it together, with gradients, along each dimension; what went wrong."""
+    layout, wrong = (
+        Layout.of(CAUSAL, q_len=37, ranks=dist.get_world_size(), method=method, rows_per_chunk=3),
+        [],
+    )  # type: ignore[arg-type]
     packed = layout_of(documents())
     for one, shape in [(layout, shape) for shape in SHAPES] + [(packed, (B, S, 3)), (packed, (B, 3, S))]:
         for dim in (shape.index(one.q_len), shape.index(one.q_len) - len(shape)):
@@ -171,7 +174,10 @@ def _met(action: Any) -> str:
 def play(way: str) -> str:
     """The ordinary loop, two steps of it, played wrongly in one way: the error of the second step."""
     rank = dist.get_rank()
-    steps = [(layout, layout.shard({"x": inputs()[0]}, rank, dim=2)) for layout in map(layout_of, map(documents, (3, 4)))]
+    steps = [
+        (layout, layout.shard({"x": inputs()[0]}, rank, dim=2))
+        for layout in map(layout_of, map(documents, (3, 4)))
+    ]
     (_, before), (layout, rows) = steps
 
     def plan(mask: Any = None, **on: Any) -> MeshPlan:
@@ -187,7 +193,9 @@ def play(way: str) -> str:
         return plan(documents(4))
 
     def compiled() -> Any:
-        run = torch.compile(lambda rows, plan, index: call(rows, plan, q_index=index), backend="aot_eager", fullgraph=True)
+        run = torch.compile(
+            lambda rows, plan, index: call(rows, plan, q_index=index), backend="aot_eager", fullgraph=True
+        )
         return run(dict(rows), plan(), before["q_index"])
 
     ways: dict[str, Any] = {
@@ -268,7 +276,9 @@ def pipeline() -> float:
     loss = lambda out, target: (out.square() * target).sum()  # noqa: E731
     whole = pytree.tree_map(lambda _: _Replicate(), plan)  # every microbatch has the whole plan
     chunked = {"args_chunk_spec": (TensorChunkSpec(0),)} if stage == 0 else {}
-    schedule = ScheduleGPipe(part, 2, loss_fn=loss, kwargs_chunk_spec={"mask": whole}, scale_grads=False, **chunked)
+    schedule = ScheduleGPipe(
+        part, 2, loss_fn=loss, kwargs_chunk_spec={"mask": whole}, scale_grads=False, **chunked
+    )
     valid = torch.from_numpy(layout.valid(rank)).float()[:, :, None].expand(4, -1, 32)
     if stage == 0:
         schedule.step(rows["x"], mask=plan)
@@ -281,5 +291,3 @@ def pipeline() -> float:
     out = alone[1](alone[0](x, mask), mask)
     out.square().sum().backward()
     return max(error(a, p.grad) for a, p in zip(grads, alone[stage].parameters(), strict=True))  # type: ignore[arg-type]
-
-

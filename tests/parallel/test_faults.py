@@ -16,8 +16,8 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(what: str) -> None:
-    # gloo's collectives are driven by the host, so that the answer is there before the first one; engines abort the
-    # process, or hang, where sizes do not meet.
+    # gloo's collectives are driven by the host, so that the answer is there before the first one; engines
+    # abort the process, or hang, where sizes do not meet.
     for name, text, exchanged in world(3).run("fault_jobs:disagree", what):
         assert name == "PlanMismatchError", text
         assert DISAGREEMENTS[what] in text

@@ -108,14 +108,17 @@ def test_keys_of_cross_attention(meshes: Meshes) -> None:
     rows = plan.frame.rows_per_rank
     assert (plan.frame.k_len, plan.frame.keys_per_rank) == (10, 4)
     assert attention(*tensors(rows, 4), mask=plan).shape == (1, 4, rows, 16)
-    with pytest.raises(ShapeError, match="k with .* expected 2 heads and this rank's 4 rows"):
+    with pytest.raises(ShapeError, match=r"k with .* expected 2 heads and this rank's 4 rows"):
         attention(*tensors(rows), mask=plan)
 
 
 def test_two_levels_share_heads_within_a_node_and_need_names(meshes: Meshes) -> None:
     mesh = meshes(2, 4)
     layout = layout_of(8)
-    found = {make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.members for mask in (causal(), full())}
+    found = {
+        make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.members
+        for mask in (causal(), full())
+    }
     assert found == {4}
     assert make(mesh, layout).frame.members == 1, "unless told otherwise"
     dist.destroy_process_group()
@@ -164,7 +167,11 @@ CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type
     "backend": ({"backend": "math"}, OptionError, "backend with context parallelism: expected None, got str"),
     "q_index": ({"q_index": torch.arange(10)[None]}, PlanMismatchError, "the rows of the plan's layout"),
     "q_index's shape": ({"q_index": torch.arange(9)[None]}, ShapeError, r"q_index .*got \(1, 9\)"),
-    "rows": (lambda x: {"q": x["q"][:, :, :9]}, ShapeError, "q with .* this rank's 10 rows, padding included"),
+    "rows": (
+        lambda x: {"q": x["q"][:, :, :9]},
+        ShapeError,
+        "q with .* this rank's 10 rows, padding included",
+    ),
     "all rows": (
         lambda x: {"q": x["q"].repeat(1, 1, 4, 1)[:, :, :37]},
         ShapeError,

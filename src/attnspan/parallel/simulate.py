@@ -1,6 +1,8 @@
-"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine, without the ranks.
+"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine, without the
+ranks.
 
-Layout, needs and counts are those of a real run; time is predicted, where rates were measured, and no rank is there.
+Layout, needs and counts are those of a real run; time is predicted, where rates were measured, and no rank is
+there.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..console import Column, bytes_text, numbers, print_table, seconds_text, stdout
-from ..errors import OptionError, expect
+from ..errors import expect
 from ..files import write_json
 from ..masks import Mask, causal, parse, segments
 from .layout import Layout
@@ -41,7 +43,7 @@ _COLUMNS = (
     Column("bound by", words=True, drop=5),
 )
 _LEGEND = (
-    "Of the busiest rank, forward and backward of one layer: bytes received, memory of buffers, predicted time. "
+    "Of the busiest rank, forward and backward of one layer: bytes received, memory of buffers, time. "
     "Least: the mean of all ranks' pairs at the full rate, or its own bytes at the full bandwidth."
 )
 
@@ -94,7 +96,8 @@ class Outcome:
         ranks, tokens: P and S.
         balance: Visible pairs of the busiest rank over the mean.
         rows, rows_of_ring: Key rows that the group with the most fetches, and that a ring would bring.
-        received, received_across: Bytes of the busiest rank, forward and backward, and those from other nodes.
+        received, received_across: Bytes of the busiest rank, forward and backward, and those from other
+            nodes.
         received_mean: Bytes of the average rank.
         memory: Bytes of buffers, of the rank with the most.
         seconds: Predicted; None without measured rates.
@@ -194,7 +197,9 @@ def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -
     """
     fits, wanted = tokens >= 1 and mean > _SHORTEST, f"tokens of at least 1 and a mean above {_SHORTEST}"
     expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Make the row or its documents longer")
-    expect(kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one")
+    expect(
+        kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one"
+    )
     generator, found = np.random.default_rng(seed), np.zeros(0, np.int64)
     while found.sum() < tokens:
         if kind == "lognormal":
@@ -244,7 +249,9 @@ def command(corpus: Lengths) -> Callable[..., None]:
         mean: Annotated[int, typer.Option(help="mean length of documents that are drawn")] = 4096,
         seed: Annotated[int, typer.Option(help="of the documents")] = 0,
         node_size: Annotated[int, typer.Option(help="ranks of a node")] = 8,
-        machine: Annotated[Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")] = None,
+        machine: Annotated[
+            Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")
+        ] = None,
         json: Annotated[Path | None, typer.Option(help="write the outcomes to this file")] = None,
     ) -> None:
         rates = Machine.default() if machine is None else Machine.load(machine)
@@ -257,7 +264,9 @@ def command(corpus: Lengths) -> Callable[..., None]:
             print_table(console, f"{mask}, {size:,} tokens", _COLUMNS, map(_cells, found))
             outcomes += found
         console.print(_LEGEND, highlight=False)
-        said = "No times: no rates were measured (Machine.calibrate())." if rates is None else f"Rates: {rates}."
+        said = (
+            "No times: no rates were measured (Machine.calibrate())." if rates is None else f"Rates: {rates}."
+        )
         console.print(said, highlight=False)
         if json is not None:
             write_json(json, {"mask": mask, "machine": rates, "outcomes": outcomes}, indent=1)
