@@ -79,16 +79,17 @@ def make_plan(
         fits = k_len is None or keys.q_len == k_len
         expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
     batch = max(layout.planes, 1 if keys is None else keys.planes) if batch is None else batch
-    prepared = lower(mask, layout.q_len, layout.q_len if keys is None else keys.q_len, batch, heads[0])
+    known, given = layout.source_of(mask) is not None, layout if keys is None else keys
+    prepared = lower(mask, layout.q_len, given.q_len, batch, heads[0], known)
     sizes = Sizes(*heads, head_dim, head_dim if v_dim is None else v_dim, itemsize, batch)
-    plan = Plan(layout, layout if keys is None else keys, prepared, Strategy("exchange", 1, layout.ranks), sizes)
+    plan = Plan(layout, given, prepared, Strategy("exchange", 1, layout.ranks), sizes)
     what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
-    for got in {layout.planes, plan.keys.planes, prepared.lowered.bounds.shape[0]}:
-        expect(got in (1, plan.planes), what, f"1 or {plan.planes}", got, remedy, error=ShapeError)
+    for got in (layout.planes, plan.keys.planes):
+        expect(got in (1, batch), what, f"1 or {batch}", got, remedy, error=ShapeError)
     if strategy == "auto":
         choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
         return plan.with_strategy(choice.best.strategy, choice)
-    found = Strategy.parse(strategy, layout.ranks) if isinstance(strategy, str) else strategy
+    found = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy, layout.ranks)
     wanted, remedy = f"one for {layout.ranks} ranks", "Its members times its groups are the ranks"
     expect(found.ranks == layout.ranks, "strategy", wanted, f"{found.name} for {found.ranks}", remedy)
     return plan.with_strategy(found)
