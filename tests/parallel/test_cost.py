@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simulated import any_plan, rows_of
 from worlds import world
 
-from attnspan import causal, full, segments, window
+from attnspan import causal, segments, window
 from attnspan.errors import OptionError
 from attnspan.parallel import Layout, Machine, Plan, Strategy
 from attnspan.parallel.auto import candidates
@@ -89,9 +89,8 @@ def test_bytes_are_those_of_a_walk_over_ranks(plan: Plan, times: int, itemsize: 
             if name not in ("exchange", "gradients") or strategy.kind == "ring":
                 assert phase.sent_across.tolist() == across.sum(0).tolist(), name
             else:  # A share of all, so that nobody counts rows between all pairs of groups.
-                close = across.sum() / max(phase.sent.max(), 1)
                 whole = phase.sent_across if name == "exchange" else phase.received_across
-                assert abs(whole.sum() - across.sum()) <= strategy.ranks * sizes.wide * 36 * 2 * sizes.batch, close
+                assert abs(whole.sum() - across.sum()) <= across.sum() * 1e-9 + 72 * sizes.wide * len(node)
     total = sum(x for phases in walk(plan) for x in phases.values())
     assert found.received().tolist() == total.sum(1).tolist()
     assert (found.received("forward") + found.received("backward") == found.received()).all()
@@ -106,7 +105,9 @@ def test_pairs_and_fetched_rows_are_those_of_the_dense_mask(plan: Plan) -> None:
         for plane in range(plan.planes):
             rows = rows_of(plan.layout, rank // u, u)[plane % plan.layout.planes]
             pairs += dense[plane % len(dense)][:, rows[rows >= 0]].sum() / dense.shape[1]
-        assert found.pairs[rank] == pytest.approx(pairs * heads[rank % u].heads * plan.sizes.batch / plan.planes)
+        assert found.pairs[rank] == pytest.approx(
+            pairs * heads[rank % u].heads * plan.sizes.batch / plan.planes
+        )
     mean = found.pairs.mean()
     assert found.balance == (pytest.approx(found.pairs.max() / mean) if mean else 1.0)
     if plan.strategy.kind == "exchange":
@@ -185,8 +186,6 @@ def test_with_rates_the_shortest_time_is_taken_and_of_equals_the_fewest_bytes() 
         assert bytes_of[plan.strategy] == min(bytes_of.values())
         if machine is fast:
             assert len(alike) > 1, "the rule had something to decide"
-    # A network that is slow across nodes keeps heads within a node.
-    assert plan_of(full(), machine=slow).strategy.members == 2
 
 
 def test_the_machine_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,17 +240,18 @@ def one_by_one(compute: float, network: float, parts: int, first_is_there: bool)
 def test_overlap_is_that_of_parts_one_after_the_other(
     kind: str, parts: int, compute: float, network: float
 ) -> None:
-    machine = replace(PLAIN, forward_flops=1.0, backward_flops=1e30, bandwidth_within=1.0, latency=1e-30)
+    machine = replace(PLAIN, forward_flops=1.0, backward_flops=1e30, bandwidth_within=1e3, latency=1e-30)
     sizes = Sizes(1, 1, 1, 1)
     pairs = compute / flops_of(np.ones(1), head_dim=1, v_dim=1)[0][0]
-    phases = {kind: 1000 * network, "scatter": 2000, "gather": 1000}
+    phases = {kind: 1000 * network, "scatter": 1000, "gather": 500}
     cost = by_hand(kind, phases, parts, pairs)  # type: ignore[arg-type]
-    found = replace(machine, bandwidth_within=1000.0).predict(cost, sizes)
-    # Scatter and gather do not overlap.
-    assert found.seconds == pytest.approx(one_by_one(compute, network, parts, kind == "ring") + 3)
+    found = machine.predict(cost, sizes)
+    # Scatter and gather, 1.5 s, do not overlap.
+    assert found.seconds == pytest.approx(one_by_one(compute, network, parts, kind == "ring") + 1.5)
     assert found.compute_seconds == pytest.approx(compute)
-    assert found.network_seconds == pytest.approx(network + 3)
-    assert found.bound == max((compute, "compute"), (network, "exchange"), (3.0, "scatter and gather"))[1] or compute == network
+    assert found.network_seconds == pytest.approx(network + 1.5)
+    if compute != network:
+        assert found.bound == ("compute" if compute > network else "exchange")
 
 
 def test_links_work_at_once_and_each_is_as_slow_as_its_busier_direction() -> None:
@@ -317,4 +317,4 @@ def test_a_plan_explains_itself(options: dict[str, Any], words: list[str]) -> No
         assert cells[1] == f"{cost.pairs[rank]:,.0f}"
         assert cells[3] == f"{cost.fetched[rank]:,}"
         assert cells[4] == f"{cost.received('forward')[rank] / 1e6:,.3f}"
-    assert all(len(line) < 140 for line in text.splitlines())
+    assert all(len(line) <= 120 for line in text.splitlines())

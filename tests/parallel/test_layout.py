@@ -17,8 +17,8 @@ from attnspan import Mask, Spans, causal, documents, full, global_keys, key_padd
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.parallel import Layout
 from attnspan.parallel.chunks import Chunks
-from attnspan.parallel.layout import Rows
 from attnspan.parallel.partition import chunk_size
+from attnspan.parallel.rows import Rows
 
 METHODS = ("balanced", "contiguous", "zigzag")
 

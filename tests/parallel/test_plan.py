@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_samples import BATCH, IDS, KEYS, SAMPLES, Sample
-from simulated import NOTHING, STRATEGIES, any_plan, arrivals, held, lists, returned, rows_of, sent
+from simulated import NOTHING, STRATEGIES, any_plan, anyhow, arrivals, held, lists, returned, rows_of, sent
 
 import attnspan
 from attnspan import Spans, causal, full, segments
@@ -20,7 +20,7 @@ from attnspan.parallel import Layout, Plan, Strategy
 from attnspan.parallel.layout import lower
 from attnspan.parallel.local import Tables, decode, encode
 from attnspan.parallel.needs import Needs
-from attnspan.parallel.plan import Kept
+from attnspan.parallel.places import Kept
 
 NAMES = ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)")
 
@@ -156,6 +156,20 @@ def test_hardly_any_rows_or_keys(strategy: Strategy, q_len: int, k_len: int) -> 
     check(layout.plan(heads=(4, 2), strategy=strategy, k_len=None if q_len == k_len else k_len))
 
 
+def test_the_chunks_of_a_layout_serve_plans_of_other_members_and_planes() -> None:
+    mask = causal() & segments(np.repeat([0, 1, 2], [10, 3, 11]))
+    two = Layout.of(mask, q_len=24, ranks=4, members=2)
+    plan = two.plan(heads=(4, 2), strategy="hybrid(2, 2)")
+    for name in NAMES:
+        strategy = Strategy.parse(name, 4)
+        found, expected = plan.cost(strategy), two.plan(mask, heads=(4, 2), strategy=strategy).cost()
+        assert found.fetched.tolist() == expected.fetched.tolist()
+        assert found.received().tolist() == expected.received().tolist()
+    # Keys of the second batch row lie otherwise, its queries see alike.
+    keys = anyhow(24, 4, planes=2, seed=0)
+    check(Layout.of(mask, q_len=24, ranks=4).plan(heads=(4, 2), strategy="exchange", batch=2, keys=keys))
+
+
 def test_what_nobody_needs_does_not_travel() -> None:
     layout = Layout.contiguous(32, ranks=4)
     for mask in (Spans(np.zeros((1, 1, 32, 2, 2), np.int32), 32), causal() & segments(np.arange(32) // 8)):
@@ -174,7 +188,7 @@ INGREDIENTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"mask": causal().prepare(16, 16, q_index=np.arange(16) + 1)}, {}),
     ],
     "layout": [({}, {"method": "contiguous"}), ({}, {"rows_per_chunk": 4})],
-    "keys": [({"keys": Layout.contiguous(16, ranks=4)}, {})],
+    "layout of the keys": [({"keys": Layout.contiguous(16, ranks=4)}, {})],
     "strategy and heads": [({"strategy": "ring"}, {}), ({"heads": (8, 2)}, {}), ({"heads": (4, 4)}, {})],
 }
 
@@ -190,7 +204,7 @@ def test_facts_tell_which_ingredient_is_another(name: str) -> None:
     assert first == facts({}, {})
     for options, rows in INGREDIENTS[name]:
         changed = facts(options, rows)
-        others = {"layout", "keys"} if name == "layout" else {name}  # keys lie like rows
+        others = {"layout", "layout of the keys"} if name == "layout" else {name}  # keys lie like rows
         assert {part for part in first if first[part] != changed[part]} == others
 
 

@@ -23,50 +23,14 @@ from ..spans import Spans
 from .chunks import Chunks
 from .intervals import Ints
 from .partition import Method, chunk_size, owners
+from .rows import fill_of, marked, take
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Rows", "Runs", "lower"]
+__all__ = ["Layout", "Runs", "digest", "lower"]
 
-#: What padding rows are filled with, by name of the entry.
-_FILLS = {"ids": -1, "segment_ids": -1}
 _PROBLEM = "Describe the whole problem, with global ids: the layout shards it"
-
-
-class Rows(dict[str, Any]):
-    """One rank's rows of a batch: a dict that knows its layout.
-
-    ``rows["q_index"]`` holds the number of each row in the whole sequence, int64 (L, n), -1 for padding.
-
-    Attributes:
-        layout: Fingerprint of the layout.
-        rank: Whose rows they are.
-    """
-
-    layout: int
-    rank: int
-
-    def to(self, *arguments: Any, **keywords: Any) -> Rows:
-        """The same with every tensor's `to` called, as ``rows.to("cuda", non_blocking=True)``."""
-        return self._each("to", arguments, keywords)
-
-    def pin_memory(self) -> Rows:
-        """The same in pinned memory; data loaders with ``pin_memory=True`` call it."""
-        return self._each("pin_memory", (), {})
-
-    def _each(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Rows:
-        values = {
-            name: getattr(x, method)(*arguments, **keywords) if hasattr(x, method) else x
-            for name, x in self.items()
-        }
-        return _marked(values, self.layout, self.rank)
-
-
-def _marked(values: Mapping[str, Any], layout: int, rank: int) -> Rows:
-    rows = Rows(values)
-    rows.layout, rows.rank = layout, rank
-    return rows
 
 
 class Source(NamedTuple):
@@ -136,8 +100,8 @@ class Layout:
     ) -> Layout:
         """Decide who owns which rows.
 
-        The same arguments give the same layout in every process. The rows per rank depend on `q_len`, `ranks`,
-        `members` and `rows_per_chunk` alone, so shapes stay when the mask changes.
+        The same arguments give the same layout in every process. The rows per rank depend on `q_len`,
+        `ranks`, `members` and `rows_per_chunk` alone, so shapes stay when the mask changes.
 
         Args:
             mask: What each query may see, of the whole problem; of a model with several kinds of layers, that
@@ -164,7 +128,9 @@ class Layout:
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
         expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
-        prepared = lower(full() if mask is None else mask, q_len, q_len if k_len is None else k_len, batch, heads)
+        prepared = lower(
+            full() if mask is None else mask, q_len, q_len if k_len is None else k_len, batch, heads
+        )
         groups = ranks // members
         if rows_per_chunk is None:
             rows_per_chunk = chunk_size(q_len, groups)
@@ -230,7 +196,7 @@ class Layout:
     @cached_property
     def runs(self) -> Runs:
         """The rows as runs of neighbours with one owner."""
-        ranks, planes, each = self.rows.shape
+        ranks, planes, _ = self.rows.shape
         flat = np.arange(planes)[:, None] * self.q_len + self.rows.astype(np.int64)
         begins = np.ones(self.rows.shape, bool)
         begins[:, :, 1:] = np.diff(self.rows, axis=2) != 1
@@ -268,15 +234,15 @@ class Layout:
             return self._shard("x", x, rank, dim, 0 if fill is None else fill)
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
-        parts = {name: self._shard(name, part, rank, dim, _fill(name, fill)) for name, part in x.items()}
+        parts = {name: self._shard(name, part, rank, dim, fill_of(name, fill)) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
-        return _marked(parts, self.fingerprint, rank)
+        return marked(parts, self.fingerprint, rank)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
         rows = self.rows[rank]
-        found = _take(x, np.maximum(rows, 0), dim)
+        found = take(x, np.maximum(rows, 0), dim)
         if (rows >= 0).all():
             return found
         shape = [1] * x.ndim
@@ -302,13 +268,13 @@ class Layout:
         for part in parts:
             xp = self._checked(what, part, dim, self.rows_per_rank)
         joined = xp.cat(list(parts), dim) if hasattr(xp, "cat") else xp.concatenate(list(parts), axis=dim)
-        return _take(joined, self.places, dim)
+        return take(joined, self.places, dim)
 
     def gather(self, x: Any, mesh: Any, dim: int = 1) -> Any:
         """The whole from the rows of all ranks, on every rank; an all-gather.
 
-        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for parameters,
-        the loss is the sum of the ranks' losses.
+        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for
+        parameters, the loss is the sum of the ranks' losses.
 
         Args:
             x: A tensor with this rank's n rows along `dim`.
@@ -373,26 +339,6 @@ class Layout:
         remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
         expect(alone, what, f"{self.planes} batch rows as dimension 0", got, remedy, error=ShapeError)
         return arrays_for([x]).xp
-
-
-def _fill(name: str, fill: Any) -> Any:
-    default = _FILLS.get(name, -100 if "label" in name or "target" in name else 0)
-    if isinstance(fill, Mapping):
-        return fill.get(name, default)
-    return default if fill is None else fill
-
-
-def _take(x: Array, index: NDArray[Any], dim: int) -> Array:
-    """Rows along `dim` by number, (L, n); with L > 1 dimension 0 of x is that of the planes."""
-    arrays = arrays_for([x])
-    if index.shape[0] == 1:
-        return arrays.take(x, arrays.asarray(index[0].astype(np.int64), "int64"), dim)
-    order = [0, dim % x.ndim, *(i for i in range(1, x.ndim) if i != dim % x.ndim)]
-    moved = x.permute(*order) if hasattr(x, "permute") else x.transpose(*order)
-    plane = arrays.asarray(np.arange(index.shape[0])[:, None], "int64")
-    found = moved[plane, arrays.asarray(index.astype(np.int64), "int64")]
-    back = [order.index(i) for i in range(x.ndim)]
-    return found.permute(*back) if hasattr(x, "permute") else found.transpose(*back)
 
 
 def _table(owner: NDArray[np.int32], q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:

@@ -1,6 +1,6 @@
-"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine, without the ranks.
+"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine.
 
-Layout, needs and counts are those of a real run; time is predicted, where rates were measured, and no rank is there.
+They are those of a real run. Time is predicted, where rates were measured. No rank is started.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..console import Column, bytes_text, numbers, print_table, seconds_text, stdout
-from ..errors import OptionError, expect
+from ..errors import expect
 from ..files import write_json
 from ..masks import Mask, causal, parse, segments
 from .layout import Layout
@@ -37,13 +37,13 @@ _COLUMNS = (
 )
 _TIMES = (Column("predicted"), Column("least", drop=3), Column("bound by", words=True, drop=5))
 _LEGEND = (
-    "max/mean: visible pairs of the busiest rank over the mean. Of ring: key rows that the busiest group fetches, as "
-    "a share of a ring's. Received, across (from other nodes), memory of buffers: bytes of the busiest rank, forward "
-    "and backward of one layer."
+    "max/mean: visible pairs of the busiest rank over the mean. Of ring: key rows that the busiest group "
+    "fetches, as a share of a ring's. Received, across (from other nodes), memory of buffers: bytes of the "
+    "busiest rank, forward and backward of one layer."
 )
 _TIMES_LEGEND = (
-    "Predicted: time of the slowest rank. Least: the mean of all ranks' pairs at the full rate, or the busiest "
-    "rank's own bytes at the full bandwidth."
+    "Predicted: time of the slowest rank. Least: the mean of all ranks' pairs at the full rate, or the "
+    "busiest rank's own bytes at the full bandwidth."
 )
 
 
@@ -95,7 +95,8 @@ class Outcome:
         ranks, tokens: P and S.
         balance: Visible pairs of the busiest rank over the mean.
         rows, rows_of_ring: Key rows that the group with the most fetches, and that a ring would bring.
-        received, received_across: Bytes of the busiest rank, forward and backward, and those from other nodes.
+        received, received_across: Bytes of the busiest rank, forward and backward, and those from other
+            nodes.
         received_mean: Bytes of the average rank.
         memory: Bytes of buffers, of the rank with the most.
         seconds: Predicted; None without measured rates.
@@ -196,7 +197,9 @@ def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -
     """
     fits, wanted = tokens >= 1 and mean > _SHORTEST, f"tokens of at least 1 and a mean above {_SHORTEST}"
     expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Make the row or its documents longer")
-    expect(kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one")
+    expect(
+        kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one"
+    )
     generator, found = np.random.default_rng(seed), np.zeros(0, np.int64)
     while found.sum() < tokens:
         if kind == "lognormal":
@@ -222,7 +225,15 @@ def tokens_of(text: str) -> int:
         (4194304, 100)
     """
     unit = {"K": 1 << 10, "M": 1 << 20}.get(text.strip()[-1:].upper(), 1)
-    return unit * numbers("--tokens", text.strip()[:-1] if unit > 1 else text)[0]
+    found = numbers("--tokens", text.strip()[:-1] if unit > 1 else text)
+    expect(
+        len(found) == 1,
+        "--tokens",
+        "positive numbers with commas between",
+        repr(text),
+        "Write it like 4M,16M",
+    )
+    return unit * found[0]
 
 
 def command(corpus: Lengths) -> Callable[..., None]:
@@ -246,7 +257,9 @@ def command(corpus: Lengths) -> Callable[..., None]:
         mean: Annotated[int, typer.Option(help="mean length of documents that are drawn")] = 4096,
         seed: Annotated[int, typer.Option(help="of the documents")] = 0,
         node_size: Annotated[int, typer.Option(help="ranks of a node")] = 8,
-        machine: Annotated[Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")] = None,
+        machine: Annotated[
+            Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")
+        ] = None,
         json: Annotated[Path | None, typer.Option(help="write the outcomes to this file")] = None,
     ) -> None:
         rates = Machine.default() if machine is None else Machine.load(machine)

@@ -1,7 +1,7 @@
 """How ranks exchange rows and compare what they do: subgroups, one kind of collective, kept buffers.
 
-Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose parts but
-one are empty. So there is one kind of collective, in the same order on all ranks.
+Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose
+parts but one are empty. So there is one kind of collective, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..errors import CommunicationError, PlanMismatchError
 
 __all__ = ["Counts", "Pending", "Ranks", "Scratch", "counted_bytes", "exchange", "group_of", "raise_broken"]
 
-#: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the next call,
-#: unless those of one call exceed the second figure.
+#: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the
+#: next call, unless those of one call exceed the second figure.
 _WORTH_KEEPING, _MOST_KEPT = 1 << 20, 1 << 29
 
 
 @dataclass
 class Counts:
-    """Bytes that this rank exchanged with others, by phase: "scatter", "gather", "exchange", "ring", "gradients"."""
+    """Bytes that this rank exchanged with others by phase, such as "exchange" or "gradients"."""
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
@@ -138,7 +138,8 @@ def raise_broken(group: Any, phase: str, error: Exception) -> NoReturn:
 
 
 class Scratch:
-    """Buffers of one call by name, kept for the next call of the same ranks. Devices have an allocator that does so.
+    """Buffers of one call by name, kept for the next call of the same ranks. Devices have an allocator that
+    does so.
 
     A name may be used again in a call once nothing reads or writes what it stood for.
     """
@@ -177,8 +178,8 @@ class _Check(NamedTuple):
 class Agreement:
     """Whether all ranks of a group have the same plans and make the same calls, asked one step late.
 
-    Each plan starts an all-gather of its fingerprints when it is put on the mesh. The answer is read when a later
-    step's plans come; where the host drives the collectives anyway (gloo), before the first exchange.
+    Each plan starts an all-gather of its fingerprints when it is put on the mesh. The answer is read when a
+    later step's plans come; where the host drives the collectives anyway (gloo), before the first exchange.
     """
 
     def __init__(self, group: Any) -> None:
@@ -230,11 +231,14 @@ class Agreement:
             for at, name in enumerate(check.names):
                 odd = [str(rank) for rank, row in enumerate(every) if row[at] != every[0][at]]
                 if odd:
+                    self._calls = self._count = 0  # on all ranks alike: whoever goes on begins anew
                     raise PlanMismatchError(
                         f"context parallelism on {self._ranks} ranks ({self._name})",
                         expected=f"the same {name} on every rank",
-                        got=f"another one on {'ranks' if len(odd) > 1 else 'rank'} {', '.join(odd)} than on rank 0",
-                        remedy=_REMEDY.get(name, "Give every rank the same mask, with global ids, and the same options"),
+                        got=f"another one on rank{'s'[: len(odd) - 1]} {', '.join(odd)} than on rank 0",
+                        remedy=_REMEDY.get(
+                            name, "Give every rank the same mask, with global ids, and the same options"
+                        ),
                     )
 
 
@@ -313,8 +317,8 @@ _known: dict[tuple[str, int], Ranks] = {}
 def _subgroup(whole: Any, ranks: Sequence[int], device: str) -> Any:
     if len(ranks) == whole.size():
         return whole
-    options = whole._get_backend(torch.device(device)).options
-    return dist.new_group(list(ranks), timeout=options._timeout, use_local_synchronization=True)
+    timeout = getattr(whole._get_backend(torch.device(device)).options, "_timeout", None)
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def group_of(mesh: DeviceMesh) -> Any:
@@ -329,7 +333,10 @@ def group_of(mesh: DeviceMesh) -> Any:
     expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
     if mesh.ndim == 1:
         return mesh.get_group()
-    wanted, remedy = "one dimension, or two: nodes and the ranks of a node", "Take a part of it, as mesh['cp']"
+    wanted, remedy = (
+        "one dimension, or two: nodes and the ranks of a node",
+        "Take a part of it, as mesh['cp']",
+    )
     expect(mesh.ndim == 2, "mesh", wanted, str(mesh.ndim), remedy)
     remedy = "Make it with mesh_dim_names=('inter', 'intra')"
     expect(mesh.mesh_dim_names is not None, "mesh of two dimensions", "names of both", repr(mesh), remedy)
