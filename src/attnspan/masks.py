@@ -58,6 +58,8 @@ class full(Mask):
         [[[[[0, 3]]]]]
     """
 
+    _separates = False
+
     def _lower(self, low: Lowering) -> Rows:
         del low
         return Rows((FULL,))
@@ -70,6 +72,8 @@ class causal(Mask):
         >>> causal().spans(2, 3).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 3]]
     """
+
+    _separates = False
 
     def _lower(self, low: Lowering) -> Rows:
         return Rows((Interval(None, low.q_index + 1, anchored=True),))
@@ -88,6 +92,8 @@ class window(Mask):
         >>> window(1).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2], [1, 3]]
     """
+
+    _separates = False
 
     left: int | None
     right: int | None = 0
@@ -121,6 +127,8 @@ class key_padding(Mask):
         >>> key_padding(2, stop=4).spans(1, 7).bounds.tolist()  # 4 text tokens, 2 of them real, then an image
         [[[[[0, 2], [4, 7]]]]]
     """
+
+    _separates = False
 
     lengths: int | Array
     side: str = "right"
@@ -171,6 +179,8 @@ class cache(Mask):
         [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]
     """
 
+    _separates = False
+
     lengths: int | Array
 
     def __post_init__(self) -> None:
@@ -198,6 +208,8 @@ class global_keys(Mask):
         >>> (causal() & (window(0) | global_keys(1))).spans(3, 3).bounds[0, 0, 2].tolist()
         [[0, 1], [2, 3]]
     """
+
+    _separates = False
 
     n: int
 
