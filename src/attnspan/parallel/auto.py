@@ -50,12 +50,11 @@ class Choice:
                 time = f"{predicted.seconds * 1e3:>9.4g}  {predicted.bound}"
             beyond = "" if self.memory is None or cost.memory.max() <= self.memory else "  too large"
             lines.append(f"{cost.strategy.name:<20}{cells}{time}{beyond}")
-        limit = "" if self.memory is None else f" Buffers may take {self.memory / 1e6:.4g} MB."
-        if self.machine is None:
-            rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
-        else:
-            rule = f"Shortest predicted time; within 5 % the fewest bytes. Rates: {self.machine}."
-        return "\n".join([*lines, rule + limit])
+        rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
+        if self.machine is not None:
+            rule = "Shortest predicted time; within 5 % the fewest bytes."
+        lines.append(rule if self.memory is None else f"{rule} Buffers may take {self.memory / 1e6:.4g} MB.")
+        return "\n".join(lines if self.machine is None else [*lines, f"Rates: {self.machine}."])
 
 
 def candidates(ranks: int, q_heads: int) -> list[Strategy]:

@@ -165,6 +165,8 @@ class Layout:
             >>> Layout.contiguous(5, ranks=2).rows.tolist()
             [[[0, 1, 2]], [[3, 4, -1]]]
         """
+        count("Layout.contiguous: q_len", q_len)
+        count("Layout.contiguous: ranks", ranks, least=1)
         each = -(-q_len // ranks)
         rows = np.arange(ranks * each, dtype=np.int32)
         return cls(q_len, np.where(rows < q_len, rows, -1).astype(np.int32).reshape(ranks, 1, each))
@@ -223,7 +225,7 @@ class Layout:
         """Which rows of a rank are real, bool (L, n)."""
         return np.asarray(self.rows[self._rank(rank)] >= 0)
 
-    def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = 0) -> Any:
+    def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = None) -> Any:
         """One rank's rows of whole inputs.
 
         Args:
@@ -231,8 +233,8 @@ class Layout:
                 rows are partitioned one by one, they are dimension 0.
             rank: 0..P-1, the rank within the context-parallel mesh.
             dim: The dimension of the rows.
-            fill: Value of padding rows. For a mapping a number, or a mapping by name; by default ids get -1,
-                names that contain "label" or "target" get -100, and all others 0.
+            fill: Value of padding rows, None for 0. For a mapping a number for all entries, or a mapping by
+                name; by default ids get -1, names that contain "label" or "target" -100, and all others 0.
 
         Returns:
             A copy with n rows along `dim`; for a mapping `Rows`, which also holds "q_index".
@@ -244,7 +246,7 @@ class Layout:
         """
         self._rank(rank)
         if not isinstance(x, Mapping):
-            return self._shard("x", x, rank, dim, fill)
+            return self._shard("x", x, rank, dim, 0 if fill is None else fill)
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
         parts = {name: self._shard(name, part, rank, dim, fill_of(name, fill)) for name, part in x.items()}
@@ -396,8 +398,10 @@ def digest(*arrays: Any) -> int:
     return (int.from_bytes(found.digest(), "big") >> 4) or 1
 
 
-def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) -> Prepared:
-    """The mask of a whole problem, with bounds and indices in NumPy.
+def lower(
+    mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, known: bool = False
+) -> Prepared:
+    """The mask of a whole problem, with bounds and indices in NumPy; `known` bounds are legal.
 
     Raises:
         DtypeError: It is no mask.
@@ -412,7 +416,7 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
     from .._mistakes import not_a_mask
 
     if isinstance(mask, Spans):
-        mask = Prepared(mask.validate())
+        mask = Prepared(mask)
     if not isinstance(mask, Mask):
         raise not_a_mask(mask)
     found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
@@ -427,9 +431,12 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
         remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
         wanted = f"{whole} {name}, or 1 that all share"
         expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
-    if isinstance(spans.bounds, np.ndarray) and found is mask:
-        return found
-    return Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+    if not isinstance(spans.bounds, np.ndarray) or found is not mask:
+        found = Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+    if isinstance(mask, Prepared) and not known:
+        # On the keys of a rank an illegal span may look like a legal one.
+        found.lowered.validate()
+    return found
 
 
 def _numpy(x: object) -> object:

@@ -48,7 +48,7 @@ def chunk_size(q_len: int, groups: int) -> int:
 
     Example:
         >>> [chunk_size(*x) for x in [(131_072, 8), (100_003, 8), (3, 8)]]
-        [512, 521, 1]
+        [512, 463, 1]
     """
     sizes = {max(ceil(q_len / (groups * each)), 1) for each in _CHUNKS_PER_GROUP}
     step = 1 + q_len // groups // 1000  # Padding below 0.1 % does not matter.

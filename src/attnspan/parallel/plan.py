@@ -79,18 +79,17 @@ def make_plan(
         fits = k_len is None or keys.q_len == k_len
         expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
     batch = max(layout.planes, 1 if keys is None else keys.planes) if batch is None else batch
-    prepared = lower(mask, layout.q_len, layout.q_len if keys is None else keys.q_len, batch, heads[0])
+    known, given = layout.source_of(mask) is not None, layout if keys is None else keys
+    prepared = lower(mask, layout.q_len, given.q_len, batch, heads[0], known)
     sizes = Sizes(*heads, head_dim, head_dim if v_dim is None else v_dim, itemsize, batch)
-    plan = Plan(
-        layout, layout if keys is None else keys, prepared, Strategy("exchange", 1, layout.ranks), sizes
-    )
+    plan = Plan(layout, given, prepared, Strategy("exchange", 1, layout.ranks), sizes)
     what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
-    for got in {layout.planes, plan.keys.planes, prepared.lowered.bounds.shape[0]}:
-        expect(got in (1, plan.planes), what, f"1 or {plan.planes}", got, remedy, error=ShapeError)
+    for got in (layout.planes, plan.keys.planes):
+        expect(got in (1, batch), what, f"1 or {batch}", got, remedy, error=ShapeError)
     if strategy == "auto":
         choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
         return plan.with_strategy(choice.best.strategy, choice)
-    found = Strategy.parse(strategy, layout.ranks) if isinstance(strategy, str) else strategy
+    found = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy, layout.ranks)
     wanted, remedy = f"one for {layout.ranks} ranks", "Its members times its groups are the ranks"
     expect(found.ranks == layout.ranks, "strategy", wanted, f"{found.name} for {found.ranks}", remedy)
     return plan.with_strategy(found)
@@ -153,18 +152,18 @@ class Plan:
         return max(self.layout.planes, self.keys.planes, int(self.bounds.shape[0]))
 
     @cached_property
-    def _cut(self) -> tuple[Chunks, NDArray[Any], int]:
-        """Chunks of the rows, the owner of each, and the ranks of such an owner."""
-        source = self.layout.source_of(self.mask)
-        if source is not None and self.strategy.members % source.members == 0:
-            return source.chunks, source.owner, source.members
+    def _cut(self) -> tuple[Chunks, NDArray[Any]]:
+        """Chunks of the rows, and the rank of each."""
         runs = tiled(self.layout.runs, self.layout, self.planes)
-        return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank, 1
+        return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank
 
     def needs(self, strategy: Strategy) -> Needs:
         """The keys that each group of a strategy needs."""
-        chunks, owner, ranks = self._cut
-        return needs_of(chunks, owner * ranks // strategy.members, strategy.groups)
+        source, u = self.layout.source_of(self.mask), strategy.members
+        if source is not None and source.chunks.planes == self.planes and u % source.members == 0:
+            return needs_of(source.chunks, source.owner // (u // source.members), strategy.groups)
+        chunks, rank = self._cut
+        return needs_of(chunks, rank // u, strategy.groups)
 
     def holders(self, strategy: Strategy) -> Holders:
         """Which group of a strategy holds which keys."""

@@ -56,7 +56,9 @@ def marked(values: Mapping[str, Any], layout: int, rank: int) -> Rows:
 
 def fill_of(name: str, fill: Any) -> Any:
     default = _FILLS.get(name, -100 if "label" in name or "target" in name else 0)
-    return fill.get(name, default) if isinstance(fill, Mapping) else fill or default
+    if isinstance(fill, Mapping):
+        return fill.get(name, default)
+    return default if fill is None else fill
 
 
 def take(x: Array, index: NDArray[Any], dim: int) -> Array:
