@@ -132,11 +132,8 @@ class Layout:
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
         expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
-        mask, k_len, groups = (
-            full() if mask is None else mask,
-            q_len if k_len is None else k_len,
-            ranks // members,
-        )
+        mask, groups = full() if mask is None else mask, ranks // members
+        k_len = q_len if k_len is None else k_len
         if rows_per_chunk is None:
             rows_per_chunk = chunk_size(q_len, groups)
         count("Layout.of: rows_per_chunk", rows_per_chunk, least=1)
@@ -328,8 +325,9 @@ class Layout:
         """
         from .plan import make_plan
 
-        given = mask
-        key = (static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else mask), heads, *options.items()
+        # The layout's own mask, or one without data; what an array holds may change.
+        same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        key = (same, heads, *options.items()) if same is not None and isinstance(heads, tuple) else None
         if key in self._plans:
             return self._plans[key]
         if mask is None:
@@ -337,7 +335,7 @@ class Layout:
             expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
             mask = self._source.mask  # type: ignore[union-attr]
         plan = make_plan(self, mask, heads=heads, **options)
-        if given is None or key[0] is not None:
+        if key is not None:
             self._plans[key] = plan
         return plan
 

@@ -178,7 +178,7 @@ class Scratch:
 
 
 class _Check(NamedTuple):
-    """A comparison under way: facts by name, those of all ranks, what to wait for, and the calls before it."""
+    """A comparison under way: names of facts, those of all ranks, what to wait for, calls before it."""
 
     names: list[str]
     found: Tensor
@@ -273,8 +273,8 @@ def moved(x: Any, device: str) -> Tensor:
 _REMEDY = {
     "layout": "Make it of the same mask, method and rows_per_chunk on every rank",
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
-    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same sizes "
-    "and options, in the same order",
+    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same "
+    "sizes and options, in the same order",
 }
 
 
