@@ -256,7 +256,8 @@ class Agreement:
 
 def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
     """A tensor on the host, filled once what `work` stands for is done; nobody waits before it is read."""
-    stream, home = torch.cuda.Stream(every.device), torch.empty_like(every, device="cpu", pin_memory=True)
+    stream = torch.cuda.Stream(every.device)  # type: ignore[no-untyped-call]
+    home = torch.empty_like(every, device="cpu", pin_memory=True)
     with torch.cuda.stream(stream):
         work.wait()
         home.copy_(every, non_blocking=True)
