@@ -1,4 +1,4 @@
-"""Copying within packed segments on 1, 2 and 4 ranks, and with ids that another partition has dealt.
+"""Copying within packed segments on 1, 2 and 4 ranks, and with ids in the order of another layout.
 
     python benchmarks/convergence.py
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from worlds import mesh
 
-from attnspan.parallel.loss import global_token_count, sum_gradients, sum_over, token_mean
+from attnspan.parallel.torch.loss import global_token_count, sum_gradients, sum_over, token_mean
 
 
 def part_of(x: Tensor, uneven: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from worlds import JobError, world
 
 from attnspan.errors import OptionError
-from attnspan.parallel.loss import next_token_targets, sum_gradients, token_mean
+from attnspan.parallel.torch.loss import next_token_targets, sum_gradients, token_mean
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ _MESHES: dict[str, Any] = {}
 
 _PLANS = (
     "A device would see a part of the keys, and be wrong without any error: split the batch or the heads, or "
-    "share rows by a plan with attnspan.parallel.ContextParallel or attnspan.jax.shard"
+    "share rows by a plan with attnspan.parallel.Layout"
 )
 
 

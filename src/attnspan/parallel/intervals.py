@@ -1,0 +1,90 @@
+"""Unions of key intervals, many at a time: sorted arrays instead of loops.
+
+Shapes: m intervals in, k intervals out. A family is a set of intervals of its own (a chunk's, a group's).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: int) -> tuple[Ints, Ints, Ints]:
+    """The union of the intervals of each family: ascending, disjoint, not touching.
+
+    Args:
+        family: integer (m,) in [0, families).
+        lo, hi: integer (m,), 0 <= lo; an interval with lo >= hi is empty.
+        families: number of families; some may have no interval.
+
+    Returns:
+        starts (families + 1,) and lo, hi (k,): family f has the intervals starts[f]:starts[f + 1].
+
+    Example:
+        >>> starts, lo, hi = union(np.array([1, 1, 1]), np.array([4, 0, 2]), np.array([6, 3, 4]), 2)
+        >>> starts.tolist(), lo.tolist(), hi.tolist()
+        ([0, 0, 1], [0], [6])
+    """
+    width = int(hi.max(initial=0)) + 1  # one more than any end, so that families do not touch
+    base = family.astype(np.int64) * width
+    low, high = base + lo, base + hi
+    if not (lo < hi).all():
+        low, high = low[lo < hi], high[lo < hi]
+    if (low[1:] < low[:-1]).any():
+        order = np.argsort(low, kind="stable")
+        low, high = low[order], high[order]
+    reach = np.maximum.accumulate(high)
+    opens = np.ones(len(low), bool)
+    np.greater(low[1:], reach[:-1], out=opens[1:])
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(reach))[: len(first)] - 1
+    low, high = low[first], reach[last]
+    owner = low // width
+    starts = np.searchsorted(owner, np.arange(families + 1))
+    return starts, low - owner * width, high - owner * width
+
+
+def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: Ints) -> Ints:
+    """How many keys of [a, b) a family holds, for many (family, a, b) at once.
+
+    Args:
+        starts, lo, hi: what `union` returned.
+        family, a, b: integer (n,).
+
+    Returns:
+        int64 (n,).
+
+    Example:
+        >>> one = (np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
+        >>> covered(*one, np.array([0, 0]), np.array([2, 0]), np.array([7, 10])).tolist()
+        [2, 4]
+    """
+    if not len(lo):
+        return np.zeros(len(a), np.int64)
+    width = max(int(hi.max(initial=0)), int(b.max(initial=0))) + 1
+    owner = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    low = owner * width + lo
+    before = np.concatenate([[0], np.cumsum(hi - lo)])
+
+    def below(x: Ints) -> Ints:
+        """Keys below x of the family and of all families before it."""
+        at = np.searchsorted(low, family.astype(np.int64) * width + x, side="right") - 1
+        into = np.clip(family.astype(np.int64) * width + x - low[at], 0, (hi - lo)[at])
+        return np.where(at < 0, 0, before[at] + into)
+
+    return below(b) - below(a)
+
+
+def expand(lo: Ints, hi: Ints) -> Ints:
+    """All numbers of half-open ranges, one range after the other.
+
+    Example:
+        >>> expand(np.array([3, 7]), np.array([5, 8])).tolist()
+        [3, 4, 7]
+    """
+    counts = hi - lo
+    return np.repeat(lo - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))

@@ -1,0 +1,167 @@
+"""Swaps of chunks between groups: work is made even, at the least cost in foreign keys.
+
+Shapes: r groups of s chunks each, all of one plane.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .chunks import Chunks
+from .intervals import Ints, covered, union
+
+#: With few heavy groups, each looks at many partners; with many, rounds would be too many: one of 64 groups a
+#: round.
+_AT_ONCE = 64
+#: Lightest groups that a heavy one looks at for a swap, and chunks of a group that are looked at in one
+#: round: a round then scores 8 * 32 * 32 swaps per group, which takes about a millisecond.
+_PARTNERS, _LOOKED_AT = 8, 32
+#: Chunks that are looked at change from round to round: after four rounds without a swap there is none.
+_IDLE = 4
+#: Prices of a swap, in shares of the excess work that it removes: a growth of the largest foreign count by
+#: its own size costs five, any other growth a fifth. The first is what ranks wait for.
+_LARGEST, _ANY = 5.0, 0.2
+
+
+class Assignment:
+    """Which group has which chunks, with the work and the foreign keys of each group.
+
+    Args:
+        chunks: r * s chunks of one plane; the last ones may be empty.
+        table: int64 (r, s), the chunks of each group.
+        load, foreign: int64 (r,), what groups have in other planes.
+
+    Attributes:
+        load: int64 (r,), visible pairs, other planes included.
+        foreign: int64 (r,), keys that are needed and not owned, other planes included.
+
+    Example:
+        >>> from attnspan import causal
+        >>> chunks = Chunks.of(causal().spans(4, 4), Chunks.even_edges(4, 1, 1))
+        >>> none = np.zeros(2, np.int64)
+        >>> found = Assignment(chunks, np.array([[0, 1], [2, 3]]), none, none)
+        >>> found.load.tolist(), found.foreign.tolist()
+        ([3, 7], [0, 2])
+        >>> found.even(1.0, rounds=3)
+        >>> found.table.tolist(), found.load.tolist()
+        ([[2, 1], [0, 3]], [5, 5])
+    """
+
+    def __init__(self, chunks: Chunks, table: Ints, load: Ints, foreign: Ints) -> None:
+        self.chunks, self.table, self._before = chunks, table.copy(), foreign
+        self.load: Ints = load + chunks.pairs[table].sum(axis=1)
+        self.needs: list[tuple[Ints, Ints]] = [(table[:0, 0], table[:0, 0])] * len(table)
+        self.foreign: Ints = foreign.copy()
+        self._size = max(chunks.q_len // max(table.size, 1), 1)
+        # In cross attention a group does not own the keys of its rows.
+        self._own = chunks.q_len == chunks.k_len
+        self._refresh(np.arange(len(table)))
+
+    def even(self, aim: float, rounds: int) -> None:
+        """Swap until no group has more than `aim` times the mean work, or no swap helps, or rounds end."""
+        most, idle = aim * self.load.mean(), 0
+        for number in range(rounds):
+            if self.load.max() <= most or idle == _IDLE:
+                return
+            idle = 0 if self._round(most, number) else idle + 1
+
+    def _round(self, most: float, number: int) -> bool:
+        """One swap for each of the heaviest groups, with light groups of its own; False if there is none."""
+        order = np.argsort(self.load, kind="stable")
+        count = min(int((self.load > most).sum()), max(len(order) // _AT_ONCE, 1))
+        partners = min(_PARTNERS, (len(order) - count) // count)
+        heavy = order[::-1][:count]
+        light = np.roll(order[: count * partners].reshape(partners, count), number, axis=1).T
+        # Of many chunks a part is looked at, in each round another one.
+        step = -(-self.table.shape[1] // _LOOKED_AT)
+        columns = np.arange(number % step, self.table.shape[1], step)
+        score = self._score(heavy, light, columns, most).reshape(count, -1)
+        best = score.argmin(axis=1)
+        good = np.flatnonzero(np.isfinite(score[np.arange(count), best]))
+        partner, j, i = np.unravel_index(best[good], (partners, len(columns), len(columns)))
+        if len(good):
+            self._swap(heavy[good], columns[i], light[good, partner], columns[j])
+        return len(good) > 0
+
+    def _score(self, heavy: Ints, light: Ints, columns: Ints, most: float) -> NDArray[np.float64]:
+        """What each swap leaves to be desired, inf for those that help nobody.
+
+        Args:
+            heavy: (h,) groups.
+            light: (h, l), the partners of each.
+            columns: (c,), which chunks of each group are looked at.
+            most: work that no group should exceed.
+
+        Returns:
+            (h, l, c, c): by partner, its chunk, and the chunk of the heavy group.
+        """
+        mine, theirs = self.table[heavy][:, columns], self.table[light][:, :, columns]
+        pairs, load = self.chunks.pairs, self.load.astype(np.float64)
+        given = pairs[mine].astype(np.float64)[:, None, None, :] - pairs[theirs][:, :, :, None]
+        loaded = load[heavy][:, None, None, None]
+        worst = np.maximum(loaded - given, load[light][:, :, None, None] + given)
+        score = np.maximum(worst - most, 0) / (loaded - most)
+        to_heavy = self._extra(heavy, theirs.reshape(len(heavy), -1)).reshape(theirs.shape)[:, :, :, None]
+        to_light = self._extra(light.reshape(-1), np.repeat(mine, light.shape[1], axis=0))
+        to_light = to_light.reshape(*light.shape, 1, len(columns))
+        top, foreign = float(self.foreign.max()), self.foreign
+        scale = max(top, self._size)
+        largest = np.maximum(
+            to_heavy + foreign[heavy][:, None, None, None], to_light + foreign[light][:, :, None, None]
+        )
+        score += np.maximum(largest - top, 0) * (_LARGEST / scale)
+        score += np.maximum(to_heavy + to_light, 0) * (_ANY / scale)
+        score[worst >= loaded] = np.inf
+        return score
+
+    def _swap(self, a: Ints, i: Ints, b: Ints, j: Ints) -> None:
+        """Chunk i of each group of `a` against chunk j of its partner in `b`; no group comes twice."""
+        table, pairs = self.table, self.chunks.pairs
+        given = pairs[table[a, i]] - pairs[table[b, j]]
+        table[a, i], table[b, j] = table[b, j], table[a, i]
+        self.load[a] -= given
+        self.load[b] += given
+        self._refresh(np.append(a, b))
+
+    def _refresh(self, groups: Ints) -> None:
+        at, which = self._intervals(self.table[groups].reshape(-1))
+        family = which // self.table.shape[1]
+        starts, lo, hi = union(family, self.chunks.lo[at], self.chunks.hi[at], len(groups))
+        for group, (first, last) in zip(groups.tolist(), pairwise(starts.tolist()), strict=True):
+            self.needs[group] = lo[first:last], hi[first:last]
+        self.foreign[groups] = self._before[groups] + self._foreign(groups)
+
+    def _intervals(self, numbers: NDArray[Any]) -> tuple[Ints, Ints]:
+        """Places of the intervals of some chunks, and for each the place of its chunk in `numbers`."""
+        first, counts = self.chunks.starts[numbers], np.diff(self.chunks.starts)[numbers]
+        which = np.repeat(np.arange(len(numbers)), counts)
+        return np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts), which
+
+    def _needs_of(self, groups: Ints) -> tuple[Ints, Ints, Ints]:
+        needs = [self.needs[group] for group in groups.tolist()]
+        starts = np.append(0, np.cumsum([len(lo) for lo, _ in needs]))
+        return starts, np.concatenate([lo for lo, _ in needs]), np.concatenate([hi for _, hi in needs])
+
+    def _extra(self, groups: Ints, numbers: NDArray[Any]) -> NDArray[np.float64]:
+        """Foreign keys that a group gains with a chunk, about; numbers and result (groups, m)."""
+        at, which = self._intervals(numbers.reshape(-1))
+        lo, hi = self.chunks.lo[at], self.chunks.hi[at]
+        new = hi - lo - covered(*self._needs_of(groups), which // numbers.shape[1], lo, hi)
+        gained = np.bincount(which, weights=new, minlength=numbers.size).astype(np.float64)
+        return gained.reshape(numbers.shape) - self._size * self._own
+
+    def _foreign(self, groups: Ints) -> Ints:
+        """Keys that groups need and do not own; in cross attention, that they need."""
+        needs = self._needs_of(groups)
+        widths = np.append(0, np.cumsum(needs[2] - needs[1]))
+        rows: Ints = widths[needs[0][1:]] - widths[needs[0][:-1]]
+        if not self._own:
+            return rows
+        owned = self.table[groups].reshape(-1)
+        family = np.repeat(np.arange(len(groups)), self.table.shape[1])
+        own = covered(*needs, family, self.chunks.edges[owned], self.chunks.edges[owned + 1])
+        return rows - np.bincount(family, weights=own, minlength=len(groups)).astype(np.int64)

@@ -1,0 +1,382 @@
+"""Attention of one rank's rows to the keys of all, forward and backward: exchanges, the kernel, sums.
+
+Shapes: B batch rows, H query heads and G key heads of this rank while it attends, N rows of its group, S keys
+of its group, K keys of a stage, D and Dv head dims. Of several calls for one row the parts are added in
+float32, whatever the inputs are.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...options import DISTANCE, Options
+from ..cost import exchange_parts
+from ..local import Stage, Tables
+from .comm import Pending
+from .heads import Team, fold_heads, repeat_heads
+from .kernel import Call, attend, differentiate
+from .keys import Route, from_rows, pass_on, to_rows, unsorted, whole
+
+
+class Given(NamedTuple):
+    """What a rank is to compute.
+
+    Args:
+        tables: Its plan, with tensors.
+        team: Who takes part.
+        q: Shape (B, H, N, D).
+        k: Shape (B, G, S, D).
+        v: Shape (B, G, S, Dv).
+        scale: Factor of the scores.
+        options: Of these heads, without indices; None for none.
+    """
+
+    tables: Tables
+    team: Team
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    options: Options | None
+
+
+class Done(NamedTuple):
+    """What forward found, and the gradients that came in.
+
+    Args:
+        dout: Shape (B, H, N, Dv).
+        dlse: Shape (B, H, N), or None.
+        out: Shape (B, H, N, Dv).
+        lse: Shape (B, H, N), float64.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of one rank's rows and heads.
+
+    Args:
+        dq: Shape (B, H, N, D), in q's dtype.
+        dkv: Shape (B, G, S, D + Dv), keys and values side by side, float32 (float64 for float64).
+        dbias: In the shape of the options' bias, or None.
+        dsinks: In the shape of the options' sinks, or None.
+    """
+
+    dq: Tensor
+    dkv: Tensor
+    dbias: Tensor | None
+    dsinks: Tensor | None
+
+
+def forward(given: Given) -> tuple[Tensor, Tensor]:
+    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
+    if given.tables.transfer is not None:
+        return _forward_exchange(given)
+    if len(given.tables.stages) == 1:
+        return _forward_own(given)
+    return _forward_ring(given)
+
+
+def backward(given: Given, done: Done) -> Gradients:
+    """The gradients of `forward`."""
+    if given.tables.transfer is not None:
+        return _backward_exchange(given, done)
+    if len(given.tables.stages) == 1:
+        return _backward_own(given, done)
+    return _backward_ring(given, done)
+
+
+def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
+    """Query and key heads of each part."""
+    count = exchange_parts(list(given.team.heads))
+    heads, key_heads = given.q.shape[1], given.k.shape[1]
+    for i in range(count):
+        first, last = key_heads * i // count, key_heads * (i + 1) // count
+        if count == 1:
+            yield slice(0, heads), slice(0, key_heads)
+        else:
+            group = heads // key_heads
+            yield slice(first * group, last * group), slice(first, last)
+
+
+def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
+    q, options = given.q, given.options
+    out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64)
+    route, parts = Route(given.tables, given.team), list(_parts(given))
+    # All exchanges at once: while one part is computed, the others travel.
+    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    for (heads, _), fetched in zip(parts, coming, strict=True):
+        k, v = from_rows(fetched.wait(), q.shape[3])
+        call = _call(given, given.tables.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
+        lse[:, heads] = _attend_some(call, out[:, heads])
+    return out, lse
+
+
+def _forward_own(given: Given) -> tuple[Tensor, Tensor]:
+    """All keys of the group's rows are here."""
+    q, k, v = given.q, given.k, given.v
+    if given.tables.key_order.numel():
+        k, v = from_rows(to_rows(k, v, given.tables.numbers.planes, given.tables.key_order), q.shape[3])
+    out = _like_bshd(q, q.shape[1], q.shape[2], v.shape[3], q.dtype)
+    return out, _attend_some(_call(given, given.tables.stages[0], q, k, v, given.options), out)
+
+
+def _backward_exchange(given: Given, done: Done) -> Gradients:
+    q, options, stage = given.q, given.options, given.tables.stages[0]
+    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
+    sums = _OptionSums(options)
+    route, parts = Route(given.tables, given.team), list(_parts(given))
+    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    returned = []
+    for i, ((heads, _), fetched) in enumerate(zip(parts, coming, strict=True)):
+        rows = fetched.wait()
+        k, v = from_rows(rows, q.shape[3])
+        call = _call(given, stage, q[:, heads], k, v, options_of(options, heads), heads)
+        grads = given.team.scratch.new(f"grads {i}", rows.shape, rows, _wide(rows))
+        dkv = from_rows(grads, q.shape[3])
+        sums.add(_differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv), heads)
+        returned.append((grads, route.give_back(grads, i)))
+    batch, kv_heads, length, dim = given.k.shape
+    planes = given.tables.numbers.planes
+    shape = (planes, length, batch // planes, kv_heads, dim + given.v.shape[3])
+    total = given.team.scratch.new("total", shape, given.k, _wide(given.k))
+    for (_, at), (grads, pending) in zip(parts, returned, strict=True):
+        route.collect(grads, pending, total[..., at, :])
+    return Gradients(dq, whole(total), *sums.results())
+
+
+def _backward_own(given: Given, done: Done) -> Gradients:
+    q, k, v, order = given.q, given.k, given.v, given.tables.key_order
+    if order.numel():
+        rows = to_rows(k, v, given.tables.numbers.planes, order)
+        k, v = from_rows(rows, q.shape[3])
+        grads = torch.empty_like(rows, dtype=_wide(k))
+    else:
+        shape = (1, k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3])
+        grads = k.new_empty(shape, dtype=_wide(k))
+    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
+    sums = _OptionSums(given.options)
+    call = _call(given, given.tables.stages[0], q, k, v, given.options)
+    found = _differentiate_some(given, call, done, dq, from_rows(grads, k.shape[3]))
+    sums.add(found, slice(0, q.shape[1]))
+    return Gradients(dq, whole(unsorted(grads, order)), *sums.results())
+
+
+def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
+    q, options = given.q, given.options
+    bare = None if options is None else options._replace(sinks=None)
+    total = _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q)))
+    for stage, rows in _round(given):
+        if not stage.visible:
+            continue
+        k, v = from_rows(rows, q.shape[3])
+        part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
+        total.add(part, _attend_some(_call(given, stage, q, k, v, bare), part))
+    if options is not None and options.sinks is not None:
+        total.join(options.sinks)
+    out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+    return out.copy_(total.out), total.lse
+
+
+def _backward_ring(given: Given, done: Done) -> Gradients:
+    """Keys go round once more, and each block's gradients with them, one step behind and home at last."""
+    q, options = given.q, given.options
+    bare = None if options is None else options._replace(sinks=None)
+    dq = q.new_zeros(q.shape, dtype=_wide(q))
+    sums, every = _OptionSums(options), slice(0, q.shape[1])
+    behind: Pending | None = None
+    shape: tuple[int, ...] = ()
+    for stage, rows in _round(given):
+        shape = rows.shape
+        grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
+        if stage.visible:
+            k, v = from_rows(rows, q.shape[3])
+            part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
+            call = _call(given, stage, q, k, v, bare)
+            sums.add(_differentiate_some(given, call, done, part, from_rows(grads, q.shape[3])), every)
+            dq += part
+        if behind is not None:
+            grads += behind.wait().view_as(grads)
+        behind = pass_on(grads, given.team, "gradients")
+    assert behind is not None
+    if options is not None and options.sinks is not None:
+        sums.add((None, _sink_gradients(options.sinks, done)), every)
+    dkv = whole(unsorted(behind.wait().view(shape), given.tables.key_order))
+    narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
+    return Gradients(narrow.copy_(dq), dkv, *sums.results())
+
+
+def _round(given: Given) -> Iterator[tuple[Stage, Tensor]]:
+    """The blocks of keys as they come by; the next one travels while one is worked on."""
+    stages, planes = given.tables.stages, given.tables.numbers.planes
+    rows = to_rows(given.k, given.v, planes, given.tables.key_order)
+    for step, stage in enumerate(stages):
+        coming = pass_on(rows, given.team, "ring") if step + 1 < len(stages) else None
+        yield stage, rows
+        if coming is not None:
+            rows = coming.wait().view(rows.shape)
+
+
+class _Merged:
+    """Parts of a softmax over disjoint keys, added up; Milakov and Gimelshein 2018, section 3.1."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+        self.lse = out.new_full(out.shape[:3], -torch.inf, dtype=torch.float64)
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Add the keys of one more call."""
+        total = torch.logaddexp(self.lse, lse)
+        old, new = (_weight(x, total).to(out.dtype) for x in (self.lse, lse))
+        self.out.mul_(old).add_(out * new)
+        self.lse = total
+
+    def join(self, sinks: Tensor) -> None:
+        """Let each head's sink, (H,), into the sums; it has no value."""
+        total = torch.logaddexp(self.lse, sinks[None, :, None].to(self.lse.dtype).expand_as(self.lse))
+        self.out.mul_(_weight(self.lse, total).to(self.out.dtype))
+        self.lse = total
+
+
+def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+    """Outputs (B, H, N, Dv) of attention to disjoint keys as that to all of them, by their lse (B, H, N)."""
+    total = _Merged(torch.zeros_like(outs[0]))
+    for out, lse in zip(outs, lses, strict=True):
+        total.add(out, lse.double())
+    if sinks is not None:
+        total.join(sinks)
+    return total.out
+
+
+def _weight(part: Tensor, total: Tensor) -> Tensor:
+    """exp(part - total) as (B, H, N, 1); 0 for parts of nothing, whose difference may be NaN."""
+    return torch.where(part == -torch.inf, 0.0, (part - total).exp())[..., None]
+
+
+def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
+    """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
+    wide = _wide(done.out)
+    slack = -(done.dout.to(wide) * done.out.to(wide)).sum(-1)
+    slack = slack if done.dlse is None else slack + done.dlse
+    # A row that sees nothing, not even a sink, has lse -inf.
+    share = _weight(sinks[None, :, None].to(done.lse.dtype).expand_as(done.lse), done.lse)[..., 0]
+    return (share * slack).sum((0, 2)).to(wide)
+
+
+class _OptionSums:
+    """Gradients of bias and sinks, which several calls and heads add to."""
+
+    def __init__(self, options: Options | None) -> None:
+        self._options = options
+        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
+        self._bias = None if bias is None else torch.zeros_like(bias)
+        self._sinks = None if sinks is None else torch.zeros_like(sinks)
+
+    def add(self, found: tuple[Tensor | None, Tensor | None], heads: slice) -> None:
+        """Add what a call for some heads found."""
+        dbias, dsinks = found
+        if dbias is not None and self._options is not None:
+            self._bias[bias_at(self._options, heads)] += dbias  # type: ignore[index]
+        if dsinks is not None:
+            self._sinks[heads] += dsinks  # type: ignore[index]
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """The sums."""
+        return self._bias, self._sinks
+
+
+def bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
+    """Where the heads are in the bias: (H, n) by distance, (B|1, H) of slopes."""
+    return (heads,) if options.bias_kind == DISTANCE else (slice(None), heads)
+
+
+def options_of(options: Options | None, heads: slice) -> Options | None:
+    """The options of some of the heads."""
+    if options is None:
+        return None
+    seed, sinks, bias = options.dropout_seed, options.sinks, options.bias
+    return options._replace(
+        bias=None if bias is None else bias[bias_at(options, heads)].contiguous(),
+        sinks=None if sinks is None else sinks[heads].contiguous(),
+        dropout_seed=None if seed is None else seed[:, heads].contiguous(),
+    )
+
+
+def _call(
+    given: Given,
+    stage: Stage,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options | None,
+    heads: slice | None = None,
+) -> Call:
+    """A call for some of this rank's heads (None: all) on the keys of a stage."""
+    bounds = stage.bounds
+    if bounds.shape[1] > 1:
+        first = given.team.mine.q_start
+        at = slice(0, q.shape[1]) if heads is None else heads
+        bounds = bounds[:, first + at.start : first + at.stop].contiguous()
+    if options is not None and _changes_anything(options):
+        options = options._replace(q_index=given.tables.q_index, k_index=stage.keys)
+    else:
+        options = None
+    kv_map = given.team.mine.kv_map
+    if heads is None or heads == slice(0, given.q.shape[1]):
+        k, v = repeat_heads(k, kv_map), repeat_heads(v, kv_map)
+    return Call(q, k, v, bounds, given.scale, options)
+
+
+def _changes_anything(options: Options) -> bool:
+    given = options.bias is not None or options.sinks is not None
+    return given or options.softcap != 0.0 or options.dropout_p != 0.0
+
+
+def _attend_some(call: Call, out: Tensor) -> Tensor:
+    """The kernel, where there is anything for it: a member may have no heads."""
+    if call.q.shape[1] == 0:
+        return out.new_empty(call.q.shape[:3], dtype=torch.float64)
+    return attend(call, out)
+
+
+def _differentiate_some(
+    given: Given, call: Call, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    if call.q.shape[1] == 0:
+        for x in dkv:
+            x.zero_()
+        return None, None
+    dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
+    dlse = None if done.dlse is None else done.dlse.contiguous()
+    # All of the row's keys are here, or some: the kernel takes float32 for its own, and may compute it anew.
+    out, lse = done.out, done.lse.contiguous()
+    lse = lse if len(given.tables.stages) > 1 else lse.to(_wide(given.q))
+    if call.k.shape[1] == dkv[0].shape[1]:
+        return differentiate(call, dout, dlse, out, lse, (dq, *dkv))
+    repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
+    found = differentiate(call, dout, dlse, out, lse, (dq, *repeated))
+    for grad, into in zip(repeated, dkv, strict=True):
+        fold_heads(grad, given.team.mine.kv_map, into)
+    return found
+
+
+def _some(done: Done, heads: slice) -> Done:
+    """What belongs to some of the heads."""
+    return Done(*(None if x is None else x[:, heads] for x in done))  # type: ignore[arg-type]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _like_bshd(x: Tensor, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised (B, heads, length, dim) tensor that is stored as (B, length, heads, dim)."""
+    return x.new_empty((x.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)

@@ -1,0 +1,205 @@
+"""The loss over ranks that each hold a part of the tokens, and the gradients of what they share.
+
+The convention is one sentence: **the loss is the sum over ranks of their local parts**, each of which is the
+sum over the rank's tokens divided by the number of tokens of all ranks. A mean of local means would be
+another number, because ranks have unequally many targets. Gradients follow: those of replicated parameters
+are summed, never averaged. ::
+
+    total = cross_entropy(logits, targets, reduction="sum")       # this rank's tokens
+    count = global_token_count(targets, mesh)                     # everybody's
+    token_mean(total, count).backward()
+    sum_gradients(model.parameters(), mesh)                       # FSDP2 does it by itself, see there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...errors import OptionError
+
+__all__ = [
+    "RankGroups",
+    "global_token_count",
+    "next_token_targets",
+    "sum_gradients",
+    "sum_over",
+    "token_mean",
+]
+
+# Which ranks take part: a mesh (all of its dimensions), one group, or None for this process alone.
+RankGroups = DeviceMesh | dist.ProcessGroup | None
+
+_BUCKET_BYTES = 32 * 2**20
+
+
+def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
+    """The sum of a tensor over ranks, outside of autograd: for counts and for losses that are shown.
+
+    Args:
+        x: Any shape and dtype that the group's backend can add; it is left as it is.
+        ranks: A mesh, a process group, or None for this process alone.
+
+    Returns:
+        A new tensor, the same on all ranks.
+
+    Example:
+        >>> sum_over(torch.tensor([1.5, 2.0]), None).tolist()
+        [1.5, 2.0]
+    """
+    total = x.detach().clone()
+    for group in _groups(ranks):
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int = -100) -> Tensor:
+    """How many targets of all ranks carry loss: what every rank divides its sum by.
+
+    Args:
+        targets: This rank's targets, any shape, integers.
+        ranks: A mesh, a process group, or None for this process alone. It must hold each token once: the
+            ranks of context parallelism and those of data parallelism together.
+        ignore_index: Target without loss: padding, also that of rows which a partition added.
+
+    Returns:
+        0-d int64 on the targets' device, the same on all ranks.
+
+    Example:
+        >>> int(global_token_count(torch.tensor([[7, 3, -100]]), None))
+        2
+    """
+    return sum_over((targets != ignore_index).sum(), ranks)
+
+
+def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
+    """This rank's part of the mean loss; the parts of all ranks add up to the mean over all tokens.
+
+    Args:
+        total: Sum of the losses of this rank's tokens, 0-d.
+        count: Tokens of all ranks (`global_token_count`). When there are none, the loss is 0 and so are its
+            gradients.
+
+    Example:
+        >>> float(token_mean(torch.tensor(6.0), 4)), float(token_mean(torch.tensor(0.0), 0))
+        (1.5, 0.0)
+    """
+    # A sum of loss weights may be below 1; no token at all leaves 0.
+    divisor = torch.where(count > 0, count, 1) if isinstance(count, Tensor) else (count if count > 0 else 1)
+    return total / divisor
+
+
+def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100) -> Any:
+    """Each token's successor, found before rows are sharded: afterwards a neighbour is elsewhere.
+
+    Args:
+        tokens: Whole rows, (..., S), a tensor or a NumPy array of signed integers.
+        ids: Segment of each token, (..., S); a target never belongs to another segment, and negative ids are
+            padding. None: a row is one segment.
+        ignore_index: Target of a token that has no successor.
+
+    Returns:
+        Targets, like ``tokens``; shard them with `Layout.shard`.
+
+    Example:
+        >>> next_token_targets(torch.tensor([5, 6, 7, 8, 0]), torch.tensor([0, 0, 1, 1, -1])).tolist()
+        [6, -100, 8, -100, -100]
+    """
+    if ids is not None and tuple(ids.shape) != tuple(tokens.shape):
+        raise OptionError(
+            "ids",
+            expected=f"one for each token, {tuple(tokens.shape)}",
+            got=str(tuple(ids.shape)),
+            remedy="Pass the segment ids of these very tokens",
+        )
+    # The array's own copy and assignment serve both frameworks.
+    targets = tokens.clone() if isinstance(tokens, Tensor) else tokens.copy()
+    targets[..., :-1] = tokens[..., 1:]
+    targets[..., -1:] = ignore_index
+    if ids is not None:
+        targets[..., :-1][(ids[..., 1:] != ids[..., :-1]) | (ids[..., :-1] < 0)] = ignore_index
+    return targets
+
+
+def sum_gradients(
+    parameters: Iterable[Tensor], ranks: RankGroups, *, bucket_bytes: int = _BUCKET_BYTES
+) -> None:
+    """Add the gradients of replicated parameters over ranks, in place, a few large buffers at a time.
+
+    A parameter that no token of this rank has used counts as 0 and gets the sum of the others, so that all
+    ranks update alike. With FSDP2 there is nothing to add, but its mean must be made a sum: on each sharded
+    module ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)``.
+
+    Args:
+        parameters: All of the model's, in the same order on all ranks; frozen ones are left out.
+        ranks: A mesh, a process group, or None for this process alone (then nothing happens).
+        bucket_bytes: About how much is copied into one buffer and sent at once.
+
+    Raises:
+        OptionError: A parameter is a DTensor, whose gradient belongs to whoever sharded it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.sum().backward()
+        >>> sum_gradients([weight], None)
+        >>> weight.grad.tolist()
+        [1.0, 1.0]
+    """
+    groups = list(_groups(ranks))
+    if not groups:
+        return
+    for bucket in _buckets(parameters, bucket_bytes):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _groups(ranks: RankGroups) -> Iterator[dist.ProcessGroup]:
+    """Groups whose sums, one after the other, are the sum over all ranks."""
+    if isinstance(ranks, DeviceMesh):
+        yield from ranks.get_all_groups()
+    elif ranks is not None:
+        yield ranks
+
+
+def _buckets(parameters: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Parameters of one dtype and device that together are about as large as a bucket may be."""
+    bucket: list[Tensor] = []
+    filled = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        _refuse_sharded(parameter)
+        size = parameter.numel() * parameter.element_size()
+        other = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
+        if bucket and (other or filled + size > bucket_bytes):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _refuse_sharded(parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        raise OptionError(
+            "parameters",
+            expected="replicated parameters",
+            got=f"a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}",
+            remedy="With FSDP2 leave this call away, and on each sharded module call "
+            "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True)",
+        )

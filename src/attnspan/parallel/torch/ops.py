@@ -1,0 +1,339 @@
+"""The operators ``attnspan::sharded_forward`` and ``sharded_backward``: attention and its exchanges.
+
+Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
+change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
+while it attends. docs/design.md has the contract.
+"""
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...options import Options
+from ...torch.compile import save_also
+from ...torch.ops import autograd_kernel, below_autograd, readable
+from ..local import Tables, decode
+from ..strategy import split_heads
+from .comm import Ranks, Scratch
+from .engine import Done, Given, backward, bias_at, forward, options_of
+from .heads import Team, gather, key_heads, query_heads, scatter
+
+_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+# A captured graph would replay the exchanges of one step's plan.
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    torch.Tag.needs_fixed_stride_order,
+    torch.Tag.cudagraph_unsafe,
+)
+# `plan` and `numbers` are what `local.encode` makes; `heads_here`: the query heads that this rank attends
+# with.
+_SHARED = (
+    "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, float scale,"
+    " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
+    " Tensor? dropout_seed=None"
+)
+# Behind out and lse, for backward: q, k, v and out of all rows of the group where heads are shared out, and
+# always the lse in float64, because float32 keeps too little of a large one.
+_library.define(  # type: ignore[no-untyped-call]
+    f"sharded_forward(Tensor q, Tensor k, Tensor v, {_SHARED})"
+    " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
+    " Tensor group_lse)",
+    tags=_TAGS,
+)
+# q, k, v, out and lse are those of the group where heads are shared out; `kv_heads` are all of them.
+_library.define(  # type: ignore[no-untyped-call]
+    f"sharded_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    f" int kv_heads, {_SHARED}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    tags=_TAGS,
+)
+
+_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None)
+# Among the arguments of forward: where the options begin, bias and sinks.
+_FIRST_OPTION, _BIAS, _SINKS = 10, 11, 13
+
+
+def _all(inputs: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+    """All arguments: torch leaves out defaults at the end."""
+    return (*inputs, *_OPTIONS[len(inputs) - first :])
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+def _read(options: tuple[Any, ...]) -> Options | None:
+    softcap, bias, kind, sinks, dropout_p, seed = options
+    if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
+        return None
+    return Options(softcap, bias, kind, sinks, dropout_p, seed)
+
+
+class _Call:
+    """The arguments that forward and backward share, read.
+
+    Args:
+        scratch: Where buffers come from.
+        ranks: The process groups.
+        tables: The plan.
+        heads: (Hq, Hkv) of all members.
+        scale: Factor of the scores.
+        options: As the operator takes them.
+    """
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        ranks: Ranks,
+        tables: Tables,
+        heads: tuple[int, int],
+        scale: float,
+        options: tuple[Any, ...],
+    ) -> None:
+        self.tables, self.scale, self.read = tables, scale, _read(options)
+        self.team = Team(ranks, tables.numbers, split_heads(*heads, tables.numbers.strategy.members), scratch)
+        self.mine = options_of(self.read, query_heads(self.team.mine))
+
+    def given(self, q: Tensor, k: Tensor, v: Tensor) -> Given:
+        """What this rank computes."""
+        return Given(self.tables, self.team, q, k, v, self.scale, self.mine)
+
+    def note(self, what: str, q: Tensor, v: Tensor, more: object) -> None:
+        """Remember the call for the comparison between ranks."""
+        o = self.read or Options()
+        sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
+        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, self.scale, str(q.dtype), q.shape[3], v.shape[3]
+        self.team.ranks.agreement.note(what, *facts, more)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    data, numbers, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    q, k, v = (readable(x) for x in (q, k, v))
+    ranks = Ranks.named(group, members)
+    with ranks.scratch() as scratch:
+        tables = decode(data, numbers.tolist())
+        call = _Call(scratch, ranks, tables, (q.shape[1], k.shape[1]), scale, tuple(options))
+        call.note("forward", q, v, q.shape[0])
+        if members == 1:
+            out, wide_lse = forward(call.given(q, k, v))
+            # An operator's results are apart from each other.
+            lse = wide_lse.to(_lse_dtype(q), copy=True)
+            return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
+        team = call.team
+        arriving = [
+            scatter(team, x, at, name)
+            for x, at, name in ((q, query_heads, "q"), (k, key_heads, "k"), (v, key_heads, "v"))
+        ]
+        group_q, group_k, group_v = (each.wait() for each in arriving)
+        group_out, group_lse = forward(call.given(group_q, group_k, group_v))
+        own_lse = group_lse[..., None].to(_lse_dtype(q))
+        gathered = [
+            gather(team, x, query_heads, q.shape[1], name)
+            for x, name in ((group_out, "out"), (own_lse, "lse"))
+        ]
+        out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
+        return out, lse, group_q, group_k, group_v, group_out, group_lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    data, numbers, group, members, _, _, scale, *options = _all(given, 7)
+    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    q_heads, ranks = dout.shape[1], Ranks.named(group, members)
+    with ranks.scratch() as scratch:
+        tables = decode(data, numbers.tolist())
+        call = _Call(scratch, ranks, tables, (q_heads, kv_heads), scale, tuple(options))
+        call.note("backward", q, v, dlse is not None)
+        if members > 1:
+            whole = [dout] if dlse is None else [dout, dlse[..., None]]
+            arriving = [scatter(call.team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
+            dout, *rest = (each.wait() for each in arriving)
+            dlse = rest[0][..., 0] if rest else None
+        found = backward(call.given(q, k, v), Done(dout, dlse, out, lse))
+        dq, dkv = found.dq, found.dkv
+        if members > 1:
+            gathered = [
+                gather(call.team, dq, query_heads, q_heads, "dq"),
+                gather(call.team, dkv, key_heads, kv_heads, "dkv"),
+            ]
+            dq, dkv = gathered[0].wait(), gathered[1].wait()
+        dk, dv = (
+            _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
+            for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
+        )
+        return dq, dk, dv, *_whole(call.read, found, query_heads(call.team.mine), q)
+
+
+def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:
+    """Gradients of all heads' bias and sinks: zero for heads that others have."""
+    bias, sinks = (None, None) if read is None else (read.bias, read.sinks)
+    results = []
+    for x, part, at in ((bias, found.dbias, None), (sinks, found.dsinks, (heads,))):
+        if x is None:
+            results.append(like.new_empty(0, dtype=torch.float32))
+            continue
+        whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        whole[bias_at(read, heads) if at is None else at] = part  # type: ignore[arg-type]
+        results.append(whole)
+    return results
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    _, _, _, members, heads, kv_heads, *_ = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    batch, q_heads, rows, _ = q.shape
+    out = _stored_bshd(q, q_heads, rows, v.shape[3])
+    lse = q.new_empty((batch, q_heads, rows), dtype=_lse_dtype(q))
+    if members == 1:
+        return out, lse, *(q.new_empty(0) for _ in range(4)), torch.empty_like(lse, dtype=torch.float64)
+    group_q, group_k, group_v = (
+        x.new_empty((x.shape[2] * members, batch, count, x.shape[3])).permute(1, 2, 0, 3)
+        for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
+    )
+    group_out = _stored_bshd(q, heads, rows * members, v.shape[3])
+    group_lse = lse.new_empty((batch, heads, rows * members), dtype=torch.float64)
+    return out, lse, group_q, group_k, group_v, group_out, group_lse
+
+
+def _backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    *given: Any,
+) -> tuple[Tensor, ...]:
+    del dlse, out, lse
+    _, _, _, members, _, _, _, *options = _all(given, 7)
+    dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
+    dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
+    bias, sinks = options[1], options[3]
+    rest = [
+        q.new_empty(0, dtype=torch.float32)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (bias, sinks)
+    ]
+    return dq, dk, dv, *rest
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("sharded_forward", _forward, _device)  # type: ignore[no-untyped-call]
+    _library.impl("sharded_backward", _backward, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::sharded_forward", _forward_fake, lib=_library)
+torch.library.register_fake("attnspan::sharded_backward", _backward_fake, lib=_library)
+
+sharded_forward = torch.ops.attnspan.sharded_forward.default
+sharded_backward = torch.ops.attnspan.sharded_backward.default
+
+
+class _Forward(torch.autograd.Function):
+    """The derivative of the forward operator."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = below_autograd(sharded_forward, keyset, inputs)
+        ctx.set_materialize_grads(False)
+        q, k, v, plan, numbers, *rest = _all(inputs, _FIRST_OPTION)
+        out, _, *group = found
+        kept = group if rest[1] > 1 else (q, k, v, out, group[-1])
+        *fixed, bias, kind, sinks, dropout_p, seed = rest
+        ctx.save_for_backward(*kept, plan, numbers, bias, sinks, seed)
+        ctx.numbers = k.shape[1], fixed, kind, dropout_p
+        ctx.mark_non_differentiable(*group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *group: None) -> tuple[Any, ...]:
+        del group
+        needed: tuple[bool, ...] = ctx.needs_input_grad
+        if dout is None and dlse is None:
+            return (None,) * len(needed)
+        q, k, v, out, lse, plan, numbers, bias, sinks, seed = ctx.saved_tensors
+        kv_heads, fixed, kind, dropout_p = ctx.numbers
+        if dout is None:
+            assert dlse is not None
+            rows = lse.shape[2] // fixed[1]
+            dout = out.new_zeros((*dlse.shape[:2], rows, v.shape[3]))
+        dq, dk, dv, dbias, dsinks = sharded_backward(
+            dout, dlse, q, k, v, out, lse, kv_heads, plan, numbers, *fixed, bias, kind, sinks, dropout_p, seed
+        )
+        gradients: list[Tensor | None] = [None] * (len(needed) + 1)
+        gradients[1:4] = dq, dk, dv
+        for at, grad in ((_BIAS + 1, dbias), (_SINKS + 1, dsinks)):
+            if at < len(needed):
+                gradients[at] = grad
+        return tuple(
+            x if need else None for x, need in zip_longest(gradients[: len(needed)], needed, fillvalue=None)
+        )
+
+
+class _Backward(torch.autograd.Function):
+    """A node that raises: without one, second derivatives would silently be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        del ctx
+        return below_autograd(sharded_backward, keyset, inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        del ctx, grads
+        raise NotImplementedError(
+            "second derivatives of attnspan::sharded_forward: expected first ones, which it has; got a "
+            'derivative of its backward. On one rank, attention(..., backend="math") has higher ones.'
+        )
+
+
+for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward)):
+    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+save_also(sharded_forward)
+
+
+def _pairs(plan: Tensor, numbers: Tensor, batch: int, heads: int, rows: int, keys: int, ranks: int) -> int:
+    """Visible pairs of a rank over its batch rows and heads; all pairs where the plan has no data."""
+    if isinstance(plan, FakeTensor) or plan.is_meta:
+        return batch * heads * rows * keys * ranks
+    total = 0
+    for stage in decode(plan, numbers.tolist()).stages:
+        lo, hi = stage.bounds.unbind(-1)
+        # Where heads of the mask differ, each is taken to cost their mean.
+        repeats = batch // stage.bounds.shape[0] * heads / stage.bounds.shape[1]
+        total += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
+    return total
+
+
+@register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
+    """Operations of one rank's forward call, 2 * pairs * (D + Dv): visible pairs only."""
+    plan, numbers, group, members, heads_here = given[:5]
+    ranks = Ranks.named(group, members).whole.size()
+    pairs = _pairs(plan, numbers, q.shape[0], heads_here, q.shape[2] * members, k.shape[2], ranks)
+    return 2 * pairs * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
+    """Operations of one rank's backward call, 2.5 times the forward's."""
+    plan, numbers, group, members, heads_here = given[3:8]
+    ranks = Ranks.named(group, members).whole.size()
+    pairs = _pairs(plan, numbers, dout.shape[0], heads_here, q.shape[2], k.shape[2] // members, ranks)
+    return 5 * pairs * (q.shape[3] + v.shape[3])
