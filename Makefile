@@ -114,7 +114,7 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/native/*.cc tests/native/*.h
 
-# The tables of README and docs/performance.md, about about half an hour on an idle machine; BENCH_OUT is where raw samples go.
+# The tables of README and docs/performance.md, about half an hour on an idle machine; BENCH_OUT is where raw samples go.
 BENCH_OUT ?= benchmarks/results
 BENCH := $(BIN)/attnspan bench
 WORKLOADS := 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'window-*' report-shape
