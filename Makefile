@@ -16,7 +16,7 @@ help:
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make lint    formatters, linters, type checker"
-	@echo "make bench   measure against torch's own CPU kernels, twenty minutes on an idle machine"
+	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
 	@echo "make clean   remove what was built"
@@ -118,7 +118,7 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/native/*.cc tests/native/*.h
 
-# The tables of README and docs/performance.md, about twenty minutes on an idle machine; BENCH_OUT is where raw samples go.
+# The tables of README and docs/performance.md, about half an hour on an idle machine; BENCH_OUT is where raw samples go.
 BENCH_OUT ?= benchmarks/results
 BENCH := $(BIN)/attnspan bench
 WORKLOADS := 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'window-*' report-shape

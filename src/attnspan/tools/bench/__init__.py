@@ -1,3 +1,3 @@
-"""Measurement: what attention costs here, beside every peer that this machine has."""
+"""Measurement: what attention costs here, compared with every peer that this machine has."""
 
 __all__: list[str] = []

@@ -230,7 +230,7 @@ class Cell:
         return timing.median if timing else None
 
     def flops_per_second(self, run: Run) -> float | None:
-        """Useful FLOP/s: visible pairs only, whatever the peer computed besides."""
+        """Useful FLOP/s: visible pairs only, whatever else the peer computed."""
         seconds = self.seconds(run)
         return self.flops / seconds if seconds else None
 

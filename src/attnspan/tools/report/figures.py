@@ -228,7 +228,7 @@ def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
         alt = f"{title}, {view.label}: time per visible pair {words}"
         per_pair.append(Chart(title, view.label, alt, curves, layout, 270, view))
     lead = (
-        "Useful FLOP/s, over visible pairs only, whatever a peer computes besides. The dashed line is the "
+        "Useful FLOP/s, over visible pairs only, whatever else a peer computes. The dashed line is the "
         "roof: the measured peak of the element type, or what the measured bandwidth feeds."
     )
     flat = "Flat where cost grows with visible pairs only."

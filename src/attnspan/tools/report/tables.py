@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attnspan.console import NONE, percent, ratio_digits
 from attnspan.tools.bench.cells import OURS, Cell, Run, verdicts
 from attnspan.tools.bench.results import Results
-from attnspan.tools.bench.standings import MEAN_LENGTHS, View, reached, standings, targets
+from attnspan.tools.bench.standings import MEAN_LENGTHS, Standing, View, reached, standings, targets
 from attnspan.tools.bench.table import figures
 from attnspan.tools.report.charts import Entry, Section, Table, ratio_text
 
@@ -44,50 +44,41 @@ def cards(results: Results) -> list[tuple[str, str, list[str]]]:
 def standing_section(results: Results) -> Section | None:
     """Geometric means by view and peer; None where nothing was compared."""
     found = standings(results.cells)
-    if not found:
-        return None
-    rows = tuple(
-        (
-            Entry(standing.view.label),
-            Entry(standing.peer or "fastest of each cell"),
-            Entry(_times(standing.mean), standing.mean),
-            Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
-            Entry(f"{len(standing.ratios)}", len(standing.ratios)),
-            *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),
-        )
-        for standing in found
-    )
     caption = (
         f"Time of the peer over {OURS}'s. Ahead, behind: the sign test tells the ratio from 1, corrected for "
         "the number of ratios (Benjamini-Hochberg, 5 % false discoveries)"
     )
-    columns = ("view", "peer", "geometric mean", "lowest", "cells", "ahead", "open", "behind")
-    table = Table(caption, columns, rows, frozenset({"view", "peer"}))
-    return Section("standing", "Standing", f"Above 1, {OURS} is faster.", table=table)
+    lead = f"Above 1, {OURS} is faster."
+    return Section("standing", "Standing", lead, table=_table(caption, found)) if found else None
 
 
 def target_section(results: Results) -> Section | None:
     """The grid in a few figures; None where it was not measured."""
     found = targets(results)
-    if not found:
-        return None
-    dims = sorted({dim for target in found for dim in target.shares})
+    caption = "Mean and shares are geometric; lowest and behind are over every cell of the grid"
+    lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
+    title = f"The grid against {found[0].peer}" if found else ""
+    lead = f"Time of the peer over {OURS}'s; the mean is over {lengths}."
+    return Section("grid", title, lead, table=_table(caption, found)) if found else None
+
+
+def _table(caption: str, found: Sequence[Standing]) -> Table:
+    dims = sorted({dim for standing in found for dim in standing.shares})
     rows = tuple(
         (
-            Entry(f"{target.view.label}, {target.mask}"),
-            Entry(_times(target.mean), target.mean),
-            Entry(ratio_text(target.lowest[1]), target.lowest[1].median, small=target.lowest[0]),
-            Entry(f"{target.count('behind')} of {len(target.ratios)}", target.count("behind")),
-            *(Entry(percent(target.share(dim)), target.share(dim)) for dim in dims),
+            Entry(", ".join(filter(None, (standing.view.label, standing.mask)))),
+            Entry(standing.peer or "fastest of each cell"),
+            Entry(_times(standing.mean), standing.mean),
+            Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
+            Entry(f"{len(standing.ratios)}", len(standing.ratios)),
+            *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),
+            *(Entry(percent(standing.share(dim)), standing.share(dim)) for dim in dims),
         )
-        for target in found
+        for standing in found
     )
-    columns = ("cells", "mean", "lowest", "slower", *(f"of peak, D {dim}" for dim in dims))
-    caption = "Mean and shares are geometric; lowest and slower are over every cell of the grid"
-    lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
-    lead = f"Time of {found[0].peer} over {OURS}'s; the mean is over {lengths}."
-    table = Table(caption, columns, rows, frozenset({"cells"}))
-    return Section("grid", f"The grid against {found[0].peer}", lead, table=table)
+    columns = ("view", "peer", "geometric mean", "lowest", "cells", "ahead", "open", "behind")
+    peaks = tuple(f"of peak, D {dim}" for dim in dims)
+    return Table(caption, columns + peaks, rows, frozenset({"view", "peer"}))
 
 
 @dataclass(frozen=True)
