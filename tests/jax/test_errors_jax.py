@@ -26,7 +26,7 @@ INPUTS: Bad = {
     "two dtypes": (
         {"k": K.astype(jnp.bfloat16)},
         TypeError,
-        r"q, k and v: expected one dtype, got float32, bfloat16, float32\. Convert them .* by \.astype, or in torch",
+        r"q, k and v: expected one dtype, got float32, bfloat16, float32\. Convert them .*\.astype",
     ),
     "rank": ({"q": Q[0]}, ValueError, r"q: expected 4 dims .* got \(4, 7, 16\)"),
     "layout": ({"layout": "sbhd"}, ValueError, "layout: expected one of bhsd, bshd, thd, got 'sbhd'"),
@@ -222,10 +222,7 @@ class TestTracers:
 
     @pytest.mark.parametrize("use", [lambda m: m.prepare(4, 4), lambda m: m.show(4)], ids=["prepare", "show"])
     def test_masks(self, use: Callable[[Any], Any]) -> None:
-        with pytest.raises(
-            ValueError,
-            match=r"being traced.*outside the compiled function; inside, mask\.spans|being traced.*Call it outside",
-        ):
+        with pytest.raises(ValueError, match=r"being traced.*Call it outside the compiled function"):
             jax.jit(lambda ids: use(a.segments(ids)))(jnp.zeros(4, int))
         jax.jit(lambda ids: a.segments(ids).spans(4, 4).bounds)(jnp.zeros(4, int))
 
