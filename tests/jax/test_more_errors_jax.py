@@ -28,23 +28,6 @@ class TestRemedies:
         with pytest.raises(ValueError, match="Pass one seed for all, or dropout_seeds"):
             attention(Q, Q, Q, dropout_p=0.5, dropout_seed=jnp.zeros(2, jnp.int32))
 
-    def test_dtypes(self) -> None:
-        message = (
-            r"one dtype, got .*\. Convert them to one dtype by \.astype, or in torch by \.to or autocast"
-        )
-        with pytest.raises(TypeError, match=message):
-            attention(Q, Q.astype(jnp.bfloat16), Q)
-
-    def test_preparing_under_jit(self) -> None:
-        message = (
-            r"mask\.prepare: expected an array whose values can be read, got one that is being traced\. "
-            r"Call it outside the compiled function; inside, mask\.spans\(\.\.\.\) lowers"
-        )
-        ids = jnp.zeros((2, 6), jnp.int32)
-        with pytest.raises(ValueError, match=message):
-            jax.jit(lambda ids: a.segments(ids).prepare(6, 6, batch=2).lowered.bounds)(ids)
-        jax.jit(lambda ids: a.segments(ids).spans(6, 6, batch=2).bounds)(ids)
-
     def test_explaining_what_is_spread(self) -> None:
         sharded = shard(jax.make_mesh((1,), ("data",)), batch="data", mask=a.causal())
         message = r"explain: mask: expected .* got Sharded, which .*Call sharded\.explain\(\)"

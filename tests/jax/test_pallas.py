@@ -207,8 +207,8 @@ def test_empty_blocks_take_no_step_on_a_tpu() -> None:
     def both(arrays: Any, given: Operands) -> Any:
         call, size = (*(arrays[name] for name in "qkv"), given), (128, 128)
         out, lse = pallas_tpu.forward(*call, case.static, size)
-        rest = (out, lse, case.static, False, size)
-        return out, lse, *pallas_tpu.backward(arrays["dout"], arrays["dlse"], *call, *rest)[:3]
+        call = (arrays["dout"], arrays["dlse"], *call, out, lse, case.static, False)
+        return out, lse, *pallas_tpu.backward(*call, size=size)[:3]
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
         found = jax.block_until_ready(both(problem.arrays, problem.given))

@@ -138,7 +138,7 @@ def _forward(how: How) -> Any:
 def _forward_of(how: How, backend: str, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array]:
     module = module_of(backend)
     if how.layout in getattr(module, "LAYOUTS", ()):
-        return module.forward(q, k, v, given, how.static, how.layout)  # type: ignore[no-any-return]
+        return module.forward(q, k, v, given, how.static, layout=how.layout)  # type: ignore[no-any-return]
     q, k, v = (_to_bhsd(x, how.layout) for x in (q, k, v))
     out, lse = module.forward(q, k, v, given, how.static)
     return _to_bhsd(out, how.layout), lse
@@ -154,22 +154,11 @@ def _backward(how: How, want_dbias: bool) -> Any:
     return first_order(how.branches[-1].backend, mapped)
 
 
-def _backward_of(
-    how: How,
-    want_dbias: bool,
-    backend: str,
-    dout: Array,
-    dlse: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    given: Operands,
-    out: Array,
-    lse: Array,
-) -> Any:
+def _backward_of(how: How, want_dbias: bool, backend: str, *args: Any) -> Any:
     module, rest = module_of(backend), (how.static, want_dbias)
     if how.layout in getattr(module, "LAYOUTS", ()):
-        return module.backward(dout, dlse, q, k, v, given, out, lse, *rest, how.layout)
+        return module.backward(*args, *rest, layout=how.layout)
+    dout, dlse, q, k, v, given, out, lse = args
     dout, q, k, v, out = (_to_bhsd(x, how.layout) for x in (dout, q, k, v, out))
     found = module.backward(dout, dlse, q, k, v, given, out, lse, *rest)
     return (*(_to_bhsd(x, how.layout) for x in found[:3]), *found[3:])

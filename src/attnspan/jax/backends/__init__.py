@@ -9,7 +9,7 @@ A backend is a module with ``supports(problem, static)``, which returns None or 
 
 Arrays are in (B, H, S, D) order; out, dq, dk and dv have the dtypes of q, k and v (see ``Static.wide``), all
 else is float32, or float64 for float64 inputs. A module may also set ``LAYOUTS`` (orders of q, k and v that
-it reads, then passed as a last argument), ``OWN_DERIVATIVE`` (JAX differentiates its `forward`), and
+it reads, passed as ``layout``), ``OWN_DERIVATIVE`` (JAX differentiates its `forward`), and
 ``READS_MASK`` (it reads ``Static.mask`` and ``Static.want_lse``).
 """
 

@@ -44,20 +44,9 @@ def forward(
     return _call("attnspan_forward", (out, lse), (q, k, v, given.bounds, *arrays), static, layout, bits)  # type: ignore[return-value]
 
 
-def backward(
-    dout: Array,
-    dlse: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    given: Operands,
-    out: Array,
-    lse: Array,
-    static: Static,
-    want_dbias: bool,
-    layout: str = "bhsd",
-) -> Gradients:
+def backward(*call: Any, layout: str = "bhsd") -> Gradients:
     """Gradients in the layout of q."""
+    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
     arrays, bits = _arrays(given)
     results = [jax.ShapeDtypeStruct(x.shape, result_dtype(x, static)) for x in (q, k, v)]
     if want_dbias and given.bias is not None:

@@ -66,19 +66,9 @@ def forward(
     return jnp.where(illegal[..., None], jnp.nan, out), jnp.where(illegal, jnp.nan, lse)
 
 
-def backward(
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    given: Operands,
-    out: jax.Array,
-    lse: jax.Array,
-    static: Static,
-    want_dbias: bool,
-) -> Gradients:
+def backward(*call: Any) -> Gradients:
     """See `attnspan.jax.backends`."""
+    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
     wide = _wide(q)
     alive = (given.bounds[..., 0] < given.bounds[..., 1]).any(-1)
     common = common_of(dout, out, dlse, alive, wide)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,19 +62,9 @@ def forward(
     return kernels.forward(plan, _arrays(plan, q, k, v, given))
 
 
-def backward(
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    given: Operands,
-    out: jax.Array,
-    lse: jax.Array,
-    static: Static,
-    want_dbias: bool,
-) -> Gradients:
+def backward(*call: Any) -> Gradients:
     """See `attnspan.jax.backends`."""
+    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
     plan = _plan(q, k, v, static, _tiling(q, v, backward=True))
     arrays = _arrays(plan, q, k, v, given)
     # An illegal row has NaN for its results, and sees nothing; a row that sees nothing has no weights.

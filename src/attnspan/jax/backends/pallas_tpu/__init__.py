@@ -86,20 +86,9 @@ def forward(
     return kernels.forward(tile, q, k, v, legal(given.bounds, k.shape[2]), given)
 
 
-def backward(
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    given: Operands,
-    out: jax.Array,
-    lse: jax.Array,
-    static: Static,
-    want_dbias: bool,
-    size: tuple[int, int] | None = None,
-) -> Gradients:
+def backward(*call: Any, size: tuple[int, int] | None = None) -> Gradients:
     """See `attnspan.jax.backends`; ``size`` as in `forward`, for all kernels."""
+    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
     tile = _tile(q, k, static, size or _default(q, k, v, given, "backward"))
     bounds = legal(given.bounds, k.shape[2])
     illegal = bounds[..., 0, 0] < 0
