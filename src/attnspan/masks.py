@@ -20,12 +20,13 @@ from ._pytrees import register_pytrees
 from .arrays import INT32_MAX, Array
 from .by_value import Explicit, from_block_mask, from_dense, from_predicate, keys
 from .errors import expect
-from .expression import Mask, Prepared
+from .expression import And, Mask, Or, Prepared
 from .lowering import Lowering, SpansLargerThanMask
 from .packed import documents, groups, prefix, segments
 from .spans import Spans
 
 __all__ = [
+    "WITHOUT_DATA",
     "Mask",
     "Prepared",
     "SpansLargerThanMask",
@@ -236,6 +237,10 @@ def spans(bounds: Array) -> Mask:
     """
     bounds = bounds.lowered if isinstance(bounds, Prepared) else bounds
     return Prepared(bounds, bare=True) if isinstance(bounds, Spans) else Explicit(bounds)
+
+
+#: Kinds of masks that say all they know in numbers: equal ones have equal spans.
+WITHOUT_DATA = frozenset({And, Or, causal, full, global_keys, window})
 
 
 def names() -> dict[str, Callable[..., Any]]:

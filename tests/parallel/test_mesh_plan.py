@@ -212,6 +212,23 @@ def test_a_mask_per_batch_row_is_for_so_many_rows(meshes: Meshes, batch: int) ->
         attention(*inputs, mask=plan)
 
 
+def test_what_does_not_change_is_planned_once_and_what_may_change_is_not() -> None:
+    documents = np.repeat([0, 1, 2], [9, 4, 24])
+    masks = {"data": lambda: causal() & segments(documents), "none": lambda: causal() & window(5)}
+    layouts = {name: [layout_of(2, mask=mask()) for _ in range(2)] for name, mask in masks.items()}
+    assert layouts["none"][0] is layouts["none"][1]
+    assert layouts["data"][0] is not layouts["data"][1]
+    layout = layouts["data"][0]
+    plans = [layout.plan(mask, heads=HEADS, strategy="ring") for mask in (None, causal(), masks["data"]())]
+    assert layout.plan(heads=HEADS, strategy="ring") is plans[0]
+    assert layout.plan(causal(), heads=HEADS, strategy="ring") is plans[1]
+    assert len({id(plan) for plan in plans}) == 3
+    assert layout.plan(causal(), heads=HEADS, strategy="exchange") is not plans[1]
+    assert plans[1].local(0) is plans[1].local(0)
+    documents[:] = 0
+    assert layout.plan(masks["data"](), heads=HEADS, strategy="ring").facts["mask"] != plans[2].facts["mask"]
+
+
 PLAIN = """
 import sys
 import attnspan.parallel

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .._pytrees import static_key
 from ..arrays import Array, arrays_for, is_array
 from ..checks import count
 from ..errors import DtypeError, ShapeError, expect
-from ..masks import Mask, Prepared, full
+from ..masks import WITHOUT_DATA, Mask, Prepared, full
 from ..spans import Spans
 from .chunks import Chunks
 from .intervals import Ints
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Runs", "digest", "lower"]
 
+#: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
+_MOST_REMEMBERED = 16
+_remembered: dict[Any, Layout] = {}
 _PROBLEM = "Describe the whole problem, with global ids: the layout shards it"
 
 
@@ -128,19 +132,27 @@ class Layout:
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
         expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
-        prepared = lower(
-            full() if mask is None else mask, q_len, q_len if k_len is None else k_len, batch, heads
-        )
-        groups = ranks // members
+        mask, groups = full() if mask is None else mask, ranks // members
+        k_len = q_len if k_len is None else k_len
         if rows_per_chunk is None:
             rows_per_chunk = chunk_size(q_len, groups)
         count("Layout.of: rows_per_chunk", rows_per_chunk, least=1)
+        given = q_len, k_len, ranks, members, method, rows_per_chunk, tolerance
+        key = static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        if key is not None and (known := _remembered.get((key, given))) is not None:
+            return known
+        prepared = lower(mask, q_len, k_len, batch, heads)
         planes = prepared.lowered.bounds.shape[0]
         edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
         chunks = Chunks.of(prepared.lowered, edges)
         owner = owners(chunks, groups, method, tolerance)
         table = _table(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
-        return cls(q_len, table, Source(prepared, chunks, owner, members))
+        found = cls(q_len, table, Source(prepared, chunks, owner, members))
+        if key is not None:
+            _remembered[key, given] = found
+            while len(_remembered) > _MOST_REMEMBERED:
+                _remembered.pop(next(iter(_remembered)))
+        return found
 
     @classmethod
     def contiguous(cls, q_len: int, ranks: int) -> Layout:
@@ -313,11 +325,24 @@ class Layout:
         """
         from .plan import make_plan
 
+        # The layout's own mask, or one without data; what an array holds may change.
+        same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        key = (same, heads, *options.items()) if same is not None and isinstance(heads, tuple) else None
+        if key in self._plans:
+            return self._plans[key]
         if mask is None:
             remedy = "Pass the layers' mask: a pickled layout has none"
             expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
             mask = self._source.mask  # type: ignore[union-attr]
-        return make_plan(self, mask, heads=heads, **options)
+        plan = make_plan(self, mask, heads=heads, **options)
+        if key is not None:
+            self._plans[key] = plan
+        return plan
+
+    @cached_property
+    def _plans(self) -> dict[Any, Plan]:
+        """Plans of the layout's own mask and of masks without data: they are the same at the next call."""
+        return {}
 
     def source_of(self, mask: Any) -> Source | None:
         """What this layout was made of, if that is this lowered mask."""

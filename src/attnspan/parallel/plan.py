@@ -7,7 +7,7 @@ keys of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -202,8 +202,24 @@ class Plan:
 
         return explain(self, node_size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was derived stays here.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def local(self, rank: int) -> LocalPlan:
         """One rank's part."""
+        if rank not in self._parts:
+            self._parts[rank] = self._part(rank)
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> dict[int, LocalPlan]:
+        return {}
+
+    def _part(self, rank: int) -> LocalPlan:
         data, numbers = encode(self.tables(rank))
         return LocalPlan(
             strategy=self.strategy,

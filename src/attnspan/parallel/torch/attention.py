@@ -231,7 +231,7 @@ class MeshPlan(ShardedMask):
         return self._marked(from_bhsd(out, lse, layout, return_lse), q_index)
 
     def _marked(self, found: Any, q_index: Tensor | None) -> Any:
-        """The results, if q's rows are those of the plan; else NaN, or an error where that is known at once."""
+        """The results, if q's rows are those of the plan; else NaN, or an error where the host knows."""
         if q_index is None:
             return found
         mine = self.q_index

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +25,17 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from ...errors import DtypeError, expect
 from ..errors import CommunicationError, PlanMismatchError
 
-__all__ = ["Counts", "Pending", "Ranks", "Scratch", "counted_bytes", "exchange", "group_of", "raise_broken"]
+__all__ = [
+    "Counts",
+    "Pending",
+    "Ranks",
+    "Scratch",
+    "counted_bytes",
+    "exchange",
+    "group_of",
+    "moved",
+    "raise_broken",
+]
 
 #: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the
 #: next call, unless those of one call exceed the second figure.
@@ -167,11 +178,11 @@ class Scratch:
 
 
 class _Check(NamedTuple):
-    """A comparison under way."""
+    """A comparison under way: names of facts, those of all ranks, what to wait for, calls before it."""
 
     names: list[str]
-    rows: list[Tensor]
-    work: Any
+    found: Tensor
+    done: Any
     calls: int
 
 
@@ -200,13 +211,14 @@ class Agreement:
             return
         group = _resolve_process_group(self._name)
         facts = {**facts, "sequence of calls": self._calls}
-        mine = torch.tensor(list(facts.values()), device=device)
-        rows = [torch.empty_like(mine) for _ in range(self._ranks)]
+        mine = moved(np.array(list(facts.values())), device)
+        every = mine.new_empty((self._ranks, len(facts)))
         try:
-            work = dist.all_gather(rows, mine, group=group, async_op=True)
+            work = dist.all_gather(list(every.unbind()), mine, group=group, async_op=True)
         except RuntimeError as error:
             raise_broken(group, "comparison of plans", error)
-        self._pending.append(_Check(list(facts), rows, work, self._count))
+        found, done = _brought_home(every, work) if every.is_cuda else (every, work.wait)
+        self._pending.append(_Check(list(facts), found, done, self._count))
 
     def note(self, *facts: object) -> None:
         """Remember a call, which the next comparison includes; ask now what costs nothing to ask."""
@@ -224,10 +236,10 @@ class Agreement:
         pending, self._pending = self._pending, []
         for check in pending:
             try:
-                check.work.wait()
+                check.done()
             except RuntimeError as error:
                 raise_broken(_resolve_process_group(self._name), "comparison of plans", error)
-            every = torch.stack(check.rows).tolist()
+            every = check.found.tolist()
             for at, name in enumerate(check.names):
                 odd = [str(rank) for rank, row in enumerate(every) if row[at] != every[0][at]]
                 if odd:
@@ -242,11 +254,28 @@ class Agreement:
                     )
 
 
+def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
+    """A tensor on the host, filled once what `work` stands for is done; nobody waits before it is read."""
+    stream = torch.cuda.Stream(every.device)  # type: ignore[no-untyped-call]
+    home = torch.empty_like(every, device="cpu", pin_memory=True)
+    with torch.cuda.stream(stream):
+        work.wait()
+        home.copy_(every, non_blocking=True)
+    every.record_stream(stream)
+    return home, stream.record_event().synchronize
+
+
+def moved(x: Any, device: str) -> Tensor:
+    """An array of NumPy on a device; the host does not wait."""
+    found = torch.from_numpy(x)
+    return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
 _REMEDY = {
     "layout": "Make it of the same mask, method and rows_per_chunk on every rank",
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
-    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same sizes "
-    "and options, in the same order",
+    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same "
+    "sizes and options, in the same order",
 }
 
 
