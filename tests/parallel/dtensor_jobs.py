@@ -9,22 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from attnspan import (
-    Prepared,
-    Spans,
-    alibi,
-    cache,
-    causal,
-    from_dense,
-    groups,
-    key_padding,
-    prefix,
-    relative,
-    segments,
-    spans,
-    window,
-)
+import attnspan as a
+from attnspan import Spans, alibi, causal, relative, segments
 from attnspan.torch import attention, dropout_seeds
 
 LENGTH, HEADS, BATCH, DIM = 13, (4, 2), 2, 16
@@ -70,11 +58,10 @@ def full(x: Any) -> Tensor:
 
 
 def run(call: Any, leaves: list[Any], dout: Tensor, **options: Any) -> list[Tensor]:
-    """Output and gradients, whole."""
+    """Output and gradients, of the options' parameters too, whole."""
     out = call(*leaves, **options)
     dout = distribute_tensor(dout, out.device_mesh, out.placements) if isinstance(out, DTensor) else dout
-    found = torch.autograd.grad(out, leaves, dout)
-    return [full(x) for x in (out, *found)]
+    return [full(x) for x in (out, *torch.autograd.grad(out, [*leaves, *parameters(options)], dout))]
 
 
 def off(got: list[Tensor], wanted: list[Tensor]) -> float:
@@ -83,47 +70,56 @@ def off(got: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((x - y).norm() / y.norm()) for x, y in zip(got, wanted, strict=True))
 
 
-#: Masks by kind, with an array of each that has batch rows, and of some that has heads.
-ARRAYS: dict[str, Callable[[int, int], Tensor]] = {
-    "ids": lambda batch, _: ids(batch),
-    "ids and lengths": lambda batch, _: ids(batch),
-    "groups": lambda batch, _: ids(batch),
-    "cache": lambda batch, _: torch.arange(LENGTH, LENGTH - batch, -1),
-    "prefix": lambda batch, _: torch.arange(3, 3 + batch),
-    "dense": lambda batch, _: ids(batch)[:, None, :, None] == ids(batch)[:, None, None],
-    "dense per head": lambda batch, heads: _by_head(heads).dense().expand(batch, -1, -1, -1),
-    "explicit": lambda batch, heads: _by_head(heads).bounds.expand(batch, -1, -1, -1, -1),
-    "spans": lambda batch, _: (causal() & segments(ids(batch))).spans(LENGTH, LENGTH, batch=batch).bounds,
-    "spans per head": lambda batch, heads: _by_head(heads).bounds.expand(batch, -1, -1, -1, -1),
-    "prepared": lambda batch, _: (causal() & segments(ids(batch))).spans(LENGTH, LENGTH, batch=batch).bounds,
-}
+def _or_error(call: Callable[[], float]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def _by_head(heads: int) -> Spans:
-    bounds = [
-        (causal() & window(2 + head)).spans(LENGTH, LENGTH, like=torch.empty(0)).bounds
-        for head in range(heads)
-    ]
+def _per_head(heads: int) -> Spans:
+    like = torch.empty(0)
+    bounds = [(causal() & a.window(2 + i)).spans(LENGTH, LENGTH, like=like).bounds for i in range(heads)]
     return Spans(torch.cat(bounds, 1), LENGTH)
 
 
-def mask_of(kind: str, x: Any, batch: int) -> Any:
-    """The mask of a kind with an array that lies in some way."""
-    if kind == "ids and lengths":
-        # Beside DTensors, plain arrays are those of all batch rows.
-        return causal() & segments(x) & key_padding(torch.arange(LENGTH, LENGTH - batch, -1))
-    if kind in ("spans", "spans per head", "prepared"):
-        return Prepared(Spans(x, LENGTH)) if kind == "prepared" else Spans(x, LENGTH)
-    expressions: dict[str, Callable[[Any], Any]] = {
-        "ids": lambda x: causal() & segments(x),
-        "groups": lambda x: causal() | groups(x),
-        "cache": lambda x: causal() & cache(x),
-        "prefix": lambda x: causal() | prefix(x),
-        "dense": from_dense,
-        "dense per head": from_dense,
-        "explicit": lambda x: causal() & spans(x),
-    }
-    return expressions[kind](x)
+def _lowered(batch: int, _: int) -> Tensor:
+    found: Tensor = (causal() & segments(ids(batch))).spans(LENGTH, LENGTH, batch=batch).bounds
+    return found
+
+
+def _ids(batch: int, _: int) -> Tensor:
+    return ids(batch)
+
+
+def _dense(batch: int, _: int) -> Tensor:
+    return ids(batch)[:, None, :, None] == ids(batch)[:, None, None]
+
+
+#: Masks by kind: an array with batch rows, of (batch, heads), and the mask of it, of (array, batch).
+MASKS: dict[str, tuple[Callable[[int, int], Tensor], Callable[[Any, int], Any]]] = {
+    "ids": (_ids, lambda x, _: causal() & segments(x)),
+    # With DTensors, plain arrays are those of all batch rows.
+    "ids and lengths": (
+        _ids,
+        lambda x, b: causal() & segments(x) & a.key_padding(torch.arange(LENGTH, LENGTH - b, -1)),
+    ),
+    "groups": (_ids, lambda x, _: causal() | a.groups(x)),
+    "cache": (lambda b, _: torch.arange(LENGTH, LENGTH - b, -1), lambda x, _: causal() & a.cache(x)),
+    "prefix": (lambda b, _: torch.arange(3, 3 + b), lambda x, _: causal() | a.prefix(x)),
+    "dense": (_dense, lambda x, _: a.from_dense(x)),
+    "dense per head": (lambda b, h: _per_head(h).dense().expand(b, -1, -1, -1), lambda x, _: a.from_dense(x)),
+    "explicit": (
+        lambda b, h: _per_head(h).bounds.expand(b, -1, -1, -1, -1),
+        lambda x, _: causal() & a.spans(x),
+    ),
+    "spans": (_lowered, lambda x, _: Spans(x, LENGTH)),
+    "spans per head": (
+        lambda b, h: _per_head(h).bounds.expand(b, -1, -1, -1, -1),
+        lambda x, _: Spans(x, LENGTH),
+    ),
+    "prepared": (_lowered, lambda x, _: a.Prepared(Spans(x, LENGTH))),
+}
 
 
 def attend(
@@ -140,64 +136,48 @@ def attend(
         For each case the distance of the output and all gradients from one process, or the error in words.
     """
     mesh, (inputs, dout) = grid(*sizes), whole(batch, heads)
-    array = ARRAYS[kind](batch, heads[0])
+    make, mask_of = MASKS[kind]
+    array = make(batch, heads[0])
     # What goes by position shows where the rows are.
     options: dict[str, Any] = {"bias": alibi(torch.arange(1.0, 1.0 + heads[0]) / 8)}
     if kind in ("ids and lengths", "groups"):
         index = torch.arange(LENGTH)
         options["q_index"] = index if kind == "groups" else index.repeat(batch, 1)
-    wanted = run(attention, inputs, dout, mask=mask_of(kind, array, batch), **options)
+    wanted = run(attention, inputs, dout, mask=mask_of(array, batch), **options)
     call = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
     put = functools.cache(lambda i, words: place([*inputs, array][i].detach(), mesh, words))
-    found: list[Any] = []
-    for case in cases:
+
+    def distance(case: tuple[str, ...]) -> float:
         if compiled:
             torch._dynamo.reset()
         *leaves, x = (put(i, words) for i, words in enumerate(case))
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        try:
-            found.append(off(run(call, leaves, dout, mask=mask_of(kind, x, batch), **options), wanted))
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+        return off(run(call, leaves, dout, mask=mask_of(x, batch), **options), wanted)
+
+    return [_or_error(functools.partial(distance, case)) for case in cases]
 
 
 def attend_with_option(name: str, cases: list[tuple[str, str]]) -> list[Any]:
     """Attention where (q, k and v, the tensor of an option) lie so; distances, or errors in words."""
     mesh, (inputs, dout) = grid(2), whole()
+    options = options_of(name, BATCH, HEADS[0])
+    wanted = run(attention, inputs, dout, mask=causal(), **options)
 
-    def results(place_input: Any, place_option: Any) -> list[Tensor]:
-        options = torch.utils._pytree.tree_map(place_option, options_of(name, BATCH, HEADS[0]))
-        leaves = [place_input(x.detach()).requires_grad_() for x in inputs]
-        out = attention(*leaves, mask=causal(), **options)
-        back = distribute_tensor(dout, mesh, out.placements) if isinstance(out, DTensor) else dout
-        return [full(x) for x in (out, *torch.autograd.grad(out, [*leaves, *parameters(options)], back))]
+    def put(words: str, x: Any) -> Any:
+        return place(x.detach(), mesh, words).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
-    def put(words: str, x: Tensor) -> Any:
-        return place(x, mesh, words)
+    def distance(words: str, at: str) -> float:
+        placed = tree_map(functools.partial(put, at), options)
+        return off(run(attention, [put(words, x) for x in inputs], dout, mask=causal(), **placed), wanted)
 
-    def option(words: str, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return place(x.detach(), mesh, words).requires_grad_(x.requires_grad)
-
-    wanted, found = results(lambda x: x, lambda x: x), list[Any]()
-    for words, at in cases:
-        inputs_at, option_at = functools.partial(put, words), functools.partial(option, at)
-        try:
-            found.append(off(results(inputs_at, option_at), wanted))
-        except ValueError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    return [_or_error(functools.partial(distance, *case)) for case in cases]
 
 
 def options_of(name: str, batch: int, heads: int) -> dict[str, Any]:
     """Keywords of a call by name, of the whole problem."""
     generator = torch.Generator().manual_seed(9)
-    sinks, slopes, each, table = (
-        torch.rand(shape, generator=generator).requires_grad_()
-        for shape in ((heads,), (heads,), (batch, heads), (heads, 9))
-    )
+    shapes = ((heads,), (heads,), (batch, heads), (heads, 9))
+    sinks, slopes, each, table = (torch.rand(x, generator=generator).requires_grad_() for x in shapes)
     seed = torch.tensor(1234567)
     return {
         "none": {},
@@ -221,5 +201,4 @@ DIMS = {
 
 
 def parameters(options: Any) -> list[Any]:
-    leaves = torch.utils._pytree.tree_leaves(options)
-    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    return [x for x in tree_leaves(options) if isinstance(x, Tensor) and x.requires_grad]

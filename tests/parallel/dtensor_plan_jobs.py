@@ -236,8 +236,9 @@ def on_other_meshes() -> dict[str, str]:
 
 
 def of_other_sizes() -> dict[str, str]:
-    """The errors of planned calls of other rows or heads, and of rows whose order nobody named; two ranks."""
+    """The errors of calls of other rows, heads or batch rows, and of rows in an unnamed order; two ranks."""
     mesh, (inputs, _) = grid(2), whole()
+    four = [distribute_tensor(x.detach(), mesh, placements("S0")) for x in whole(batch=4)[0]]
     natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
     plan, rows = causal_rows(mesh)
     placed = [_placed(x, mesh, "S2") for x in rows]
@@ -246,11 +247,5 @@ def of_other_sizes() -> dict[str, str]:
         "rows": _error(*natural, mask=plan),
         "heads": _error(*placed, mask=causal_rows(mesh, heads=(2, 1))[0]),
         "order": _error(*placed, mask=unnamed),
+        "ids": _error(*four, mask=segments(ids(2))),
     }
-
-
-def with_ids_of_a_part() -> str:
-    """The error of plain ids that describe this rank's batch rows; two ranks."""
-    mesh, (inputs, _) = grid(2), whole(batch=4)
-    placed = [distribute_tensor(x.detach(), mesh, placements("S0")) for x in inputs]
-    return _error(*placed, mask=segments(ids(2)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from covering import few
-from dtensor_jobs import ARRAYS, DIMS
+from dtensor_jobs import DIMS, MASKS
 from dtensor_plan_jobs import Planned
 from worlds import world
 
@@ -58,7 +58,7 @@ def _check(cases: list[Any], results: list[Any], good: set[Any]) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", list(ARRAYS))
+@pytest.mark.parametrize("kind", list(MASKS))
 def test_arrays_of_masks_lie_as_q_or_whole(kind: str) -> None:
     dims = {"cache": 1, "prefix": 1, "ids": 2, "ids and lengths": 2, "groups": 2}.get(kind, 4)
     places = PLACES[: 1 + dims]
@@ -138,13 +138,10 @@ def _check_planned(ranks: int, cases: list[Planned]) -> None:
             assert max(result.values()) <= FLOAT32, f"{case}: {result}"
 
 
-def _options(base: Planned) -> list[Planned]:
-    places = ("local", "split", "replicated")
-    return [replace(base, option=name, place=place) for name in DIMS for place in places]
-
-
-def _others(base: Planned) -> list[Planned]:
-    return [
+@pytest.mark.parametrize("role", ["alone", *few(["heads", "whole", "rows", "batch"], 2)])
+def test_a_plan_alone_and_with_another_mesh_axis(role: str) -> None:
+    base = Planned() if role == "alone" else Planned(sizes=(2, 2), role=role)
+    others = [
         base,
         replace(base, layout="bshd", strategy="ulysses"),
         replace(base, strategy="ring", k_len=9),
@@ -152,17 +149,9 @@ def _others(base: Planned) -> list[Planned]:
         # Parts of other sizes: two of three batch rows or heads on the first rank.
         replace(base, option="dropout", batch=3, heads=(3, 3)),
     ]
-
-
-def test_a_plan_splits_the_sequence() -> None:
-    base = Planned()
-    _check_planned(2, [*_others(base), *_options(base)])
-
-
-@pytest.mark.parametrize("role", few(["heads", "whole", "rows", "batch"], 2))
-def test_a_plan_beside_another_mesh_axis(role: str) -> None:
-    base = Planned(sizes=(2, 2), role=role)
-    _check_planned(4, [*_others(base), *_options(base)])
+    options = itertools.product(DIMS, ("local", "split", "replicated"))
+    others += [replace(base, option=name, place=place) for name, place in options]
+    _check_planned(2 if role == "alone" else 4, others)
 
 
 def test_compiled_plans() -> None:
@@ -173,12 +162,12 @@ def test_compiled_plans() -> None:
     _check_planned(4, few(each, 1))
 
 
-@pytest.mark.parametrize(("role", "what"), [("heads", "heads"), ("batch", "batch")])
-def test_plain_options_of_the_whole_are_refused_beside_a_plan(role: str, what: str) -> None:
+@pytest.mark.parametrize("role", ["heads", "batch"])
+def test_plain_options_of_the_whole_are_refused_with_a_plan(role: str) -> None:
     case = Planned(sizes=(2, 2), role=role, option="alibi per row", place="whole")
     size = {"heads": 4, "batch": 2}[role]
     for results in world(4).run("dtensor_plan_jobs:plan_all", [case]):
-        expected = rf"bias.slopes with .* expected that of this rank's {what}, {size // 2}, or a DTensor, got"
+        expected = rf"bias.slopes with .* expected that of this rank's {role}, {size // 2}, or a DTensor, got"
         assert re.search(expected, results[0]), results[0]
 
 
@@ -189,12 +178,9 @@ def test_rows_that_do_not_lie_as_the_plan_are_refused() -> None:
         for case, error in zip(cases, errors, strict=True):
             assert (error == "") == (case in good), f"{case}: {error or 'no error'}"
             assert not error or re.match(r"OptionError: (q|k|v)\b.*: expected .*got ", error), error
-
-
-def test_a_plan_of_some_axes() -> None:
     # The last one would be rows of all four ranks, of which the plan knows two.
-    cases = [("R S2",) * 3, ("S0 S2",) * 3, ("S2 R",) * 3, ("R R",) * 3, ("S2 S2",) * 3]
-    for errors in world(4).run("dtensor_plan_jobs:misplaced", cases, (2, 2)):
+    some = [("R S2",) * 3, ("S0 S2",) * 3, ("S2 R",) * 3, ("R R",) * 3, ("S2 S2",) * 3]
+    for errors in world(4).run("dtensor_plan_jobs:misplaced", some, (2, 2)):
         assert errors[:2] == ["", ""]
         for error in errors[2:]:
             assert "expected Shard(2) along mesh axes [1] only: the plan's ranks hold its rows" in error, (
@@ -202,23 +188,33 @@ def test_a_plan_of_some_axes() -> None:
             )
 
 
-def test_tensors_on_other_meshes_are_refused() -> None:
-    for errors in world(4).run("dtensor_plan_jobs:on_other_meshes"):
-        assert "k as a DTensor: expected the mesh of q, DeviceMesh((dp=2, cp=2)" in errors["k"]
-        assert "v as a DTensor: expected the mesh of q, DeviceMesh((cp=2)" in errors["v"]
-        assert "bounds of the mask as a DTensor: expected the mesh of q, DeviceMesh((dp=2" in errors["bounds"]
-        assert "q as a DTensor with context parallelism: expected a mesh with the ranks" in errors["plan"]
-
-
-def test_sizes_that_are_not_those_of_the_plan_are_refused() -> None:
-    for errors in world(2).run("dtensor_plan_jobs:of_other_sizes"):
-        assert "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks" in errors["rows"]
-        assert "expected 2 heads on this rank, got 4 here" in errors["heads"]
-        assert "rows in the plan's order, which must be said" in errors["order"]
-
-
-def test_plain_ids_of_a_part_are_refused() -> None:
-    for error in world(2).run("dtensor_plan_jobs:with_ids_of_a_part"):
-        assert error.startswith("ShapeError: segments: q_ids: expected 1 or 4 along the batch axis, got 2"), (
-            error
-        )
+@pytest.mark.parametrize(
+    ("job", "ranks", "expected"),
+    [
+        (
+            "on_other_meshes",
+            4,
+            {
+                "k": "k as a DTensor: expected the mesh of q, DeviceMesh((dp=2, cp=2)",
+                "v": "v as a DTensor: expected the mesh of q, DeviceMesh((cp=2)",
+                "bounds": "bounds of the mask as a DTensor: expected the mesh of q, DeviceMesh((dp=2",
+                "plan": "q as a DTensor with context parallelism: expected a mesh with the ranks",
+            },
+        ),
+        (
+            "of_other_sizes",
+            2,
+            {
+                "rows": "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks",
+                "heads": "expected 2 heads on this rank, got 4 here",
+                "order": "rows in the plan's order, which must be said",
+                "ids": "ShapeError: segments: q_ids: expected 1 or 4 along the batch axis, got 2",
+            },
+        ),
+    ],
+)
+def test_what_does_not_fit_the_plan_is_named(job: str, ranks: int, expected: dict[str, str]) -> None:
+    for errors in world(ranks).run(f"dtensor_plan_jobs:{job}"):
+        assert set(errors) == set(expected)
+        for name, words in expected.items():
+            assert words in errors[name], errors[name]
