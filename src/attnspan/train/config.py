@@ -1,4 +1,4 @@
-"""Everything that can be set about a training run, in one dataclass."""
+"""Everything that can be set about a training run, in one dataclass, and the job's errors. Loads no framework."""
 
 from __future__ import annotations
 
@@ -8,14 +8,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attnspan.train.errors import ConfigError
+from attnspan.errors import _Explained, expect
 
-__all__ = ["TrainConfig"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
+
+
+class JobError(_Explained, ValueError):
+    """Base of the training job's errors: what was expected, what came, how to mend it."""
+
+    #: Whether every rank raises it, so that one of them may speak for all.
+    shared = False
+
+
+class ConfigError(JobError):
+    """An option of the job has a value it cannot have."""
+
+
+class DataError(JobError):
+    """The data or the tokenizer cannot be read, or there is too little of it."""
+
+
+class CheckpointError(JobError):
+    """A checkpoint is missing, damaged, or belongs to another configuration."""
+
+
+class RankError(JobError):
+    """Another rank has ended, or does not answer."""
+
 
 CHOICES = {
     "attention": ("attnspan", "sdpa", "sdpa-documents"),
     "ac": ("none", "selective", "full"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "device": ("auto", "cpu", "cuda"),
+    "method": ("balanced", "contiguous", "zigzag"),
 }
 
 
@@ -41,8 +67,9 @@ class TrainConfig:
         ConfigError: A value is out of range or names nothing that exists.
 
     Example:
-        >>> TrainConfig(heads=8, kv_heads=2).heads
-        8
+        >>> TrainConfig(heads=8, kv_heads=3)
+        Traceback (most recent call last):
+        attnspan.train.config.ConfigError: options: expected --kv-heads to divide --heads, got 8 and 3. Choose a divisor.
     """
 
     dim: int = _model(256, "width of the residual stream")
@@ -55,86 +82,103 @@ class TrainConfig:
     norm_eps: float = _model(1e-5, "epsilon of RMSNorm")
 
     data: str | None = _data(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
+    text_field: str = _data("text", "field of .jsonl and .parquet rows that holds the document")
     tokenizer: str | None = _data(None, "local `tokenizers` JSON file; default: bytes")
     seq_len: int = _data(2048, "tokens per packed row")
-    batch_size: int = _data(1, "packed rows per step of each data-parallel replica")
+    batch_size: int = _data(1, "packed rows that a replica computes at a time")
+    accumulate: int = _data(1, "how many times it does so in each step: gradient accumulation")
     held_out: float = _data(0.02, "share of the documents kept for evaluation")
     eval_bytes: int = _data(131_072, "bytes of held-out text scored at the start and at the end")
+    workers: int = _data(1, "processes that pack rows and plan attention ahead of the steps; 0: in this one")
 
-    steps: int = _optimum(1500, "optimizer steps")
+    steps: int = _optimum(0, "optimizer steps; 0: as many as fit into --minutes")
+    minutes: float = _optimum(4.0, "without --steps: wall time of the run, measured and divided at the start")
     lr: float = _optimum(3e-3, "peak learning rate")
-    warmup: int = _optimum(60, "steps of linear warm-up, before the cosine")
+    warmup: int = _optimum(60, "steps of linear warm-up, before the cosine; at most a tenth of --minutes")
     min_lr: float = _optimum(0.1, "last learning rate, as a share of the peak")
     weight_decay: float = _optimum(0.1, "AdamW decay, on matrices only")
     clip: float = _optimum(1.0, "largest norm of the whole gradient")
     seed: int = _optimum(0, "seed of the weights and of the document order")
 
+    device: str = _how("auto", "cpu, cuda, or auto: cuda where there is one")
     attention: str = _how(
         "attnspan", "attnspan, sdpa (torch's own, dense mask), or sdpa-documents (one call each)"
     )
     ac: str = _how("none", "activation checkpointing: none, selective (keeps attention) or full")
-    dtype: str = _how("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
+    dtype: str = _how(
+        "auto", "float32, bfloat16 (mixed precision), or auto: the faster, measured at start-up"
+    )
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
     threads: int = _how(0, "CPU threads of each rank; 0 takes torch's default")
-
     checkpoint_every: int = _how(200, "steps between checkpoints; 0 keeps only the last")
+    profile: str | None = _how(None, "folder for a torch.profiler trace of a few steps")
 
     cp: int = _ranks(1, "ranks that share each row: context parallelism")
     dp: int = _ranks(1, "replicas with rows of their own: data parallelism")
     fsdp: bool = _ranks(False, "shard parameters, gradients and optimizer over all ranks (FSDP2)")
+    strategy: str = _ranks(
+        "auto", "how ranks that share rows exchange keys: auto, exchange, ring, ulysses, ..."
+    )
+    method: str = _ranks("balanced", "how rows are partitioned: balanced, contiguous or zigzag")
     timeout: float = _ranks(300.0, "seconds after which a rank that waits for the others gives up")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_ranges(self)
-        _check_shapes(self)
-        _check_ranks(self)
+        for name, choices in CHOICES.items():
+            listed, value = ", ".join(choices), getattr(self, name)
+            _check(value in choices, f"--{name} to be one of {listed}", repr(value), "choose one of these")
+        for item in fields(self):
+            value, lowest = getattr(self, item.name), _LOWEST.get(item.name, 1)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                flag = item.name.replace("_", "-")
+                _check(value >= lowest, f"--{flag} of at least {lowest}", value, "pass a larger number")
+        heads = f"{self.heads} and {self.kv_heads}"
+        _check(self.heads % self.kv_heads == 0, "--kv-heads to divide --heads", heads, "choose a divisor")
+        _check(self.head_dim % 2 == 0, "an even --head-dim", self.head_dim, "rotary embedding turns pairs")
+        _check(self.held_out < 1, "--held-out below 1", self.held_out, "leave some documents to train on")
+        _check(
+            self.cp == 1 or self.attention == "attnspan",
+            "--attention attnspan with --cp above 1",
+            f"--attention {self.attention} and --cp {self.cp}",
+            f"torch's attention cannot share a row under such a mask: pass --cp 1 --dp {self.world}",
+        )
 
     @property
     def world(self) -> int:
-        """Ranks of the job.
-
-        Example:
-            >>> TrainConfig(cp=2, dp=3).world
-            6
-        """
+        """Ranks of the job."""
         return self.cp * self.dp
 
-    def on_ranks(self, **changes: Any) -> TrainConfig:
-        """The same training on other ranks: the rows of a step stay, each replica takes its share of them.
+    @property
+    def step_rows(self) -> int:
+        """Packed rows of one optimizer step, over all ranks and micro-batches."""
+        return self.dp * self.batch_size * self.accumulate
+
+    def moved(self, **changes: Any) -> TrainConfig:
+        """The same training, computed otherwise: on other ranks, with other micro-batches, for more steps.
+
+        The rows of a step stay what they were: each replica takes its share of them.
 
         Args:
-            **changes: New values of cp, dp, fsdp, threads or timeout.
+            **changes: New values of the fields in `MOVABLE`.
 
         Raises:
-            ConfigError: The rows of a step cannot be dealt to that many replicas.
+            ConfigError: The rows of a step cannot be divided so.
 
         Example:
-            >>> TrainConfig(dp=2, batch_size=2).on_ranks(dp=4).batch_size
-            1
+            >>> TrainConfig(dp=2, batch_size=2).moved(dp=1, accumulate=2).batch_size
+            2
         """
-        rows, dp = self.dp * self.batch_size, changes.get("dp", self.dp)
-        if rows % max(1, dp):
-            raise ConfigError(
-                expected=f"--dp to divide the {rows} rows of a step",
-                got=str(dp),
-                remedy="choose a divisor, so that the training stays what it was",
-            )
-        return replace(self, **changes, batch_size=rows // max(1, dp))
+        new = replace(self, **{"batch_size": 1} | changes)
+        parts = new.dp * new.accumulate
+        _check(
+            self.step_rows % parts == 0,
+            f"--dp times --accumulate to divide the {self.step_rows} rows of a step",
+            parts,
+            "choose a divisor, so that the training stays what it was",
+        )
+        return replace(new, batch_size=self.step_rows // parts)
 
     def save(self, path: Path) -> None:
-        """Write the configuration as JSON; what was there before stays until all of it is written.
-
-        Args:
-            path: File to write.
-
-        Example:
-            >>> import tempfile
-            >>> path = Path(tempfile.mkdtemp()) / "config.json"
-            >>> TrainConfig(steps=7).save(path)
-            >>> TrainConfig.load(path).steps
-            7
-        """
+        """Write the configuration as JSON; what was there before stays until all of it is written."""
         draft = path.with_suffix(".tmp")
         draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
         draft.replace(path)
@@ -143,98 +187,33 @@ class TrainConfig:
     def load(cls, path: Path) -> TrainConfig:
         """Read a configuration that `save` wrote.
 
-        Args:
-            path: File to read.
-
         Raises:
             ConfigError: The file is not such a configuration.
-
-        Example:
-            >>> import tempfile
-            >>> path = Path(tempfile.mkdtemp()) / "config.json"
-            >>> _ = path.write_text("{")
-            >>> TrainConfig.load(path)  # doctest: +ELLIPSIS
-            Traceback (most recent call last):
-                ...
-            attnspan.train.errors.ConfigError: options: expected a run configuration, got ...
         """
         try:
-            stored = json.loads(path.read_text())
-            return cls(**stored)
+            return cls(**json.loads(path.read_text()))
         except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
+                "options",
                 expected="a run configuration",
                 got=f"{path}: {error}",
-                remedy="start a new run without --resume",
+                remedy="Start a new run without --resume",
             ) from None
 
 
-def _check_choices(config: TrainConfig) -> None:
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value not in choices:
-            raise ConfigError(
-                expected=f"--{name} to be one of {', '.join(choices)}",
-                got=repr(value),
-                remedy="choose one of these",
-            )
+#: Lower bounds of the numbers that may be below 1.
+_LOWEST = dict.fromkeys(
+    ("lr", "warmup", "min_lr", "weight_decay", "clip", "seed", "threads", "workers", "steps",
+     "checkpoint_every", "norm_eps", "held_out"),
+    0,
+) | {"minutes": 0.1}  # fmt: skip
+
+#: What may differ on resuming: how a training is computed, where its trace goes, and how long it is.
+MOVABLE = (
+    "cp", "dp", "fsdp", "strategy", "method", "accumulate", "threads", "workers", "timeout", "profile", "steps"
+)  # fmt: skip
 
 
-# Every number but these is at least 1.
-_LOWEST = {
-    "lr": 0.0,
-    "warmup": 0,
-    "min_lr": 0.0,
-    "weight_decay": 0.0,
-    "clip": 0.0,
-    "seed": 0,
-    "threads": 0,
-    "checkpoint_every": 0,
-    "norm_eps": 0.0,
-    "held_out": 0.0,
-}
-
-# What may be another on resuming, because it changes how a training is computed, not what it computes.
-MOVABLE = ("cp", "dp", "fsdp", "threads", "timeout")
-
-
-def _check_ranges(config: TrainConfig) -> None:
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        lowest = _LOWEST.get(item.name, 1)
-        if not value >= lowest:
-            flag = item.name.replace("_", "-")
-            raise ConfigError(
-                expected=f"--{flag} of at least {lowest}", got=str(value), remedy="pass a larger number"
-            )
-    if config.held_out >= 1:
-        raise ConfigError(
-            expected="--held-out below 1", got=str(config.held_out), remedy="leave some documents to train on"
-        )
-
-
-def _check_shapes(config: TrainConfig) -> None:
-    if config.heads % config.kv_heads:
-        raise ConfigError(
-            expected="--kv-heads to divide --heads",
-            got=f"{config.heads} heads and {config.kv_heads} key/value heads",
-            remedy="choose a divisor",
-        )
-    if config.head_dim % 2:
-        raise ConfigError(
-            expected="an even --head-dim",
-            got=str(config.head_dim),
-            remedy="rotary embedding turns pairs of channels",
-        )
-
-
-def _check_ranks(config: TrainConfig) -> None:
-    if config.cp > 1 and config.attention != "attnspan":
-        raise ConfigError(
-            expected="--attention attnspan beside --cp above 1",
-            got=f"--attention {config.attention} and --cp {config.cp}",
-            remedy="torch's attention cannot share a row under such a mask: "
-            f"pass --cp 1, with --dp {config.cp * config.dp} for as many ranks",
-        )
+def _check(holds: bool, expected: str, got: object, remedy: str) -> None:
+    remedy = remedy[0].upper() + remedy[1:]
+    expect(holds, "options", expected, str(got), remedy, error=ConfigError)

@@ -1,57 +1,27 @@
-"""What a run says while it runs: a bar in a terminal, a line now and then elsewhere, TensorBoard, a log."""
+"""What a run says: while it runs, a bar or a line now and then, TensorBoard and a log; at its end, a table."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch._dynamo.utils import counters
 from torch.utils.tensorboard import SummaryWriter
 
-from attnspan.train.errors import CheckpointError
-from attnspan.train.step import StepResult
+from attnspan.errors import expect
+from attnspan.train.config import CheckpointError
 
-__all__ = ["MetricsLog", "Reporter", "metrics"]
+__all__ = ["Graphs", "MetricsLog", "Reporter", "Summary"]
 
 _LINE_SECONDS = 10.0
 _SMOOTHING = 0.9
-
-
-def metrics(step: int, result: StepResult, ceiling: float) -> dict[str, float]:
-    """Figures of one step.
-
-    Args:
-        step: Number of the step, from 1.
-        result: What it did.
-        ceiling: Measured FLOP/s of matrix products, which MFU refers to.
-
-    Returns:
-        loss in nats per token, tokens_per_second, attention_gflops (useful attention work per second of the
-        whole step), mfu in 0..1, peak_memory in bytes, and what else the result says; of all ranks together.
-
-    Example:
-        >>> from attnspan.train.model import StepFlops
-        >>> flops = StepFlops(3e9, 1e9)
-        >>> result = StepResult(2.0, 1.0, 1e-3, tokens=100, seconds=0.5, flops=flops, memory=2**30)
-        >>> figures = metrics(1, result, ceiling=16e9)
-        >>> figures["tokens_per_second"], figures["attention_gflops"], figures["mfu"]
-        (200.0, 2.0, 0.5)
-    """
-    return {
-        "step": step,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens / result.seconds,
-        "attention_gflops": result.flops.attention / result.seconds / 1e9,
-        "mfu": result.flops.total / result.seconds / ceiling,
-        "peak_memory": result.memory,
-    }
 
 
 class MetricsLog:
@@ -60,6 +30,9 @@ class MetricsLog:
     Args:
         path: File; made when missing.
         step: Steps that are already taken; later lines are of a run that was cut off, and removed.
+
+    Raises:
+        CheckpointError: A line of the file is damaged.
 
     Example:
         >>> import tempfile
@@ -83,11 +56,7 @@ class MetricsLog:
         self._file = path.open("a")
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Append a line and hand it to the system, so that a killed process does not lose it.
-
-        Args:
-            figures: JSON values; must have "step".
-        """
+        """Append JSON values, "step" among them, and hand them to the system: a killed process keeps them."""
         self._file.write(json.dumps(figures) + "\n")
         self._file.flush()
 
@@ -106,17 +75,18 @@ class MetricsLog:
 
 def _step(line: bytes, number: int, path: Path) -> int:
     try:
-        figures = json.loads(line)
-    except ValueError:
-        figures = None
-    step = figures.get("step") if isinstance(figures, dict) else None
-    if not isinstance(step, int):
-        raise CheckpointError(
-            expected=f"line {number} of {path} to be a JSON object with a step",
-            got=repr(line[:80]),
-            remedy="remove that line, or move the file away; only the log of past steps is lost",
-        )
-    return step
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        step = None
+    expect(
+        isinstance(step, int),
+        "checkpoint",
+        f"line {number} of {path} to be a JSON object with a step",
+        repr(line[:80]),
+        "Remove that line, or move the file away; only the log of past steps is lost",
+        error=CheckpointError,
+    )
+    return int(step)
 
 
 class Reporter:
@@ -127,21 +97,12 @@ class Reporter:
         folder: The run's folder: TensorBoard events and ``metrics.jsonl`` go there.
         step: Steps already taken.
         steps: Steps in all.
-
-    Example:
-        >>> import tempfile
-        >>> from attnspan.train.model import StepFlops
-        >>> result = StepResult(2.0, 1.0, 1e-3, 100, 0.5, StepFlops(3e9, 1e9), 2**30)
-        >>> figures = metrics(1, result, ceiling=16e9)
-        >>> with Reporter(Console(width=100), Path(tempfile.mkdtemp()), step=0, steps=1) as reporter:
-        ...     reporter.update(figures)  # doctest: +ELLIPSIS
-        step 1/1  loss 2.000  200 tok/s  attention 2 GFLOP/s  MFU 50%  ... GiB
     """
 
     def __init__(self, console: Console, folder: Path, step: int, steps: int) -> None:
         self._console, self._step, self._steps = console, step, steps
         self._log = MetricsLog(folder / "metrics.jsonl", step)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._smooth: dict[str, float] = {}
         self._last_line = 0.0
         self._bar = Progress(
@@ -163,43 +124,123 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-        self._board.close()
+        self.board.close()
         self._log.close()
 
     def update(self, figures: dict[str, float]) -> None:
         """Show and record one step.
 
         Args:
-            figures: What `metrics` returned.
+            figures: "step" and what `attnspan.train.train.Step` has.
         """
         step = int(figures["step"])
         self._log.write(figures)
         for name, value in figures.items():
             if name != "step":
-                self._board.add_scalar(f"train/{name}", value, step)
+                self.board.add_scalar(f"train/{name}", value, step)
                 before = self._smooth.get(name, value)
                 self._smooth[name] = _SMOOTHING * before + (1 - _SMOOTHING) * value
-        text = self._text()
+        now = self._smooth
+        text = (
+            f"loss {now['loss']:.3f}  {now['tokens_per_second']:,.0f} tok/s  "
+            f"{now['gflops']:,.0f} GFLOP/s  {now['memory'] / 2**30:.1f} GiB"
+        )
         self._bar.update(self._task, completed=step, text=text)
         due = time.monotonic() - self._last_line > _LINE_SECONDS or step in (self._step + 1, self._steps)
         if not self._console.is_terminal and due:
             self._last_line = time.monotonic()
             self._console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}", soft_wrap=True)
 
-    def scalar(self, name: str, value: float, step: int) -> None:
-        """Record a figure for TensorBoard alone.
 
-        Args:
-            name: Tag, "group/name".
-            value: The figure.
-            step: Steps taken.
-        """
-        self._board.add_scalar(name, value, step)
+class Graphs(NamedTuple):
+    """What torch's compiler has done in this process: graphs compiled, and graph breaks."""
 
-    def _text(self) -> str:
-        now = self._smooth
-        return (
-            f"loss {now['loss']:.3f}  {now['tokens_per_second']:,.0f} tok/s  "
-            f"attention {now['attention_gflops']:.0f} GFLOP/s  MFU {now['mfu']:.0%}  "
-            f"{now['peak_memory'] / 2**30:.1f} GiB"
-        )
+    compiled: int
+    breaks: int
+
+    @classmethod
+    def now(cls) -> Graphs:
+        """Read torch's counters."""
+        return cls(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+    def since(self, earlier: Graphs) -> Graphs:
+        """What has been added."""
+        return Graphs(self.compiled - earlier.compiled, self.breaks - earlier.breaks)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run has come to.
+
+    Args:
+        bits_per_byte_start: Held-out score of the untrained model.
+        bits_per_byte_end: Held-out score after the last step.
+        steps: Steps of the run.
+        tokens_per_second: Median over the steps of this process.
+        flops_per_second: The same of useful work, attention's visible pairs only.
+        fastest: Largest FLOP/s of a step.
+        ceiling: FLOP/s of each burst that measured what the cores can do; zeros where nobody knows.
+        compile_seconds: First forward and backward, compilation included; 0 without compilation.
+        warm: Graphs compiled and broken during warm-up, or None without compilation.
+        later: The same after it: all of these are recompilations.
+        peak_memory: Largest memory, the sum over ranks, bytes.
+        seconds: Wall time of this process's part of the run, s.
+        ranks: Which ranks took part, in words.
+        text: Sampled at the end.
+    """
+
+    bits_per_byte_start: float
+    bits_per_byte_end: float
+    steps: int
+    tokens_per_second: float
+    flops_per_second: float
+    fastest: float
+    ceiling: list[float]
+    compile_seconds: float
+    warm: Graphs | None
+    later: Graphs | None
+    peak_memory: float
+    seconds: float
+    ranks: str
+    text: str = ""
+
+    @property
+    def mfu(self) -> float | None:
+        """Median share of the ceiling, 0..1; None where there is none that every step of the run keeps."""
+        highest = max(self.ceiling)
+        return self.flops_per_second / highest if self.fastest <= highest and highest else None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and texts of the table."""
+        score = f"{self.bits_per_byte_start:.3f} at the start, {self.bits_per_byte_end:.3f} at the end"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.flops_per_second / 1e9:,.0f} GFLOP/s"
+        rows = [("held-out bits per byte", score), ("speed", speed)]
+        if self.mfu is not None:
+            low, high = min(self.ceiling) / 1e9, max(self.ceiling) / 1e9
+            bursts = f"bursts of multiply-adds on registers: {low:,.0f} to {high:,.0f}"
+            rows.append(("MFU", f"{self.mfu:.0%} of {high:,.0f} GFLOP/s ({bursts})"))
+        if self.warm is not None and self.later is not None:
+            breaks = self.warm.breaks + self.later.breaks
+            counts = f"{self.warm.compiled} graph for all blocks, {breaks} breaks, {self.later.compiled} recompiles"
+            rows.append(("compile", f"{counts}; {self.compile_seconds:.0f} s"))
+        rows += [
+            ("peak memory", f"{self.peak_memory / 2**30:.2f} GiB"),
+            ("wall time", f"{self.seconds:.0f} s"),
+        ]
+        return [*rows, ("ranks", self.ranks)]
+
+    def show(self, console: Console) -> None:
+        """Print the table and the text."""
+        table = Table(title=f"after {self.steps} steps", show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for name, text in self.rows():
+            table.add_row(name, text)
+        console.print(table)
+        if self.text:
+            console.print("[bold]text of the model[/bold], from its last weights:")
+            console.print(self.text, markup=False, highlight=False, soft_wrap=True)
+
+    def save(self, path: Path) -> None:
+        """Write all figures as JSON."""
+        path.write_text(json.dumps(asdict(self) | {"mfu": self.mfu}, indent=2) + "\n")

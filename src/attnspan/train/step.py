@@ -4,26 +4,88 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
+from torch.optim import AdamW
 
 from attnspan.parallel.loss import sum_gradients, token_mean
 from attnspan.train.config import TrainConfig
-from attnspan.train.deal import Dealer, Share
-from attnspan.train.hooks import UNOBSERVED, Observer
-from attnspan.train.machine import peak_memory
-from attnspan.train.model import Decoder, StepFlops, step_flops
-from attnspan.train.optimizer import build_optimizer, learning_rate
-from attnspan.train.packing import IGNORE, Batch
-from attnspan.train.ranks import ALONE, Ranks
+from attnspan.train.data import Batch, Part, make_batch, pack_once, row_shape
+from attnspan.train.documents import Corpus
+from attnspan.train.model import StepFlops, step_flops, token_loss
+from attnspan.train.parallelize import ALONE, Ranks, build_model, mixed, peak_memory, place
 
-__all__ = ["StepResult", "Stepper", "token_loss"]
+__all__ = [
+    "UNOBSERVED",
+    "Observer",
+    "StepResult",
+    "Stepper",
+    "Unobserved",
+    "build_optimizer",
+    "learning_rate",
+]
+
+T = TypeVar("T")
+
+
+class Observer(Protocol):
+    """The places of a training loop that someone may want to time; `attnspan.bench.monitor` does."""
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]: ...
+
+    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]: ...
+
+    def phase(self, name: str) -> AbstractContextManager[object]: ...
+
+
+class Unobserved:
+    """The observer of a run that nobody watches."""
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        return iter(batches)
+
+    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+UNOBSERVED = Unobserved()
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Rate of a step, from 0: linear warm-up, then a cosine to ``min_lr`` of the peak at the last step.
+
+    Example:
+        >>> config = TrainConfig(lr=1.0, warmup=2, steps=11, min_lr=0.1)
+        >>> [round(learning_rate(step, config), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.lr * (config.min_lr + (1 - config.min_lr) * cosine)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
+    """AdamW (Loshchilov and Hutter 2019) that decays matrices and leaves norms alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 class StepResult(NamedTuple):
@@ -34,98 +96,60 @@ class StepResult(NamedTuple):
         grad_norm: Norm of the whole gradient before clipping.
         lr: Learning rate of the step.
         tokens: Tokens of the step, padding included.
-        seconds: Wall time of the step, mask preparation included.
+        seconds: Wall time of the step.
         flops: What the step had to compute.
-        memory: Peak resident size so far, the sum of all ranks', bytes.
-
-    Example:
-        >>> StepResult(1.0, 0.5, 1e-3, 100, 0.5, StepFlops(1.0, 1.0), 2**30).tokens
-        100
+        memory: Peak memory so far, the sum of all ranks', bytes.
     """
 
     loss: float
     grad_norm: float
     lr: float
-    tokens: int
+    tokens: float
     seconds: float
     flops: StepFlops
     memory: float
 
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of all targets that carry loss, nats; divide by their number for the mean.
-
-    Args:
-        logits: (B, S, V), any floating dtype; the loss is computed in float32.
-        targets: (B, S) int64, `IGNORE` where there is none.
-
-    Example:
-        >>> round(float(token_loss(torch.zeros(1, 2, 4), torch.tensor([[3, IGNORE]]))), 4)
-        1.3863
-    """
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    def figures(self) -> dict[str, float]:
+        """What is logged: rates instead of counts."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "gflops": self.flops.total / self.seconds / 1e9,
+            "attention_gflops": self.flops.attention / self.seconds / 1e9,
+            "memory": self.memory,
+        }
 
 
-class Stepper:
-    """A model with its optimizer, ready to take steps.
+class Stepper(Stateful):
+    """A model with its optimizer, ready to take steps; as a state, what a checkpoint holds of them.
 
     Args:
         config: The run; its dtype must be resolved ("auto" is not a dtype).
         vocab_size: V.
         ranks: Who takes the steps together; by default this process alone.
-
-    Example:
-        >>> from attnspan.train.packing import Corpus, pack_once
-        >>> config = TrainConfig(
-        ...     dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16,
-        ...     seq_len=8, batch_size=1, compile=False, dtype="float32", attention="sdpa",
-        ... )
-        >>> [batch] = pack_once(Corpus.from_documents([[1, 2]], end=3, num_bytes=2), seq_len=8, batch_size=1)
-        >>> stepper = Stepper(config, vocab_size=4)
-        >>> first = stepper.step(batch, 0).loss
-        >>> stepper.step(batch, 1).loss < first
-        True
     """
 
     def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
         self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
-        self._dealer = Dealer(config, ranks)
-        # The same weights on all ranks; those that are sharded are parts of these.
-        torch.manual_seed(config.seed)
-        self.model = Decoder(config, vocab_size)
-        if config.compile:
-            self.model.compile_blocks()
-        if ranks.everyone is not None and config.fsdp:
-            self.model.shard(ranks.everyone)
+        self.model = build_model(config, vocab_size, ranks)
         self.optimizer = build_optimizer(self.model, config)
 
-    def deal(self, batch: Batch) -> Share:
-        """What this rank computes of a batch.
-
-        Args:
-            batch: Packed rows, the same on all ranks of the replica.
-        """
-        return self._dealer.deal(batch)
-
-    def loss(self, share: Share, observer: Observer = UNOBSERVED) -> Tensor:
-        """Summed loss of this rank's targets.
-
-        Args:
-            share: What `deal` returned.
-            observer: Told of the forward pass.
-        """
+    def loss(self, part: Part, observer: Observer = UNOBSERVED) -> Tensor:
+        """Summed loss of this rank's targets."""
+        part = place(part, self.config, self.ranks)
         with observer.phase("forward"):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-                logits = self.model(share.tokens, share.positions, share.mask)
-            return token_loss(logits, share.targets)
+            with mixed(self.config, self.ranks.device):
+                logits = self.model(part.tokens, part.positions, part.mask)
+            return token_loss(logits, part.targets)
 
     def step(self, batch: Batch, index: int, observer: Observer = UNOBSERVED) -> StepResult:
-        """Forward, backward, clip, update.
+        """Forward and backward of each micro-batch, clip, update.
 
         Args:
-            batch: Packed rows of this rank's replica.
+            batch: This rank's.
             index: Steps taken before this one; it sets the learning rate.
             observer: Told of the phases.
         """
@@ -133,54 +157,53 @@ class Stepper:
         lr = learning_rate(index, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        share = self.deal(batch)
-        targets, pairs = self.ranks.sum([share.num_targets, share.pairs])
-        part = token_mean(self.loss(share, observer), int(targets))
-        with observer.phase("backward"):
-            torch.autograd.backward(part)
-        self._sum_gradients(observer)
-        with observer.phase("optimizer"):
-            grad_norm = self._clip()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        loss, memory = self.ranks.sum([part.item(), float(peak_memory())])
-        tokens = batch.tokens.numel() * self.ranks.dp
-        seconds = time.perf_counter() - start
-        flops = step_flops(self.model, tokens, round(pairs))
-        return StepResult(loss, grad_norm, lr, tokens, seconds, flops, memory)
-
-    def _sum_gradients(self, observer: Observer) -> None:
-        """Over ranks, unless sharded parameters have it done already, during backward."""
+        tokens, targets, pairs = self.ranks.sum([batch.tokens, batch.targets, batch.pairs])
+        loss = torch.zeros((), device=self.ranks.device)
+        for part in batch.parts:
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(part is batch.parts[-1])
+            mean_part = token_mean(self.loss(part, observer), round(targets))
+            with observer.phase("backward"):
+                torch.autograd.backward(mean_part)
+            loss += mean_part.detach()
         if self.ranks.everyone is not None and not self.config.fsdp:
             with observer.phase("communication"):
                 sum_gradients(self.model.parameters(), self.ranks.everyone)
-
-    def _clip(self) -> float:
-        """Clip the gradient of all ranks together; its norm before that."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        with observer.phase("optimizer"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        total, memory = self.ranks.sum([loss.item(), float(peak_memory(self.ranks.device))])
+        seconds = time.perf_counter() - start
+        flops = step_flops(self.model, round(tokens), round(pairs))
+        return StepResult(total, float(whole), lr, tokens, seconds, flops, memory)
 
     def warm_up(self, batch: Batch) -> float:
-        """Compile by one forward and backward that changes no weight; seconds it took.
-
-        Args:
-            batch: Packed rows of the shape that training has.
-        """
+        """Forward and backward that change no weight; the first time they compile. Seconds they took."""
         start = time.perf_counter()
-        torch.autograd.backward(self.loss(self.deal(batch)))
+        for part in batch.parts:
+            torch.autograd.backward(self.loss(part))
         self.model.zero_grad(set_to_none=True)
         return time.perf_counter() - start
 
-    def bits_per_byte(self, batches: Sequence[Batch], num_bytes: int) -> float:
-        """Bits that the model needs for a byte of the text of all replicas' batches.
+    def bits_per_byte(self, held_out: Corpus) -> float:
+        """Bits that the model needs for a byte of the text.
 
         Gradients stay enabled, although none is taken: turning them off would compile every block once more.
-
-        Args:
-            batches: Packed held-out rows of this rank's replica, of the shape that training has.
-            num_bytes: Bytes of text in those of all replicas.
         """
-        nats = math.fsum(self.loss(self.deal(batch)).item() for batch in batches)
+        config, rank = self.config, self.ranks.number
+        batches = pack_once(held_out, **row_shape(config, rank))
+        parts = (part for rows in batches for part in make_batch(config, [rows], rank, {}).parts)
+        nats = math.fsum(self.loss(part).item() for part in parts)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # What backward would do: gathered weights are let go.
-        return self.ranks.sum([nats])[0] / math.log(2) / num_bytes
+        return self.ranks.sum([nats])[0] / math.log(2) / held_out.num_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)

@@ -1,0 +1,387 @@
+"""The devices and the ranks of a job, and the model on them.
+
+Rank ``d * cp + c`` is member ``c`` of replica ``d``: the ranks of a replica share its rows.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.utils._pytree import tree_map_only
+
+from attnspan.errors import expect
+from attnspan.kernels import cpu
+from attnspan.train.config import ConfigError, JobError, RankError, TrainConfig
+from attnspan.train.data import Part
+from attnspan.train.model import Decoder
+
+__all__ = [
+    "ALONE",
+    "Ranks",
+    "build_model",
+    "device_of",
+    "faster_dtype",
+    "is_rank",
+    "mixed",
+    "open_ranks",
+    "peak_flops",
+]
+
+T = TypeVar("T")
+
+# How long the ranks that are left wait for each other's word when an exchange has failed.
+_ROLL_CALL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process among the ranks of its job; without arguments, a job of one process on the CPU.
+
+    Args:
+        device: Where this rank computes.
+        mesh: All ranks, with dimensions ("dp", "cp"); None without a process group.
+        everyone: The same ranks in one dimension, for sums and for sharded parameters.
+        host: The same ranks over gloo, for what they agree on.
+        saver: And once more, for the thread that writes checkpoints.
+    """
+
+    device: torch.device = torch.device("cpu")
+    mesh: DeviceMesh | None = None
+    everyone: DeviceMesh | None = None
+    host: dist.ProcessGroup | None = None
+    saver: dist.ProcessGroup | None = None
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def number(self) -> int:
+        """This rank's."""
+        return 0 if self.mesh is None else dist.get_rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.number == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add figures of all ranks; whole numbers below 2^53 stay exact."""
+        if self.host is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.host)
+        figures: list[float] = total.tolist()
+        return figures
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Do something on the first rank; all ranks get its picklable result, or raise its error."""
+        if self.host is None:
+            return action()
+        outcome = [_attempt(action) if self.is_first else (None, None)]
+        dist.broadcast_object_list(outcome, src=0, group=self.host)
+        return _settle(outcome[0])
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do something on every rank; when it fails on one, all raise the error of the first that failed.
+
+        Args:
+            action: What to do. It must not wait for other ranks: one of them may have failed already.
+        """
+        if self.host is None:
+            return action()
+        outcome = _attempt(action)
+        errors: list[Exception | None] = [None] * self.world
+        dist.all_gather_object(errors, outcome[1], group=self.host)
+        failed = next((each for each in errors if each is not None), None)
+        return _settle((outcome[0], failed))
+
+    @contextmanager
+    def joined(self, doing: Callable[[], str]) -> Iterator[None]:
+        """Surround what waits for other ranks: a lost one becomes an error that names it.
+
+        Args:
+            doing: Says what the ranks were doing together.
+
+        Raises:
+            RankError: Another rank ended, or did not come in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:  # The base of all errors of torch's collectives.
+            lost = self._lost()
+            if not lost:
+                raise
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise RankError(
+                "ranks",
+                expected=f"all {self.world} ranks to take part in {doing()}",
+                got=f"no answer from {lost}, after this on rank {self.number}, "
+                f"{os.path.basename(where.filename)}:{where.lineno}: {str(error).strip().splitlines()[0]}",
+                remedy="Look for the rank that ended first; go on with --resume, or let torchrun do it: "
+                "--max-restarts N",
+            ) from error
+
+    def _lost(self) -> str:
+        """Call the roll: each rank whose step failed says so in the store. Those that do not, in words."""
+        if self.host is None:
+            return ""
+        store, others = _get_default_store(), [rank for rank in range(self.world) if rank != self.number]
+        try:
+            store.set(f"failed/{self.number}", "here")
+            end = time.monotonic() + _ROLL_CALL_SECONDS
+            while missing := [rank for rank in others if not store.check([f"failed/{rank}"])]:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+        except RuntimeError:
+            return "rank 0, which holds the store"
+        return ", ".join(f"rank {rank}" for rank in missing)
+
+
+#: A job of one process, on the CPU.
+ALONE = Ranks()
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of several ranks, or of one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    there = torch.cuda.is_available()
+    remedy = "Use --device cpu, or install torch for CUDA"
+    expect(there or config.device != "cuda", "options", "a CUDA device", "none", remedy, error=ConfigError)
+    if config.device == "cpu" or not there:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
+    """Join the other ranks, as the launcher's environment says, or those of a group that exists already.
+
+    Args:
+        config: How many ranks there are to be, and how long they wait for each other.
+
+    Raises:
+        ConfigError: There are more or fewer than the configuration says.
+        RankError: Some did not come.
+    """
+    there = dist.is_initialized()
+    world = dist.get_world_size() if there else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+    start = f"torchrun --nproc-per-node {config.world} -m attnspan train ..."
+    expect(
+        world == config.world,
+        "options",
+        f"{config.world} ranks for --dp {config.dp} and --cp {config.cp}",
+        str(world),
+        f"Start them: {start}; or give --dp and --cp whose product is the number of ranks",
+        error=ConfigError,
+    )
+    grouped = there or is_rank()
+    expect(
+        grouped or not config.fsdp, "options", "a process group for --fsdp", "none", start, error=ConfigError
+    )
+    device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world == 1 and not config.fsdp:
+        yield Ranks(device)
+        return
+    limit = timedelta(seconds=config.timeout)
+    if not there:
+        _join(device, limit)
+    try:
+        yield _ranks(config, device, limit)
+        if not there:
+            # gloo may abort a process whose peers leave while its meshes are still referenced.
+            dist.barrier()
+    finally:
+        if not there:
+            dist.destroy_process_group()
+
+
+def _join(device: torch.device, limit: timedelta) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torch 2.13 keeps that store over restarts, and with it the addresses of processes that are gone.
+            store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except RuntimeError as error:
+        raise RankError(
+            "ranks",
+            expected=f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s",
+            got=f"on rank {os.environ['RANK']}: {str(error).strip().splitlines()[0]}",
+            remedy="See why the others did not start, or give more time with --timeout",
+        ) from error
+
+
+def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks:
+    """All meshes and groups; each waits as long as the configuration says: those of a mesh of sizes do not."""
+    everyone = init_device_mesh(device.type, (config.world,), mesh_dim_names=("ranks",))
+    numbers = torch.arange(config.world).view(config.dp, config.cp)
+    replicas, sharers = (_own_group(each.tolist(), limit) for each in (numbers.T, numbers))
+    mesh = DeviceMesh.from_group([replicas, sharers], device.type, mesh=numbers, mesh_dim_names=("dp", "cp"))
+    host, saver = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+    return Ranks(device, mesh, everyone, host, saver)
+
+
+def _own_group(members: list[list[int]], limit: timedelta) -> dist.ProcessGroup:
+    """Make all of these groups; the one that this rank is in."""
+    own, _ = dist.new_subgroups_by_enumeration(members, timeout=limit)  # type: ignore[no-untyped-call]
+    return cast(dist.ProcessGroup, own)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Result and error of an action; only what a user can mend travels, a defect ends the rank at once."""
+    try:
+        return action(), None
+    except (JobError, OSError) as error:
+        return None, error
+
+
+def _settle(outcome: tuple[T | None, Exception | None]) -> T:
+    value, error = outcome
+    if error is None:
+        return cast(T, value)
+    if isinstance(error, JobError):
+        error.shared = True
+    raise error
+
+
+def mixed(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """The context of forward passes: bfloat16 where products gain by it, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> Decoder:
+    """The model of a rank: made without memory, compiled, sharded, and only then given its weights.
+
+    Args:
+        config: The job; its dtype must be resolved ("auto" is not a dtype).
+        vocab_size: V.
+        ranks: Who shards it.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    if config.compile:
+        for block in model.blocks:
+            # Forward alone: FSDP's hooks, which gather and free the parameters, stay outside of the graph. All
+            # blocks share one. Calls of SDPA per segment break it: their shapes are never the same.
+            whole = config.attention != "sdpa-documents"
+            block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
+    if config.fsdp and ranks.everyone is not None:
+        half = torch.bfloat16 if config.dtype == "bfloat16" else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=ranks.everyone, mp_policy=policy)
+            # Each rank's loss is its part of the whole: FSDP's mean would divide it once more.
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    return model.initialize(ranks.device)
+
+
+def place(part: Part, config: TrainConfig, ranks: Ranks) -> Part:
+    """Bring what the data loader made to this rank's device."""
+    if config.cp > 1:
+        part = _shared(part, config, ranks)
+    if ranks.device.type == "cpu":
+        return part
+    moved: Part = tree_map_only(Tensor, lambda x: x.to(ranks.device, non_blocking=True), part)
+    return moved
+
+
+def _shared(part: Part, config: TrainConfig, ranks: Ranks) -> Part:
+    from attnspan.parallel import ContextParallel
+
+    assert ranks.mesh is not None
+    cp = ContextParallel(
+        ranks.mesh["cp"],
+        mask=part.mask,
+        q_len=config.seq_len,
+        heads=(config.heads, config.kv_heads),
+        batch=part.tokens.shape[0],
+        head_dim=config.head_dim,
+        dtype=getattr(torch, config.dtype),
+        strategy=config.strategy,
+        method=cast(Any, config.method),
+    )
+    return Part(cp.shard(part.tokens), cp.shard(part.targets, fill=-100), cp.shard(part.positions), cp)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory of this process so far, bytes: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def faster_dtype(device: torch.device | None = None) -> str:
+    """The training dtype that pays here: bfloat16 where its products are at least 1.5 times as fast.
+
+    A CPU without bfloat16 dot products emulates them and is slower; the margin pays for autocast's casts.
+    """
+    if device is not None and device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    exact, half = (_product_seconds(dtype) for dtype in (torch.float32, torch.bfloat16))
+    return "bfloat16" if exact >= 1.5 * half else "float32"
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    """Time of the fastest of a few products of square matrices."""
+    factor, times = torch.randn(512, 512).to(dtype), []
+    for _ in range(8):
+        start = time.perf_counter()
+        factor @ factor
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> list[float]:
+    """What this rank's cores can do at most, FLOP/s: short bursts of their widest multiply-add on registers.
+
+    No program on these cores is faster, but a burst is slower while others use them.
+
+    Args:
+        config: The dtype and its instructions.
+        device: Where the job computes.
+        bursts: How many.
+
+    Returns:
+        The rate of each burst; zeros where nobody knows a ceiling: on a GPU, without the compiled kernel, or
+        where it has no instructions for the dtype.
+    """
+    known = device.type == "cpu" and cpu.core is not None
+    wanted = "_f32" if config.dtype == "float32" else "_bf16"
+    kinds = [kind for kind in cpu.peak_kinds() if kind.endswith(wanted)] if known else []
+    threads = torch.get_num_threads()
+    return [
+        max((cpu.peak(kind, num_threads=threads, seconds=0.05) for kind in kinds), default=0.0)
+        for _ in range(bursts)
+    ]
