@@ -4,26 +4,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .context import ContextParallel as ContextParallel
     from .errors import CommunicationError as CommunicationError
     from .errors import PlanMismatchError as PlanMismatchError
+    from .layout import Layout as Layout
+    from .local import LocalPlan as LocalPlan
     from .machine import Machine as Machine
-    from .partition import Partition as Partition
+    from .plan import Plan as Plan
     from .strategy import Strategy as Strategy
+    from .torch.attention import MeshPlan as MeshPlan
+    from .torch.decode import ShardedCache as ShardedCache
 
 _HOMES = {
-    "ContextParallel": "context",
     "CommunicationError": "errors",
+    "Layout": "layout",
+    "LocalPlan": "local",
     "Machine": "machine",
-    "Partition": "partition",
+    "MeshPlan": "torch.attention",
+    "Plan": "plan",
     "PlanMismatchError": "errors",
+    "ShardedCache": "torch.decode",
     "Strategy": "strategy",
 }
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    # Partitions and plans serve any framework: only what needs torch loads it.
+    # Layouts and plans serve any framework: only what needs torch loads it.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

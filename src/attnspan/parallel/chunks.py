@@ -1,6 +1,6 @@
-"""Rows cut into chunks: the work of each and the keys it needs. All that a partition looks at.
+"""Rows cut into chunks: the work of each chunk and the keys that it needs. A partition looks at nothing else.
 
-Shapes: B batch rows of the mask, H heads of the mask, S query rows, R spans per row.
+Shapes: L batch rows (planes), H heads and S query rows of the mask, R spans per row; n chunks, m intervals.
 """
 
 from __future__ import annotations
@@ -11,42 +11,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError
 from ..spans import Spans
-from ._unions import Ints, union
+from .intervals import Ints, union
 
 __all__ = ["Chunks"]
-
-_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Rows cut into chunks of `size`, and what each chunk costs and needs.
+    """Runs of neighbouring rows, with their visible pairs and the keys that they need.
 
-    A key of batch row (plane) p is the flat key p * k_len + key, so that masks per batch row need no case of
-    their own. All heads of a mask are one: whoever needs a key for one head gets it.
+    Rows and keys are numbered flat: row i of plane p is p * q_len + i, key j is p * k_len + j. Heads of a mask
+    are merged: whoever needs a key for one head gets it.
 
     Attributes:
-        q_len: query rows.
-        k_len: keys.
-        size: rows per chunk; the last chunk may be shorter.
-        planes: batch rows of the mask, 1 when all share it.
-        pairs: int64 (n,), visible pairs of each chunk's rows, over batch rows and heads of the mask.
+        planes: L, batch rows that are partitioned one by one; 1 where all share a mask.
+        q_len, k_len: query rows and keys of a plane.
+        edges: int64 (n + 1,), chunk c has the flat rows edges[c]:edges[c + 1].
+        pairs: int64 (n,), visible pairs of each chunk, over the heads of the mask.
         starts: int64 (n + 1,), chunk c needs the intervals starts[c]:starts[c + 1].
         lo, hi: int64 (m,), half-open intervals of flat keys; those of a chunk ascend, disjoint, not touching.
 
     Example:
         >>> from attnspan import causal
-        >>> chunks = Chunks.of(causal().spans(5, 5), size=2)
+        >>> chunks = Chunks.of(causal().spans(5, 5), Chunks.even_edges(5, 1, size=2))
         >>> chunks.pairs.tolist(), chunks.lo.tolist(), chunks.hi.tolist()
         ([3, 7, 5], [0, 0, 0], [2, 4, 5])
     """
 
+    planes: int
     q_len: int
     k_len: int
-    size: int
-    planes: int
+    edges: Ints
     pairs: Ints
     starts: Ints
     lo: Ints
@@ -55,62 +51,82 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    @classmethod
-    def of(cls, spans: Spans, size: int) -> Chunks:
-        """Cut the rows of a lowered mask. O(S * R) for each batch row and head of the mask.
-
-        Args:
-            spans: bounds of NumPy, torch or JAX whose values can be read.
-            size: rows per chunk, at least 1.
-
-        Raises:
-            OptionError: for a size below 1, or an illegal row, which is named.
+    @staticmethod
+    def even_edges(q_len: int, planes: int, size: int) -> Ints:
+        """Edges of chunks of `size` rows; the last chunk of each plane may be shorter.
 
         Example:
-            >>> from attnspan import window
-            >>> Chunks.of(window(1).spans(4, 4), size=2).lo.tolist()
-            [0, 1]
+            >>> Chunks.even_edges(5, 2, size=3).tolist()
+            [0, 3, 5, 8, 10]
         """
-        if size < 1:
-            raise OptionError(
-                "Chunks.of: size", expected="at least 1 row", got=str(size), remedy="Cut larger chunks"
-            )
-        bounds = spans._arrays.to_numpy(spans.validate().bounds)
-        planes, heads, q_len, runs, _ = bounds.shape
-        count = -(-q_len // size)
+        each = np.arange(0, q_len, size, dtype=np.int64)
+        flat = (np.arange(planes, dtype=np.int64)[:, None] * q_len + each).reshape(-1)
+        return np.append(flat, planes * q_len)
+
+    @classmethod
+    def of(cls, spans: Spans, edges: Ints, planes: int = 1) -> Chunks:
+        """Cut the rows of a lowered mask. O(S * R) for each plane and head of the mask.
+
+        Args:
+            spans: bounds of NumPy, validated.
+            edges: where chunks begin, and the end of the last one; each plane begins a chunk.
+            planes: planes of the chunks, at least those of the mask.
+        """
+        bounds: NDArray[Any] = spans.bounds
+        mask_planes, heads, q_len, runs, _ = bounds.shape
+        planes = max(planes, mask_planes)
+        count = len(edges) - 1
         pairs = np.zeros(count, np.int64)
+        base = np.arange(planes, dtype=np.int64)[:, None] * spans.k_len
         families, los, his = [], [], []
-        for plane, head, run in np.ndindex(planes, heads, runs):
-            lo, hi = bounds[plane, head, :, run, 0], bounds[plane, head, :, run, 1]
-            if q_len:
-                pairs += np.add.reduceat(hi - lo, np.arange(0, q_len, size), dtype=np.int64)
-            chunk, first, last = _strips(lo, hi, size)
+        for head, run in np.ndindex(heads, runs):
+            lo, hi = (
+                np.broadcast_to(bounds[:, head, :, run, side], (planes, q_len)).reshape(-1) for side in (0, 1)
+            )
+            if planes * q_len:
+                pairs += np.add.reduceat(hi - lo, edges[:-1], dtype=np.int64)
+            chunk, first, last = _strips(lo, hi, edges)
+            shift = base[edges[chunk] // max(q_len, 1), 0]
             families.append(chunk)
-            los.append(first + plane * spans.k_len)
-            his.append(last + plane * spans.k_len)
-        family, lo, hi = (np.concatenate([_NONE, *x]) for x in (families, los, his))
-        return cls(q_len, spans.k_len, size, planes, pairs, *union(family, lo, hi, count))
+            los.append(first + shift)
+            his.append(last + shift)
+        none = np.zeros(0, np.int64)
+        family, low, high = (np.concatenate([none, *x]) for x in (families, los, his))
+        return cls(planes, q_len, spans.k_len, edges, pairs, *union(family, low, high, count))
+
+    def of_plane(self, plane: int) -> Chunks:
+        """The chunks of one plane, with its rows and keys numbered from 0."""
+        first, last = np.searchsorted(self.edges, [plane * self.q_len, (plane + 1) * self.q_len])
+        at = slice(self.starts[first], self.starts[last])
+        base = plane * self.k_len
+        return Chunks(
+            1,
+            self.q_len,
+            self.k_len,
+            self.edges[first : last + 1] - plane * self.q_len,
+            self.pairs[first:last],
+            self.starts[first : last + 1] - self.starts[first],
+            self.lo[at] - base,
+            self.hi[at] - base,
+        )
 
 
-def _strips(lo: NDArray[Any], hi: NDArray[Any], size: int) -> tuple[Ints, Ints, Ints]:
+def _strips(lo: NDArray[Any], hi: NDArray[Any], edges: Ints) -> tuple[Ints, Ints, Ints]:
     """Join the spans of neighbouring rows that overlap or touch: (chunk, lo, hi) of each, int64 (m,).
 
     Rows of a chunk mostly see what the row before them sees and a little more: few strips are left to sort.
     """
-    live = lo < hi
-    if live.all():
-        rows = None
-        breaks = np.zeros(max(len(lo) - 1, 0), bool)
-        breaks[size - 1 :: size] = True
-    else:
-        rows = np.flatnonzero(live)
-        lo, hi = lo[rows], hi[rows]
-        breaks = np.diff(rows // size) != 0
-    breaks |= lo[1:] > hi[:-1]
-    breaks |= hi[1:] < lo[:-1]
-    if not len(lo):
-        return _NONE, _NONE, _NONE
-    first = np.append(0, np.flatnonzero(breaks) + 1)
-    chunk = (first if rows is None else rows[first]) // size
+    begins = np.zeros(len(lo) + 1, bool)
+    begins[edges] = True
+    begins, rows, live = begins[:-1], None, lo < hi
+    if not live.all():
+        number, rows = np.cumsum(begins), np.flatnonzero(live)
+        lo, hi, begins = lo[rows], hi[rows], np.diff(number[rows], prepend=0) > 0
+    begins[1:] |= lo[1:] > hi[:-1]
+    begins[1:] |= hi[1:] < lo[:-1]
+    first = np.flatnonzero(begins)
+    if not len(first):
+        return first, first, first
+    chunk = np.searchsorted(edges, first if rows is None else rows[first], side="right") - 1
     low, high = np.minimum.reduceat(lo, first), np.maximum.reduceat(hi, first)
     return chunk, low.astype(np.int64), high.astype(np.int64)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .strategy import Strategy
 
-__all__ = ["LocalPlan", "Stage", "Transfer", "decode", "encode"]
+__all__ = ["LocalPlan", "Numbers", "Stage", "Tables", "Transfer", "decode", "encode"]
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
+class Stage(NamedTuple):
     """Keys that a group attends to in one call, and the mask on them.
 
     Attributes:
@@ -34,8 +33,7 @@ class Stage:
     visible: bool = True
 
 
-@dataclass(frozen=True, eq=False)
-class Transfer:
+class Transfer(NamedTuple):
     """Which keys an exchange sends and receives, in slots: plane * (keys of the group) + place among them.
 
     Attributes:
@@ -43,41 +41,31 @@ class Transfer:
         place: int32 (m,), where received keys go: plane * K + place among the stage's keys, by source group.
         own: int32 (l,), slots of own keys that the group itself needs.
         own_place: int32 (l,), where they go.
-        send_counts, receive_counts: int32 (groups,), how many go to and come from each group; once decoded,
-            Python integers, as collectives are told them by the host.
+        send_counts, receive_counts: how many go to and come from each group.
     """
 
     send: Any
     place: Any
     own: Any
     own_place: Any
-    send_counts: Any
-    receive_counts: Any
+    send_counts: Sequence[int]
+    receive_counts: Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
-class LocalPlan:
-    """All that one rank needs to know, in arrays of NumPy or, once decoded, of a framework.
+class Numbers(NamedTuple):
+    """Sizes of a rank's plan.
 
     Attributes:
-        strategy: of all ranks.
-        rank: its number.
-        planes: batch rows of the mask.
-        key_slots: keys of a group, padding included.
-        q_index: int32 (planes|1, rows of the group), global indices of the rows; 0 for padding.
-        stages: one for an exchange, one for each group in a ring, in the order in which they come by.
-        transfer: of an exchange; None for a ring.
-        fingerprint: of the whole plan, the same on all ranks; 0 where ranks are not to be compared.
+        strategy: Of all ranks.
+        rank: Its number.
+        planes: Batch rows of the mask.
+        key_slots: Keys of a group, padding included.
     """
 
     strategy: Strategy
     rank: int
     planes: int
     key_slots: int
-    q_index: Any
-    stages: tuple[Stage, ...]
-    transfer: Transfer | None
-    fingerprint: int = 0
 
     @property
     def group(self) -> int:
@@ -90,73 +78,117 @@ class LocalPlan:
         return self.rank % self.strategy.members
 
 
-def encode(plan: LocalPlan) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """A rank's plan as two flat arrays, which pass through compilers and operators like any other data.
+class Tables(NamedTuple):
+    """What the operator of one rank reads.
+
+    Attributes:
+        numbers: Sizes.
+        q_index: int32 (planes|1, rows of the group), global indices of the rows; 0 for padding.
+        key_order: int32 (planes * S,), slots of the group's keys in ascending order of the keys; empty where
+            they lie so, or where an exchange puts them in order.
+        stages: One for an exchange, one for each group in a ring, in the order in which they come by.
+        transfer: Of an exchange; None for a ring.
+    """
+
+    numbers: Numbers
+    q_index: Any
+    key_order: Any
+    stages: tuple[Stage, ...]
+    transfer: Transfer | None
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPlan:
+    """One rank's part of a plan: small, picklable, made in a data loader's worker.
+
+    Attributes:
+        strategy: Of all ranks.
+        rank: Its number within the mesh.
+        heads: (Hq, Hkv).
+        q_len, k_len: Rows and keys of the whole problem.
+        rows: int32 (L, n), global numbers of this rank's rows, -1 for padding.
+        keys_per_rank: Keys of this rank, padding included.
+        planes: Batch rows of the mask.
+        natural: Whether ranks hold rows and keys in their own order.
+        layout: Fingerprint of the layout.
+        facts: Fingerprints by which ranks compare plans, by name.
+        data, numbers: What `encode` made of the rank's tables.
+    """
+
+    strategy: Strategy
+    rank: int
+    heads: tuple[int, int]
+    q_len: int
+    k_len: int
+    rows: NDArray[np.int32]
+    keys_per_rank: int
+    planes: int
+    natural: bool
+    layout: int
+    facts: dict[str, int]
+    data: NDArray[np.int32]
+    numbers: NDArray[np.int64]
+
+    def on(self, mesh: Any, **options: Any) -> Any:
+        """The plan as tensors on a DeviceMesh: a mask for `attnspan.torch.attention`.
+
+        Args:
+            mesh: The ranks.
+            **options: As of `Plan.on`.
+        """
+        from .torch.attention import MeshPlan
+
+        return MeshPlan.of(self, mesh, **options)
+
+
+def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """A rank's tables as two flat arrays, which pass through compilers and operators like any other data.
 
     Returns:
         data: int32, all arrays one after the other.
-        meta: int64, numbers and the shapes of the arrays.
+        numbers: int64, sizes and the shapes of the arrays, which the host reads at each call.
     """
-    arrays = _arrays(plan)
-    shapes = [n for x in arrays for n in (x.ndim, *x.shape)]
-    strategy, transfer = plan.strategy, plan.transfer
-    numbers = [
-        plan.fingerprint,
-        strategy.kind == "ring",
-        strategy.members,
-        strategy.groups,
-        plan.rank,
-        plan.planes,
-        plan.key_slots,
-    ]
-    # The host reads these at each call: from a device it would have to wait for them.
-    numbers += [len(plan.stages), *(stage.visible for stage in plan.stages), transfer is not None]
+    arrays, transfer, sizes = _arrays(tables), tables.transfer, tables.numbers
+    strategy = sizes.strategy
+    found = [strategy.kind == "ring", strategy.members, strategy.groups, *sizes[1:]]
+    found += [len(tables.stages), *(stage.visible for stage in tables.stages), transfer is not None]
     if transfer is not None:
-        numbers += [*transfer.send_counts, *transfer.receive_counts]
+        found += [*transfer.send_counts, *transfer.receive_counts]
+    shapes = [n for x in arrays for n in (x.ndim, *x.shape)]
     data = np.concatenate([np.ravel(x) for x in arrays]).astype(np.int32, copy=False)
-    return data, np.array([*numbers, *shapes], np.int64)
+    return data, np.array([*found, *shapes], np.int64)
 
 
-def decode(data: Any, meta: Sequence[int]) -> LocalPlan:
+def decode(data: Any, numbers: Sequence[int]) -> Tables:
     """What `encode` has put away; arrays are views of `data`, of whichever framework that is.
-
-    Args:
-        data: int32 (n,).
-        meta: the numbers, as Python integers.
 
     Example:
         >>> stage = Stage(np.zeros((1, 2), np.int32), np.ones((1, 1, 2, 1, 2), np.int32))
-        >>> plan = LocalPlan(Strategy("ring", 1, 1), 0, 1, 2, np.zeros((1, 2), np.int32), (stage,), None)
-        >>> data, meta = encode(plan)
-        >>> decode(data, meta.tolist()).stages[0].bounds.shape
+        >>> index, none = np.zeros((1, 2), np.int32), np.zeros(0, np.int32)
+        >>> data, numbers = encode(Tables(Numbers(Strategy("ring", 1, 1), 0, 1, 2), index, none, (stage,), None))
+        >>> decode(data, numbers.tolist()).stages[0].bounds.shape
         (1, 1, 2, 1, 2)
     """
-    fingerprint, ring, members, groups, rank, planes, key_slots, stages = meta[:8]
-    visible, has_transfer = meta[8 : 8 + stages], meta[8 + stages]
-    at = 9 + stages
-    counts = tuple(meta[at : at + groups]), tuple(meta[at + groups : at + 2 * groups])
+    ring, members, groups, rank, planes, key_slots, stages = numbers[:7]
+    visible, has_transfer = numbers[7 : 7 + stages], numbers[7 + stages]
+    at = 8 + stages
+    counts = numbers[at : at + groups], numbers[at + groups : at + 2 * groups]
     at += 2 * groups * has_transfer
     arrays, offset = [], 0
-    while at < len(meta):
-        shape = tuple(meta[at + 1 : at + 1 + meta[at]])
+    while at < len(numbers):
+        shape = tuple(numbers[at + 1 : at + 1 + numbers[at]])
         size = math.prod(shape)
         arrays.append(data[offset : offset + size].reshape(shape))
         at, offset = at + 1 + len(shape), offset + size
-    q_index, *rest = arrays
+    q_index, key_order, *rest = arrays
     found = tuple(Stage(rest[2 * i], rest[2 * i + 1], bool(visible[i])) for i in range(stages))
-    transfer = None
-    if has_transfer:
-        send, place, own, own_place = rest[2 * stages :]
-        transfer = Transfer(send, place, own, own_place, *counts)
+    transfer = Transfer(*rest[2 * stages :], *counts) if has_transfer else None
     strategy = Strategy("ring" if ring else "exchange", members, groups)
-    return LocalPlan(strategy, rank, planes, key_slots, q_index, found, transfer, fingerprint)
+    return Tables(Numbers(strategy, rank, planes, key_slots), q_index, key_order, found, transfer)
 
 
-def _arrays(plan: LocalPlan) -> list[Any]:
-    arrays = [plan.q_index]
-    for stage in plan.stages:
+def _arrays(tables: Tables) -> list[Any]:
+    arrays = [tables.q_index, tables.key_order]
+    for stage in tables.stages:
         arrays += [stage.keys, stage.bounds]
-    if plan.transfer is not None:
-        t = plan.transfer
-        arrays += [t.send, t.place, t.own, t.own_place]
-    return arrays
+    return arrays if tables.transfer is None else [*arrays, *tables.transfer[:4]]

@@ -1,199 +1,385 @@
-"""What crosses the network: which keys each group needs from which other, and the index lists of one rank.
+"""What layers of one kind need from other ranks: arithmetic on bounds, in NumPy, for any framework.
 
-Everything here is arithmetic on bounds in NumPy, for any framework. Keys that travel are numbered flat, as
-``plane * k_len + key``, where a plane is a batch row of the mask: masks per batch row need no case of their
-own. docs/parallel.md tells the whole story.
+Keys that travel are numbered flat, as plane * k_len + key, where a plane is a batch row of the mask. docs/parallel.md
+tells the whole story. Shapes: P ranks, u members of each of r groups, L planes, N rows and S keys of a group.
 """
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ShapeError
-from ..masks import Prepared
-from .choose import holders_of
+from ..errors import OptionError, ShapeError, expect
+from ..masks import Mask, Prepared
+from ..spans import Spans
+from .auto import Choice, choose
 from .chunks import Chunks
-from .local import LocalPlan, Stage, Transfer
-from .needs import Holders, Needs, Pieces, foreign_pieces, needs_of
-from .partition import Partition
-from .strategy import HeadSlice, Strategy, split_heads
+from .cost import Cost, Sizes, cost_of
+from .intervals import Ints, expand
+from .layout import Layout, Runs, digest, lower
+from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
+from .machine import Machine
+from .needs import Holders, Needs, Pieces, needs_of, pieces
+from .strategy import Strategy
 
-__all__ = ["Ints", "Kept", "Longs", "Plan", "expand"]
+__all__ = ["Kept", "Plan", "make_plan"]
 
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
+Places = NDArray[np.int32]
+
+
+def make_plan(
+    layout: Layout,
+    mask: Mask | Spans,
+    *,
+    heads: tuple[int, int],
+    strategy: str | Strategy = "auto",
+    keys: Layout | None = None,
+    k_len: int | None = None,
+    batch: int | None = None,
+    head_dim: int = 128,
+    v_dim: int | None = None,
+    itemsize: int = 2,
+    node_size: int | None = None,
+    machine: Machine | None = None,
+    memory: int | None = None,
+) -> Plan:
+    """Plan an attention; the same arguments give the same plan in every process. See `Layout.plan`.
+
+    Args:
+        layout: Who owns which query rows.
+        mask: What each query may see, of the whole problem.
+        heads: (Hq, Hkv) of a rank's q and k.
+        strategy: "exchange" (only keys that somebody may see cross the network), "ring" (all of them, from
+            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)" (Ulysses
+            among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or "auto". Layers
+            of one layout may have different ones.
+        keys: Who owns which keys in cross attention; None for self-attention, or with `k_len` for
+            ``Layout.contiguous(k_len, ranks)``.
+        k_len: Keys of the whole problem in cross attention.
+        batch: Batch rows of a rank's q; None for those of the layout.
+        head_dim, v_dim, itemsize: Elements of a row of q and k, and of v, and bytes of an element: for "auto"
+            and `explain` alone.
+        node_size: Ranks of a node. Under "auto" these share heads, so that keys cross between nodes once.
+        machine: Measured rates. With them "auto" predicts times; without, it takes the fewest bytes.
+        memory: Bytes that the buffers of one call may take; "auto" leaves out strategies that need more.
+
+    Raises:
+        OptionError, ShapeError, DtypeError: An argument does not fit.
+    """
+    _check_heads(heads)
+    if keys is None and k_len is not None:
+        keys = Layout.contiguous(k_len, layout.ranks)
+    remedy = "Make both layouts for the same ranks"
+    if keys is not None:
+        expect(keys.ranks == layout.ranks, "keys", f"a layout of {layout.ranks} ranks", keys.ranks, remedy)
+        fits = k_len is None or keys.q_len == k_len
+        expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
+    batch = max(layout.planes, 1 if keys is None else keys.planes) if batch is None else batch
+    prepared = lower(mask, layout.q_len, layout.q_len if keys is None else keys.q_len, batch, heads[0])
+    sizes = Sizes(*heads, head_dim, head_dim if v_dim is None else v_dim, itemsize, batch)
+    plan = Plan(layout, layout if keys is None else keys, prepared, Strategy("exchange", 1, layout.ranks), sizes)
+    what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
+    for got in {layout.planes, plan.keys.planes, prepared.lowered.bounds.shape[0]}:
+        expect(got in (1, plan.planes), what, f"1 or {plan.planes}", got, remedy, error=ShapeError)
+    if strategy == "auto":
+        choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
+        return plan.with_strategy(choice.best.strategy, choice)
+    found = Strategy.parse(strategy, layout.ranks) if isinstance(strategy, str) else strategy
+    wanted, remedy = f"one for {layout.ranks} ranks", "Its members times its groups are the ranks"
+    expect(found.ranks == layout.ranks, "strategy", wanted, f"{found.name} for {found.ranks}", remedy)
+    return plan.with_strategy(found)
+
+
+def _check_heads(heads: Any) -> None:
+    whole = isinstance(heads, tuple) and len(heads) == 2 and all(type(x) is int and x > 0 for x in heads)
+    remedy = "Pass the numbers of heads of a rank's q and k"
+    wanted = "(query heads, key heads), the second a divisor of the first"
+    expect(whole and heads[0] % heads[1] == 0, "heads", wanted, repr(heads), remedy, error=OptionError)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Who attends to what, and which keys cross the network for it.
+    """Who attends to what, and which keys cross the network for it; picklable.
 
-    Args:
-        mask: lowered for the whole problem, with bounds in NumPy.
-        strategy: how ranks work together.
-        rows: who owns which queries; its members and groups are those of the strategy.
-        keys: who owns which keys; `rows` itself in self-attention.
-        q_heads: Hq.
-        kv_heads: Hkv.
-        cut: the chunks that `rows` was made of, where they are at hand.
+    Attributes:
+        layout: Who owns which query rows.
+        keys: Who owns which keys; the layout itself in self-attention.
+        mask: Lowered for the whole problem, with bounds in NumPy.
+        strategy: How ranks work together.
+        sizes: Sizes of a call.
+        choice: How "auto" found the strategy.
 
     Example:
         >>> from attnspan import causal
-        >>> from attnspan.parallel.partition import partition
-        >>> mask = causal().prepare(8, 8)
-        >>> rows = partition(mask, 2, method="contiguous", rows_per_chunk=4)
-        >>> plan = Plan(mask, Strategy("exchange", 1, 2), rows, rows, q_heads=4, kv_heads=2)
-        >>> plan.local(1).transfer.receive_counts.tolist()
+        >>> plan = Layout.contiguous(8, ranks=2).plan(causal(), heads=(4, 2), strategy="exchange")
+        >>> plan.tables(1).transfer.receive_counts.tolist()
         [4, 0]
     """
 
+    layout: Layout
+    keys: Layout
     mask: Prepared
     strategy: Strategy
-    rows: Partition
-    keys: Partition
-    q_heads: int
-    kv_heads: int
-    cut: Chunks | None = None
+    sizes: Sizes
+    choice: Choice | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        sizes = f"q_len={self.layout.q_len}, k_len={self.k_len}, heads={self.sizes.heads}"
+        return f"Plan({self.strategy.name} on {self.strategy.ranks} ranks, {sizes})"
+
+    def with_strategy(self, strategy: Strategy, choice: Choice | None = None) -> Plan:
+        """The same problem under another strategy."""
+        return Plan(self.layout, self.keys, self.mask, strategy, self.sizes, choice)
 
     @property
-    def bounds(self) -> Ints:
-        """int32 (planes, H|1, q_len, R, 2) of the whole problem."""
-        return self.mask.lowered.bounds  # type: ignore[no-any-return]
+    def bounds(self) -> Any:
+        """int32 (L|1, H|1, q_len, R, 2) of the whole problem."""
+        return self.mask.lowered.bounds
 
     @property
     def k_len(self) -> int:
         """Number of keys."""
         return int(self.mask.lowered.k_len)
 
-    @property
+    @cached_property
     def planes(self) -> int:
-        """Batch rows of the mask."""
-        return int(self.bounds.shape[0])
+        """Batch rows that the plan tells apart."""
+        return max(self.layout.planes, self.keys.planes, int(self.bounds.shape[0]))
 
     @cached_property
-    def heads(self) -> list[HeadSlice]:
-        """The heads of each member of a group."""
-        return split_heads(self.q_heads, self.kv_heads, self.strategy.members)
+    def _cut(self) -> tuple[Chunks, NDArray[Any], int]:
+        """Chunks of the rows, the owner of each, and the ranks of such an owner."""
+        source = self.layout.source_of(self.mask)
+        if source is not None and self.strategy.members % source.members == 0:
+            return source.chunks, source.owner, source.members
+        runs = _tiled(self.layout.runs, self.layout, self.planes)
+        return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank, 1
+
+    def needs(self, strategy: Strategy) -> Needs:
+        """The keys that each group of a strategy needs."""
+        chunks, owner, ranks = self._cut
+        return needs_of(chunks, owner * ranks // strategy.members, strategy.groups)
+
+    def holders(self, strategy: Strategy) -> Holders:
+        """Which group of a strategy holds which keys."""
+        return Holders.of(self.keys, self.planes, strategy.members)
 
     @cached_property
-    def chunks(self) -> Chunks:
-        """The chunks of rows, with the keys that each needs."""
-        if self.cut is not None and self.cut.size == self.rows.size:
-            return self.cut
-        return Chunks.of(self.mask.lowered, self.rows.size)
+    def pairs(self) -> Ints:
+        """Visible pairs of each rank, over batch rows and heads of the mask, int64 (P,)."""
+        runs = _tiled(self.layout.runs, self.layout, self.planes)
+        bounds, q_len = self.bounds, self.layout.q_len
+        per_row = (bounds[..., 1].astype(np.int64) - bounds[..., 0]).sum(axis=(1, 3))
+        flat = np.broadcast_to(per_row, (self.planes, q_len)).reshape(-1)
+        before = np.append(0, np.cumsum(flat))
+        each = np.diff(before[runs.edges])
+        return np.bincount(runs.rank, weights=each, minlength=self.layout.ranks).astype(np.int64)
+
+    def cost(self, strategy: Strategy | None = None, node_size: int | None = None) -> Cost:
+        """Pairs, bytes and memory of each rank, under this strategy or another."""
+        return cost_of(self, self.strategy if strategy is None else strategy, node_size)
 
     @cached_property
-    def needs(self) -> Needs:
-        """The keys that each group needs."""
-        return needs_of(self.chunks, self.rows.owner, self.strategy.groups)
-
-    @cached_property
-    def holders(self) -> Holders:
-        """Which group holds which keys."""
-        return holders_of(self.keys, self.planes)
-
-    @cached_property
-    def digest(self) -> dict[str, str]:
-        """Fingerprints by which ranks compare whether they have the same plan.
-
-        Example:
-            >>> from attnspan import full
-            >>> from attnspan.parallel.partition import partition
-            >>> mask = full().prepare(4, 4)
-            >>> rows = partition(mask, 2)
-            >>> sorted(Plan(mask, Strategy("ring", 1, 2), rows, rows, 2, 2).digest)
-            ['heads', 'mask', 'partition', 'strategy']
-        """
-        arrays = {
-            "mask": (self.bounds, self.mask.q_index, np.asarray(self.k_len)),
-            "partition": (self.rows.rows, self.keys.rows),
+    def facts(self) -> dict[str, int]:
+        """Fingerprints by which ranks compare whether they have the same plan."""
+        index = np.zeros(0) if self.mask.q_index is None else np.asarray(self.mask.q_index)
+        words = f"{self.strategy.name} {self.sizes.heads}".encode()
+        return {
+            "layout": self.layout.fingerprint,
+            "keys": self.keys.fingerprint,
+            "mask": digest(self.bounds, index, np.array([self.k_len])),
+            "strategy and heads": digest(np.frombuffer(words, np.uint8)),
         }
-        found = {name: _fingerprint(*parts) for name, parts in arrays.items()}
-        words = {"strategy": self.strategy.name, "heads": f"{self.q_heads}, {self.kv_heads}"}
-        return {**found, **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in words.items()}}
 
-    @property
-    def fingerprint(self) -> int:
-        """All of `digest` in 60 bits, never 0."""
-        return int(hashlib.sha256("".join(self.digest.values()).encode()).hexdigest()[:15], 16) or 1
+    def explain(self, node_size: int | None = None) -> str:
+        """Pairs and bytes of each rank, the lower bounds, and what "auto" compared; ``print`` it."""
+        from .explain import explain
+
+        return explain(self, node_size)
 
     def local(self, rank: int) -> LocalPlan:
-        """The index lists of one rank; those of the members of a group differ in `rank` only.
+        """One rank's part."""
+        data, numbers = encode(self.tables(rank))
+        return LocalPlan(
+            strategy=self.strategy,
+            rank=rank,
+            heads=self.sizes.heads,
+            q_len=self.layout.q_len,
+            k_len=self.k_len,
+            rows=self.layout.rows[rank],
+            keys_per_rank=self.keys.rows_per_rank,
+            planes=self.planes,
+            natural=self.layout.is_natural and self.keys.is_natural,
+            layout=self.layout.fingerprint,
+            facts=self.facts,
+            data=data,
+            numbers=numbers,
+        )
+
+    def on(self, mesh: Any, **options: Any) -> Any:
+        """The plan on a mesh: a mask for `attention`, of torch for a DeviceMesh, of JAX for a JAX mesh.
 
         Args:
-            rank: its number.
+            mesh: The ranks: a DeviceMesh of one dimension, or of two (nodes, ranks of a node); or a JAX mesh.
+            **options: For torch ``rows`` (a batch of `Layout.shard` that this plan is used with: another
+                layout's raises), ``check`` (compare the ranks' plans, one step late; True by default) and
+                ``dtensor_rows``; for JAX ``sequence``, ``batch`` and ``heads``, the mesh axes that split these.
         """
-        group = rank // self.strategy.members
-        rows = self.rows.group_rows(group)
-        taken = self.bounds[:, :, rows].copy()
-        taken[:, :, rows < 0] = 0  # padding sees nothing
-        if self.strategy.kind == "ring" or self.strategy.groups == 1:
-            stages, transfer = self._ring(group, taken), None
-        else:
-            stages, transfer = self._exchange(group, taken)
-        key_slots = self.keys.group_rows(group).shape[0]
-        return LocalPlan(self.strategy, rank, self.planes, key_slots, self._q_index(rows), stages, transfer)
+        if type(mesh).__module__.startswith("jax"):
+            from .jax import place
 
-    def _q_index(self, rows: Ints) -> Ints:
+            return place(self, mesh, **options)
+        from .torch.comm import group_of
+
+        return self.local(group_of(mesh).rank()).on(mesh, **options)
+
+    def tables(self, rank: int) -> Tables:
+        """What the operator of one rank reads; tables of the members of a group differ in `rank` only."""
+        strategy = self.strategy
+        group = rank // strategy.members
+        rows = self._rows(self.layout, group)
+        taken = _take_rows(self.bounds, rows, self.planes)
+        slots = self._rows(self.keys, group)
+        order, transfer = np.zeros(0, np.int32), None
+        if strategy.kind == "ring" or strategy.groups == 1:
+            stages = self._ring(group, taken)
+            order = np.zeros(0, np.int32) if self._keys_ascend else _key_order(slots, self.planes)
+        else:
+            stages, transfer = self._exchange(group, taken, slots)
+        numbers = Numbers(strategy, rank, self.planes, slots.shape[1])
+        return Tables(numbers, self._q_index(rows), order, stages, transfer)
+
+    @cached_property
+    def _keys_ascend(self) -> bool:
+        """Whether the keys of every group lie in ascending order, rank after rank; else all groups sort theirs."""
+        every = np.concatenate([self._rows(self.keys, group) for group in range(self.strategy.groups)])
+        return bool((np.diff(np.where(every < 0, np.iinfo(np.int32).max, every), axis=1) >= 0).all())
+
+    def _rows(self, layout: Layout, group: int) -> Places:
+        """The rows of a group in the order of its members, (L of the layout, u * n); -1 for padding."""
+        u = self.strategy.members
+        part = layout.rows[group * u : (group + 1) * u]
+        rows: Places = part.transpose(1, 0, 2).reshape(layout.planes, -1)
+        return rows
+
+    def _q_index(self, rows: Places) -> Places:
         index = self.mask.q_index
-        found = rows[None] + (self.k_len - self.rows.q_len) if index is None else np.asarray(index)[:, rows]
-        placed: Ints = np.where(rows < 0, 0, found).astype(np.int32)
+        if index is None:
+            found = rows + (self.k_len - self.layout.q_len)
+        else:
+            index = np.asarray(index)
+            planes = max(len(index), len(rows))
+            found = np.take_along_axis(
+                np.broadcast_to(index, (planes, index.shape[1])),
+                np.broadcast_to(np.maximum(rows, 0), (planes, rows.shape[1])),
+                axis=1,
+            )
+        placed: Places = np.where(rows < 0, 0, found).astype(np.int32)
         return placed
 
-    def _ring(self, group: int, bounds: Ints) -> tuple[Stage, ...]:
+    def _ring(self, group: int, bounds: Places) -> tuple[Stage, ...]:
         stages = []
         for step in range(self.strategy.groups):
-            keys = self.keys.group_rows((group - step) % self.strategy.groups)
-            held = keys[keys >= 0]
-            ranks = np.searchsorted(held, bounds.reshape(-1)).astype(np.int32).reshape(bounds.shape)
-            stages.append(
-                Stage(np.maximum(keys, 0)[None], ranks, bool((ranks[..., 1] > ranks[..., 0]).any()))
-            )
+            keys = _ascending(self._rows(self.keys, (group - step) % self.strategy.groups))
+            ranks = np.empty_like(bounds)
+            for plane in range(len(bounds)):
+                held = keys[plane % len(keys)]
+                ranks[plane] = np.searchsorted(held[held >= 0], bounds[plane])
+            visible = bool((ranks[..., 1] > ranks[..., 0]).any())
+            stages.append(Stage(np.maximum(keys, 0), ranks, visible))
         return tuple(stages)
 
-    def _exchange(self, group: int, bounds: Ints) -> tuple[tuple[Stage, ...], Transfer]:
-        _check_places(self.planes, self.keys.group_rows(group).shape[0])
-        kept = Kept.of(self.needs, group, self.planes, self.k_len)
-        planes = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None] * self.k_len
-        stage = Stage(kept.keys, (kept.count(bounds + planes) - kept.before(planes)).astype(np.int32))
-        leaving = foreign_pieces(self.needs, self.holders, source=group)
-        coming = foreign_pieces(self.needs, self.holders, group=group)
+    def _exchange(self, group: int, bounds: Places, slots: Places) -> tuple[tuple[Stage, ...], Transfer]:
+        _check_places(self.planes, slots.shape[1])
+        needs, holders = self._needs_and_holders
+        kept = Kept.of(needs, group, self.planes, self.k_len)
+        base = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None] * self.k_len
+        stage = Stage(kept.keys, (kept.count(bounds + base) - kept.before(base)).astype(np.int32))
+        leaving = pieces(needs, holders, source=group)
+        coming = pieces(needs, holders, group=group)
         order = np.argsort(coming.source, kind="stable")
-        own = self._held(group)
-        own = own[kept.has(own)]
+        slot_of = _Slots(slots, self.planes, self.k_len)
+        own = slot_of.keys[kept.has(slot_of.keys)]
         transfer = Transfer(
-            self._slots(group, expand(leaving.lo, leaving.hi)),
+            slot_of(expand(leaving.lo, leaving.hi)),
             kept.place(expand(coming.lo[order], coming.hi[order])),
-            self._slots(group, own),
+            slot_of(own),
             kept.place(own),
             self._counts(leaving.group, leaving),
             self._counts(coming.source, coming),
         )
         return (stage,), transfer
 
-    def _held(self, group: int) -> Longs:
-        """The flat keys that a group holds."""
-        keys = self.keys.group_rows(group)
-        planes = np.arange(self.planes, dtype=np.int64)[:, None] * self.k_len
-        return (planes + keys[keys >= 0]).reshape(-1)
+    @cached_property
+    def _needs_and_holders(self) -> tuple[Needs, Holders]:
+        return self.needs(self.strategy), self.holders(self.strategy)
 
-    def _counts(self, peer: Longs, pieces: Pieces) -> Ints:
+    def _counts(self, peer: Ints, found: Pieces) -> Any:
         """How many keys go to or come from each group."""
-        counts = np.bincount(peer, weights=pieces.hi - pieces.lo, minlength=self.strategy.groups)
-        found: Ints = counts.astype(np.int32)
-        return found
+        counts = np.bincount(peer, weights=found.hi - found.lo, minlength=self.strategy.groups)
+        return counts.astype(np.int64)
 
-    def _slots(self, group: int, flat: Longs) -> Ints:
-        keys = self.keys.group_rows(group)
-        place = np.searchsorted(keys[keys >= 0], flat % self.k_len)
-        slots: Ints = (flat // self.k_len * keys.shape[0] + place).astype(np.int32)
-        return slots
+
+def _tiled(runs: Runs, layout: Layout, planes: int) -> Runs:
+    """Runs of a layout over at least as many planes as it has."""
+    if layout.planes == planes:
+        return runs
+    base = np.arange(planes, dtype=np.int64)[:, None] * layout.q_len
+    edges = np.append((base + runs.edges[:-1]).reshape(-1), planes * layout.q_len)
+    return Runs(edges, np.tile(runs.rank, planes))
+
+
+def _take_rows(bounds: Any, rows: Places, planes: int) -> Places:
+    """The bounds of some rows, (planes, H|1, N, R, 2); padding sees nothing."""
+    at = np.maximum(rows, 0)
+    if len(rows) == 1:
+        taken = bounds[:, :, at[0]].copy()
+        taken[:, :, rows[0] < 0] = 0
+    else:
+        whole = np.broadcast_to(bounds, (planes, *bounds.shape[1:]))
+        taken = np.stack([whole[plane][:, at[plane]] for plane in range(planes)])
+        taken[(np.broadcast_to((rows < 0)[:, None], taken.shape[:3]))] = 0
+    if len(taken) < planes:  # Keys lie otherwise in each plane.
+        taken = np.repeat(taken, planes, axis=0)
+    found: Places = taken
+    return found
+
+
+def _ascending(rows: Places) -> Places:
+    """Rows in ascending order, padding last."""
+    found: Places = np.sort(np.where(rows < 0, np.iinfo(np.int32).max, rows), axis=1)
+    found[found == np.iinfo(np.int32).max] = -1
+    return found
+
+
+def _key_order(slots: Places, planes: int) -> Places:
+    """Slots of a group's keys in ascending order of the keys, padding last."""
+    order = np.argsort(np.where(slots < 0, np.iinfo(np.int32).max, slots), axis=1, kind="stable")
+    flat = np.broadcast_to(order, (planes, order.shape[1])) + np.arange(planes)[:, None] * order.shape[1]
+    found: Places = flat.reshape(-1).astype(np.int32)
+    return found
+
+
+class _Slots:
+    """Where flat keys lie among the keys of a group, which may be in any order.
+
+    Attributes:
+        keys: int64 (n,), the flat keys that the group holds, ascending.
+    """
+
+    def __init__(self, rows: Places, planes: int, k_len: int) -> None:
+        whole = np.broadcast_to(rows, (planes, rows.shape[1]))
+        flat = (whole + np.arange(planes, dtype=np.int64)[:, None] * k_len).reshape(-1)
+        slots = np.flatnonzero(whole.reshape(-1) >= 0)
+        order = np.argsort(flat[slots], kind="stable")
+        self.keys, self._slots = flat[slots][order], slots[order].astype(np.int32)
+
+    def __call__(self, flat: Ints) -> Places:
+        return self._slots[np.searchsorted(self.keys, flat)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,17 +393,14 @@ class Kept:
         keys: int32 (planes, K), global numbers of the keys of each plane, 0 behind the last.
     """
 
-    lo: Longs
-    sums: Longs
+    lo: Ints
+    sums: Ints
     k_len: int
-    keys: Ints
+    keys: Places
 
     @classmethod
     def of(cls, needs: Needs, group: int, planes: int, k_len: int) -> Kept:
         """The keys of one group.
-
-        Raises:
-            ShapeError: More places than int32 numbers.
 
         Example:
             >>> needs = Needs(np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
@@ -225,7 +408,7 @@ class Kept:
             [[1, 2, 6, 7]]
         """
         at = slice(needs.starts[group], needs.starts[group + 1])
-        lo, hi = needs.lo[at].astype(np.int64), needs.hi[at].astype(np.int64)
+        lo, hi = needs.lo[at], needs.hi[at]
         sums = np.concatenate([[0], np.cumsum(hi - lo)])
         k_len = max(k_len, 1)  # a divisor, also where there are no keys
         bare = cls(lo, sums, k_len, np.empty((planes, 0), np.int32))
@@ -235,59 +418,34 @@ class Kept:
         keys = np.zeros((planes, most), np.int32)
         flat = expand(lo, hi)
         plane = flat // k_len
-        keys[plane, np.arange(flat.shape[0]) - before[plane]] = flat % k_len
+        keys[plane, np.arange(len(flat)) - before[plane]] = flat % k_len
         return cls(lo, sums, k_len, keys)
 
-    def count(self, flat: Longs) -> Longs:
+    def count(self, flat: Ints) -> Ints:
         """Number of kept keys below each flat key."""
-        if self.lo.shape[0] == 0:
+        if not len(self.lo):
             return np.zeros_like(flat)
         at = np.searchsorted(self.lo, flat, "right") - 1
         inside = np.minimum(flat - self.lo[at], self.sums[at + 1] - self.sums[at])
         return np.where(at < 0, 0, self.sums[at] + inside)
 
-    def has(self, flat: Longs) -> NDArray[np.bool_]:
+    def has(self, flat: Ints) -> NDArray[np.bool_]:
         """Which flat keys are kept."""
         return self.count(flat + 1) > self.count(flat)
 
-    def before(self, flat: Longs) -> Longs:
+    def before(self, flat: Ints) -> Ints:
         """Number of kept keys in the planes before that of each flat key."""
         return self.count(flat // self.k_len * self.k_len)
 
-    def place(self, flat: Longs) -> Ints:
+    def place(self, flat: Ints) -> Places:
         """Where kept keys lie: plane * K + place in the plane."""
         inside = self.count(flat) - self.before(flat)
-        found: Ints = (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
+        found: Places = (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
         return found
 
 
-def expand(lo: Longs, hi: Longs) -> Longs:
-    """All numbers of half-open ranges, one after the other.
-
-    Example:
-        >>> expand(np.array([3, 7]), np.array([5, 8])).tolist()
-        [3, 4, 7]
-    """
-    counts = hi - lo
-    return np.repeat(lo - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-
-
 def _check_places(planes: int, keys: int) -> None:
-    """Places are int32, as everything else in a plan: numbers that wrap would silently move other keys."""
-    if planes * keys >= 2**31:
-        raise ShapeError(
-            "context parallelism: mask",
-            expected=f"batch rows times keys of a group to be below {2**31:,}",
-            got=f"{planes:,} x {keys:,} = {planes * keys:,}",
-            remedy="Use more ranks or fewer batch rows, or a mask that batch rows share",
-        )
-
-
-def _fingerprint(*arrays: Any) -> str:
-    digest = hashlib.sha256()
-    for x in arrays:
-        if x is not None:
-            x = np.ascontiguousarray(x)
-            digest.update(f"{x.dtype}{x.shape}".encode())
-            digest.update(x.data)
-    return digest.hexdigest()
+    # Places are int32, as everything else in a plan: numbers that wrap would silently move other keys.
+    remedy = "Use more ranks or fewer batch rows, or a mask that batch rows share"
+    what, wanted = "context parallelism: mask", f"batch rows times keys of a group below {2**31:,}"
+    expect(planes * keys < 2**31, what, wanted, f"{planes:,} x {keys:,}", remedy, error=ShapeError)

@@ -1,41 +1,54 @@
-"""Many ranks on one machine: partition, needs, bytes and predicted time of a step, without any of the ranks.
+"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine, without the ranks.
 
-The partition, the needs, the counts of bytes and the cost model are those of a real run; only the time is
-predicted, from the figures of a `Machine`, and no rank is there.
+Layout, needs and counts are those of a real run; time is predicted, where rates were measured, and no rank is there.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError
-from ..masks import causal, segments
-from ..spans import Spans
-from .choose import Call, Candidate, evaluate
-from .chunks import Chunks
-from .machine import Machine, flops_of
-from .partition import Method, Partition, default_rows_per_chunk, partition
+from ..console import Column, bytes_text, numbers, print_table, seconds_text, stdout
+from ..errors import OptionError, expect
+from ..files import write_json
+from ..masks import Mask, causal, parse, segments
+from .layout import Layout
+from .machine import Machine
+from .partition import Method
 from .strategy import Strategy
 
-__all__ = ["Outcome", "Setup", "pack", "sample_lengths", "setups", "simulate"]
+__all__ = ["Outcome", "Setup", "command", "pack", "sample_lengths", "setups", "simulate", "tokens_of"]
 
-Ints = NDArray[np.int64]
+#: Lengths of documents that fill a row of so many tokens, given them and a seed.
+Lengths = Callable[[int, int], NDArray[np.integer]]
 
 _SHORTEST = 16  # tokens of a document that is drawn
+_COLUMNS = (
+    Column("ranks"),
+    Column("strategy, rows", words=True),
+    Column("max/mean"),
+    Column("rows / ring"),
+    Column("received", drop=1),
+    Column("across nodes", drop=4),
+    Column("memory", drop=2),
+    Column("predicted"),
+    Column("least", drop=3),
+    Column("bound by", words=True, drop=5),
+)
+_LEGEND = (
+    "Of the busiest rank, forward and backward of one layer: bytes received, memory of buffers, predicted time. "
+    "Least: the mean of all ranks' pairs at the full rate, or its own bytes at the full bandwidth."
+)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A strategy with a way of dealing rows.
-
-    Attributes:
-        strategy: Members, groups, and what happens between groups.
-        method: Who owns which rows, as in `partition`.
+    """A strategy with a way of partitioning rows.
 
     Example:
         >>> Setup(Strategy("ring", 1, 8), "zigzag").name
@@ -48,43 +61,25 @@ class Setup:
     @property
     def name(self) -> str:
         """For tables and plots, the number of ranks aside."""
-        strategy = self.strategy
-        if strategy.groups == 1:
+        members, ring = self.strategy.members, ", ring" * (self.strategy.kind == "ring")
+        if self.strategy.groups == 1:
             return "ulysses"
-        if strategy.members == 1:
-            return f"{strategy.kind}, {self.method}"
-        kind = ", ring" if strategy.kind == "ring" else ""
-        return f"hybrid({strategy.members}, r{kind}), {self.method}"
+        return f"{self.strategy.kind if members == 1 else f'hybrid({members}, r{ring})'}, {self.method}"
 
 
 def setups(ranks: int, q_heads: int, node_size: int) -> list[Setup]:
     """What is compared: the balanced exchange, hybrids of it, rings over rows in order and zigzag, Ulysses.
 
-    Members of a hybrid are the ranks of a node, or as many as there are query heads. Ulysses needs a query
-    head per rank: beyond, it is not among them.
-
-    Args:
-        ranks: P.
-        q_heads: Hq.
-        node_size: Ranks of a node.
-
     Example:
-        >>> for each in setups(ranks=16, q_heads=32, node_size=8):
-        ...     print(each.name)
-        exchange, balanced
-        hybrid(8, r), balanced
-        exchange, zigzag
-        ring, contiguous
-        ring, zigzag
-        ulysses
+        >>> [each.name for each in setups(ranks=16, q_heads=32, node_size=8)][:3]
+        ['exchange, balanced', 'hybrid(8, r), balanced', 'exchange, zigzag']
     """
     found = [Setup(Strategy("exchange", 1, ranks), "balanced")]
     members = min(node_size, q_heads)
     if ranks > members > 1 and ranks % members == 0:
         found.append(Setup(Strategy("exchange", members, ranks // members), "balanced"))
     found.append(Setup(Strategy("exchange", 1, ranks), "zigzag"))
-    found.append(Setup(Strategy("ring", 1, ranks), "contiguous"))
-    found.append(Setup(Strategy("ring", 1, ranks), "zigzag"))
+    found += [Setup(Strategy("ring", 1, ranks), method) for method in ("contiguous", "zigzag")]  # type: ignore[arg-type]
     if 1 < ranks <= q_heads:
         found.append(Setup(Strategy("exchange", ranks, 1), "contiguous"))
     return found
@@ -95,27 +90,16 @@ class Outcome:
     """What a setup costs.
 
     Attributes:
-        setup: Name of the setup.
+        setup: Its name.
         ranks, tokens: P and S.
         balance: Visible pairs of the busiest rank over the mean.
-        rows: Key rows that come to the group with the most, from other groups.
-        rows_of_ring: Those that a full ring over as many groups would bring: the unit of `rows`.
-        received: Bytes that the busiest rank receives, forward and backward.
-        received_across: Of them those from other nodes, of the rank where they are most.
-        received_mean: Bytes that a rank receives on average.
-        seconds: Predicted, forward and backward.
-        compute_seconds: Lower bound: the mean of all ranks' pairs at the machine's full rate.
-        network_seconds: Lower bound of this setup's communication: the bytes of the busiest rank at full
-            bandwidth. For an exchange these are the needed rows and their gradients, nothing else.
+        rows, rows_of_ring: Key rows that the group with the most fetches, and that a ring would bring.
+        received, received_across: Bytes of the busiest rank, forward and backward, and those from other nodes.
+        received_mean: Bytes of the average rank.
+        memory: Bytes of buffers, of the rank with the most.
+        seconds: Predicted; None without measured rates.
+        compute_seconds, network_seconds: Lower bounds; see `attnspan.parallel.machine.Prediction`.
         bound: What the busiest rank spends most of its time on.
-        planning_seconds: Measured here: chunks, partition, needs and counts, for all ranks together.
-
-    Example:
-        >>> from attnspan import causal
-        >>> setup = Setup(Strategy("ring", 1, 4), "zigzag")
-        >>> [ring] = simulate(causal().spans(64, 64), Call(2, 1), Machine(), [setup])
-        >>> ring.balance, ring.rows, ring.rows_of_ring
-        (1.0, 48, 48)
     """
 
     setup: str
@@ -127,158 +111,180 @@ class Outcome:
     received: int
     received_across: int
     received_mean: float
-    seconds: float
-    compute_seconds: float
-    network_seconds: float
-    bound: str
-    planning_seconds: float
-
-    @property
-    def over_bound(self) -> float:
-        """Predicted time over the lower bound: the larger one of compute and this setup's communication."""
-        least = max(self.compute_seconds, self.network_seconds)
-        return self.seconds / least if least else 1.0
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the predicted time in which the average rank computes; 1.0 is perfect.
-
-        Example:
-            >>> from attnspan import full
-            >>> setup = Setup(Strategy("exchange", 1, 1), "contiguous")
-            >>> simulate(full().spans(64, 64), Call(2, 1), Machine(), [setup])[0].efficiency
-            1.0
-        """
-        return self.compute_seconds / self.seconds if self.seconds else 1.0
+    memory: int
+    seconds: float | None
+    compute_seconds: float | None
+    network_seconds: float | None
+    bound: str | None
 
 
-def simulate(spans: Spans, call: Call, machine: Machine, chosen: Sequence[Setup]) -> list[Outcome]:
-    """Run the host's part of a step for each setup. O(S * R), and for an exchange O(r * r) for r groups.
+def simulate(
+    mask: Mask,
+    tokens: int,
+    chosen: Iterable[Setup],
+    *,
+    machine: Machine | None = None,
+    node_size: int | None = None,
+    **sizes: object,
+) -> list[Outcome]:
+    """Run the host's part of a step for each setup.
 
     Args:
-        spans: The whole problem, bounds in NumPy.
-        call: Sizes.
-        machine: Figures for the predictions.
+        mask: Of a row of so many tokens.
+        tokens: S.
         chosen: What to compare.
-
-    Returns:
-        One outcome per setup, in their order.
+        machine: Measured rates; None: no time is predicted.
+        node_size: Ranks of a node; None: the machine's, or all.
+        **sizes: ``heads`` and other arguments of `Layout.plan`.
 
     Example:
-        >>> from attnspan import causal
         >>> chosen = setups(ranks=4, q_heads=4, node_size=8)
-        >>> found = simulate(causal().spans(512, 512), Call(4, 2), Machine(), chosen)
-        >>> [round(each.balance, 2) for each in found]
-        [1.0, 1.0, 1.75, 1.0, 1.0]
+        >>> [round(x.balance, 2) for x in simulate(causal(), 512, chosen, heads=(4, 2))]
+        [1.0, 1.75, 1.75, 1.0, 1.0]
     """
-    cut: dict[int, Chunks] = {}
-    parts: dict[tuple[Method, int], Partition] = {}
+    mask = mask.prepare(tokens, tokens)
+    node_size = machine.node_size if node_size is None and machine is not None else node_size
+    layouts: dict[tuple[Method, int, int], Layout] = {}
     outcomes = []
     for setup in chosen:
         strategy = setup.strategy
-        start = time.perf_counter()
-        size = default_rows_per_chunk(spans.q_len, strategy.groups)
-        if size not in cut:
-            cut[size] = Chunks.of(spans, size)
-        key = (setup.method, strategy.members)
-        if key not in parts:
-            parts[key] = partition(cut[size], strategy.ranks, members=strategy.members, method=setup.method)
-        heads = spans.bounds.shape[1]
-        found = evaluate(call, cut[size], parts[key], strategy, machine, mask_heads=heads)
-        outcomes.append(_outcome(setup, spans, call, machine, found, time.perf_counter() - start))
+        key = (setup.method, strategy.ranks, strategy.members)
+        if key not in layouts:
+            options = {"ranks": strategy.ranks, "members": strategy.members, "method": setup.method}
+            layouts[key] = Layout.of(mask, q_len=tokens, **options)  # type: ignore[arg-type]
+        plan = layouts[key].plan(strategy=strategy, **sizes)  # type: ignore[arg-type]
+        cost = plan.cost(node_size=node_size)
+        predicted = None if machine is None else machine.predict(cost, plan.sizes)
+        received = cost.received()
+        across = [x.received_across for x in (*cost.forward.values(), *cost.backward.values())]
+        outcomes.append(
+            Outcome(
+                setup=setup.name,
+                ranks=strategy.ranks,
+                tokens=tokens,
+                balance=cost.balance,
+                rows=int(cost.fetched.max()),
+                rows_of_ring=(strategy.groups - 1) * plan.keys.rows_per_rank * strategy.members,
+                received=int(received.max()),
+                received_across=int(np.sum([np.zeros(1, np.int64), *across], axis=0).max()) if across else 0,
+                received_mean=float(received.mean()),
+                memory=int(cost.memory.max()),
+                seconds=None if predicted is None else predicted.seconds,
+                compute_seconds=None if predicted is None else predicted.compute_seconds,
+                network_seconds=None if predicted is None else predicted.network_seconds,
+                bound=None if predicted is None else predicted.bound,
+            )
+        )
     return outcomes
 
 
-def _outcome(
-    setup: Setup, spans: Spans, call: Call, machine: Machine, found: Candidate, planning_seconds: float
-) -> Outcome:
-    total = found.traffic.total()
-    forward, backward = flops_of(found.pairs.mean(), head_dim=call.head_dim, v_dim=call.v_dim)
-    within = np.maximum(total.received_within, total.sent_within) / machine.bandwidth_within
-    across = np.maximum(total.received_across, total.sent_across) / machine.bandwidth_across
-    each = found.partition.rows_per_rank * setup.strategy.members
-    return Outcome(
-        setup=setup.name,
-        ranks=setup.strategy.ranks,
-        tokens=spans.q_len,
-        balance=found.balance,
-        rows=int(found.foreign.max()),
-        rows_of_ring=(setup.strategy.groups - 1) * each,
-        received=int(total.received.max()),
-        received_across=int(total.received_across.max()),
-        received_mean=float(total.received.mean()),
-        seconds=found.prediction.seconds,
-        compute_seconds=float(forward / machine.forward_flops + backward / machine.backward_flops),
-        network_seconds=float(np.maximum(within, across).max()),
-        bound=found.prediction.bound,
-        planning_seconds=planning_seconds,
-    )
-
-
-def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -> Ints:
+def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -> NDArray[np.int64]:
     """Draw lengths of documents with a heavy tail, until they fill a row; the last one is cut.
 
     "lognormal" has a standard deviation of 1.5 in the logarithm (the mean is three times the median),
     "pareto" a tail of index 1.2 (one document in sixteen is ten times as long as the shortest). Documents
     have 16 tokens at least, and the row at most.
 
-    Args:
-        kind: "lognormal" or "pareto".
-        tokens: Of the row, at least 1.
-        mean: Of the distribution before it is cut, tokens, more than 16.
-        seed: Of the draw.
-
-    Returns:
-        int64 (documents,), which add up to `tokens`.
-
     Raises:
-        OptionError: For another kind, or sizes that make no row.
+        OptionError: Another kind, or sizes that make no row.
 
     Example:
-        >>> lengths = sample_lengths("pareto", 100_000, seed=1)
-        >>> int(lengths.sum()), bool(lengths.min() > 0)
-        (100000, True)
+        >>> int(sample_lengths("pareto", 100_000, seed=1).sum())
+        100000
     """
-    if tokens < 1 or mean <= _SHORTEST:
-        raise OptionError(
-            "sample_lengths",
-            expected=f"tokens of at least 1 and a mean of more than {_SHORTEST}",
-            got=f"{tokens} and {mean}",
-            remedy="Pass larger ones",
-        )
-    rng = np.random.default_rng(seed)
-    count = 2 * tokens // mean + 64
-    parts: list[Ints] = []
-    while sum(int(part.sum()) for part in parts) < tokens:
+    fits, wanted = tokens >= 1 and mean > _SHORTEST, f"tokens of at least 1 and a mean above {_SHORTEST}"
+    expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Make the row or its documents longer")
+    expect(kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one")
+    generator, found = np.random.default_rng(seed), np.zeros(0, np.int64)
+    while found.sum() < tokens:
         if kind == "lognormal":
-            sigma = 1.5
-            drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
-        elif kind == "pareto":
-            index = 1.2
-            drawn = (rng.pareto(index, count) + 1) * mean * (index - 1) / index
+            drawn = generator.lognormal(np.log(mean) - 1.5**2 / 2, 1.5, 1024)
         else:
-            raise OptionError(
-                "sample_lengths: kind",
-                expected="lognormal or pareto",
-                got=repr(kind),
-                remedy="Pass one of them, or lengths of your own to pack()",
-            )
-        parts.append(np.clip(drawn, _SHORTEST, tokens).astype(np.int64))
-    ends = np.minimum(np.cumsum(np.concatenate(parts)), tokens)
+            drawn = (generator.pareto(1.2, 1024) + 1) * mean * 0.2 / 1.2
+        found = np.append(found, np.clip(drawn, _SHORTEST, tokens).astype(np.int64))
+    ends = np.minimum(np.cumsum(found), tokens)
     lengths = np.diff(ends, prepend=0)
     return lengths[lengths > 0]
 
 
-def pack(lengths: NDArray[np.integer]) -> Spans:
-    """The mask of documents packed into one row, causal within each.
+def pack(lengths: NDArray[np.integer]) -> Mask:
+    """The mask of documents of these lengths packed into one row, causal within each."""
+    return causal() & segments(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
 
-    Args:
-        lengths: Tokens of each document, (documents,).
+
+def tokens_of(text: str) -> int:
+    """A number of tokens, in units of 1,024 or 1,048,576 where it ends in K or M.
 
     Example:
-        >>> pack(np.array([2, 1])).bounds[0, 0, :, 0].tolist()
-        [[0, 1], [0, 2], [2, 3]]
+        >>> tokens_of("4M"), tokens_of("100")
+        (4194304, 100)
     """
-    tokens = int(lengths.sum())
-    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return (causal() & segments(ids)).spans(tokens, tokens).lowered
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text.strip()[-1:].upper(), 1)
+    return unit * numbers("--tokens", text.strip()[:-1] if unit > 1 else text)[0]
+
+
+def command(corpus: Lengths) -> Callable[..., None]:
+    """The command as a function with an option for each of its sizes.
+
+    Args:
+        corpus: Packs the documents that the training job reads; a room above this one knows them.
+    """
+    import typer
+
+    def simulate_command(
+        mask: Annotated[
+            str, typer.Argument(help='corpus, lognormal or pareto documents, or a mask like "causal"')
+        ] = "lognormal",
+        tokens: Annotated[str, typer.Option(help="of the row, like 4M; several with commas between")] = "1M",
+        ranks: Annotated[str, typer.Option(help="numbers of ranks, with commas between")] = "8,64,512",
+        q_heads: Annotated[int, typer.Option(help="query heads")] = 32,
+        kv_heads: Annotated[int, typer.Option(help="key heads")] = 8,
+        head_dim: Annotated[int, typer.Option(help="elements of a row of q, k and v")] = 128,
+        itemsize: Annotated[int, typer.Option(help="bytes of an element")] = 2,
+        mean: Annotated[int, typer.Option(help="mean length of documents that are drawn")] = 4096,
+        seed: Annotated[int, typer.Option(help="of the documents")] = 0,
+        node_size: Annotated[int, typer.Option(help="ranks of a node")] = 8,
+        machine: Annotated[Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")] = None,
+        json: Annotated[Path | None, typer.Option(help="write the outcomes to this file")] = None,
+    ) -> None:
+        rates = Machine.default() if machine is None else Machine.load(machine)
+        console, outcomes = stdout(), []
+        sizes = {"heads": (q_heads, kv_heads), "head_dim": head_dim, "itemsize": itemsize}
+        for size in (tokens_of(text) for text in tokens.split(",")):
+            given = _mask_of(mask, size, corpus, mean, seed)
+            chosen = [x for count in numbers("--ranks", ranks) for x in setups(count, q_heads, node_size)]
+            found = simulate(given, size, chosen, machine=rates, node_size=node_size, **sizes)
+            print_table(console, f"{mask}, {size:,} tokens", _COLUMNS, map(_cells, found))
+            outcomes += found
+        console.print(_LEGEND, highlight=False)
+        said = "No times: no rates were measured (Machine.calibrate())." if rates is None else f"Rates: {rates}."
+        console.print(said, highlight=False)
+        if json is not None:
+            write_json(json, {"mask": mask, "machine": rates, "outcomes": outcomes}, indent=1)
+
+    simulate_command.__name__ = "simulate"
+    return simulate_command
+
+
+def _mask_of(mask: str, tokens: int, corpus: Lengths, mean: int, seed: int) -> Mask:
+    if mask == "corpus":
+        return pack(corpus(tokens, seed))
+    if mask in ("lognormal", "pareto"):
+        return pack(sample_lengths(mask, tokens, mean=mean, seed=seed))
+    return parse(mask)
+
+
+def _cells(found: Outcome) -> list[str]:
+    least = max(found.compute_seconds or 0.0, found.network_seconds or 0.0)
+    return [
+        str(found.ranks),
+        found.setup,
+        f"{found.balance:.3f}",
+        f"{found.rows / found.rows_of_ring:.3f}" if found.rows_of_ring else "-",
+        bytes_text(found.received),
+        bytes_text(found.received_across),
+        bytes_text(found.memory),
+        seconds_text(found.seconds),
+        seconds_text(None if found.seconds is None else least),
+        found.bound or "-",
+    ]

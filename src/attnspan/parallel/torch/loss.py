@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from attnspan.errors import OptionError
+from ...errors import OptionError
 
 __all__ = [
     "RankGroups",
@@ -96,7 +96,7 @@ def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
 
 
 def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100) -> Any:
-    """Each token's successor, found before the rows are dealt to ranks: afterwards a neighbour is elsewhere.
+    """Each token's successor, found before rows are sharded: afterwards a neighbour is elsewhere.
 
     Args:
         tokens: Whole rows, (..., S), a tensor or a NumPy array of signed integers.
@@ -105,7 +105,7 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
         ignore_index: Target of a token that has no successor.
 
     Returns:
-        Targets, like ``tokens``; deal them with `ContextParallel.shard` or `Partition.shard`.
+        Targets, like ``tokens``; shard them with `Layout.shard`.
 
     Example:
         >>> next_token_targets(torch.tensor([5, 6, 7, 8, 0]), torch.tensor([0, 0, 1, 1, -1])).tolist()

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import Problem
-from ..interop._operators import with_autograd
-from ..kernels import choose, cpu
-from ..kernels import math as math_kernel
-from ..options import Options
-from ..torch._attention import BACKENDS, warn_if_slow
+from ...call import Problem
+from ...interop._operators import with_autograd
+from ...kernels import choose, cpu
+from ...kernels import math as math_kernel
+from ...options import Options
+from ...torch._attention import BACKENDS, warn_if_slow
 
 
 class Call(NamedTuple):

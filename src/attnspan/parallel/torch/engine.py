@@ -5,28 +5,26 @@ of its group, K keys of a stage, D and Dv head dims. Of several calls for one ro
 float32, whatever the inputs are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..options import DISTANCE, Options
-from ._collectives import Pending
-from ._heads import Team, fold_heads, repeat_heads
-from ._kernel import Call, attend, differentiate
-from ._keys import Fetched, Route, from_rows, pass_on, to_rows, whole
-from .local import LocalPlan, Stage
-
-#: An exchange is cut into so many parts by heads, at most: while one is computed the next ones travel.
-PARTS = 4
+from ...options import DISTANCE, Options
+from ..cost import exchange_parts
+from ..local import Stage, Tables
+from .comm import Pending
+from .heads import Team, fold_heads, repeat_heads
+from .kernel import Call, attend, differentiate
+from .keys import Route, from_rows, pass_on, to_rows, unsorted, whole
 
 
 class Given(NamedTuple):
     """What a rank is to compute.
 
     Args:
-        plan: Its plan, with tensors.
+        tables: Its plan, with tensors.
         team: Who takes part.
         q: Shape (B, H, N, D).
         k: Shape (B, G, S, D).
@@ -35,7 +33,7 @@ class Given(NamedTuple):
         options: Of these heads, without indices; None for none.
     """
 
-    plan: LocalPlan
+    tables: Tables
     team: Team
     q: Tensor
     k: Tensor
@@ -78,35 +76,25 @@ class Gradients(NamedTuple):
 
 def forward(given: Given) -> tuple[Tensor, Tensor]:
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
-    plan = given.plan
-    if plan.transfer is not None:
+    if given.tables.transfer is not None:
         return _forward_exchange(given)
-    if len(plan.stages) == 1:
-        q, options = given.q, given.options
-        out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
-        return out, _attend_some(_call(given, plan.stages[0], q, given.k, given.v, options), out)
+    if len(given.tables.stages) == 1:
+        return _forward_own(given)
     return _forward_ring(given)
 
 
 def backward(given: Given, done: Done) -> Gradients:
     """The gradients of `forward`."""
-    if given.plan.transfer is not None:
+    if given.tables.transfer is not None:
         return _backward_exchange(given, done)
-    if len(given.plan.stages) == 1:
-        return _backward_at_hand(given, done)
+    if len(given.tables.stages) == 1:
+        return _backward_own(given, done)
     return _backward_ring(given, done)
-
-
-def parts_of(team: Team) -> int:
-    """Into how many parts exchanges are cut: the same number on all ranks, so that these meet."""
-    if any(tuple(heads.kv_map) != tuple(range(len(heads.kv))) for heads in team.heads):
-        return 1
-    return max(1, min(PARTS, *(len(heads.kv) for heads in team.heads)))
 
 
 def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
     """Query and key heads of each part."""
-    count = parts_of(given.team)
+    count = exchange_parts(list(given.team.heads))
     heads, key_heads = given.q.shape[1], given.k.shape[1]
     for i in range(count):
         first, last = key_heads * i // count, key_heads * (i + 1) // count
@@ -118,58 +106,67 @@ def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
 
 
 def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
-    plan, q, options = given.plan, given.q, given.options
+    q, options = given.q, given.options
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
-    parts = list(_parts(given))
-    for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
+    route, parts = Route(given.tables, given.team), list(_parts(given))
+    # All exchanges at once: while one part is computed, the others travel.
+    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    for (heads, _), fetched in zip(parts, coming, strict=True):
         k, v = from_rows(fetched.wait(), q.shape[3])
-        call = _call(given, plan.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
+        call = _call(given, given.tables.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
         lse[:, heads] = _attend_some(call, out[:, heads])
-        given.team.workspace.give(k)  # What it begins with are the stage's rows.
     return out, lse
 
 
-def _fetch(given: Given, parts: list[tuple[slice, slice]]) -> list[Fetched]:
-    """All exchanges at once: while one part is computed, the others travel."""
-    route = Route.of(given.plan, given.team)
-    return [route.fetch(given.k[:, at], given.v[:, at]) for _, at in parts]
+def _forward_own(given: Given) -> tuple[Tensor, Tensor]:
+    """All keys of the group's rows are here."""
+    q, k, v = given.q, given.k, given.v
+    if given.tables.key_order.numel():
+        k, v = from_rows(to_rows(k, v, given.tables.numbers.planes, given.tables.key_order), q.shape[3])
+    out = _like_bshd(q, q.shape[1], q.shape[2], v.shape[3], q.dtype)
+    return out, _attend_some(_call(given, given.tables.stages[0], q, k, v, given.options), out)
 
 
 def _backward_exchange(given: Given, done: Done) -> Gradients:
-    plan, q, options = given.plan, given.q, given.options
+    q, options, stage = given.q, given.options, given.tables.stages[0]
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     sums = _OptionSums(options)
-    route, parts = Route.of(plan, given.team), list(_parts(given))
+    route, parts = Route(given.tables, given.team), list(_parts(given))
+    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
     returned = []
-    for (heads, _), fetched in zip(parts, _fetch(given, parts), strict=True):
+    for i, ((heads, _), fetched) in enumerate(zip(parts, coming, strict=True)):
         rows = fetched.wait()
         k, v = from_rows(rows, q.shape[3])
-        call = _call(given, plan.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
-        grads = given.team.workspace.new(rows.shape, rows, _wide(rows))
-        found = _differentiate_some(
-            given, call, _some(done, heads), dq[:, heads], from_rows(grads, q.shape[3])
-        )
-        sums.add(found, heads)
-        given.team.workspace.give(rows)
-        returned.append((grads, route.give_back(grads)))
+        call = _call(given, stage, q[:, heads], k, v, options_of(options, heads), heads)
+        grads = given.team.scratch.new(f"grads {i}", rows.shape, rows, _wide(rows))
+        dkv = from_rows(grads, q.shape[3])
+        sums.add(_differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv), heads)
+        returned.append((grads, route.give_back(grads, i)))
     batch, kv_heads, length, dim = given.k.shape
-    shape = (plan.planes, length, batch // plan.planes, kv_heads, dim + given.v.shape[3])
-    total = given.team.workspace.new(shape, given.k, _wide(given.k))
+    planes = given.tables.numbers.planes
+    shape = (planes, length, batch // planes, kv_heads, dim + given.v.shape[3])
+    total = given.team.scratch.new("total", shape, given.k, _wide(given.k))
     for (_, at), (grads, pending) in zip(parts, returned, strict=True):
         route.collect(grads, pending, total[..., at, :])
     return Gradients(dq, whole(total), *sums.results())
 
 
-def _backward_at_hand(given: Given, done: Done) -> Gradients:
-    q, k, v = given.q, given.k, given.v
+def _backward_own(given: Given, done: Done) -> Gradients:
+    q, k, v, order = given.q, given.k, given.v, given.tables.key_order
+    if order.numel():
+        rows = to_rows(k, v, given.tables.numbers.planes, order)
+        k, v = from_rows(rows, q.shape[3])
+        grads = torch.empty_like(rows, dtype=_wide(k))
+    else:
+        shape = (1, k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3])
+        grads = k.new_empty(shape, dtype=_wide(k))
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    rows = k.new_empty((1, k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3]), dtype=_wide(k))
     sums = _OptionSums(given.options)
-    heads = slice(0, q.shape[1])
-    call = _call(given, given.plan.stages[0], q, k, v, given.options)
-    sums.add(_differentiate_some(given, call, done, dq, from_rows(rows, k.shape[3])), heads)
-    return Gradients(dq, whole(rows), *sums.results())
+    call = _call(given, given.tables.stages[0], q, k, v, given.options)
+    found = _differentiate_some(given, call, done, dq, from_rows(grads, k.shape[3]))
+    sums.add(found, slice(0, q.shape[1]))
+    return Gradients(dq, whole(unsorted(grads, order)), *sums.results())
 
 
 def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
@@ -195,7 +192,9 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
     dq = q.new_zeros(q.shape, dtype=_wide(q))
     sums, every = _OptionSums(options), slice(0, q.shape[1])
     behind: Pending | None = None
+    shape: tuple[int, ...] = ()
     for stage, rows in _round(given):
+        shape = rows.shape
         grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
         if stage.visible:
             k, v = from_rows(rows, q.shape[3])
@@ -204,24 +203,25 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
             sums.add(_differentiate_some(given, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
         if behind is not None:
-            grads += behind.wait()
-        behind = pass_on(grads[0], given.team, "gradients")
+            grads += behind.wait().view_as(grads)
+        behind = pass_on(grads, given.team, "gradients")
     assert behind is not None
     if options is not None and options.sinks is not None:
         sums.add((None, _sink_gradients(options.sinks, done)), every)
-    dkv = whole(behind.wait()[None])
+    dkv = whole(unsorted(behind.wait().view(shape), given.tables.key_order))
     narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     return Gradients(narrow.copy_(dq), dkv, *sums.results())
 
 
 def _round(given: Given) -> Iterator[tuple[Stage, Tensor]]:
     """The blocks of keys as they come by; the next one travels while one is worked on."""
-    rows, stages = to_rows(given.k, given.v), given.plan.stages
+    stages, planes = given.tables.stages, given.tables.numbers.planes
+    rows = to_rows(given.k, given.v, planes, given.tables.key_order)
     for step, stage in enumerate(stages):
-        coming = pass_on(rows[0], given.team, "ring") if step + 1 < len(stages) else None
+        coming = pass_on(rows, given.team, "ring") if step + 1 < len(stages) else None
         yield stage, rows
         if coming is not None:
-            rows = coming.wait()[None]
+            rows = coming.wait().view(rows.shape)
 
 
 class _Merged:
@@ -243,6 +243,16 @@ class _Merged:
         total = torch.logaddexp(self.lse, sinks[None, :, None].to(self.lse.dtype).expand_as(self.lse))
         self.out.mul_(_weight(self.lse, total).to(self.out.dtype))
         self.lse = total
+
+
+def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+    """Outputs (B, H, N, Dv) of attention to disjoint keys as that to all of them, by their lse (B, H, N)."""
+    total = _Merged(torch.zeros_like(outs[0]))
+    for out, lse in zip(outs, lses, strict=True):
+        total.add(out, lse.double())
+    if sinks is not None:
+        total.join(sinks)
+    return total.out
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
@@ -315,7 +325,7 @@ def _call(
         at = slice(0, q.shape[1]) if heads is None else heads
         bounds = bounds[:, first + at.start : first + at.stop].contiguous()
     if options is not None and _changes_anything(options):
-        options = options._replace(q_index=given.plan.q_index, k_index=stage.keys)
+        options = options._replace(q_index=given.tables.q_index, k_index=stage.keys)
     else:
         options = None
     kv_map = given.team.mine.kv_map
@@ -347,7 +357,7 @@ def _differentiate_some(
     dlse = None if done.dlse is None else done.dlse.contiguous()
     # All of the row's keys are here, or some: the kernel takes float32 for its own, and may compute it anew.
     out, lse = done.out, done.lse.contiguous()
-    lse = lse if len(given.plan.stages) > 1 else lse.to(_wide(given.q))
+    lse = lse if len(given.tables.stages) > 1 else lse.to(_wide(given.q))
     if call.k.shape[1] == dkv[0].shape[1]:
         return differentiate(call, dout, dlse, out, lse, (dq, *dkv))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]

@@ -1,48 +1,41 @@
 """Ulysses: from all heads of some rows to some heads of all rows of a group, and back.
 
-Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D),
-so that what arrives from all members is one array of u * n rows.
+Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D), so that
+what arrives from all members is one array of u * n rows.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._collectives import Pending, exchange
-from ._workspace import Workspace
-from .strategy import HeadSlice, Strategy
+from ..local import Numbers
+from ..strategy import HeadSlice
+from .comm import Pending, Ranks, Scratch, exchange
+
+Which = Callable[[HeadSlice], slice]
 
 
 class Team(NamedTuple):
     """A rank among the members of its group.
 
     Args:
-        group: The process group of all ranks.
-        strategy: How they work together.
-        rank: This one.
+        ranks: The process groups.
+        numbers: The strategy, and this rank.
         heads: The heads of each member.
-        workspace: Where buffers come from.
+        scratch: Where buffers come from.
     """
 
-    group: Any
-    strategy: Strategy
-    rank: int
+    ranks: Ranks
+    numbers: Numbers
     heads: Sequence[HeadSlice]
-    workspace: Workspace
+    scratch: Scratch
 
     @property
     def mine(self) -> HeadSlice:
         """The heads of this rank."""
-        return self.heads[self.rank % self.strategy.members]
-
-    def spread(self, counts: Sequence[int]) -> list[int]:
-        """Counts for the members of this rank's group as counts for all ranks."""
-        first = self.rank // self.strategy.members * self.strategy.members
-        every = [0] * self.strategy.ranks
-        every[first : first + len(counts)] = counts
-        return every
+        return self.heads[self.numbers.member]
 
 
 def query_heads(heads: HeadSlice) -> slice:
@@ -55,25 +48,26 @@ def key_heads(heads: HeadSlice) -> slice:
     return slice(heads.kv[0], heads.kv[-1] + 1) if heads.kv else slice(0, 0)
 
 
-def scatter(team: Team, x: Tensor, which: Any) -> "Scattered":
+def scatter(team: Team, x: Tensor, which: Which, name: str) -> "Scattered":
     """Start to hand each member its heads of this rank's rows.
 
     Args:
         team: Who takes part.
         x: Shape (B, H, n, D), all heads; any strides.
         which: `query_heads` or `key_heads`.
+        name: Of the buffer; other exchanges under way have other names.
     """
     batch, _, rows, dim = x.shape
     slices = [which(heads) for heads in team.heads]
     sizes = [rows * batch * (at.stop - at.start) * dim for at in slices]
-    send = team.workspace.new((sum(sizes),), x)
+    send = team.scratch.new(f"scatter {name}", (sum(sizes),), x)
     for piece, at in zip(torch.split(send, sizes), slices, strict=True):
         piece.view(rows, batch, at.stop - at.start, dim).copy_(x[:, at].permute(2, 0, 1, 3))
     mine = which(team.mine)
-    count = mine.stop - mine.start
-    each = rows * batch * count * dim
-    pending = exchange(send, team.spread(sizes), team.spread([each] * len(sizes)), team.group, "scatter")
-    return Scattered(pending, (rows * len(sizes), batch, count, dim))
+    shape = (rows * len(sizes), batch, mine.stop - mine.start, dim)
+    received = x.new_empty(shape)  # kept for backward
+    each = [received.numel() // len(sizes)] * len(sizes)
+    return Scattered(exchange(send, sizes, each, team.ranks.members, "scatter", received.view(-1)), shape)
 
 
 class Scattered(NamedTuple):
@@ -87,7 +81,7 @@ class Scattered(NamedTuple):
         return self.pending.wait().view(self.shape).permute(1, 2, 0, 3)
 
 
-def gather(team: Team, x: Tensor, which: Any, heads: int, out: Tensor | None = None) -> "Gathered":
+def gather(team: Team, x: Tensor, which: Which, heads: int, name: str) -> "Gathered":
     """Start to hand each member its rows of this rank's heads.
 
     Args:
@@ -95,21 +89,19 @@ def gather(team: Team, x: Tensor, which: Any, heads: int, out: Tensor | None = N
         x: Shape (B, heads of this member, u * n, D).
         which: `query_heads` or `key_heads`; of the latter several members may have the same, which are added.
         heads: H, of all members.
-        out: Shape (B, H, n, D), written; a new one of x's dtype, stored as (B, n, H, D), if None.
+        name: Of the buffers.
     """
     members = len(team.heads)
     batch, count, group_rows, dim = x.shape
     rows = group_rows // members
-    send = team.workspace.new((group_rows, batch, count, dim), x)
+    send = team.scratch.new(f"gather {name}", (group_rows, batch, count, dim), x)
     send.copy_(x.permute(2, 0, 1, 3))
     slices = [which(member) for member in team.heads]
     sizes = [rows * batch * (at.stop - at.start) * dim for at in slices]
-    each = rows * batch * count * dim
-    received = team.workspace.new((sum(sizes),), x)
-    counts = team.spread([each] * members), team.spread(sizes)
-    pending = exchange(send.view(-1), *counts, team.group, "gather", received)
-    if out is None:
-        out = x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
+    received = team.scratch.new(f"gathered {name}", (sum(sizes),), x)
+    each = [rows * batch * count * dim] * members
+    pending = exchange(send.view(-1), each, sizes, team.ranks.members, "gather", received)
+    out = x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
     return Gathered(pending, slices, sizes, out)
 
 
@@ -122,7 +114,7 @@ class Gathered(NamedTuple):
     out: Tensor
 
     def wait(self) -> Tensor:
-        """Shape (B, H, n, D); heads that several members had are summed in the members' order."""
+        """Shape (B, H, n, D), stored as (B, n, H, D); heads that several members had are summed in their order."""
         batch, heads, rows, dim = self.out.shape
         shared = sum(at.stop - at.start for at in self.slices) > heads
         if shared:

@@ -19,7 +19,7 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
     Args:
         family: integer (m,) in [0, families).
         lo, hi: integer (m,), 0 <= lo; an interval with lo >= hi is empty.
-        families: how many there are; some may have no interval.
+        families: number of families; some may have no interval.
 
     Returns:
         starts (families + 1,) and lo, hi (k,): family f has the intervals starts[f]:starts[f + 1].
@@ -63,6 +63,8 @@ def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: 
         >>> covered(*one, np.array([0, 0]), np.array([2, 0]), np.array([7, 10])).tolist()
         [2, 4]
     """
+    if not len(lo):
+        return np.zeros(len(a), np.int64)
     width = max(int(hi.max(initial=0)), int(b.max(initial=0))) + 1
     owner = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     low = owner * width + lo
@@ -74,6 +76,15 @@ def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: 
         into = np.clip(family.astype(np.int64) * width + x - low[at], 0, (hi - lo)[at])
         return np.where(at < 0, 0, before[at] + into)
 
-    if not len(low):
-        return np.zeros(len(a), np.int64)
     return below(b) - below(a)
+
+
+def expand(lo: Ints, hi: Ints) -> Ints:
+    """All numbers of half-open ranges, one range after the other.
+
+    Example:
+        >>> expand(np.array([3, 7]), np.array([5, 8])).tolist()
+        [3, 4, 7]
+    """
+    counts = hi - lo
+    return np.repeat(lo - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import OptionError
-from ..masks import causal
-from ..torch import attention
-from .machine import Machine, flops_of
+from ...errors import OptionError
+from ...masks import causal
+from ...torch import attention
+from ..machine import Machine, flops_of
 
 __all__ = ["calibrate"]
 
@@ -27,7 +27,13 @@ _MOST, _LEAST = 200, 3  # repetitions
 
 
 def calibrate(
-    group: Any, *, dtype: str, head_dim: int, seconds: float, node_size: int | None, device: str | None
+    group: Any = None,
+    *,
+    dtype: str = "float32",
+    head_dim: int = 128,
+    seconds: float = 2.0,
+    node_size: int | None = None,
+    device: str | None = None,
 ) -> Machine:
     """What `Machine.calibrate` does."""
     ranks = _ranks(group)
@@ -37,23 +43,19 @@ def calibrate(
     node_size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     timer = _Timer(group, where, seconds / 6)
     forward, backward = _rates(timer, dtype, head_dim)
-    levels = {near: _link(timer, node_size, near=near) for near in (True, False)}
-    notes = [] if levels[False] else ["across nodes as within: the group lies in one node"]
-    notes += [] if levels[True] else ["within a node as across: nodes have one rank"]
-    within, across = levels[True] or levels[False], levels[False] or levels[True]
-    assert within is not None
-    assert across is not None
+    within, across = (_bandwidth(timer, node_size, near=near) for near in (True, False))
+    every = list(range(timer.ranks))
+    latency = timer.median(_exchange(timer, every, _SMALL))
+    # Where a level has no ranks, its links are as the other's.
     return Machine(
         name=f"measured on {ranks} ranks of {_device_name(where)} over {engine}",
         dtype=dtype,
         forward_flops=forward,
         backward_flops=backward,
-        bandwidth_within=within[0],
-        bandwidth_across=across[0],
-        latency_within=within[1],
-        latency_across=across[1],
+        bandwidth_within=within or across or 1.0,
+        bandwidth_across=across or within or 1.0,
+        latency=latency,
         node_size=node_size,
-        notes=tuple(notes),
     )
 
 
@@ -133,8 +135,8 @@ def _rates(timer: _Timer, dtype: str, head_dim: int) -> tuple[float, float]:
     return flops[0] / timer.median(forward), flops[1] / timer.median(backward)
 
 
-def _link(timer: _Timer, node_size: int, *, near: bool) -> tuple[float, float] | None:
-    """Bytes/s and seconds per message of exchanges with all ranks of the same node, or of all others."""
+def _bandwidth(timer: _Timer, node_size: int, *, near: bool) -> float | None:
+    """Bytes/s of exchanges with all ranks of the same node, or of all others; None where there are none."""
     node = timer.rank // node_size
     peers = [r for r in range(timer.ranks) if r != timer.rank and (r // node_size == node) == near]
     most = int(timer.slowest(float(len(peers))))
@@ -143,8 +145,7 @@ def _link(timer: _Timer, node_size: int, *, near: bool) -> tuple[float, float] |
     small = timer.median(_exchange(timer, peers, _SMALL))
     block = -(-_BLOCK // most)
     large = timer.median(_exchange(timer, peers, block))
-    latency = small / most
-    return block * most / max(large - small, 1e-9), latency
+    return block * most / max(large - small, 1e-9)
 
 
 def _exchange(timer: _Timer, peers: Sequence[int], size: int) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""A first deal of chunks that keeps documents together, before `_swaps` evens it out.
+"""A first assignment of chunks that keeps documents together, before swaps even it out.
 
 A group that owns a late row of a document needs all rows before it. So each group is given the last chunks of
 one document (the heaviest rows there are, and the fetching that cannot be avoided), chunks of that same
@@ -21,15 +21,15 @@ from .chunks import Chunks
 _TRIED = 8  # documents that are looked at when one is wanted whose last chunks weigh just enough
 
 
-def documents_of(chunks: Chunks) -> NDArray[Any]:
+def document_edges(chunks: Chunks) -> NDArray[Any]:
     """Where runs of chunks begin that see much of what their predecessor sees, and the end of the last one.
 
     Two neighbours are of one run when they share at least half of what the one that sees more sees.
 
     Example:
         >>> from attnspan import causal, documents
-        >>> chunks = Chunks.of((causal() & documents([0, 6, 12])).spans(12, 12), 2)
-        >>> documents_of(chunks).tolist()
+        >>> chunks = Chunks.of((causal() & documents([0, 6, 12])).spans(12, 12), Chunks.even_edges(12, 1, 2))
+        >>> document_edges(chunks).tolist()
         [0, 3, 6]
     """
     count = len(chunks)
@@ -132,13 +132,15 @@ class _Pool:
         return taken
 
 
-def deal(cost: NDArray[np.int64], edges: NDArray[Any], groups: int, share: float) -> NDArray[np.int64]:
-    """Deal the chunks out, group by group.
+def share_documents(
+    cost: NDArray[np.int64], edges: NDArray[Any], load: NDArray[np.int64], share: float
+) -> NDArray[np.int64]:
+    """Assign the chunks, group by group.
 
     Args:
         cost: int64 (groups * slots,), visible pairs of each chunk.
         edges: where documents begin, and the end of the last one.
-        groups: number of groups.
+        load: int64 (groups,), pairs that groups have already.
         share: part of a document's fair share that each group takes: below 1, more of its room is left for
             light chunks.
 
@@ -146,14 +148,15 @@ def deal(cost: NDArray[np.int64], edges: NDArray[Any], groups: int, share: float
         int64 (groups, slots), the chunks of each group.
 
     Example:
-        >>> deal(np.array([1, 2, 3, 4]), np.array([0, 4]), 2, 1.0).tolist()
+        >>> share_documents(np.array([1, 2, 3, 4]), np.array([0, 4]), np.zeros(2, int), 1.0).tolist()
         [[3, 0], [1, 2]]
     """
+    groups = len(load)
     pool, slots = _Pool(cost.tolist(), edges.tolist()), len(cost) // groups
     table = np.empty((groups, slots), np.int64)
-    remaining = int(cost.sum())
+    remaining = int(cost.sum()) + int(load.sum())
     for group in range(groups):
-        work = remaining / (groups - group)
+        work = remaining / (groups - group) - int(load[group])
         number = pool.heaviest()
         count = pool.share(number, slots, work)
         got: list[int] = []
@@ -170,5 +173,5 @@ def deal(cost: NDArray[np.int64], edges: NDArray[Any], groups: int, share: float
                 break
             number = pool.sufficient(slots - len(got), work - weight)
         table[group] = got
-        remaining -= weight
+        remaining -= weight + int(load[group])
     return table

@@ -1,6 +1,6 @@
 """Swaps of chunks between groups: work is made even, at the least cost in foreign keys.
 
-Shapes: r groups of s chunks each.
+Shapes: r groups of s chunks each, all of one plane.
 """
 
 from __future__ import annotations
@@ -11,43 +11,53 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._unions import Ints, covered, union
 from .chunks import Chunks
+from .intervals import Ints, covered, union
 
-_AT_ONCE = 64  # of so many groups one is relieved at a time: a free choice of partners is worth it
-_PARTNERS = 8  # light groups that a heavy one looks at for a swap
-_LOOKED_AT = 32  # chunks of a group that are looked at in one round
-_IDLE = 4  # rounds without a swap after which there is none
-_FETCH = 5.0  # what a growth of the largest foreign count by itself costs, in shares of the excess work
-_TOTAL = 0.2  # the same for any other growth
+#: With few heavy groups, each looks at many partners; with many, rounds would be too many: one of 64 groups a round.
+_AT_ONCE = 64
+#: Lightest groups that a heavy one looks at for a swap, and chunks of a group that are looked at in one round: a round
+#: then scores 8 * 32 * 32 swaps per group, which takes about a millisecond.
+_PARTNERS, _LOOKED_AT = 8, 32
+#: Chunks that are looked at change from round to round: after four rounds without a swap there is none.
+_IDLE = 4
+#: Prices of a swap, in shares of the excess work that it removes: a growth of the largest foreign count by its own
+#: size costs five, any other growth a fifth. The first is what ranks wait for.
+_LARGEST, _ANY = 5.0, 0.2
 
 
-class Deal:
-    """Who has which chunks, with the work, the needs and the foreign keys of each group.
+class Assignment:
+    """Which group has which chunks, with the work and the foreign keys of each group.
 
     Args:
-        chunks: of r * s chunks; the last ones may be empty, to fill the groups.
+        chunks: r * s chunks of one plane; the last ones may be empty.
         table: int64 (r, s), the chunks of each group.
+        load, foreign: int64 (r,), what groups have in other planes.
 
     Attributes:
-        load: int64 (r,), visible pairs.
-        foreign: int64 (r,), keys that are needed and not owned.
+        load: int64 (r,), visible pairs, other planes included.
+        foreign: int64 (r,), keys that are needed and not owned, other planes included.
 
     Example:
         >>> from attnspan import causal
-        >>> deal = Deal(Chunks.of(causal().spans(4, 4), 1), np.array([[0, 1], [2, 3]]))
-        >>> deal.load.tolist(), deal.foreign.tolist()
+        >>> chunks = Chunks.of(causal().spans(4, 4), Chunks.even_edges(4, 1, 1))
+        >>> none = np.zeros(2, np.int64)
+        >>> found = Assignment(chunks, np.array([[0, 1], [2, 3]]), none, none)
+        >>> found.load.tolist(), found.foreign.tolist()
         ([3, 7], [0, 2])
-        >>> deal.even(1.0, rounds=3)
-        >>> deal.table.tolist(), deal.load.tolist()
+        >>> found.even(1.0, rounds=3)
+        >>> found.table.tolist(), found.load.tolist()
         ([[2, 1], [0, 3]], [5, 5])
     """
 
-    def __init__(self, chunks: Chunks, table: Ints) -> None:
-        self.chunks, self.table = chunks, table.copy()
-        self.load: Ints = chunks.pairs[table].sum(axis=1)
+    def __init__(self, chunks: Chunks, table: Ints, load: Ints, foreign: Ints) -> None:
+        self.chunks, self.table, self._before = chunks, table.copy(), foreign
+        self.load: Ints = load + chunks.pairs[table].sum(axis=1)
         self.needs: list[tuple[Ints, Ints]] = [(table[:0, 0], table[:0, 0])] * len(table)
-        self.foreign: Ints = np.zeros(len(table), np.int64)
+        self.foreign: Ints = foreign.copy()
+        self._size = max(chunks.q_len // max(table.size, 1), 1)
+        # In cross attention a group does not own the keys of its rows.
+        self._own = chunks.q_len == chunks.k_len
         self._refresh(np.arange(len(table)))
 
     def even(self, aim: float, rounds: int) -> None:
@@ -98,12 +108,12 @@ class Deal:
         to_light = self._extra(light.reshape(-1), np.repeat(mine, light.shape[1], axis=0))
         to_light = to_light.reshape(*light.shape, 1, len(columns))
         top, foreign = float(self.foreign.max()), self.foreign
-        scale = max(top, self.chunks.size)
+        scale = max(top, self._size)
         largest = np.maximum(
             to_heavy + foreign[heavy][:, None, None, None], to_light + foreign[light][:, :, None, None]
         )
-        score += np.maximum(largest - top, 0) * (_FETCH / scale)
-        score += np.maximum(to_heavy + to_light, 0) * (_TOTAL / scale)
+        score += np.maximum(largest - top, 0) * (_LARGEST / scale)
+        score += np.maximum(to_heavy + to_light, 0) * (_ANY / scale)
         score[worst >= loaded] = np.inf
         return score
 
@@ -122,7 +132,7 @@ class Deal:
         starts, lo, hi = union(family, self.chunks.lo[at], self.chunks.hi[at], len(groups))
         for group, (first, last) in zip(groups.tolist(), pairwise(starts.tolist()), strict=True):
             self.needs[group] = lo[first:last], hi[first:last]
-        self.foreign[groups] = self._foreign(groups)
+        self.foreign[groups] = self._before[groups] + self._foreign(groups)
 
     def _intervals(self, numbers: NDArray[Any]) -> tuple[Ints, Ints]:
         """Places of the intervals of some chunks, and for each the place of its chunk in `numbers`."""
@@ -141,19 +151,16 @@ class Deal:
         lo, hi = self.chunks.lo[at], self.chunks.hi[at]
         new = hi - lo - covered(*self._needs_of(groups), which // numbers.shape[1], lo, hi)
         gained = np.bincount(which, weights=new, minlength=numbers.size).astype(np.float64)
-        return gained.reshape(numbers.shape) - self.chunks.size * self.chunks.planes
+        return gained.reshape(numbers.shape) - self._size * self._own
 
     def _foreign(self, groups: Ints) -> Ints:
         """Keys that groups need and do not own; in cross attention, that they need."""
         needs = self._needs_of(groups)
         widths = np.append(0, np.cumsum(needs[2] - needs[1]))
         rows: Ints = widths[needs[0][1:]] - widths[needs[0][:-1]]
-        chunks = self.chunks
-        if chunks.q_len != chunks.k_len:
+        if not self._own:
             return rows
-        lo = np.minimum(self.table[groups] * chunks.size, chunks.k_len)
-        lo = (np.arange(chunks.planes)[:, None, None] * chunks.k_len + lo).reshape(chunks.planes, -1)
-        hi = np.minimum(lo + chunks.size, (np.arange(chunks.planes)[:, None] + 1) * chunks.k_len)
-        family = np.tile(np.repeat(np.arange(len(groups)), self.table.shape[1]), chunks.planes)
-        own = covered(*needs, family, lo.reshape(-1), hi.reshape(-1))
+        owned = self.table[groups].reshape(-1)
+        family = np.repeat(np.arange(len(groups)), self.table.shape[1])
+        own = covered(*needs, family, self.chunks.edges[owned], self.chunks.edges[owned + 1])
         return rows - np.bincount(family, weights=own, minlength=len(groups)).astype(np.int64)

@@ -1,13 +1,13 @@
 """Context parallelism of DTensors: a plan splits the rows, other mesh axes may split batch rows and heads.
 
-A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n
-of them: ``DTensor.from_local(cp.shard(x), mesh, [Shard(1)])`` makes one, and everything but attention may
-work on it. One of rows in their natural order, as ``distribute_tensor`` makes it, looks the same: so a plan
-whose order is another one takes DTensors only if it is told ``dtensor_rows="plan"``.
+A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n of them:
+``DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])`` makes one, and everything but attention may work on it.
+One of rows in their natural order, as ``distribute_tensor`` makes it, looks the same: so a plan whose order is another
+one takes DTensors only with ``dtensor_rows="plan"``.
 
-The plan knows only its own ranks: its mask, its ``heads`` and its ``batch`` describe what they hold together,
-which is a part of the batch rows and heads where other mesh axes split these. So do options that are plain
-tensors; those that are DTensors describe the whole, and so does a seed of shape ().
+The plan knows only its own ranks: its mask, ``heads`` and ``batch`` describe what they hold together, which is a part of
+the batch rows and heads where other mesh axes split these. So do options that are plain tensors; those that are DTensors
+describe the whole, and so does a seed of shape ().
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..call import LAYOUTS
-from ..errors import OptionError, ShapeError
-from ..options import Given
-from ..torch._options import dropout_seeds
-from ..torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, is_dtensor, option_tensors
+from ...call import LAYOUTS
+from ...errors import ShapeError, expect
+from ...options import Given
+from ...torch._options import dropout_seeds
+from ...torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, is_dtensor, option_tensors
 
 if TYPE_CHECKING:
-    from .context import ContextParallel
+    from .attention import MeshPlan
 
 __all__ = ["attend"]
 
 
 def attend(
-    cp: ContextParallel,
+    plan: MeshPlan,
     places: Places,
     q: Any,
     k: Any,
@@ -44,15 +44,12 @@ def attend(
     """`ContextParallel.attention` of DTensors.
 
     Args:
-        cp: The plan.
+        plan: Of this rank.
         places: How q, k and v lie, consistently.
         q: A DTensor; the size of its sequence is that of all ranks together, padding included.
-        k: Keys.
-        v: Values.
+        k, v: Keys and values.
         given: The options.
-        scale: Factor of the scores.
-        layout: "bhsd", "bshd" or "thd".
-        return_lse: Also return lse.
+        scale, layout, return_lse: As of `attnspan.torch.attention`.
 
     Returns:
         DTensors that lie as q does.
@@ -60,26 +57,11 @@ def attend(
     Raises:
         ShapeError: Sizes do not fit the plan.
         OptionError: An option lies otherwise than q, or describes the whole where a part is needed.
-
-    Example:
-        >>> import torch, torch.distributed as dist
-        >>> from attnspan import causal
-        >>> from attnspan.parallel import ContextParallel
-        >>> from attnspan.torch import attention
-        >>> from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
-        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        >>> cp = ContextParallel(mesh["cp"], mask=causal(), q_len=9, heads=(2, 2), dtensor_rows="plan")
-        >>> x = DTensor.from_local(cp.shard(torch.randn(1, 9, 2, 16)), mesh, [Shard(1)])
-        >>> attention(x, x, x, mask=cp, layout="bshd").placements
-        (Shard(dim=1),)
-        >>> dist.destroy_process_group()
     """
     local = [x.to_local() for x in (q, k, v)]
-    _check_sizes(cp, q, k, local, layout)
+    _check_sizes(plan, q, k, local, layout)
     options = _Options(places, _counts(q, layout), _counts(local[0], layout)).of(given)
-    found = cp.attention(*local, scale=scale, layout=layout, return_lse=True, **options.keywords())
+    found = plan.attention(*local, scale=scale, layout=layout, return_lse=True, **options.keywords())
     dims = LAYOUTS[layout]
     out = _join(found[0], (*q.shape[:-1], v.shape[-1]), dims, places)
     if not return_lse:
@@ -95,28 +77,20 @@ def _counts(q: Tensor, layout: str) -> tuple[Any, Any]:
     return sizes.get("batch", 1), sizes["heads"]
 
 
-def _check_sizes(cp: ContextParallel, q: Tensor, k: Tensor, local: list[Tensor], layout: str) -> None:
-    dims = LAYOUTS[layout]
+def _check_sizes(plan: MeshPlan, q: Tensor, k: Tensor, local: list[Tensor], layout: str) -> None:
+    dims, frame = LAYOUTS[layout], plan.frame
     rows, heads = dims.index("tokens" if layout == "thd" else "length"), dims.index("heads")
     for name, x, part, each, count in (
-        ("q", q, local[0], cp.rows_per_rank, cp.heads[0]),
-        ("k", k, local[1], cp.keys_per_rank, cp.heads[1]),
+        ("q", q, local[0], frame.rows_per_rank, frame.heads[0]),
+        ("k", k, local[1], frame.keys_per_rank, frame.heads[1]),
     ):
-        if x.shape[rows] != each * cp.partition.ranks:
-            raise ShapeError(
-                f"{name} as a DTensor with context parallelism",
-                expected=f"{each * cp.partition.ranks} rows: those of {cp.partition.ranks} ranks, in the "
-                "plan's order and with its padding",
-                got=f"shape {tuple(x.shape)} in layout {layout}",
-                remedy="Make it by DTensor.from_local(cp.shard(x), mesh, [Shard(1)])",
-            )
-        if part.shape[heads] != count:
-            raise ShapeError(
-                f"{name} as a DTensor with context parallelism",
-                expected=f"{count} heads on this rank, as ContextParallel was told",
-                got=f"{part.shape[heads]} here, of {x.shape[heads]} in all",
-                remedy="Give ContextParallel the heads of one rank's part",
-            )
+        what, whole = f"{name} as a DTensor with context parallelism", each * frame.ranks
+        wanted = "{} rows: those of {} ranks, in the plan's order and with its padding"
+        remedy = "Make it by DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])"
+        got = f"shape {tuple(x.shape)} in layout {layout}"
+        expect(x.shape[rows] == whole, what, wanted, got, remedy, whole, frame.ranks, error=ShapeError)
+        remedy, got = "Plan with the heads of one rank's part", f"{part.shape[heads]} here, of {x.shape[heads]} in all"
+        expect(part.shape[heads] == count, what, "{} heads on this rank", got, remedy, count, error=ShapeError)
 
 
 class _Options:
@@ -151,12 +125,10 @@ class _Options:
             return self._local(name, x, batch, heads)
         for what, dim, whole, here in zip((BATCH, HEADS), (batch, heads), self.whole, self.here, strict=True):
             if dim is not None and what in self.places.roles and x.shape[dim] == whole != here:
-                raise OptionError(
-                    f"{name} with context parallelism of DTensors",
-                    expected=f"that of this rank's {what}, {here}, or a DTensor",
-                    got=f"a plain tensor for all {whole}, of shape {tuple(x.shape)}",
-                    remedy="Distribute it along the mesh axis that splits q so, or take this rank's part",
-                )
+                what, wanted = f"{name} with context parallelism of DTensors", f"that of this rank's {what}, {here}, or a DTensor"
+                got = f"a plain tensor for all {whole}, of shape {tuple(x.shape)}"
+                remedy = "Distribute it along the mesh axis that splits q so, or take this rank's part"
+                expect(False, what, wanted, got, remedy)
         return x
 
     def _local(self, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:

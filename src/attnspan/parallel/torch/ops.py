@@ -1,26 +1,26 @@
 """The operators ``attnspan::sharded_forward`` and ``sharded_backward``: attention and its exchanges.
 
-Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
-change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
-while it attends. docs/design.md has the contract.
+Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may change at
+each step without compiling anything; what a compiler must know of a rank is how many heads it has while it attends.
+docs/design.md has the contract.
 """
 
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
-from ..options import Options
-from ..torch.compile import save_also
-from ..torch.ops import autograd_kernel, below_autograd, readable
-from ._agree import check_call
-from ._engine import Done, Given, backward, bias_at, forward, options_of
-from ._heads import Team, gather, key_heads, query_heads, scatter
-from ._workspace import Workspace
-from .local import decode
-from .strategy import split_heads
+from ...options import Options
+from ...torch.compile import save_also
+from ...torch.ops import autograd_kernel, below_autograd, readable
+from ..local import Tables, decode
+from ..strategy import split_heads
+from .comm import Ranks, Scratch
+from .engine import Done, Given, backward, bias_at, forward, options_of
+from .heads import Team, gather, key_heads, query_heads, scatter
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # A captured graph would replay the exchanges of one step's plan.
@@ -29,9 +29,9 @@ _TAGS = (
     torch.Tag.needs_fixed_stride_order,
     torch.Tag.cudagraph_unsafe,
 )
-# `plan` and `meta` are what `local.encode` makes; `heads_here`: the query heads that this rank attends with.
+# `plan` and `numbers` are what `local.encode` makes; `heads_here`: the query heads that this rank attends with.
 _SHARED = (
-    "Tensor plan, Tensor meta, str group, int members, int heads_here, int kv_heads_here, float scale,"
+    "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, float scale,"
     " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None"
 )
@@ -68,11 +68,6 @@ def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.d
     return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _team(plan: Any, group: str, q_heads: int, kv_heads: int, workspace: Workspace) -> Team:
-    heads = split_heads(q_heads, kv_heads, plan.strategy.members)
-    return Team(_resolve_process_group(cast(Any, group)), plan.strategy, plan.rank, heads, workspace)
-
-
 def _read(options: tuple[Any, ...]) -> Options | None:
     softcap, bias, kind, sinks, dropout_p, seed = options
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
@@ -80,39 +75,72 @@ def _read(options: tuple[Any, ...]) -> Options | None:
     return Options(softcap, bias, kind, sinks, dropout_p, seed)
 
 
-def _forward(*given: Any) -> tuple[Tensor, ...]:
-    with Workspace() as workspace:
-        return _forward_with(workspace, *given)
+class _Call:
+    """The arguments that forward and backward share, read.
+
+    Args:
+        scratch: Where buffers come from.
+        ranks: The process groups.
+        tables: The plan.
+        heads: (Hq, Hkv) of all members.
+        scale: Factor of the scores.
+        options: As the operator takes them.
+    """
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        ranks: Ranks,
+        tables: Tables,
+        heads: tuple[int, int],
+        scale: float,
+        options: tuple[Any, ...],
+    ) -> None:
+        self.tables, self.scale, self.read = tables, scale, _read(options)
+        self.team = Team(ranks, tables.numbers, split_heads(*heads, tables.numbers.strategy.members), scratch)
+        self.mine = options_of(self.read, query_heads(self.team.mine))
+
+    def given(self, q: Tensor, k: Tensor, v: Tensor) -> Given:
+        """What this rank computes."""
+        return Given(self.tables, self.team, q, k, v, self.scale, self.mine)
+
+    def note(self, what: str, q: Tensor, v: Tensor, more: object) -> None:
+        """Remember the call for the comparison between ranks."""
+        o = self.read or Options()
+        sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
+        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, self.scale, str(q.dtype), q.shape[3], v.shape[3]
+        self.team.ranks.agreement.note(what, *facts, more)
 
 
-def _forward_with(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    data, meta, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    data, numbers, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    plan = decode(data, meta.tolist())
-    team = _team(plan, group, q.shape[1], k.shape[1], workspace)
-    _check(plan, team, q, v, scale, options, batch=q.shape[0])
-    mine = options_of(_read(tuple(options)), query_heads(team.mine))
-    if members == 1:
-        out, wide_lse = forward(Given(plan, team, q, k, v, scale, mine))
-        # An operator's results are apart from each other.
-        lse = wide_lse.to(_lse_dtype(q), copy=True)
-        return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
-    under_way = [scatter(team, x, at) for x, at in ((q, query_heads), (k, key_heads), (v, key_heads))]
-    group_q, group_k, group_v = (each.wait() for each in under_way)
-    group_out, group_lse = forward(Given(plan, team, group_q, group_k, group_v, scale, mine))
-    own_lse = group_lse[..., None].to(_lse_dtype(q))
-    gathered = [gather(team, x, query_heads, q.shape[1]) for x in (group_out, own_lse)]
-    out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
-    return out, lse, group_q, group_k, group_v, group_out, group_lse
+    ranks = Ranks.named(group, members)
+    with ranks.scratch() as scratch:
+        tables = decode(data, numbers.tolist())
+        call = _Call(scratch, ranks, tables, (q.shape[1], k.shape[1]), scale, tuple(options))
+        call.note("forward", q, v, q.shape[0])
+        if members == 1:
+            out, wide_lse = forward(call.given(q, k, v))
+            # An operator's results are apart from each other.
+            lse = wide_lse.to(_lse_dtype(q), copy=True)
+            return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
+        team = call.team
+        arriving = [
+            scatter(team, x, at, name)
+            for x, at, name in ((q, query_heads, "q"), (k, key_heads, "k"), (v, key_heads, "v"))
+        ]
+        group_q, group_k, group_v = (each.wait() for each in arriving)
+        group_out, group_lse = forward(call.given(group_q, group_k, group_v))
+        own_lse = group_lse[..., None].to(_lse_dtype(q))
+        gathered = [
+            gather(team, x, query_heads, q.shape[1], name) for x, name in ((group_out, "out"), (own_lse, "lse"))
+        ]
+        out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
+        return out, lse, group_q, group_k, group_v, group_out, group_lse
 
 
-def _backward(*given: Any) -> tuple[Tensor, ...]:
-    with Workspace() as workspace:
-        return _backward_with(workspace, *given)
-
-
-def _backward_with(
-    workspace: Workspace,
+def _backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -123,40 +151,31 @@ def _backward_with(
     kv_heads: int,
     *given: Any,
 ) -> tuple[Tensor, ...]:
-    data, meta, group, members, _, _, scale, *options = _all(given, 7)
+    data, numbers, group, members, _, _, scale, *options = _all(given, 7)
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
-    plan = decode(data, meta.tolist())
-    read = _read(tuple(options))
-    q_heads = dout.shape[1]
-    team = _team(plan, group, q_heads, kv_heads, workspace)
-    _check(plan, team, q, v, scale, options, gradients_of_lse=dlse is not None)
-    mine = options_of(read, query_heads(team.mine))
-    if members > 1:
-        whole = [dout] if dlse is None else [dout, dlse[..., None]]
-        arrived = [each.wait() for each in [scatter(team, x, query_heads) for x in whole]]
-        dout, dlse = arrived[0], None if dlse is None else arrived[1][..., 0]
-    found = backward(Given(plan, team, q, k, v, scale, mine), Done(dout, dlse, out, lse))
-    dq, dkv = found.dq, found.dkv
-    if members > 1:
-        gathered = [gather(team, dq, query_heads, q_heads), gather(team, dkv, key_heads, kv_heads)]
-        dq, dkv = gathered[0].wait(), gathered[1].wait()
-    dk, dv = (
-        _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
-        for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
-    )
-    return dq, dk, dv, *_whole(read, found, query_heads(team.mine), q)
-
-
-def _check(plan: Any, team: Team, q: Tensor, v: Tensor, scale: float, options: Any, **more: int) -> None:
-    """All ranks make this call, or it is refused on all of them; asked once for each plan."""
-    softcap, bias, kind, sinks, dropout_p, _ = options
-    facts = {"head_dim": q.shape[3], "v_dim": v.shape[3], "scale": scale, "softcap": softcap}
-    facts |= {
-        "bias": kind,
-        "size of the bias": 0 if bias is None else bias.numel(),
-        "sinks": sinks is not None,
-    }
-    check_call(plan.fingerprint, team.group, q, {**facts, "dropout_p": dropout_p, **more})
+    q_heads, ranks = dout.shape[1], Ranks.named(group, members)
+    with ranks.scratch() as scratch:
+        tables = decode(data, numbers.tolist())
+        call = _Call(scratch, ranks, tables, (q_heads, kv_heads), scale, tuple(options))
+        call.note("backward", q, v, dlse is not None)
+        if members > 1:
+            whole = [dout] if dlse is None else [dout, dlse[..., None]]
+            arriving = [scatter(call.team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
+            dout, *rest = (each.wait() for each in arriving)
+            dlse = rest[0][..., 0] if rest else None
+        found = backward(call.given(q, k, v), Done(dout, dlse, out, lse))
+        dq, dkv = found.dq, found.dkv
+        if members > 1:
+            gathered = [
+                gather(call.team, dq, query_heads, q_heads, "dq"),
+                gather(call.team, dkv, key_heads, kv_heads, "dkv"),
+            ]
+            dq, dkv = gathered[0].wait(), gathered[1].wait()
+        dk, dv = (
+            _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
+            for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
+        )
+        return dq, dk, dv, *_whole(call.read, found, query_heads(call.team.mine), q)
 
 
 def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:
@@ -231,11 +250,11 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = below_autograd(sharded_forward, keyset, inputs)
         ctx.set_materialize_grads(False)
-        q, k, v, plan, meta, *rest = _all(inputs, _FIRST_OPTION)
+        q, k, v, plan, numbers, *rest = _all(inputs, _FIRST_OPTION)
         out, _, *group = found
         kept = group if rest[1] > 1 else (q, k, v, out, group[-1])
         *fixed, bias, kind, sinks, dropout_p, seed = rest
-        ctx.save_for_backward(*kept, plan, meta, bias, sinks, seed)
+        ctx.save_for_backward(*kept, plan, numbers, bias, sinks, seed)
         ctx.numbers = k.shape[1], fixed, kind, dropout_p
         ctx.mark_non_differentiable(*group)
         return found
@@ -246,14 +265,14 @@ class _Forward(torch.autograd.Function):
         needed: tuple[bool, ...] = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needed)
-        q, k, v, out, lse, plan, meta, bias, sinks, seed = ctx.saved_tensors
+        q, k, v, out, lse, plan, numbers, bias, sinks, seed = ctx.saved_tensors
         kv_heads, fixed, kind, dropout_p = ctx.numbers
         if dout is None:
             assert dlse is not None
             rows = lse.shape[2] // fixed[1]
             dout = out.new_zeros((*dlse.shape[:2], rows, v.shape[3]))
         dq, dk, dv, dbias, dsinks = sharded_backward(
-            dout, dlse, q, k, v, out, lse, kv_heads, plan, meta, *fixed, bias, kind, sinks, dropout_p, seed
+            dout, dlse, q, k, v, out, lse, kv_heads, plan, numbers, *fixed, bias, kind, sinks, dropout_p, seed
         )
         gradients: list[Tensor | None] = [None] * (len(needed) + 1)
         gradients[1:4] = dq, dk, dv
@@ -285,3 +304,34 @@ class _Backward(torch.autograd.Function):
 for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward)):
     _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 save_also(sharded_forward)
+
+
+def _pairs(plan: Tensor, numbers: Tensor, batch: int, heads: int, rows: int, keys: int, ranks: int) -> int:
+    """Visible pairs of a rank over its batch rows and heads; all pairs where the plan has no data."""
+    if isinstance(plan, FakeTensor) or plan.is_meta:
+        return batch * heads * rows * keys * ranks
+    total = 0
+    for stage in decode(plan, numbers.tolist()).stages:
+        lo, hi = stage.bounds.unbind(-1)
+        # Where heads of the mask differ, each is taken to cost their mean.
+        repeats = batch // stage.bounds.shape[0] * heads / stage.bounds.shape[1]
+        total += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
+    return total
+
+
+@register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **keywords: Any) -> int:
+    """Operations of one rank's forward call, 2 * pairs * (D + Dv): visible pairs only."""
+    plan, numbers, group, members, heads_here = given[:5]
+    ranks = Ranks.named(group, members).whole.size()
+    pairs = _pairs(plan, numbers, q.shape[0], heads_here, q.shape[2] * members, k.shape[2], ranks)
+    return 2 * pairs * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+def _backward_flops(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **keywords: Any) -> int:
+    """Operations of one rank's backward call, 2.5 times the forward's."""
+    plan, numbers, group, members, heads_here = given[3:8]
+    ranks = Ranks.named(group, members).whole.size()
+    pairs = _pairs(plan, numbers, dout.shape[0], heads_here, q.shape[2], k.shape[2] // members, ranks)
+    return 5 * pairs * (q.shape[3] + v.shape[3])

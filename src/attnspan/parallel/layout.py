@@ -1,0 +1,463 @@
+"""Who owns which rows: made in a data loader from a mask, without a process group, and pickled.
+
+Shapes: P ranks, L batch rows that are partitioned one by one (1 where they share a mask), S rows of the whole
+problem, n rows of a rank, padding included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import Array, arrays_for, is_array
+from ..checks import count
+from ..errors import DtypeError, ShapeError, expect
+from ..masks import Mask, Prepared, full
+from ..spans import Spans
+from .chunks import Chunks
+from .intervals import Ints
+from .partition import Method, chunk_size, owners
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["Layout", "Rows", "Runs", "lower"]
+
+#: What padding rows are filled with, by name of the entry.
+_FILLS = {"ids": -1, "segment_ids": -1}
+_PROBLEM = "Describe the whole problem, with global ids: the layout shards it"
+
+
+class Rows(dict[str, Any]):
+    """One rank's rows of a batch: a dict that knows its layout.
+
+    ``rows["q_index"]`` holds the number of each row in the whole sequence, int64 (L, n), -1 for padding.
+
+    Attributes:
+        layout: Fingerprint of the layout.
+        rank: Whose rows they are.
+    """
+
+    layout: int
+    rank: int
+
+    def to(self, *arguments: Any, **keywords: Any) -> Rows:
+        """The same with every tensor's `to` called, as ``rows.to("cuda", non_blocking=True)``."""
+        return self._each("to", arguments, keywords)
+
+    def pin_memory(self) -> Rows:
+        """The same in pinned memory; data loaders with ``pin_memory=True`` call it."""
+        return self._each("pin_memory", (), {})
+
+    def _each(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Rows:
+        values = {
+            name: getattr(x, method)(*arguments, **keywords) if hasattr(x, method) else x
+            for name, x in self.items()
+        }
+        return _marked(values, self.layout, self.rank)
+
+
+def _marked(values: Mapping[str, Any], layout: int, rank: int) -> Rows:
+    rows = Rows(values)
+    rows.layout, rows.rank = layout, rank
+    return rows
+
+
+class Source(NamedTuple):
+    """What a layout was made of: plans for the same mask need not find it again.
+
+    Attributes:
+        mask: Lowered.
+        chunks: Its chunks.
+        owner: int32 (planes * n_chunks,), the group of each chunk.
+        members: Ranks of such a group.
+    """
+
+    mask: Prepared
+    chunks: Chunks
+    owner: NDArray[np.int32]
+    members: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Neighbouring rows with one owner, in ascending flat order; row i of plane p is p * S + i.
+
+    Attributes:
+        edges: int64 (m + 1,), run r has the rows edges[r]:edges[r + 1].
+        rank: int64 (m,), its owner.
+    """
+
+    edges: Ints
+    rank: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which rows each rank owns.
+
+    Attributes:
+        q_len: S.
+        rows: int32 (P, L, n), the rows of each rank, ascending; -1 is padding, at the end.
+
+    Example:
+        >>> from attnspan import causal
+        >>> layout = Layout.of(causal(), q_len=8, ranks=2, method="zigzag", rows_per_chunk=2)
+        >>> layout.rows.tolist()
+        [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+        >>> layout.shard({"tokens": np.arange(8)[None]}, rank=1)
+        {'tokens': array([[2, 3, 4, 5]]), 'q_index': array([[2, 3, 4, 5]])}
+    """
+
+    q_len: int
+    rows: NDArray[np.int32]
+    _source: Source | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        mask: Mask | Spans | None = None,
+        *,
+        q_len: int,
+        ranks: int,
+        k_len: int | None = None,
+        batch: int = 1,
+        heads: int = 1,
+        members: int = 1,
+        method: Method = "balanced",
+        rows_per_chunk: int | None = None,
+        tolerance: float = 1.01,
+    ) -> Layout:
+        """Decide who owns which rows.
+
+        The same arguments give the same layout in every process. The rows per rank depend on `q_len`, `ranks`,
+        `members` and `rows_per_chunk` alone, so shapes stay when the mask changes.
+
+        Args:
+            mask: What each query may see, of the whole problem; of a model with several kinds of layers, that
+                of the most costly kind. None is ``full()``.
+            q_len: Rows of the whole problem.
+            ranks: P.
+            k_len: Keys of the mask in cross attention; None where they are the rows.
+            batch: Batch rows. Where they have masks of their own, each is partitioned, and their work is
+                balanced together.
+            heads: Query heads, for masks that differ between them.
+            members: Ranks that share heads in the plans to come (Ulysses): rows are balanced over groups of
+                this many neighbours.
+            method: "balanced": visible pairs equal within `tolerance`, then as few rows to fetch as possible;
+                "contiguous": rows in order; "zigzag": two runs of rows per group, one from each end.
+            rows_per_chunk: Neighbouring rows that stay together; None for 24 to 48 chunks per group.
+            tolerance: Largest over mean visible pairs of a group that "balanced" aims at, at least 1.
+
+        Raises:
+            OptionError, ShapeError, DtypeError: An argument does not fit.
+        """
+        count("Layout.of: q_len", q_len, least=1)
+        count("Layout.of: ranks", ranks, least=1)
+        count("Layout.of: members", members, least=1)
+        what, remedy = "Layout.of: members", "Every group has the same number of ranks"
+        expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
+        expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
+        prepared = lower(full() if mask is None else mask, q_len, q_len if k_len is None else k_len, batch, heads)
+        groups = ranks // members
+        if rows_per_chunk is None:
+            rows_per_chunk = chunk_size(q_len, groups)
+        count("Layout.of: rows_per_chunk", rows_per_chunk, least=1)
+        planes = prepared.lowered.bounds.shape[0]
+        edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
+        chunks = Chunks.of(prepared.lowered, edges)
+        owner = owners(chunks, groups, method, tolerance)
+        table = _table(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
+        return cls(q_len, table, Source(prepared, chunks, owner, members))
+
+    @classmethod
+    def contiguous(cls, q_len: int, ranks: int) -> Layout:
+        """Rows in order, ceil(q_len / ranks) to each rank as far as they go.
+
+        Example:
+            >>> Layout.contiguous(5, ranks=2).rows.tolist()
+            [[[0, 1, 2]], [[3, 4, -1]]]
+        """
+        each = -(-q_len // ranks)
+        rows = np.arange(ranks * each, dtype=np.int32)
+        return cls(q_len, np.where(rows < q_len, rows, -1).astype(np.int32).reshape(ranks, 1, each))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The mask and what was made of it stay in the process that needs them for plans.
+        return {"q_len": self.q_len, "rows": self.rows, "_source": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        planes = f", batch={self.planes}" if self.planes > 1 else ""
+        return f"Layout(q_len={self.q_len}, ranks={self.ranks}{planes}, rows_per_rank={self.rows_per_rank})"
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return int(self.rows.shape[0])
+
+    @property
+    def planes(self) -> int:
+        """L."""
+        return int(self.rows.shape[1])
+
+    @property
+    def rows_per_rank(self) -> int:
+        """n, the same on all ranks."""
+        return int(self.rows.shape[2])
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """60 bits that other layouts do not share."""
+        return digest(np.array([self.q_len]), self.rows)
+
+    @cached_property
+    def is_natural(self) -> bool:
+        """Whether the ranks hold the rows in their own order, one rank after the other."""
+        flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)[:, : self.q_len]
+        return bool((flat == np.arange(self.q_len)).all())
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The rows as runs of neighbours with one owner."""
+        ranks, planes, each = self.rows.shape
+        flat = np.arange(planes)[:, None] * self.q_len + self.rows.astype(np.int64)
+        begins = np.ones(self.rows.shape, bool)
+        begins[:, :, 1:] = np.diff(self.rows, axis=2) != 1
+        begins &= self.rows >= 0
+        starts = flat[begins]
+        owner = np.broadcast_to(np.arange(ranks)[:, None, None], self.rows.shape)[begins]
+        order = np.argsort(starts, kind="stable")
+        return Runs(np.append(starts[order], planes * self.q_len), owner[order])
+
+    def valid(self, rank: int) -> NDArray[np.bool_]:
+        """Which rows of a rank are real, bool (L, n)."""
+        return np.asarray(self.rows[self._rank(rank)] >= 0)
+
+    def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = 0) -> Any:
+        """One rank's rows of whole inputs.
+
+        Args:
+            x: An array or tensor with S rows along `dim`, or a mapping of them, such as a batch. Where batch
+                rows are partitioned one by one, they are dimension 0.
+            rank: 0..P-1, the rank within the context-parallel mesh.
+            dim: The dimension of the rows.
+            fill: Value of padding rows. For a mapping a number, or a mapping by name; by default ids get -1,
+                names that contain "label" or "target" get -100, and all others 0.
+
+        Returns:
+            A copy with n rows along `dim`; for a mapping `Rows`, which also holds "q_index".
+
+        Raises:
+            ShapeError: Another number of rows.
+            OptionError: There is no such rank, or the mapping has a "q_index".
+            DtypeError: Something is no array.
+        """
+        self._rank(rank)
+        if not isinstance(x, Mapping):
+            return self._shard("x", x, rank, dim, fill)
+        remedy = "Name it otherwise: attention's q_index of these rows goes there"
+        expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
+        parts = {name: self._shard(name, part, rank, dim, _fill(name, fill)) for name, part in x.items()}
+        arrays = arrays_for(list(x.values())[:1])
+        parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
+        return _marked(parts, self.fingerprint, rank)
+
+    def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
+        xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
+        rows = self.rows[rank]
+        found = _take(x, np.maximum(rows, 0), dim)
+        if (rows >= 0).all():
+            return found
+        shape = [1] * x.ndim
+        shape[dim] = self.rows_per_rank
+        if self.planes > 1:
+            shape[0] = self.planes
+        valid = arrays_for([x]).asarray((rows >= 0).reshape(shape), "bool")
+        return xp.where(valid, found, xp.full_like(found[:1], fill))  # type: ignore[no-any-return]
+
+    def unshard(self, parts: Sequence[Array], dim: int = 1) -> Array:
+        """The whole from the rows of all ranks, in the order of the ranks; padding is dropped.
+
+        Raises:
+            ShapeError: Another number of parts or rows.
+
+        Example:
+            >>> layout = Layout.contiguous(3, ranks=2)
+            >>> layout.unshard([layout.shard(np.array([5, 6, 7]), rank, dim=0) for rank in range(2)], dim=0)
+            array([5, 6, 7])
+        """
+        what, remedy = "Layout.unshard: parts", "Gather the parts of all ranks, in their order"
+        expect(len(parts) == self.ranks, what, f"{self.ranks} parts", len(parts), remedy, error=ShapeError)
+        for part in parts:
+            xp = self._checked(what, part, dim, self.rows_per_rank)
+        joined = xp.cat(list(parts), dim) if hasattr(xp, "cat") else xp.concatenate(list(parts), axis=dim)
+        return _take(joined, self.places, dim)
+
+    def gather(self, x: Any, mesh: Any, dim: int = 1) -> Any:
+        """The whole from the rows of all ranks, on every rank; an all-gather.
+
+        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for parameters,
+        the loss is the sum of the ranks' losses.
+
+        Args:
+            x: A tensor with this rank's n rows along `dim`.
+            mesh: The DeviceMesh of the plans.
+            dim: The dimension of the rows.
+
+        Returns:
+            S rows along `dim`; padding is dropped.
+        """
+        from .torch.rows import gather_rows
+
+        return gather_rows(x, self, mesh, dim)
+
+    @cached_property
+    def places(self) -> Ints:
+        """Where each row lies among the rows of all ranks, one rank after the other: int64 (L, S)."""
+        flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)
+        place = np.empty((self.planes, self.q_len), np.int64)
+        plane, at = np.nonzero(flat >= 0)
+        place[plane, flat[plane, at]] = at
+        return place
+
+    def plan(self, mask: Mask | Spans | None = None, *, heads: tuple[int, int], **options: Any) -> Plan:
+        """What layers of one kind need from other ranks; a model has a plan for each kind of layer.
+
+        Args:
+            mask: What each query of these layers may see, of the whole problem; None for the layout's own.
+            heads: Query heads and key heads of a rank's q and k, (Hq, Hkv); Hkv divides Hq.
+            **options: ``strategy``, ``batch``, ``keys`` and the rest of `attnspan.parallel.plan.make_plan`.
+
+        Example:
+            >>> from attnspan import causal, window
+            >>> layout = Layout.of(causal(), q_len=64, ranks=2)
+            >>> layout.plan(causal() & window(8), heads=(4, 2), strategy="exchange")
+            Plan(exchange on 2 ranks, q_len=64, k_len=64, heads=(4, 2))
+        """
+        from .plan import make_plan
+
+        if mask is None:
+            remedy = "Pass the layers' mask: a pickled layout has none"
+            expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
+            mask = self._source.mask  # type: ignore[union-attr]
+        return make_plan(self, mask, heads=heads, **options)
+
+    def source_of(self, mask: Any) -> Source | None:
+        """What this layout was made of, if that is this lowered mask."""
+        return self._source if self._source is not None and mask is self._source.mask else None
+
+    def _rank(self, rank: int) -> int:
+        known, remedy = 0 <= rank < self.ranks, "Pass the rank within the context-parallel mesh"
+        expect(known, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
+        return rank
+
+    def _checked(self, what: str, x: Any, dim: int, rows: int) -> Any:
+        remedy = "Leave it out of the batch"
+        expect(is_array(x), what, "an array or a tensor", type(x).__name__, remedy, error=DtypeError)
+        fits = -x.ndim <= dim < x.ndim and x.shape[dim] == rows
+        remedy = "Pass the dimension of the rows as `dim`, or leave out what has no rows"
+        got = tuple(x.shape)
+        expect(fits, what, f"{rows} rows along dimension {dim}", got, remedy, error=ShapeError)
+        alone = self.planes == 1 or (dim % x.ndim > 0 and x.shape[0] == self.planes)
+        remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
+        expect(alone, what, f"{self.planes} batch rows as dimension 0", got, remedy, error=ShapeError)
+        return arrays_for([x]).xp
+
+
+def _fill(name: str, fill: Any) -> Any:
+    default = _FILLS.get(name, -100 if "label" in name or "target" in name else 0)
+    return fill.get(name, default) if isinstance(fill, Mapping) else fill or default
+
+
+def _take(x: Array, index: NDArray[Any], dim: int) -> Array:
+    """Rows along `dim` by number, (L, n); with L > 1 dimension 0 of x is that of the planes."""
+    arrays = arrays_for([x])
+    if index.shape[0] == 1:
+        return arrays.take(x, arrays.asarray(index[0].astype(np.int64), "int64"), dim)
+    order = [0, dim % x.ndim, *(i for i in range(1, x.ndim) if i != dim % x.ndim)]
+    moved = x.permute(*order) if hasattr(x, "permute") else x.transpose(*order)
+    plane = arrays.asarray(np.arange(index.shape[0])[:, None], "int64")
+    found = moved[plane, arrays.asarray(index.astype(np.int64), "int64")]
+    back = [order.index(i) for i in range(x.ndim)]
+    return found.permute(*back) if hasattr(x, "permute") else found.transpose(*back)
+
+
+def _table(owner: NDArray[np.int32], q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
+    """The rows of each rank from the group of each chunk, (L, n_chunks)."""
+    planes, count = owner.shape
+    slots = -(-count // groups)
+    # A group may have a short chunk; chunks ascend, so its padding still comes last.
+    order = np.argsort(owner, axis=1, kind="stable")
+    sorted_owner = np.take_along_axis(owner, order, 1)
+    counts = np.array([np.bincount(row, minlength=groups) for row in owner])
+    first = np.cumsum(counts, axis=1) - counts
+    place = np.arange(count) - np.take_along_axis(first, sorted_owner, 1)
+    numbers = order[:, :, None] * size + np.arange(size)
+    table = np.full((planes, groups, slots, size), -1, np.int32)
+    table[np.arange(planes)[:, None], sorted_owner, place] = np.where(numbers < q_len, numbers, -1)
+    each = -(-min(slots * size, q_len) // members)
+    rows = np.full((planes, groups, members * each), -1, np.int32)
+    width = min(members * each, slots * size)
+    rows[:, :, :width] = table.reshape(planes, groups, -1)[:, :, :width]
+    return rows.reshape(planes, groups * members, each).transpose(1, 0, 2).copy()
+
+
+def digest(*arrays: Any) -> int:
+    """60 bits of some arrays of NumPy, never 0."""
+    found = hashlib.blake2b(digest_size=8)
+    for x in arrays:
+        x = np.ascontiguousarray(x)
+        found.update(f"{x.dtype}{x.shape}".encode())
+        found.update(x.data)
+    return (int.from_bytes(found.digest(), "big") >> 4) or 1
+
+
+def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) -> Prepared:
+    """The mask of a whole problem, with bounds and indices in NumPy.
+
+    Raises:
+        DtypeError: It is no mask.
+        ShapeError: It was lowered for another problem.
+        OptionError: Its data break a promise.
+
+    Example:
+        >>> from attnspan import causal
+        >>> lower(causal(), 4, 4, batch=1, heads=1).lowered.bounds.shape
+        (1, 1, 4, 1, 2)
+    """
+    from .._mistakes import not_a_mask
+
+    if isinstance(mask, Spans):
+        mask = Prepared(mask.validate())
+    if not isinstance(mask, Mask):
+        raise not_a_mask(mask)
+    found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
+    what = "keys of a mask with context parallelism"
+    expect(found.k_index is None, what, "0..k_len-1", "others", _PROBLEM)
+    spans = found.lowered
+    fits = spans.q_len == q_len and spans.k_len == k_len
+    what, wanted = "mask with context parallelism", f"{q_len} rows and {k_len} keys, the whole problem"
+    expect(fits, what, wanted, repr(spans), _PROBLEM, error=ShapeError)
+    # A mask that was lowered for other batch rows or heads would give some of them the first ones' mask.
+    for name, got, whole in zip(("batch rows", "heads"), spans.bounds.shape[:2], (batch, heads), strict=True):
+        remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
+        wanted = f"{whole} {name}, or 1 that all share"
+        expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
+    if isinstance(spans.bounds, np.ndarray) and found is mask:
+        return found
+    return Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+
+
+def _numpy(x: object) -> object:
+    if x is None or isinstance(x, np.ndarray):
+        return x
+    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)

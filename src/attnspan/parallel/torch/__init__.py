@@ -1,0 +1,1 @@
+"""Plans on the ranks of a torch mesh: the operators, their collectives, and losses over ranks."""

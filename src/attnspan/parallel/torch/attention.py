@@ -1,0 +1,334 @@
+"""A plan on the ranks of a mesh: a mask for `attnspan.torch.attention`, and a pytree of tensors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from ..._biases import DenseBias
+from ...call import Call, check_layout
+from ...errors import ShapeError, expect
+from ...options import Given
+from ...torch._front import TorchFront, from_bhsd
+from ...torch._options import dropout_seeds
+from ...torch.dtensor import Places, ShardedMask, is_dtensor
+from ..errors import PlanMismatchError
+from ..layout import Rows
+from ..local import LocalPlan
+from ..strategy import split_heads
+from .comm import Ranks
+from .dtensor import attend
+from .ops import sharded_forward
+
+__all__ = ["MeshPlan"]
+
+_SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads"
+
+
+class Frame(NamedTuple):
+    """What a program is compiled for; equal for all steps of one layout's sizes.
+
+    Attributes:
+        mesh: The ranks.
+        group: Name of the process group of all of them.
+        strategy: Its name.
+        members: u, ranks that share heads.
+        ranks: P.
+        heads: (Hq, Hkv) of a rank's q and k.
+        heads_here, kv_here: Heads of this rank while it attends.
+        q_len, k_len: Rows and keys of the whole problem.
+        rows_per_rank, keys_per_rank: n, and that of the keys.
+        planes: Batch rows of the mask.
+        natural: Whether ranks hold rows in their own order.
+        dtensor_rows: The order in which DTensors hold rows.
+    """
+
+    mesh: DeviceMesh
+    group: str
+    strategy: str
+    members: int
+    ranks: int
+    heads: tuple[int, int]
+    heads_here: int
+    kv_here: int
+    q_len: int
+    k_len: int
+    rows_per_rank: int
+    keys_per_rank: int
+    planes: int
+    natural: bool
+    dtensor_rows: str
+
+
+class MeshPlan(ShardedMask):
+    """One rank's plan as tensors: what `Plan.on` and `LocalPlan.on` return, a ``mask`` for `attention`.
+
+    A pytree: pipeline stages, activation checkpointing and export carry it. The next step's plan is other data for
+    the same program. Losses are sums over ranks: each rank's local loss, divided by the *global* number of tokens, is
+    its part, and the gradient of a parameter that all ranks have is the sum of what they find.
+
+    Attributes:
+        frame: What programs are compiled for.
+        data: int32 (m,), the plan.
+        numbers: int64, on the CPU: its sizes.
+        q_index: int64 (L, n), number of each local row in the whole sequence; -1 for padding.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from attnspan import causal
+        >>> from attnspan.parallel import Layout
+        >>> from attnspan.torch import attention
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        >>> layout = Layout.of(causal(), q_len=9, ranks=1)
+        >>> rows = layout.shard({"x": torch.randn(1, 9, 6, 16)}, rank=0)
+        >>> plan = layout.plan(heads=(4, 2)).on(init_device_mesh("cpu", (1,)), rows=rows)
+        >>> q, k, v = rows["x"].split([4, 1, 1], dim=2)
+        >>> attention(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), mask=plan, layout="bshd").shape
+        torch.Size([1, 9, 4, 16])
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, frame: Frame, data: Any, numbers: Any, q_index: Any) -> None:
+        self.frame, self.data, self.numbers, self.q_index = frame, data, numbers, q_index
+
+    @classmethod
+    def of(
+        cls,
+        plan: LocalPlan,
+        mesh: DeviceMesh,
+        *,
+        rows: Rows | None = None,
+        check: bool = True,
+        dtensor_rows: Literal["natural", "plan"] = "natural",
+    ) -> MeshPlan:
+        """Put a rank's plan on a mesh. Nothing waits for a device.
+
+        Args:
+            plan: This rank's.
+            mesh: The ranks, of one dimension, or of two (nodes, ranks of a node).
+            rows: The batch that the plan is used with, as `Layout.shard` gave it: it must be this rank's, of
+                the plan's layout.
+            check: Compare the plans and calls of all ranks, by a small all-gather that is read one step late.
+            dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
+                the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They look
+                the same, so it must be said.
+
+        Raises:
+            PlanMismatchError: ``rows`` are another layout's or another rank's; or the ranks' plans or calls of
+                an earlier step differed, on all ranks.
+            OptionError, DtypeError: The mesh does not fit the plan.
+        """
+        known, remedy = dtensor_rows in ("natural", "plan"), "Say in which order DTensors hold their rows"
+        expect(known, "dtensor_rows", '"natural" or "plan"', repr(dtensor_rows), remedy)
+        ranks = Ranks.of(mesh, plan.strategy.members)
+        group = ranks.whole
+        remedy = "Make the layout for the ranks of this mesh, and take plan.local(...) of this rank in it"
+        wanted, got = f"rank {plan.rank} of {plan.strategy.ranks}", f"rank {group.rank()} of {group.size()}"
+        expect((group.rank(), group.size()) == (plan.rank, plan.strategy.ranks), "mesh", wanted, got, remedy)
+        if rows is not None:
+            _check_rows(plan, rows)
+        if check:
+            ranks.agreement.start(plan.facts, mesh.device_type)
+        here = split_heads(*plan.heads, plan.strategy.members)[plan.rank % plan.strategy.members]
+        frame = Frame(
+            mesh=mesh,
+            group=group.group_name,
+            strategy=plan.strategy.name,
+            members=plan.strategy.members,
+            ranks=plan.strategy.ranks,
+            heads=plan.heads,
+            heads_here=here.heads,
+            kv_here=len(here.kv),
+            q_len=plan.q_len,
+            k_len=plan.k_len,
+            rows_per_rank=plan.rows.shape[1],
+            keys_per_rank=plan.keys_per_rank,
+            planes=plan.planes,
+            natural=plan.natural,
+            dtensor_rows=dtensor_rows,
+        )
+        # A plan may be made while evaluating and serve training, which inference tensors could not.
+        with torch.inference_mode(False):
+            data, q_index = (_moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
+            numbers = torch.from_numpy(plan.numbers)
+        # The plan of the next step has another length: no reason to compile anything.
+        torch._dynamo.maybe_mark_dynamic(data, 0)
+        return cls(frame, data, numbers, q_index)
+
+    @property
+    def positions(self) -> Tensor:
+        """Number of each local row in the whole sequence, (L, n) int64; 0 for padding."""
+        return self.q_index.clamp_min(0)  # type: ignore[no-any-return]
+
+    @property
+    def valid(self) -> Tensor:
+        """Which local rows are no padding, (L, n) bool."""
+        return self.q_index >= 0  # type: ignore[no-any-return]
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        layout: Any = "bhsd",
+        return_lse: bool = False,
+        backend: str | None = None,
+        q_index: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """`attnspan.torch.attention` of this rank's rows to the keys of all ranks.
+
+        Args:
+            q: This rank's rows, shape (B, Hq, n, D) in layout "bhsd"; or a DTensor of them, as k and v then
+                are, whose sequence is split along the plan's mesh axes and whose other axes may split batch
+                rows and heads (`attnspan.parallel.torch.dtensor`).
+            k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
+            v: Its values, (B, Hkv, n, Dv).
+            scale, layout, return_lse: As of `attnspan.torch.attention`.
+            backend: Not taken: the kernel where it runs, else framework code.
+            q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds. If they are another layout's
+                it raises, or, on devices and in compiled code, the output is NaN.
+            **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all
+                heads; a ``dropout_seed`` is of shape (), the same on all ranks, or (B, Hq): what is dropped is
+                what one rank would drop. ``k_index`` is not taken: the plan knows where keys are.
+
+        Returns:
+            This rank's rows of the output, and of lse. Padding rows see nothing: their output is 0.
+
+        Raises:
+            PlanMismatchError: The rows or the ranks' plans do not fit.
+            CommunicationError: A rank did not answer.
+            ValueError: Shapes, devices or options do not fit.
+            TypeError: Element types do not fit.
+            NotImplementedError: A second derivative or a forward-mode one is asked of it.
+        """
+        given, front = Given(**options), _Front(self)
+        remedy = "The plan knows where keys are, and the device which backend runs"
+        for name, value in (("k_index", given.k_index), ("backend", backend)):
+            expect(value is None, f"{name} with context parallelism", "None", type(value).__name__, remedy)
+        asked = {"scale": scale, "layout": layout}
+        if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+            check_layout(front, layout, q, k, v)
+            places = cast(Places, front.split(q, k, v, given, layout))
+            self._check_order()
+            return self._marked(attend(self, places, q, k, v, given, return_lse=return_lse, **asked), q_index)
+        call = Call.of(front, q, k, v, given, mask=None, **asked)
+        frame = self.frame
+        out, lse, *_ = sharded_forward(
+            *(call.q, call.k, call.v, self.data, self.numbers, frame.group, frame.members),
+            *(frame.heads_here, frame.kv_here, call.scale, *_arguments(call)),
+        )
+        return self._marked(from_bhsd(out, lse, layout, return_lse), q_index)
+
+    def _marked(self, found: Any, q_index: Tensor | None) -> Any:
+        """The results, if q's rows are those of the plan; else NaN, or an error where that is known at once."""
+        if q_index is None:
+            return found
+        mine = self.q_index
+        what, wanted, remedy = "q_index with context parallelism", "the rows of the plan's layout, {}", _REMEDY
+        expect(q_index.shape == mine.shape, what, wanted, q_index.shape, remedy, mine.shape, error=ShapeError)
+        same = (q_index == mine).all()
+        if not torch.compiler.is_compiling() and same.is_cpu and not same:
+            raise PlanMismatchError(what, expected="the rows of the plan's layout", got="others", remedy=remedy)
+        if isinstance(found, tuple):
+            return tuple(torch.where(same, x, torch.nan) for x in found)
+        return torch.where(same, found, torch.nan)
+
+    def _check_order(self) -> None:
+        frame = self.frame
+        what, got = "DTensors with context parallelism", "a plan whose layout changes the order"
+        remedy = "Make them by DTensor.from_local(layout.shard(x, rank), ...) and pass dtensor_rows='plan' to "
+        remedy += "plan.on(...), or use a layout with method='contiguous'"
+        fits = frame.dtensor_rows == "plan" or frame.natural
+        expect(fits, what, "rows in the plan's order, which must be said", got, remedy)
+
+    def _check_local(self, given: Given, q: Tensor, k: Tensor) -> None:
+        frame = self.frame
+        for name, x, count, rows in (
+            ("q", q, frame.heads[0], frame.rows_per_rank),
+            ("k", k, frame.heads[1], frame.keys_per_rank),
+        ):
+            fits = x.shape[1] == count and x.shape[2] == rows
+            if not fits:
+                wanted = "{} heads and this rank's {} rows, padding included"
+                got = f"shape {tuple(x.shape)} in layout bhsd"
+                expect(fits, f"{name} with context parallelism", wanted, got, _SHARD, count, rows, error=ShapeError)
+        what, wanted = "q with context parallelism", "{} batch rows, as the plan has"
+        fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
+        expect(fits, what, wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
+        got = "a dense bias, which holds a value for each pair of rows of all ranks"
+        what, wanted = "bias with context parallelism", "alibi(...) or relative(...)"
+        remedy = "Use a bias by position, or fold what is visible into the mask"
+        expect(not isinstance(given.bias, Tensor | DenseBias), what, wanted, got, remedy)
+
+    def __deepcopy__(self, memo: Any) -> MeshPlan:
+        """The plan itself: it is not changed, and a copy of a model works with the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "pickling a MeshPlan: expected something without a process group, got one. "
+            "Send the Plan or its local(rank), and call on(mesh) where it is used."
+        )
+
+    def __repr__(self) -> str:
+        frame = self.frame
+        sizes = f"q_len={frame.q_len}, k_len={frame.k_len}, heads={frame.heads}"
+        return f"MeshPlan({frame.strategy} on {frame.ranks} ranks, {sizes}, rows_per_rank={frame.rows_per_rank})"
+
+
+_REMEDY = "Use the plan with the batch of the layout that made it"
+
+
+def _check_rows(plan: LocalPlan, rows: Any) -> None:
+    remedy = "Pass the batch that layout.shard(...) gave"
+    expect(isinstance(rows, Rows), "rows", "a batch of Layout.shard", type(rows).__name__, remedy)
+    for what, mine, theirs in (("rank", plan.rank, rows.rank), ("layout", plan.layout, rows.layout)):
+        if mine != theirs:
+            expected, got = f"rows of {what} {mine}", f"{what} {theirs}"
+            raise PlanMismatchError("rows with a plan", expected=expected, got=got, remedy=_REMEDY)
+
+
+def _moved(x: Any, device: str) -> Tensor:
+    """An array of NumPy on a device; the host does not wait."""
+    found = torch.from_numpy(x)
+    return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+class _Front(TorchFront):
+    """This rank's part of a call: the plan has the mask, and knows where rows are."""
+
+    def __init__(self, plan: MeshPlan) -> None:
+        self.plan, self.mesh = plan, plan.frame.mesh
+
+    def check_given(self, given: Given, q: Any, k: Any) -> None:
+        self.plan._check_local(given, q, k)
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[None, Given]:  # type: ignore[override]
+        del mask, q, k
+        return None, given
+
+
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """The options as `sharded_forward` takes them, with a seed for each batch row and head."""
+    if (o := call.options) is None:
+        return ()
+    seed = o.dropout_seed
+    if seed is not None and seed.dim() == 0:
+        seed = dropout_seeds(seed, call.q.shape[0], call.q.shape[1])
+    return o.softcap, o.bias, o.bias_kind, o.sinks, o.dropout_p, seed
+
+
+pytree.register_pytree_node(
+    MeshPlan,
+    lambda plan: ([plan.data, plan.numbers, plan.q_index], plan.frame),
+    lambda children, frame: MeshPlan(frame, *children),
+)
