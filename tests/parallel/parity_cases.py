@@ -35,6 +35,7 @@ class Case:
     strategy: str = "exchange"
     partition: str = "balanced"
     rows_per_chunk: int | None = None
+    members: int = 1
     layout: str = "bhsd"
     return_lse: bool = True
 
@@ -45,7 +46,7 @@ class Case:
     @property
     def problem(self) -> "Case":
         """The case without what must not change the result."""
-        return replace(self, strategy="", partition="", rows_per_chunk=None, layout="bhsd")
+        return replace(self, strategy="", partition="", rows_per_chunk=None, members=1, layout="bhsd")
 
 
 def _generator(case: Case, salt: int) -> torch.Generator:

@@ -1,6 +1,7 @@
 """What every rank does for the parity tests: its share of each case, results as plain tensors."""
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,45 +10,77 @@ from parity_cases import MASKS, OPTIONS, Case, inputs, parameters
 from torch import Tensor
 from worlds import mesh
 
-from attnspan.parallel import ContextParallel
-from attnspan.torch import SlowPathWarning
+from attnspan.parallel import Layout, MeshPlan, Plan
+from attnspan.torch import SlowPathWarning, attention
 
 
-def make(case: Case, **changes: Any) -> ContextParallel:
-    """The context-parallel plan of a case on this rank's world."""
-    keywords: dict[str, Any] = {
-        "mask": MASKS[case.mask](case),
-        "q_len": case.length,
-        "k_len": case.k_len,
-        "heads": case.heads,
-        "strategy": case.strategy,
-        "batch": case.batch,
-        "method": case.partition,
-        "rows_per_chunk": case.rows_per_chunk,
-        "head_dim": case.dims[0],
-        "dtype": getattr(torch, case.dtype),
-    }
-    return ContextParallel(mesh(dist.get_world_size())["cp"], **{**keywords, **changes})
+@dataclass(frozen=True)
+class Placed:
+    """A case on this rank's world.
+
+    Attributes:
+        layout, keys: Who owns which rows and keys.
+        plan: Of all ranks.
+        mask: This rank's, on the mesh.
+    """
+
+    layout: Layout
+    keys: Layout
+    plan: Plan
+    mask: MeshPlan
+
+    @property
+    def rank(self) -> int:
+        return int(dist.get_rank() % self.layout.ranks)
+
+    def shard(self, x: Any, dim: int = 1, fill: Any = 0) -> Any:
+        return self.layout.shard(x, self.rank, dim, fill)
+
+    def shard_keys(self, x: Any, dim: int = 1, fill: Any = 0) -> Any:
+        return self.keys.shard(x, self.rank, dim, fill)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        return self.layout.gather(x, self.mask.frame.mesh, dim)  # type: ignore[no-any-return]
 
 
-def local_inputs(cp: ContextParallel, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+def place(case: Case, where: Any = None, check: bool = True, **changes: Any) -> Placed:
+    """The layout and plan of a case on a mesh, by default this rank's world."""
+    where = mesh(dist.get_world_size())["cp"] if where is None else where
+    given = {"mask": MASKS[case.mask](case), "strategy": case.strategy, "heads": case.heads, **changes}
+    mask, heads = given.pop("mask"), given.pop("heads")
+    layout = given.pop("layout", None) or Layout.of(
+        mask,
+        q_len=given.pop("q_len", case.length),
+        k_len=case.k_len,
+        ranks=where.size(),
+        batch=case.batch,
+        heads=heads[0],
+        members=case.members,
+        method=given.pop("method", case.partition),
+        rows_per_chunk=given.pop("rows_per_chunk", case.rows_per_chunk),
+    )
+    sizes = {"head_dim": case.dims[0], "v_dim": case.dims[1], "itemsize": getattr(torch, case.dtype).itemsize}
+    plan = layout.plan(mask, heads=heads, batch=case.batch, k_len=case.k_len, **sizes, **given)
+    return Placed(layout, plan.keys, plan, plan.on(where, check=check))
+
+
+def local_inputs(placed: Placed, case: Case) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's q, k, v (leaves, in the case's layout) and gradients of out and lse."""
     whole = inputs(case)
-    shard_keys = cp.shard if case.k_len is None else cp.shard_keys
-    qkv = [cp.shard(whole.q, dim=2), shard_keys(whole.k, dim=2), shard_keys(whole.v, dim=2)]
-    gradients = [cp.shard(whole.dout, dim=2), cp.shard(whole.dlse, dim=2)]
+    qkv = [placed.shard(whole.q, dim=2), *(placed.shard_keys(x, dim=2) for x in (whole.k, whole.v))]
+    gradients = [placed.shard(whole.dout, dim=2), placed.shard(whole.dlse, dim=2)]
     if case.layout == "bshd":
         qkv, gradients[0] = [x.transpose(1, 2) for x in qkv], gradients[0].transpose(1, 2)
     return [x.detach().requires_grad_() for x in qkv], gradients
 
 
-def attend(cp: ContextParallel, case: Case) -> dict[str, Any]:
+def attend(placed: Placed, case: Case) -> dict[str, Any]:
     """Forward and backward of one case: what this rank has of each result, in "bhsd"."""
-    leaves, (dout, dlse) = local_inputs(cp, case)
+    leaves, (dout, dlse) = local_inputs(placed, case)
     options = OPTIONS[case.option](case)
     extra = parameters(options)
     keywords = {**options, "layout": case.layout, "return_lse": case.return_lse}
-    out = cp.attention(*leaves, **keywords)
+    out = attention(*leaves, mask=placed.mask, **keywords)
     outs, gradients = ([out[0], out[1]], [dout, dlse]) if case.return_lse else ([out], [dout])
     got = list(torch.autograd.grad(outs, [*leaves, *extra], gradients, allow_unused=True))
     for i, x in enumerate([*leaves, *extra]):
@@ -59,8 +92,7 @@ def attend(cp: ContextParallel, case: Case) -> dict[str, Any]:
     if case.return_lse:
         found["lse"] = outs[1].detach()
     found |= {f"parameter {i}": x for i, x in enumerate(got[3:])}
-    rows = torch.where(cp.valid, cp.positions, -1)
-    keys = rows if case.k_len is None else cp.shard_keys(torch.arange(case.k_len), dim=0, fill=-1)
+    rows, keys = (torch.from_numpy(each.rows[placed.rank]) for each in (placed.layout, placed.keys))
     return {**found, "rows": rows, "keys": keys}
 
 
@@ -69,7 +101,7 @@ def attend_all(cases: list[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         try:
-            found.append(attend(make(case), case))
+            found.append(attend(place(case), case))
         except Exception as error:
             error.add_note(repr(case))
             raise
@@ -84,24 +116,21 @@ def attend_plainly(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def attend_with_foreign_ids(case: Case, other: str) -> dict[str, Any]:
-    """A mask whose ids lie as another partition would deal them: shapes fit, rows do not."""
+    """A mask whose ids lie as another partition would have them: shapes fit, rows do not."""
     from parity_cases import segment_ids
 
     import attnspan
 
-    right = make(case)
-    # Where heads alone are shared out, rows are always dealt in order: the other one deals chunks.
-    wrong = make(case, method=other, strategy="exchange")
+    right = place(case)
+    wrong = place(case, method=other, strategy="exchange")
     ids = segment_ids(case, case.batch)
-    parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
-    dist.all_gather_object(parts, torch.where(wrong.valid, wrong.positions, -1))
-    mine: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
-    dist.all_gather_object(mine, torch.where(right.valid, right.positions, -1))
-    dealt, meant = torch.cat(parts), torch.cat(mine)
     mixed = torch.empty_like(ids)
-    mixed[:, meant[meant >= 0]] = ids[:, dealt[dealt >= 0]]
+    for plane in range(case.batch):
+        flat = (torch.from_numpy(x.layout.rows[:, plane % x.layout.planes]).flatten() for x in (wrong, right))
+        lie, meant = (x[x >= 0] for x in flat)
+        mixed[plane, meant] = ids[plane, lie]
     mask = attnspan.causal() & attnspan.segments(mixed, max_runs=case.length)
-    return attend(make(case, mask=mask), case)
+    return attend(place(case, mask=mask, layout=right.layout), case)
 
 
 def twice(cases: list[Case]) -> list[str]:
@@ -109,7 +138,7 @@ def twice(cases: list[Case]) -> list[str]:
     return [
         f"{case}: {name}"
         for case in cases
-        for first, second in [(attend(make(case), case), attend(make(case), case))]
+        for first, second in [(attend(place(case), case), attend(place(case), case))]
         for name in first
         if not torch.equal(first[name], second[name])
     ]
