@@ -3,8 +3,6 @@
 Layout, needs and counts are those of a real run; time is predicted, where rates were measured, and no rank is there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,14 +1,15 @@
-"""Everything that can be set about a training run, in one dataclass, and the job's errors. Loads no framework."""
+"""Everything that can be set about a training run, and the job's errors. Loads no framework."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from attnspan.console import option
 from attnspan.errors import _Explained, expect
+from attnspan.files import write_json
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
 
@@ -45,31 +46,23 @@ CHOICES = {
 }
 
 
-def _option(panel: str, default: Any, comment: str) -> Any:
-    """A field with its comment; the command line shows the same text as help, in a panel."""
-    return field(default=default, metadata={"help": comment, "panel": panel})
+def _in(panel: str) -> Any:
+    """Makes fields with a default and a comment; the command line shows the comment as help, in a panel."""
+    return lambda default, comment: option(panel, comment, default=default)
 
 
-_model = partial(_option, "The model")
-_data = partial(_option, "The data")
-_optimum = partial(_option, "The optimization")
-_how = partial(_option, "How it is computed")
-_ranks = partial(_option, "The ranks")
+_model, _data, _optimum = _in("The model"), _in("The data"), _in("The optimization")
+_how, _ranks = _in("How it is computed"), _in("The ranks")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Configuration of a model and its training run.
-
-    The comment of each field is its second argument, because the command line prints it too.
-
-    Raises:
-        ConfigError: A value is out of range or names nothing that exists.
+    """Configuration of a model and its training run; a value out of range raises a ConfigError.
 
     Example:
-        >>> TrainConfig(heads=8, kv_heads=3)
+        >>> TrainConfig(seed=-1)
         Traceback (most recent call last):
-        attnspan.train.config.ConfigError: options: expected --kv-heads to divide --heads, got 8 and 3. Choose a divisor.
+        attnspan.train.config.ConfigError: options: expected --seed of at least 0, got -1. Pass a larger number.
     """
 
     dim: int = _model(256, "width of the residual stream")
@@ -105,9 +98,7 @@ class TrainConfig:
         "attnspan", "attnspan, sdpa (torch's own, dense mask), or sdpa-documents (one call each)"
     )
     ac: str = _how("none", "activation checkpointing: none, selective (keeps attention) or full")
-    dtype: str = _how(
-        "auto", "float32, bfloat16 (mixed precision), or auto: the faster, measured at start-up"
-    )
+    dtype: str = _how("auto", "float32, bfloat16 (mixed precision), or auto: the faster, measured")
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
     threads: int = _how(0, "CPU threads of each rank; 0 takes torch's default")
     checkpoint_every: int = _how(200, "steps between checkpoints; 0 keeps only the last")
@@ -116,9 +107,7 @@ class TrainConfig:
     cp: int = _ranks(1, "ranks that share each row: context parallelism")
     dp: int = _ranks(1, "replicas with rows of their own: data parallelism")
     fsdp: bool = _ranks(False, "shard parameters, gradients and optimizer over all ranks (FSDP2)")
-    strategy: str = _ranks(
-        "auto", "how ranks that share rows exchange keys: auto, exchange, ring, ulysses, ..."
-    )
+    strategy: str = _ranks("auto", "how ranks exchange keys: auto, exchange, ring, ulysses, hybrid(u, r)")
     method: str = _ranks("balanced", "how rows are partitioned: balanced, contiguous or zigzag")
     timeout: float = _ranks(300.0, "seconds after which a rank that waits for the others gives up")
 
@@ -153,21 +142,16 @@ class TrainConfig:
         return self.dp * self.batch_size * self.accumulate
 
     def moved(self, **changes: Any) -> TrainConfig:
-        """The same training, computed otherwise: on other ranks, with other micro-batches, for more steps.
+        """The same training with other values of the fields in `MOVABLE`: on other ranks, for more steps.
 
-        The rows of a step stay what they were: each replica takes its share of them.
-
-        Args:
-            **changes: New values of the fields in `MOVABLE`.
-
-        Raises:
-            ConfigError: The rows of a step cannot be divided so.
+        The rows of a step stay what they were; each replica takes its share of them.
 
         Example:
             >>> TrainConfig(dp=2, batch_size=2).moved(dp=1, accumulate=2).batch_size
             2
         """
-        new = replace(self, **{"batch_size": 1} | changes)
+        strategy = self.strategy if changes.get("cp", self.cp) == self.cp else "auto"
+        new = replace(self, **{"batch_size": 1, "strategy": strategy} | changes)
         parts = new.dp * new.accumulate
         _check(
             self.step_rows % parts == 0,
@@ -179,39 +163,34 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Write the configuration as JSON; what was there before stays until all of it is written."""
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        draft.replace(path)
+        write_json(path, self, indent=2)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
-        """Read a configuration that `save` wrote.
-
-        Raises:
-            ConfigError: The file is not such a configuration.
-        """
+        """Read a configuration that `save` wrote; another file raises a ConfigError."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "options",
-                expected="a run configuration",
-                got=f"{path}: {error}",
-                remedy="Start a new run without --resume",
-            ) from None
+            got, remedy = f"{path}: {error}", "Start a new run without --resume"
+            raise ConfigError("options", expected="a run configuration", got=got, remedy=remedy) from None
 
 
 #: Lower bounds of the numbers that may be below 1.
-_LOWEST = dict.fromkeys(
-    ("lr", "warmup", "min_lr", "weight_decay", "clip", "seed", "threads", "workers", "steps",
-     "checkpoint_every", "norm_eps", "held_out"),
-    0,
-) | {"minutes": 0.1}  # fmt: skip
+_LOWEST: dict[str, float] = {
+    "minutes": 0.1,
+    "lr": 0,
+    "warmup": 0,
+    "min_lr": 0,
+    "weight_decay": 0,
+    "clip": 0,
+    "seed": 0,
+    "threads": 0,
+}
+_LOWEST |= {"workers": 0, "steps": 0, "checkpoint_every": 0, "norm_eps": 0, "held_out": 0}
 
 #: What may differ on resuming: how a training is computed, where its trace goes, and how long it is.
-MOVABLE = (
-    "cp", "dp", "fsdp", "strategy", "method", "accumulate", "threads", "workers", "timeout", "profile", "steps"
-)  # fmt: skip
+MOVABLE: tuple[str, ...] = ("cp", "dp", "fsdp", "strategy", "method", "accumulate")
+MOVABLE += ("threads", "workers", "timeout", "profile", "steps")
 
 
 def _check(holds: bool, expected: str, got: object, remedy: str) -> None:

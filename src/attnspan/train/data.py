@@ -11,6 +11,7 @@ token as target, so no token is lost and none is seen twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from attnspan import causal, segments
+from attnspan import Prepared, causal, segments
+from attnspan.parallel import Layout, LocalPlan, Plan, Strategy
+from attnspan.parallel.layout import Rows as LayoutRows
 from attnspan.train.config import TrainConfig
 from attnspan.train.documents import Corpus
 from attnspan.train.model import IGNORE, Pieces
@@ -44,12 +47,6 @@ PADDING = -1  # segment id of the filler at the end of the last row
 class Rows(NamedTuple):
     """Packed rows, whole.
 
-    Args:
-        tokens: Inputs, (B, S) int64.
-        targets: The next token of the same document, or `IGNORE` on padding, (B, S) int64.
-        ids: Segment of each token, ascending within a row, `PADDING` on padding, (B, S) int32.
-        positions: Position within the segment, (B, S) int64.
-
     Example:
         >>> corpus = Corpus.from_documents([[5, 6], [7]], end=9, num_bytes=3)
         >>> [rows] = pack_once(corpus, seq_len=6, batch_size=1)
@@ -59,10 +56,10 @@ class Rows(NamedTuple):
         ([[0, 0, 0, 1, 1, -1]], [[0, 1, 2, 0, 1, 0]])
     """
 
-    tokens: Tensor
-    targets: Tensor
-    ids: Tensor
-    positions: Tensor
+    tokens: Tensor  # inputs, (B, S) int64
+    targets: Tensor  # the next token of the same document, or `IGNORE` on padding, (B, S) int64
+    ids: Tensor  # segment of each token, ascending within a row, `PADDING` on padding, (B, S) int32
+    positions: Tensor  # within the segment, (B, S) int64
 
     @classmethod
     def packed(cls, rows: Sequence[Iterable[NDArray[Any]]], seq_len: int, end: int) -> Rows:
@@ -191,38 +188,30 @@ def pack_once(
     return batches
 
 
+class Planned(NamedTuple):
+    """The mask of rows that several ranks share: a rank's plan, and the rows that it is for."""
+
+    plan: LocalPlan
+    rows: LayoutRows
+
+
 class Part(NamedTuple):
-    """What a rank computes at a time: some rows, or its share of them.
+    """What a rank computes at a time: some rows, or its share of them."""
 
-    Args:
-        tokens: Inputs, (B, n) int64.
-        targets: Their next tokens, or `IGNORE`, (B, n) int64.
-        positions: Position of each token within its segment, (B, n) int64: sharing moves no token in its text.
-        mask: What the layers attend under.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    mask: Any
+    tokens: Tensor  # inputs, (B, n) int64
+    targets: Tensor  # their next tokens, or `IGNORE`, (B, n) int64
+    positions: Tensor  # within the segment, (B, n) int64: sharing rows moves no token in its text
+    mask: Any  # what the layers attend under
 
 
 class Batch(NamedTuple):
-    """What a rank computes in one step.
+    """What a rank computes in one step. Its counts add up over ranks."""
 
-    Args:
-        parts: One after the other: micro-batches.
-        tokens: Tokens of the step, padding included: this rank's share.
-        targets: Targets that carry loss: this rank's share.
-        pairs: Visible (query, key) pairs for one head: this rank's share.
-        place: Where the data go on after it (`PackedStream.state_dict`).
-    """
-
-    parts: list[Part]
-    tokens: float
-    targets: float
-    pairs: float
-    place: dict[str, int]
+    parts: list[Part]  # one after the other: micro-batches
+    tokens: float  # padding included
+    targets: float  # those that carry loss
+    pairs: float  # visible (query, key) pairs, for one head
+    place: dict[str, int]  # where the data go on after it (`PackedStream.state_dict`)
 
 
 class Batches(IterableDataset[Batch]):
@@ -231,9 +220,9 @@ class Batches(IterableDataset[Batch]):
     Args:
         config: The job.
         corpus: What to train on.
-        rank: Number of this rank in the job: member ``rank % cp`` of replica ``rank // cp``.
-        place: Where the data go on (`PackedStream.state_dict`); None is the beginning.
+        rank: Number of this rank in the job.
         steps: How many batches.
+        place: Where the data go on (`PackedStream.state_dict`); None is the beginning.
     """
 
     def __init__(
@@ -259,40 +248,80 @@ class Batches(IterableDataset[Batch]):
     def loader(self) -> DataLoader[Batch]:
         """The batches in order, made ahead by `TrainConfig.workers` processes."""
         workers = self.config.workers
-        ahead = {"prefetch_factor": 2} if workers else {}
-        return DataLoader(self, batch_size=None, num_workers=workers, **ahead)
+        ahead = 2 if workers else None
+        return DataLoader(
+            self, batch_size=None, num_workers=workers, prefetch_factor=ahead, collate_fn=_unchanged
+        )
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
 
 
 def row_shape(config: TrainConfig, rank: int) -> dict[str, int]:
     """Which rows a rank packs: arguments of `PackedStream` and `pack_once`."""
+    replica, replicas = rank // config.cp, config.dp
     return {
         "seq_len": config.seq_len,
         "batch_size": config.batch_size,
-        "replica": rank // config.cp,
-        "replicas": config.dp,
+        "replica": replica,
+        "replicas": replicas,
     }
 
 
 def make_batch(config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int]) -> Batch:
     """What a rank computes of the rows that its replica packed."""
-    made = [_part(config, rows, rank) for rows in batches]
-    parts = [part for part, _ in made]
+    parts, pairs = [], 0
+    for rows in batches:
+        mask = _mask(rows.ids if config.cp == 1 else rows.ids.numpy())
+        pairs += int(mask.lowered.cost().sum())
+        parts.append(_part(config, rows, mask, rank))
     tokens = sum(rows.tokens.numel() for rows in batches) / config.cp
     targets = sum(int((part.targets != IGNORE).sum()) for part in parts)
-    return Batch(parts, tokens, targets, sum(pairs for _, pairs in made) / config.cp, place)
+    return Batch(parts, tokens, targets, pairs / config.cp, place)
 
 
-def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
-    """A rank's part of packed rows, and the visible pairs of all of them: padding sees and is seen by nothing."""
-    batch, seq_len = rows.ids.shape
-    mask = (causal() & segments(rows.ids, padding_id=PADDING)).prepare(seq_len, seq_len, batch=batch)
-    pairs = int(mask.lowered.cost().sum())
+def _mask(ids: Any) -> Prepared:
+    """Causal within a segment; padding sees and is seen by nothing. Ids of NumPy give what plans are made of."""
+    batch, seq_len = ids.shape
+    return (causal() & segments(ids, padding_id=PADDING)).prepare(seq_len, seq_len, batch=batch)
+
+
+def _part(config: TrainConfig, rows: Rows, mask: Prepared, rank: int) -> Part:
+    """A rank's part of packed rows."""
+    if config.cp > 1:
+        plan, member = _plan(config, mask), rank % config.cp
+        own = plan.layout.shard(
+            {"tokens": rows.tokens, "targets": rows.targets, "positions": rows.positions}, member
+        )
+        mine = Planned(plan.local(member), own)
+        return Part(own["tokens"], own["targets"], own["positions"], mine)
     chosen: Any = mask
     if config.attention == "sdpa":
         chosen = mask.lowered.dense()
     elif config.attention == "sdpa-documents":
         chosen = _pieces(rows.ids)
-    return Part(rows.tokens, rows.targets, rows.positions, chosen), pairs
+    return Part(rows.tokens, rows.targets, rows.positions, chosen)
+
+
+def _plan(config: TrainConfig, mask: Prepared) -> Plan:
+    """Who owns which rows, and what each rank needs from the others to attend."""
+    ranks, batch = config.cp, config.batch_size
+    members = 1 if config.strategy == "auto" else Strategy.parse(config.strategy, ranks).members
+    layout = Layout.of(
+        mask, q_len=config.seq_len, ranks=ranks, batch=batch, members=members, method=config.method
+    )
+    sizes = {"head_dim": config.head_dim, "itemsize": 4 if config.dtype == "float32" else 2}
+    heads = config.heads, config.kv_heads
+    return layout.plan(heads=heads, strategy=config.strategy, batch=batch, **sizes)
+
+
+def settle_strategy(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """With strategy "auto", decide by the first rows once, so that all steps are one program."""
+    if config.cp == 1 or config.strategy != "auto":
+        return config
+    stream = PackedStream(corpus, seed=config.seed, **row_shape(config, 0))
+    return replace(config, strategy=_plan(config, _mask(next(stream).ids.numpy())).strategy.name)
 
 
 def _pieces(ids: Tensor) -> Pieces:

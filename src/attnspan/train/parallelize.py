@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,44 +28,27 @@ from torch.utils._pytree import tree_map_only
 from attnspan.errors import expect
 from attnspan.kernels import cpu
 from attnspan.train.config import ConfigError, JobError, RankError, TrainConfig
-from attnspan.train.data import Part
+from attnspan.train.data import Part, Planned
 from attnspan.train.model import Decoder
 
-__all__ = [
-    "ALONE",
-    "Ranks",
-    "build_model",
-    "device_of",
-    "faster_dtype",
-    "is_rank",
-    "mixed",
-    "open_ranks",
-    "peak_flops",
-]
+__all__ = ["ALONE", "Ranks", "build_model", "faster_dtype", "is_rank", "mixed", "open_ranks", "peak_flops"]
 
 T = TypeVar("T")
 
 # How long the ranks that are left wait for each other's word when an exchange has failed.
 _ROLL_CALL_SECONDS = 10.0
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """This process among the ranks of its job; without arguments, a job of one process on the CPU.
+    """This process among the ranks of its job; without arguments, a job of one process on the CPU."""
 
-    Args:
-        device: Where this rank computes.
-        mesh: All ranks, with dimensions ("dp", "cp"); None without a process group.
-        everyone: The same ranks in one dimension, for sums and for sharded parameters.
-        host: The same ranks over gloo, for what they agree on.
-        saver: And once more, for the thread that writes checkpoints.
-    """
-
-    device: torch.device = torch.device("cpu")
-    mesh: DeviceMesh | None = None
-    everyone: DeviceMesh | None = None
-    host: dist.ProcessGroup | None = None
-    saver: dist.ProcessGroup | None = None
+    device: torch.device = _CPU  # where this rank computes
+    mesh: DeviceMesh | None = None  # all ranks, with dimensions ("dp", "cp"); None without a process group
+    everyone: DeviceMesh | None = None  # the same in one dimension, for sums and for sharded parameters
+    host: dist.ProcessGroup | None = None  # the same over gloo, for what they agree on
+    saver: dist.ProcessGroup | None = None  # and once more, for the thread that writes checkpoints
 
     @property
     def world(self) -> int:
@@ -100,29 +83,17 @@ class Ranks:
         return _settle(outcome[0])
 
     def together(self, action: Callable[[], T]) -> T:
-        """Do something on every rank; when it fails on one, all raise the error of the first that failed.
-
-        Args:
-            action: What to do. It must not wait for other ranks: one of them may have failed already.
-        """
+        """Do something on every rank, without waiting for others; if it fails on one, all raise its error."""
         if self.host is None:
             return action()
         outcome = _attempt(action)
         errors: list[Exception | None] = [None] * self.world
         dist.all_gather_object(errors, outcome[1], group=self.host)
-        failed = next((each for each in errors if each is not None), None)
-        return _settle((outcome[0], failed))
+        return _settle((outcome[0], next((each for each in errors if each is not None), None)))
 
     @contextmanager
     def joined(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Surround what waits for other ranks: a lost one becomes an error that names it.
-
-        Args:
-            doing: Says what the ranks were doing together.
-
-        Raises:
-            RankError: Another rank ended, or did not come in time.
-        """
+        """Surround what waits for other ranks: a lost one becomes a RankError that names it and the action."""
         try:
             yield
         except RuntimeError as error:  # The base of all errors of torch's collectives.
@@ -130,11 +101,11 @@ class Ranks:
             if not lost:
                 raise
             where = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"rank {self.number}, {os.path.basename(where.filename)}:{where.lineno}"
             raise RankError(
                 "ranks",
                 expected=f"all {self.world} ranks to take part in {doing()}",
-                got=f"no answer from {lost}, after this on rank {self.number}, "
-                f"{os.path.basename(where.filename)}:{where.lineno}: {str(error).strip().splitlines()[0]}",
+                got=f"no answer from {lost}, after this on {at}: {_line(error)}",
                 remedy="Look for the rank that ended first; go on with --resume, or let torchrun do it: "
                 "--max-restarts N",
             ) from error
@@ -165,55 +136,34 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def device_of(config: TrainConfig) -> torch.device:
-    """The device of this rank.
-
-    Raises:
-        ConfigError: There is no such device.
-    """
-    there = torch.cuda.is_available()
-    remedy = "Use --device cpu, or install torch for CUDA"
-    expect(there or config.device != "cuda", "options", "a CUDA device", "none", remedy, error=ConfigError)
-    if config.device == "cpu" or not there:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 @contextmanager
 def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
     """Join the other ranks, as the launcher's environment says, or those of a group that exists already.
 
-    Args:
-        config: How many ranks there are to be, and how long they wait for each other.
-
     Raises:
-        ConfigError: There are more or fewer than the configuration says.
-        RankError: Some did not come.
+        ConfigError: There are more or fewer than the configuration says, or no such device.
+        RankError: Some did not come in the time that the configuration says.
     """
     there = dist.is_initialized()
     world = dist.get_world_size() if there else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
-    start = f"torchrun --nproc-per-node {config.world} -m attnspan train ..."
-    expect(
-        world == config.world,
-        "options",
-        f"{config.world} ranks for --dp {config.dp} and --cp {config.cp}",
-        str(world),
-        f"Start them: {start}; or give --dp and --cp whose product is the number of ranks",
-        error=ConfigError,
-    )
-    grouped = there or is_rank()
-    expect(
-        grouped or not config.fsdp, "options", "a process group for --fsdp", "none", start, error=ConfigError
-    )
-    device = device_of(config)
-    if device.type == "cuda":
+    start = f"Start them: torchrun --nproc-per-node {config.world} -m attnspan train ..."
+    wanted = f"{config.world} ranks for --dp {config.dp} and --cp {config.cp}"
+    remedy = f"{start}; or give --dp and --cp whose product is the number of ranks"
+    expect(world == config.world, "options", wanted, str(world), remedy, error=ConfigError)
+    grouped = there or is_rank() or not config.fsdp
+    expect(grouped, "options", "a process group for --fsdp", "none", start, error=ConfigError)
+    cuda, remedy = torch.cuda.is_available(), "Use --device cpu, or install torch for CUDA"
+    expect(cuda or config.device != "cuda", "options", "a CUDA device", "none", remedy, error=ConfigError)
+    device = _CPU
+    if cuda and config.device != "cpu":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world == 1 and not config.fsdp:
         yield Ranks(device)
         return
     limit = timedelta(seconds=config.timeout)
     if not there:
-        _join(device, limit)
+        _join("gloo" if device == _CPU else "cpu:gloo,cuda:nccl", limit)
     try:
         yield _ranks(config, device, limit)
         if not there:
@@ -224,8 +174,7 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join(device: torch.device, limit: timedelta) -> None:
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+def _join(backend: str, limit: timedelta) -> None:
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -233,28 +182,25 @@ def _join(device: torch.device, limit: timedelta) -> None:
             store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     except RuntimeError as error:
-        raise RankError(
-            "ranks",
-            expected=f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s",
-            got=f"on rank {os.environ['RANK']}: {str(error).strip().splitlines()[0]}",
-            remedy="See why the others did not start, or give more time with --timeout",
-        ) from error
+        expected = f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s"
+        got, remedy = f"on rank {os.environ['RANK']}: {_line(error)}", "See why the others did not start, "
+        remedy += "or give more time with --timeout"
+        raise RankError("ranks", expected=expected, got=got, remedy=remedy) from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks:
-    """All meshes and groups; each waits as long as the configuration says: those of a mesh of sizes do not."""
-    everyone = init_device_mesh(device.type, (config.world,), mesh_dim_names=("ranks",))
-    numbers = torch.arange(config.world).view(config.dp, config.cp)
-    replicas, sharers = (_own_group(each.tolist(), limit) for each in (numbers.T, numbers))
-    mesh = DeviceMesh.from_group([replicas, sharers], device.type, mesh=numbers, mesh_dim_names=("dp", "cp"))
+    """Meshes whose groups wait as long as the configuration says: those of a mesh of sizes do not."""
+    kind, numbers = device.type, torch.arange(config.world).view(config.dp, config.cp)
+    everyone = init_device_mesh(kind, (config.world,), mesh_dim_names=("ranks",))
+    axes = (numbers.T.tolist(), numbers.tolist())
+    groups = [dist.new_subgroups_by_enumeration(axis, timeout=limit)[0] for axis in axes]  # type: ignore[no-untyped-call]
+    mesh = DeviceMesh.from_group(groups, kind, mesh=numbers, mesh_dim_names=("dp", "cp"))
     host, saver = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
     return Ranks(device, mesh, everyone, host, saver)
-
-
-def _own_group(members: list[list[int]], limit: timedelta) -> dist.ProcessGroup:
-    """Make all of these groups; the one that this rank is in."""
-    own, _ = dist.new_subgroups_by_enumeration(members, timeout=limit)  # type: ignore[no-untyped-call]
-    return cast(dist.ProcessGroup, own)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -274,25 +220,14 @@ def _settle(outcome: tuple[T | None, Exception | None]) -> T:
     raise error
 
 
-def mixed(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """The context of forward passes: bfloat16 where products gain by it, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
-
-
 def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> Decoder:
-    """The model of a rank: made without memory, compiled, sharded, and only then given its weights.
-
-    Args:
-        config: The job; its dtype must be resolved ("auto" is not a dtype).
-        vocab_size: V.
-        ranks: Who shards it.
-    """
+    """The model of a rank: made without memory, compiled, sharded, and only then given its weights."""
     with torch.device("meta"):
         model = Decoder(config, vocab_size)
     if config.compile:
         for block in model.blocks:
-            # Forward alone: FSDP's hooks, which gather and free the parameters, stay outside of the graph. All
-            # blocks share one. Calls of SDPA per segment break it: their shapes are never the same.
+            # Forward alone: FSDP's hooks, which gather and free the parameters, stay outside of the graph.
+            # All blocks share one. Calls of SDPA per segment break it: their shapes are never the same.
             whole = config.attention != "sdpa-documents"
             block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
     if config.fsdp and ranks.everyone is not None:
@@ -306,32 +241,20 @@ def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> D
     return model.initialize(ranks.device)
 
 
-def place(part: Part, config: TrainConfig, ranks: Ranks) -> Part:
-    """Bring what the data loader made to this rank's device."""
-    if config.cp > 1:
-        part = _shared(part, config, ranks)
-    if ranks.device.type == "cpu":
+def mixed(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """The context of forward passes: bfloat16 where products gain by it, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def place(part: Part, ranks: Ranks) -> Part:
+    """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
+    if isinstance(part.mask, Planned):
+        assert ranks.mesh is not None
+        part = part._replace(mask=part.mask.plan.on(ranks.mesh["cp"], rows=part.mask.rows))
+    if ranks.device == _CPU:
         return part
     moved: Part = tree_map_only(Tensor, lambda x: x.to(ranks.device, non_blocking=True), part)
     return moved
-
-
-def _shared(part: Part, config: TrainConfig, ranks: Ranks) -> Part:
-    from attnspan.parallel import ContextParallel
-
-    assert ranks.mesh is not None
-    cp = ContextParallel(
-        ranks.mesh["cp"],
-        mask=part.mask,
-        q_len=config.seq_len,
-        heads=(config.heads, config.kv_heads),
-        batch=part.tokens.shape[0],
-        head_dim=config.head_dim,
-        dtype=getattr(torch, config.dtype),
-        strategy=config.strategy,
-        method=cast(Any, config.method),
-    )
-    return Part(cp.shard(part.tokens), cp.shard(part.targets, fill=-100), cp.shard(part.positions), cp)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -342,25 +265,22 @@ def peak_memory(device: torch.device) -> int:
     return largest if sys.platform == "darwin" else largest * 1024
 
 
-def faster_dtype(device: torch.device | None = None) -> str:
+def faster_dtype(device: torch.device = _CPU) -> str:
     """The training dtype that pays here: bfloat16 where its products are at least 1.5 times as fast.
 
     A CPU without bfloat16 dot products emulates them and is slower; the margin pays for autocast's casts.
     """
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    exact, half = (_product_seconds(dtype) for dtype in (torch.float32, torch.bfloat16))
-    return "bfloat16" if exact >= 1.5 * half else "float32"
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    """Time of the fastest of a few products of square matrices."""
-    factor, times = torch.randn(512, 512).to(dtype), []
-    for _ in range(8):
-        start = time.perf_counter()
-        factor @ factor
-        times.append(time.perf_counter() - start)
-    return min(times)
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        factor, times = torch.randn(512, 512).to(dtype), []
+        for _ in range(8):
+            start = time.perf_counter()
+            factor @ factor
+            times.append(time.perf_counter() - start)
+        best[dtype] = min(times)
+    return "bfloat16" if best[torch.float32] >= 1.5 * best[torch.bfloat16] else "float32"
 
 
 def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> list[float]:
@@ -368,20 +288,12 @@ def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> li
 
     No program on these cores is faster, but a burst is slower while others use them.
 
-    Args:
-        config: The dtype and its instructions.
-        device: Where the job computes.
-        bursts: How many.
-
     Returns:
         The rate of each burst; zeros where nobody knows a ceiling: on a GPU, without the compiled kernel, or
         where it has no instructions for the dtype.
     """
-    known = device.type == "cpu" and cpu.core is not None
-    wanted = "_f32" if config.dtype == "float32" else "_bf16"
+    known = device == _CPU and cpu.core is not None
+    wanted, threads = "_f32" if config.dtype == "float32" else "_bf16", torch.get_num_threads()
     kinds = [kind for kind in cpu.peak_kinds() if kind.endswith(wanted)] if known else []
-    threads = torch.get_num_threads()
-    return [
-        max((cpu.peak(kind, num_threads=threads, seconds=0.05) for kind in kinds), default=0.0)
-        for _ in range(bursts)
-    ]
+    bests = ([cpu.peak(kind, num_threads=threads, seconds=0.05) for kind in kinds] for _ in range(bursts))
+    return [max(rates, default=0.0) for rates in bests]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from attnspan.parallel.loss import sum_gradients, token_mean
+from attnspan.parallel.torch.loss import sum_gradients, token_mean
 from attnspan.train.config import TrainConfig
 from attnspan.train.data import Batch, Part, make_batch, pack_once, row_shape
 from attnspan.train.documents import Corpus
@@ -139,7 +139,7 @@ class Stepper(Stateful):
 
     def loss(self, part: Part, observer: Observer = UNOBSERVED) -> Tensor:
         """Summed loss of this rank's targets."""
-        part = place(part, self.config, self.ranks)
+        part = place(part, self.ranks)
         with observer.phase("forward"):
             with mixed(self.config, self.ranks.device):
                 logits = self.model(part.tokens, part.positions, part.mask)

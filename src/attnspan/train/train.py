@@ -18,7 +18,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from attnspan.errors import expect
 from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import CheckpointError, ConfigError, DataError, TrainConfig
-from attnspan.train.data import Batches
+from attnspan.train.data import Batches, settle_strategy
 from attnspan.train.documents import Data, Vocabulary, load_data, load_vocabulary
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops, peak_memory
 from attnspan.train.progress import Graphs, Reporter, Summary
@@ -196,6 +196,7 @@ def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_st
     vocabulary, data = ranks.together(lambda: _read(config))
     expected = ranks.first(lambda: digests(data))
     ranks.together(lambda: _refuse_other_ranks(data, expected))
+    config = settle_strategy(config, data.train)
     run = Run(config, folder, vocabulary, data, Stepper(config, vocabulary.end + 1, ranks), store, ranks)
     if resume:
         run.load(from_step)
