@@ -20,6 +20,7 @@ import torch.distributed as dist
 from _cp_checks import errors_of, from_first, reference_of, sdpa_errors, why_wrong
 from _cp_peers import contestants, our_waits_timed
 from _cp_problem import TALLY, Contestant, Problem, Ready
+from attnspan.parallel._collectives import counted_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,7 +28,6 @@ from attnspan.bench.environment import describe_environment
 from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.kernels import cpu
 from attnspan.parallel import Machine
-from attnspan.parallel._collectives import counted_bytes
 
 #: Rows of a rank in the check against float64.
 CHECK_ROWS = 256

@@ -27,9 +27,8 @@ from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.needs import Holders, foreign, needs_of
 from attnspan.parallel.partition import default_rows_per_chunk, partition
 from attnspan.train.config import TrainConfig
-from attnspan.train.documents import load_data
-from attnspan.train.packing import PackedStream
-from attnspan.train.vocabulary import ByteVocabulary
+from attnspan.train.data import PackedStream
+from attnspan.train.documents import Vocabulary, load_data
 
 ROOT = Path(__file__).parents[1]
 CASES = ((131_072, 8), (131_072, 64), (1_048_576, 64))
@@ -42,7 +41,7 @@ PER_GROUP = (8, 16, 32)
 
 def packings(seq_len: int, count: int) -> Iterator[np.ndarray]:
     """Document offsets of rows of the training job's stream, seed 0."""
-    corpus = load_data(TrainConfig(), ByteVocabulary()).train
+    corpus = load_data(TrainConfig(), Vocabulary()).train
     stream = PackedStream(corpus, seq_len=seq_len, batch_size=1, seed=0)
     for _ in range(count):
         ids = next(stream).ids[0].numpy()

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attnspan.parallel.choose import Call
+from attnspan.parallel.command import lowered, tokens_of
+from attnspan.parallel.planning import Request, lower, make_plan
 from charts import Axis, Panel, decades, draw
 
 from attnspan import Mask, causal, segments
-from attnspan.parallel.choose import Call
-from attnspan.parallel.command import lowered, tokens_of
 from attnspan.parallel.local import encode
 from attnspan.parallel.machine import Machine
-from attnspan.parallel.planning import Request, lower, make_plan
 from attnspan.parallel.simulate import sample_lengths, setups, simulate
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +49,10 @@ Row = dict[str, Any]
 def corpus(tokens: int, seed: int) -> np.ndarray:
     """Lengths of the documents in a row of the training job's data."""
     from attnspan.train.config import TrainConfig
-    from attnspan.train.documents import load_data
-    from attnspan.train.packing import PackedStream
-    from attnspan.train.vocabulary import ByteVocabulary
+    from attnspan.train.data import PackedStream
+    from attnspan.train.documents import Vocabulary, load_data
 
-    documents = load_data(TrainConfig(), ByteVocabulary()).train
+    documents = load_data(TrainConfig(), Vocabulary()).train
     return np.bincount(next(PackedStream(documents, seq_len=tokens, batch_size=1, seed=seed)).ids[0].numpy())
 
 

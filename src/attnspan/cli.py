@@ -20,7 +20,7 @@ __all__ = ["build_app", "main"]
 # Which extra brings a module that may be missing.
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich"), "cli"),
-    **dict.fromkeys(("torch", "datasets", "tokenizers", "tensorboard"), "train"),
+    **dict.fromkeys(("torch", "pyarrow", "tokenizers", "tensorboard"), "train"),
     **dict.fromkeys(("jinja2", "plotly"), "bench"),
 }
 
@@ -154,11 +154,10 @@ def _corpus_lengths(tokens: int, seed: int) -> "NDArray[np.integer]":
     import numpy as np
 
     from attnspan.train.config import TrainConfig
-    from attnspan.train.documents import load_data
-    from attnspan.train.packing import PackedStream
-    from attnspan.train.vocabulary import ByteVocabulary
+    from attnspan.train.data import PackedStream
+    from attnspan.train.documents import Vocabulary, load_data
 
-    corpus = load_data(TrainConfig(), ByteVocabulary()).train
+    corpus = load_data(TrainConfig(), Vocabulary()).train
     row = next(PackedStream(corpus, seq_len=tokens, batch_size=1, seed=seed))
     return np.bincount(row.ids[0].numpy())
 

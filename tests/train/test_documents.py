@@ -11,11 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from attnspan.train.config import TrainConfig
-from attnspan.train.documents import load_data, read_documents, split_documents
-from attnspan.train.errors import DataError
-from attnspan.train.packing import Corpus
-from attnspan.train.vocabulary import ByteVocabulary, TokenizerVocabulary, load_vocabulary
+from attnspan.train.config import DataError, TrainConfig
+from attnspan.train.documents import (
+    Corpus,
+    TokenizerVocabulary,
+    Vocabulary,
+    load_data,
+    load_vocabulary,
+    read_documents,
+    split_documents,
+)
 
 TEXTS = ["ein Anfang", "zwei\nZeilen", "drei", "vier Ä"]
 
@@ -33,6 +38,21 @@ def write(path: Path) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
 def test_a_file_gives_its_documents(tmp_path: Path, name: str) -> None:
     assert read_documents(str(write(tmp_path / name))) == [text.encode() for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_field_of_the_text_can_be_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    rows = {"text": ["not this", "nor this"], "body": ["one", "two"]}
+    if path.suffix == ".jsonl":
+        path.write_text(
+            "".join(json.dumps({"text": "not this", "body": body}) + "\n" for body in rows["body"])
+        )
+    else:
+        pq.write_table(pa.table(rows), path)
+    assert read_documents(str(path), "body") == [b"one", b"two"]
+    config = TrainConfig(data=str(path), text_field="body")
+    assert load_data(config, Vocabulary()).train.num_bytes == 3
 
 
 def test_a_folder_gives_a_document_per_text_file_and_the_rows_of_tables(tmp_path: Path) -> None:
@@ -86,7 +106,7 @@ def test_both_halves_have_a_document_at_any_share(share: float) -> None:
 def test_held_out_text_is_cut_at_the_limits(tmp_path: Path) -> None:
     for index in range(30):
         (tmp_path / f"{index}.md").write_text(f"{index:05}" * 5000)
-    data = load_data(TrainConfig(data=str(tmp_path), held_out=0.5, eval_bytes=40_000), ByteVocabulary())
+    data = load_data(TrainConfig(data=str(tmp_path), held_out=0.5, eval_bytes=40_000), Vocabulary())
     lengths = [int(length) - 1 for length in data.held_out.offsets[1:] - data.held_out.offsets[:-1]]
     assert lengths == [16_384, 16_384, 40_000 - 2 * 16_384]
     assert data.held_out.num_bytes == data.held_out.num_targets == 40_000
@@ -103,7 +123,7 @@ def test_a_tokenizer_file_gives_the_ids(tmp_path: Path) -> None:
     ids = vocabulary.encode(b"ein Anfang").tolist()
     assert ids == tokenizer.encode("ein Anfang").ids
     assert vocabulary.decode([*ids, vocabulary.end]) == tokenizer.decode(ids)
-    corpus = Corpus.from_documents([ids], end=vocabulary.end, num_bytes=10)
+    corpus = Corpus.of([ids], end=vocabulary.end, num_bytes=10)
     assert corpus.tokens.tolist() == [vocabulary.end, *ids, vocabulary.end]
 
 
@@ -120,7 +140,7 @@ CASES = {
         '{"body": "x"}',
         r"field 'text' of every row of .*other\.jsonl, got a row with the fields \['body'\]",
     ),
-    "number.jsonl": ('{"text": 5}', r"got int\. Rename the column"),
+    "number.jsonl": ('{"text": 5}', r"got int\. Name the column that holds the documents with --text-field"),
     "broken.parquet": ("PAR1", r"expected a readable \.parquet file, got .*broken\.parquet"),
     "latin.txt": (
         b"\xff\xfe\x80",

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import everything
-from rich.console import Console
-
-from attnspan.train.config import TrainConfig
 from attnspan.train.errors import CheckpointError, ConfigError
 from attnspan.train.machine import matmul_ceiling
 from attnspan.train.measure import Comparison, Graphs
 from attnspan.train.run import resume_config, train
+from covering import everything
+from rich.console import Console
+
+from attnspan.train.config import TrainConfig
 from attnspan.train.sample import generate
 
 Tiny = Callable[..., TrainConfig]

@@ -12,14 +12,13 @@ import torch
 
 from attnspan.bench.resident import forget_peak, resident_peak, trim
 from attnspan.bench.results import Rate, Ratio, Timing, TrainingCell
+from attnspan.bench.training_comparison import RowStepper as Stepper
+from attnspan.bench.training_comparison import step_times
 from attnspan.errors import OptionError
 from attnspan.train.config import CHOICES, TrainConfig
-from attnspan.train.documents import load_data
-from attnspan.train.machine import faster_dtype
-from attnspan.train.measure import step_times
-from attnspan.train.packing import PackedStream
-from attnspan.train.step import Stepper
-from attnspan.train.vocabulary import load_vocabulary
+from attnspan.train.data import PackedStream
+from attnspan.train.documents import load_data, load_vocabulary
+from attnspan.train.parallelize import faster_dtype
 
 __all__ = ["measure_training", "steps_peak", "training_peak"]
 

@@ -1,10 +1,10 @@
 """Checkpoints that are either whole or absent, whenever the process dies, written while training goes on.
 
-A state is copied, and a thread writes it into a temporary folder: tensors by torch.distributed.checkpoint, then a
-manifest of all files. The folder is flushed to the disk and renamed, and only then are older ones removed.
+A state is copied, and a thread writes it into a temporary folder: torch.distributed.checkpoint its tensors,
+then a manifest of all files. The folder is flushed to the disk and renamed; only then are older ones removed.
 
-Several ranks write one checkpoint, each its share of the tensors, into a folder that all of them see; the first
-rank alone makes, renames and removes. Any number of ranks can read what another number wrote.
+Several ranks write one checkpoint, each its share of the tensors, into a folder that all of them see; the
+first rank alone makes, renames and removes. Any number of ranks can read what another number wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from attnspan.errors import expect
 from attnspan.train.config import CheckpointError
 from attnspan.train.parallelize import ALONE, Ranks
 
@@ -83,21 +82,18 @@ class CheckpointStore:
             CheckpointError: It, or the one before, cannot be written. Those that are there stay whole.
         """
         self.wait()
-        target = self.root / f"step-{step:08d}"
+        target, group = self.root / f"step-{step:08d}", self.ranks.saver
         draft = _hidden(target, "tmp")
+        state: Any
         with self._said(target):
             self.ranks.first(lambda: self._make_room(draft))
-            writer, group = FileSystemWriter(draft, sync_files=True), self.ranks.saver
+            writer = FileSystemWriter(draft, sync_files=True)
             state = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         task = self._thread.submit(self._finish, state, draft, target, {"step": step, **progress})
         self._writing = target, task
 
     def wait(self) -> None:
-        """Wait until what `save` began is written.
-
-        Raises:
-            CheckpointError: It cannot be written. Those that were there before are still whole.
-        """
+        """Wait until what `save` began is written; if it cannot be, raise a CheckpointError on all ranks."""
         if self._writing is not None:
             (target, task), self._writing = self._writing, None
             with self._said(target):
@@ -112,9 +108,7 @@ class CheckpointStore:
             if self.ranks.is_first:
                 shutil.rmtree(_hidden(target, "tmp"), ignore_errors=True)
             remedy = f"Free space on the disk of {self.root} and make it writable, then pass --resume"
-            failure = CheckpointError(
-                "checkpoint", expected=f"to write {target}", got=str(error), remedy=remedy
-            )
+            failure = CheckpointError.of(f"to write {target}", error, remedy)
             failure.shared = True  # What torch and the first rank report reaches all ranks.
             raise failure from error
 
@@ -123,17 +117,16 @@ class CheckpointStore:
         with _torch_errors():
             state.result()
         # Each rank reads the files that it wrote itself.
-        files = [_describe(draft, f"__{self.ranks.number}_*.distcp")]
+        own = _describe(draft, f"__{self.ranks.number}_*.distcp")
+        everyone: list[Any] = [own] * self.ranks.world
         if self.ranks.saver is not None:
-            own, files = files[0], [{}] * self.ranks.world
-            dist.all_gather_object(files, own, group=self.ranks.saver)
+            dist.all_gather_object(everyone, own, group=self.ranks.saver)
         if not self.ranks.is_first:
             return
-        listed = {
-            name: entry for each in [*files, _describe(draft, ".metadata")] for name, entry in each.items()
-        }
+        files = {name: entry for each in everyone for name, entry in each.items()}
+        manifest = {"progress": progress, "files": files | _describe(draft, ".metadata")}
         with (draft / _MANIFEST).open("w") as file:
-            json.dump({"progress": progress, "files": listed}, file, indent=2)
+            json.dump(manifest, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         _flush_folder(draft)
@@ -154,11 +147,11 @@ class CheckpointStore:
         return sorted(step for path in _folders(self.root) if (step := step_of(path.name)) is not None)
 
     def load(self, tensors: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Read a checkpoint into existing state.
+        """Read a checkpoint into existing state of the same structure.
 
         Args:
-            tensors: State of the same structure that was saved; overwritten in place.
-            step: Which checkpoint; None takes the latest. Newer ones are put aside until the next `save`.
+            tensors: Overwritten in place.
+            step: Which checkpoint; None takes the latest.
 
         Returns:
             The step and the progress that were saved.
@@ -173,19 +166,17 @@ class CheckpointStore:
                 reader, group = FileSystemReader(folder), self.ranks.host
                 load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
         except OSError as error:
-            expected = f"{folder} to have the state of this configuration"
             remedy = f"Restore the run's config.json if it was edited. {self._without(folder)}"
-            raise CheckpointError("checkpoint", expected=expected, got=str(error), remedy=remedy) from error
+            wanted = f"{folder} to have the state of this configuration"
+            raise CheckpointError.of(wanted, error, remedy) from error
         self._kept = [folder.name]
         return int(manifest["progress"].pop("step")), manifest["progress"]
 
     def go_back(self, step: int) -> None:
-        """Put aside the checkpoints of later steps: a restart is to go on from this one too."""
-        for later in self.steps():
-            if later > step:
-                path = self.root / f"step-{later:08d}"
-                shutil.rmtree(_hidden(path, "left"), ignore_errors=True)
-                path.rename(_hidden(path, "left"))
+        """Put aside the checkpoints of later steps until the next `save`: a restart is to go on from here."""
+        for path in (self.root / f"step-{later:08d}" for later in self.steps() if later > step):
+            shutil.rmtree(_hidden(path, "left"), ignore_errors=True)
+            path.rename(_hidden(path, "left"))
 
     def _manifest(self, step: int | None) -> tuple[Path, dict[str, Any]]:
         """Folder and manifest of a checkpoint."""
@@ -194,21 +185,22 @@ class CheckpointStore:
         folder = self.root / ("none" if wanted is None else f"step-{wanted:08d}")
         got = "none" if wanted is None else f"no folder {folder.name} (steps that are there: {there})"
         remedy = "Name one that exists with --from-step" if there else "Start the run without --resume"
-        expected = f"a checkpoint in {self.root}"
-        expect(folder.is_dir(), "checkpoint", expected, got, remedy, error=CheckpointError)
+        CheckpointError.unless(folder.is_dir(), f"a checkpoint in {self.root}", got, remedy)
+        path, needed = folder / _MANIFEST, {".metadata", *(file.name for file in folder.glob("*.distcp"))}
         try:
-            manifest = json.loads((folder / _MANIFEST).read_text())
-            needed = {".metadata", *(file.name for file in folder.glob("*.distcp"))}
-            whole = manifest["files"].keys() >= needed and "step" in manifest["progress"]
-            assert whole and all(len(entry) == 2 for entry in manifest["files"].values())
+            manifest = json.loads(path.read_text())
+            files, _ = manifest["files"], manifest["progress"]["step"]
+            whole = files.keys() >= needed and all(len(entry) == 2 for entry in files.values())
         except OSError as error:
-            raise self._damaged(folder / _MANIFEST, str(error)) from None
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-            raise self._damaged(folder / _MANIFEST, "it does not list the checkpoint's files") from None
+            raise self._damaged(path, str(error)) from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            whole = False
+        if not whole:
+            raise self._damaged(path, "it does not list the checkpoint's files")
         return folder, manifest
 
     def _verify(self, folder: Path, files: dict[str, list[Any]]) -> None:
-        """Compare files with the manifest, each rank some of them: torch reads damaged tensors as they are."""
+        """Compare files with the manifest, each rank some: torch reads damaged tensors as they are."""
         for file, (size, digest) in sorted(files.items())[self.ranks.number :: self.ranks.world]:
             path = folder / file
             if not path.is_file():
@@ -219,9 +211,8 @@ class CheckpointStore:
                 raise self._damaged(path, "its content has changed")
 
     def _damaged(self, path: Path, reason: str) -> CheckpointError:
-        expected, got = f"{path} as it was written", f"a damaged file: {reason}"
-        remedy = self._without(path.parent)
-        return CheckpointError("checkpoint", expected=expected, got=got, remedy=remedy)
+        wanted, got = f"{path} as it was written", f"a damaged file: {reason}"
+        return CheckpointError.of(wanted, got, self._without(path.parent))
 
     def _without(self, folder: Path) -> str:
         """What to do when a checkpoint is of no use."""
@@ -233,7 +224,7 @@ class CheckpointStore:
 
 @contextmanager
 def _torch_errors() -> Iterator[None]:
-    """Torch's CheckpointException, which is no Exception, becomes an OSError; an interrupt in it stays one."""
+    """Torch's CheckpointException, which is no Exception, becomes an OSError, but for an interrupt."""
     try:
         yield
     except CheckpointException as error:

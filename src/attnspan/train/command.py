@@ -9,11 +9,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from attnspan.errors import expect
+from attnspan.console import options_of
 from attnspan.train.config import MOVABLE, CheckpointError, ConfigError, JobError, TrainConfig
 
 if TYPE_CHECKING:
@@ -66,21 +65,8 @@ def command(monitored: Monitored) -> Callable[..., None]:
         )
 
     own = [each for each in inspect.signature(train).parameters.values() if each.name != "options"]
-    train.__signature__ = inspect.Signature([*own, *_config_options()])  # type: ignore[attr-defined]
+    train.__signature__ = inspect.Signature([*own, *options_of(TrainConfig)])  # type: ignore[attr-defined]
     return train
-
-
-def _config_options() -> list[inspect.Parameter]:
-    """One option for each field of `TrainConfig`, whose comment is the help."""
-    import typer
-
-    types = get_type_hints(TrainConfig)
-    found = []
-    for field in fields(TrainConfig):
-        option = typer.Option(help=field.metadata["help"], rich_help_panel=field.metadata["panel"])
-        kind, annotation = inspect.Parameter.POSITIONAL_OR_KEYWORD, Annotated[types[field.name], option]
-        found.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
-    return found
 
 
 def _is_given(context: "typer.Context", name: str) -> bool:
@@ -94,9 +80,8 @@ def _run(config: TrainConfig, given: set[str], wishes: _Wishes, monitored: Monit
     from attnspan.train.train import train
 
     folder = _folder(wishes)
-    remedy = "Add --resume, or leave it away"
     alone = wishes.from_step is not None and not wishes.resume
-    expect(not alone, "options", "--from-step with --resume", "it alone", remedy, error=ConfigError)
+    ConfigError.unless(not alone, "--from-step with --resume", "it alone", "Add --resume, or leave it away")
     if wishes.resume:
         config = _stored(folder, config, given)
     if not is_rank() and (config.world > 1 or config.fsdp):
@@ -106,7 +91,11 @@ def _run(config: TrainConfig, given: set[str], wishes: _Wishes, monitored: Monit
         try:
             folder = ranks.first(lambda: folder)
             with monitored(folder) if wishes.monitor and ranks.is_first else nullcontext() as observe:
-                how = {"resume": wishes.resume, "from_step": wishes.from_step, "sample": wishes.sample}
+                how: dict[str, Any] = {
+                    "resume": wishes.resume,
+                    "from_step": wishes.from_step,
+                    "sample": wishes.sample,
+                }
                 train(config, folder, ranks=ranks, observe=observe, **how)
         except JobError as error:
             cause: BaseException | None = error
@@ -119,38 +108,27 @@ def _run(config: TrainConfig, given: set[str], wishes: _Wishes, monitored: Monit
 
 
 def _folder(wishes: _Wishes) -> Path:
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    expect(
-        wishes.name is not None or not restarts,
-        "options",
-        "--name with torchrun --max-restarts",
-        "none",
-        "Name the run, so that restarted ranks find it",
-        error=ConfigError,
-    )
+    named = wishes.name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    remedy = "Name the run, so that restarted ranks find it"
+    ConfigError.unless(named, "--name with torchrun --max-restarts", "none", remedy)
     if wishes.name is not None or not wishes.resume:
         return wishes.runs_dir / (wishes.name or time.strftime("%Y%m%d-%H%M%S"))
     folders = sorted(wishes.runs_dir.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime)
-    there = f"a run with a checkpoint in {wishes.runs_dir}"
-    expect(bool(folders), "checkpoint", there, "none", "Start one without --resume", error=CheckpointError)
+    wanted = f"a run with a checkpoint in {wishes.runs_dir}"
+    CheckpointError.unless(folders, wanted, "none", "Start one without --resume")
     return folders[-1].parents[1]
 
 
 def _stored(folder: Path, config: TrainConfig, given: set[str]) -> TrainConfig:
     """The configuration of the run itself, computed as is asked now; other options must agree with it."""
     path, remedy = folder / "config.json", "Give its name with --name, or start it without --resume"
-    there = f"a run to resume in {folder}"
-    expect(path.is_file(), "checkpoint", there, "nothing there", remedy, error=CheckpointError)
+    CheckpointError.unless(path.is_file(), f"a run to resume in {folder}", "nothing there", remedy)
     stored = TrainConfig.load(path)
     for name in sorted(given - set(MOVABLE)):
         flag, before, now = "--" + name.replace("_", "-"), getattr(stored, name), getattr(config, name)
-        expect(
-            now == before,
-            "options",
-            f"{flag} {before}, as {folder} was started",
-            f"{flag} {now}",
-            "Leave the option away, or start a new run",
-            error=ConfigError,
+        remedy = "Leave the option away, or start a new run"
+        ConfigError.unless(
+            now == before, f"{flag} {before}, as {folder} was started", f"{flag} {now}", remedy
         )
     return stored.moved(**{name: getattr(config, name) for name in given if name in MOVABLE})
 

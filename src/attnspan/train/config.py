@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from attnspan.console import option
-from attnspan.errors import _Explained, expect
+from attnspan.errors import _Explained
 from attnspan.files import write_json
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
@@ -17,24 +17,44 @@ __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError
 class JobError(_Explained, ValueError):
     """Base of the training job's errors: what was expected, what came, how to mend it."""
 
+    what: ClassVar[str] = "train"
     #: Whether every rank raises it, so that one of them may speak for all.
     shared = False
+
+    @classmethod
+    def of(cls, expected: str, got: object, remedy: str) -> Self:
+        """The error."""
+        return cls(cls.what, expected=expected, got=str(got), remedy=remedy)
+
+    @classmethod
+    def unless(cls, holds: object, expected: str, got: object, remedy: str) -> None:
+        """Raise it unless a rule holds."""
+        if not holds:
+            raise cls.of(expected, got, remedy)
 
 
 class ConfigError(JobError):
     """An option of the job has a value it cannot have."""
 
+    what = "options"
+
 
 class DataError(JobError):
     """The data or the tokenizer cannot be read, or there is too little of it."""
+
+    what = "data"
 
 
 class CheckpointError(JobError):
     """A checkpoint is missing, damaged, or belongs to another configuration."""
 
+    what = "checkpoint"
+
 
 class RankError(JobError):
     """Another rank has ended, or does not answer."""
+
+    what = "ranks"
 
 
 CHOICES = {
@@ -57,13 +77,7 @@ _how, _ranks = _in("How it is computed"), _in("The ranks")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Configuration of a model and its training run; a value out of range raises a ConfigError.
-
-    Example:
-        >>> TrainConfig(seed=-1)
-        Traceback (most recent call last):
-        attnspan.train.config.ConfigError: options: expected --seed of at least 0, got -1. Pass a larger number.
-    """
+    """Configuration of a model and its training run; a value out of range raises a ConfigError."""
 
     dim: int = _model(256, "width of the residual stream")
     layers: int = _model(4, "number of decoder blocks")
@@ -112,24 +126,23 @@ class TrainConfig:
     timeout: float = _ranks(300.0, "seconds after which a rank that waits for the others gives up")
 
     def __post_init__(self) -> None:
+        check = ConfigError.unless
         for name, choices in CHOICES.items():
-            listed, value = ", ".join(choices), getattr(self, name)
-            _check(value in choices, f"--{name} to be one of {listed}", repr(value), "choose one of these")
+            value, wanted = getattr(self, name), f"--{name} to be one of {', '.join(choices)}"
+            check(value in choices, wanted, repr(value), "Choose one of these")
         for item in fields(self):
             value, lowest = getattr(self, item.name), _LOWEST.get(item.name, 1)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 flag = item.name.replace("_", "-")
-                _check(value >= lowest, f"--{flag} of at least {lowest}", value, "pass a larger number")
-        heads = f"{self.heads} and {self.kv_heads}"
-        _check(self.heads % self.kv_heads == 0, "--kv-heads to divide --heads", heads, "choose a divisor")
-        _check(self.head_dim % 2 == 0, "an even --head-dim", self.head_dim, "rotary embedding turns pairs")
-        _check(self.held_out < 1, "--held-out below 1", self.held_out, "leave some documents to train on")
-        _check(
-            self.cp == 1 or self.attention == "attnspan",
-            "--attention attnspan with --cp above 1",
-            f"--attention {self.attention} and --cp {self.cp}",
-            f"torch's attention cannot share a row under such a mask: pass --cp 1 --dp {self.world}",
-        )
+                check(value >= lowest, f"--{flag} of at least {lowest}", value, "Pass a larger number")
+        heads = f"{self.heads} heads and {self.kv_heads} key/value heads"
+        check(self.heads % self.kv_heads == 0, "--kv-heads to divide --heads", heads, "Choose a divisor")
+        check(self.head_dim % 2 == 0, "an even --head-dim", self.head_dim, "Rotary embedding turns pairs")
+        check(self.held_out < 1, "--held-out below 1", self.held_out, "Leave some documents to train on")
+        got = f"--attention {self.attention} and --cp {self.cp}"
+        remedy = f"Torch's attention cannot share a row under such a mask: pass --cp 1 --dp {self.world}"
+        whole = self.cp == 1 or self.attention == "attnspan"
+        check(whole, "--attention attnspan with --cp above 1", got, remedy)
 
     @property
     def world(self) -> int:
@@ -151,14 +164,14 @@ class TrainConfig:
             2
         """
         strategy = self.strategy if changes.get("cp", self.cp) == self.cp else "auto"
-        new = replace(self, **{"batch_size": 1, "strategy": strategy} | changes)
-        parts = new.dp * new.accumulate
-        _check(
-            self.step_rows % parts == 0,
-            f"--dp times --accumulate to divide the {self.step_rows} rows of a step",
-            parts,
-            "choose a divisor, so that the training stays what it was",
+        kept: dict[str, Any] = {"batch_size": 1, "strategy": strategy}
+        new = replace(self, **kept | changes)
+        parts, wanted = (
+            new.dp * new.accumulate,
+            f"--dp times --accumulate to divide the {self.step_rows} rows",
         )
+        fits, remedy = self.step_rows % parts == 0, "Choose a divisor, so that the training stays what it was"
+        ConfigError.unless(fits, f"{wanted} of a step", parts, remedy)
         return replace(new, batch_size=self.step_rows // parts)
 
     def save(self, path: Path) -> None:
@@ -172,7 +185,7 @@ class TrainConfig:
             return cls(**json.loads(path.read_text()))
         except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             got, remedy = f"{path}: {error}", "Start a new run without --resume"
-            raise ConfigError("options", expected="a run configuration", got=got, remedy=remedy) from None
+            raise ConfigError.of("a run configuration", got, remedy) from None
 
 
 #: Lower bounds of the numbers that may be below 1.
@@ -191,8 +204,3 @@ _LOWEST |= {"workers": 0, "steps": 0, "checkpoint_every": 0, "norm_eps": 0, "hel
 #: What may differ on resuming: how a training is computed, where its trace goes, and how long it is.
 MOVABLE: tuple[str, ...] = ("cp", "dp", "fsdp", "strategy", "method", "accumulate")
 MOVABLE += ("threads", "workers", "timeout", "profile", "steps")
-
-
-def _check(holds: bool, expected: str, got: object, remedy: str) -> None:
-    remedy = remedy[0].upper() + remedy[1:]
-    expect(holds, "options", expected, str(got), remedy, error=ConfigError)

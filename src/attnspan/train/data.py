@@ -1,11 +1,11 @@
-"""Documents into packed rows, and packed rows into what one rank computes: made ahead of the steps, by workers.
+"""Documents into packed rows, and rows into what one rank computes: made ahead of the steps, by workers.
+
+The inputs of a document are all but the last of its tokens, end markers among them, its targets all but the
+first, so that no target ever belongs to another document. A document that does not fit into what is left of a
+row goes on in the next row as a segment of its own; the last input of the first part still has its true next
+token as target, so no token is lost and none is seen twice.
 
 Shapes: B rows of a batch, S tokens of a row, n tokens of a row that a rank holds.
-
-The inputs of a document are all but the last of its tokens, end markers among them, and its targets all but
-the first, so that no target ever belongs to another document. A document that does not fit into what is left of
-a row goes on in the next row as a segment of its own; the last input of the first part still has its true next
-token as target, so no token is lost and none is seen twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,23 +23,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from attnspan import Prepared, causal, segments
 from attnspan.parallel import Layout, LocalPlan, Plan, Strategy
-from attnspan.parallel.layout import Rows as LayoutRows
+from attnspan.parallel.layout import Rows as SharedRows
+from attnspan.parallel.partition import Method
 from attnspan.train.config import TrainConfig
 from attnspan.train.documents import Corpus
 from attnspan.train.model import IGNORE, Pieces
 
-__all__ = [
-    "IGNORE",
-    "PADDING",
-    "Batch",
-    "Batches",
-    "PackedStream",
-    "Part",
-    "Rows",
-    "make_batch",
-    "pack_once",
-    "row_shape",
-]
+__all__ = ["Batch", "Batches", "PackedStream", "Part", "Rows", "make_batch", "pack_once", "settle_strategy"]
 
 PADDING = -1  # segment id of the filler at the end of the last row
 
@@ -48,7 +38,7 @@ class Rows(NamedTuple):
     """Packed rows, whole.
 
     Example:
-        >>> corpus = Corpus.from_documents([[5, 6], [7]], end=9, num_bytes=3)
+        >>> corpus = Corpus.of([[5, 6], [7]], end=9, num_bytes=3)
         >>> [rows] = pack_once(corpus, seq_len=6, batch_size=1)
         >>> rows.tokens.tolist(), rows.targets.tolist()
         ([[9, 5, 6, 9, 7, 9]], [[5, 6, 9, 7, 9, -100]])
@@ -112,7 +102,7 @@ class PackedStream:
             with batches of R * B rows would get, in the same order.
 
     Example:
-        >>> corpus = Corpus.from_documents([[1, 2], [3], [4, 5, 6]], end=9, num_bytes=6)
+        >>> corpus = Corpus.of([[1, 2], [3], [4, 5, 6]], end=9, num_bytes=6)
         >>> stream = PackedStream(corpus, seq_len=4, batch_size=2, seed=0)
         >>> first, state = next(stream), stream.state_dict()
         >>> second = next(stream)
@@ -125,14 +115,14 @@ class PackedStream:
         self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int, replica: int = 0, replicas: int = 1
     ) -> None:
         self.corpus, self.seq_len, self.seed, self.epoch = corpus, seq_len, seed, 0
-        self._own = slice(replica * batch_size, (replica + 1) * batch_size)
-        self._rows = batch_size * replicas
+        self._rows, first = batch_size * replicas, replica * batch_size
+        self._own = slice(first, first + batch_size)
         self._parts = corpus.parts(seq_len)
-        self._cursor = self._start()
+        self._start()
 
-    def _start(self, position: int = 0, offset: int = 0) -> _Cursor:
+    def _start(self, position: int = 0, offset: int = 0) -> None:
         parts = np.random.default_rng([self.seed, self.epoch]).permutation(self._parts)
-        return _Cursor(self.corpus, parts, position, offset)
+        self._cursor = _Cursor(self.corpus, parts, position, offset)
 
     def _row(self) -> list[NDArray[Any]]:
         windows, room = [], self.seq_len
@@ -142,7 +132,7 @@ class PackedStream:
                 windows.append(window)
             if room:
                 self.epoch += 1
-                self._cursor = self._start()
+                self._start()
         return windows
 
     def __iter__(self) -> PackedStream:
@@ -163,36 +153,31 @@ class PackedStream:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Return to a place that `state_dict` named."""
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self._cursor = self._start(state["position"], state["offset"])
+        self._start(state["position"], state["offset"])
 
 
 def pack_once(
     corpus: Corpus, *, seq_len: int, batch_size: int, replica: int = 0, replicas: int = 1
-) -> list[Rows]:
-    """All documents in order, once; the last batch is filled up with padding. See `PackedStream`.
-
-    Returns:
-        Batches of B rows, as many as the documents need; every replica gets as many.
+) -> Iterator[Rows]:
+    """All documents in order, once, in as many batches for each replica; the last ones have padding.
 
     Example:
-        >>> corpus = Corpus.from_documents([[1, 2, 3]], end=9, num_bytes=3)
+        >>> corpus = Corpus.of([[1, 2, 3]], end=9, num_bytes=3)
         >>> [rows.tokens.tolist() for rows in pack_once(corpus, seq_len=3, batch_size=1)]
         [[[9, 1, 2]], [[3, 9, 9]]]
     """
     cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
-    own = slice(replica * batch_size, (replica + 1) * batch_size)
-    batches = []
+    first = replica * batch_size
     while cursor.position < len(corpus):
         rows = [list(cursor.take(seq_len)) for _ in range(batch_size * replicas)]
-        batches.append(Rows.packed(rows[own], seq_len, corpus.end))
-    return batches
+        yield Rows.packed(rows[first : first + batch_size], seq_len, corpus.end)
 
 
 class Planned(NamedTuple):
     """The mask of rows that several ranks share: a rank's plan, and the rows that it is for."""
 
     plan: LocalPlan
-    rows: LayoutRows
+    rows: SharedRows
 
 
 class Part(NamedTuple):
@@ -248,87 +233,70 @@ class Batches(IterableDataset[Batch]):
     def loader(self) -> DataLoader[Batch]:
         """The batches in order, made ahead by `TrainConfig.workers` processes."""
         workers = self.config.workers
-        ahead = 2 if workers else None
-        return DataLoader(
-            self, batch_size=None, num_workers=workers, prefetch_factor=ahead, collate_fn=_unchanged
-        )
+        how: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 2 if workers else None}
+        return DataLoader(self, batch_size=None, collate_fn=_unchanged, **how)
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def row_shape(config: TrainConfig, rank: int) -> dict[str, int]:
     """Which rows a rank packs: arguments of `PackedStream` and `pack_once`."""
-    replica, replicas = rank // config.cp, config.dp
-    return {
-        "seq_len": config.seq_len,
-        "batch_size": config.batch_size,
-        "replica": replica,
-        "replicas": replicas,
-    }
+    shape = {"seq_len": config.seq_len, "batch_size": config.batch_size}
+    return shape | {"replica": rank // config.cp, "replicas": config.dp}
 
 
-def make_batch(config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int]) -> Batch:
+def make_batch(
+    config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int] | None = None
+) -> Batch:
     """What a rank computes of the rows that its replica packed."""
-    parts, pairs = [], 0
-    for rows in batches:
-        mask = _mask(rows.ids if config.cp == 1 else rows.ids.numpy())
-        pairs += int(mask.lowered.cost().sum())
-        parts.append(_part(config, rows, mask, rank))
-    tokens = sum(rows.tokens.numel() for rows in batches) / config.cp
-    targets = sum(int((part.targets != IGNORE).sum()) for part in parts)
-    return Batch(parts, tokens, targets, pairs / config.cp, place)
+    made = [_part(config, rows, rank) for rows in batches]
+    tokens, pairs = sum(rows.tokens.numel() for rows in batches), sum(pairs for _, pairs in made)
+    targets = sum(int((part.targets != IGNORE).sum()) for part, _ in made)
+    return Batch([part for part, _ in made], tokens / config.cp, targets, pairs / config.cp, place or {})
 
 
 def _mask(ids: Any) -> Prepared:
-    """Causal within a segment; padding sees and is seen by nothing. Ids of NumPy give what plans are made of."""
+    """Causal within a segment; padding sees nothing. Ids of NumPy give what plans are made of."""
     batch, seq_len = ids.shape
     return (causal() & segments(ids, padding_id=PADDING)).prepare(seq_len, seq_len, batch=batch)
 
 
-def _part(config: TrainConfig, rows: Rows, mask: Prepared, rank: int) -> Part:
-    """A rank's part of packed rows."""
+def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
+    """A rank's part of packed rows, and the visible pairs of all of it."""
+    mask = _mask(rows.ids if config.cp == 1 else rows.ids.numpy())
+    pairs, own = int(mask.lowered.cost().sum()), rows._asdict()
+    chosen: Any = mask
     if config.cp > 1:
         plan, member = _plan(config, mask), rank % config.cp
-        own = plan.layout.shard(
-            {"tokens": rows.tokens, "targets": rows.targets, "positions": rows.positions}, member
-        )
-        mine = Planned(plan.local(member), own)
-        return Part(own["tokens"], own["targets"], own["positions"], mine)
-    chosen: Any = mask
-    if config.attention == "sdpa":
+        own = plan.layout.shard(own, member)
+        chosen = Planned(plan.local(member), own)
+    elif config.attention == "sdpa":
         chosen = mask.lowered.dense()
     elif config.attention == "sdpa-documents":
-        chosen = _pieces(rows.ids)
-    return Part(rows.tokens, rows.targets, rows.positions, chosen)
+        borders = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), len(row)] for row in rows.ids]
+        chosen = Pieces([list(pairwise(each)) for each in borders])
+    return Part(own["tokens"], own["targets"], own["positions"], chosen), pairs
 
 
 def _plan(config: TrainConfig, mask: Prepared) -> Plan:
     """Who owns which rows, and what each rank needs from the others to attend."""
-    ranks, batch = config.cp, config.batch_size
-    members = 1 if config.strategy == "auto" else Strategy.parse(config.strategy, ranks).members
-    layout = Layout.of(
-        mask, q_len=config.seq_len, ranks=ranks, batch=batch, members=members, method=config.method
-    )
-    sizes = {"head_dim": config.head_dim, "itemsize": 4 if config.dtype == "float32" else 2}
-    heads = config.heads, config.kv_heads
-    return layout.plan(heads=heads, strategy=config.strategy, batch=batch, **sizes)
+    strategy, batch = config.strategy, config.batch_size
+    members = 1 if strategy == "auto" else Strategy.parse(strategy, config.cp).members
+    sizes = {"q_len": config.seq_len, "ranks": config.cp, "batch": batch, "members": members}
+    layout = Layout.of(mask, method=cast(Method, config.method), **sizes)
+    size: dict[str, Any] = {
+        "head_dim": config.head_dim,
+        "itemsize": 4 if config.dtype == "float32" else 2,
+        "batch": batch,
+    }
+    return layout.plan(heads=(config.heads, config.kv_heads), strategy=strategy, **size)
 
 
 def settle_strategy(config: TrainConfig, corpus: Corpus) -> TrainConfig:
     """With strategy "auto", decide by the first rows once, so that all steps are one program."""
     if config.cp == 1 or config.strategy != "auto":
         return config
-    stream = PackedStream(corpus, seed=config.seed, **row_shape(config, 0))
-    return replace(config, strategy=_plan(config, _mask(next(stream).ids.numpy())).strategy.name)
-
-
-def _pieces(ids: Tensor) -> Pieces:
-    """The runs of equal ids."""
-    rows = []
-    for row in ids:
-        inner = (row.diff().nonzero().flatten() + 1).tolist()
-        borders = pairwise([0, *inner, len(row)])
-        rows.append([(start, stop, int(row[start]) == PADDING) for start, stop in borders])
-    return Pieces(rows)
+    rows = next(PackedStream(corpus, seed=config.seed, **row_shape(config, 0)))
+    return replace(config, strategy=_plan(config, _mask(rows.ids.numpy())).strategy.name)

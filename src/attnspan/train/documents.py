@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -14,32 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnspan.errors import expect
 from attnspan.train.config import DataError, TrainConfig
 
-__all__ = [
-    "Corpus",
-    "Data",
-    "Vocabulary",
-    "load_data",
-    "load_vocabulary",
-    "read_documents",
-    "split_documents",
-]
+__all__ = ["Corpus", "Data", "Vocabulary", "load_data", "load_vocabulary", "read_documents"]
 
-_TABLES = {".jsonl": "json", ".parquet": "parquet"}
 _NOT_STANDARD = {"site-packages", "dist-packages"}
 # Held-out documents are scored by their beginnings, so that one huge file cannot be the whole evaluation.
 _EVAL_DOCUMENT_BYTES = 16_384
 
 
 class Vocabulary:
-    """The 256 bytes, and an end marker: the last id.
-
-    Example:
-        >>> Vocabulary().encode(b"ab").tolist(), Vocabulary().decode([97, 98, 256]), Vocabulary().end
-        ([97, 98], 'ab', 256)
-    """
+    """The 256 bytes, and an end marker: the last id."""
 
     end = 256
 
@@ -52,7 +38,7 @@ class Vocabulary:
         return bytes(token for token in tokens if token < self.end).decode("utf-8", errors="replace")
 
 
-class _TokenizerVocabulary(Vocabulary):
+class TokenizerVocabulary(Vocabulary):
     """The ids of a `tokenizers` file, and an end marker after the last of them."""
 
     def __init__(self, path: Path) -> None:
@@ -62,12 +48,9 @@ class _TokenizerVocabulary(Vocabulary):
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception, also for a missing file.
-            raise DataError(
-                "data",
-                expected="--tokenizer to name a tokenizers JSON file",
-                got=f"{path}: {error}",
-                remedy="Save one with tokenizers.Tokenizer.save, or leave --tokenizer away to train on bytes",
-            ) from None
+            remedy = "Save one with tokenizers.Tokenizer.save, or leave --tokenizer away to train on bytes"
+            wanted, got = "--tokenizer to name a tokenizers JSON file", f"{path}: {error}"
+            raise DataError.of(wanted, got, remedy) from None
         self.end = int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: bytes) -> NDArray[Any]:
@@ -79,12 +62,8 @@ class _TokenizerVocabulary(Vocabulary):
 
 
 def load_vocabulary(path: str | None) -> Vocabulary:
-    """The vocabulary of a run: a `tokenizers` JSON file, or bytes.
-
-    Raises:
-        DataError: The file is missing or is not a tokenizer.
-    """
-    return Vocabulary() if path is None else _TokenizerVocabulary(Path(path))
+    """The vocabulary of a run: that of a `tokenizers` JSON file, or bytes."""
+    return Vocabulary() if path is None else TokenizerVocabulary(Path(path))
 
 
 @dataclass(frozen=True)
@@ -92,17 +71,11 @@ class Corpus:
     """Tokenized documents, one after the other, each stored as ``end, t0, ..., tn-1, end``.
 
     Its first token is predicted from the end marker alone, and the target of its last one is the end marker.
-
-    Args:
-        tokens: All documents, each with its end markers, (N,), unsigned integers.
-        offsets: Document ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``, (documents + 1,) int64.
-        num_bytes: Bytes of text that the tokens stand for, end markers aside.
-        end: The token that marks both ends of a document.
     """
 
-    tokens: NDArray[Any]
-    offsets: NDArray[np.int64]
-    num_bytes: int
+    tokens: NDArray[Any]  # (N,), unsigned integers
+    offsets: NDArray[np.int64]  # document i is tokens[offsets[i] : offsets[i + 1]], (documents + 1,)
+    num_bytes: int  # of the text that the tokens stand for
     end: int
 
     def __len__(self) -> int:
@@ -121,10 +94,10 @@ class Corpus:
         return digest.hexdigest()
 
     def parts(self, longest: int) -> NDArray[np.int64]:
-        """Documents as ranges of inputs, those of more than ``longest`` cut into several, (n, 2) int64.
+        """Documents as ranges of inputs, those of more than ``longest`` cut into several, (n, 2).
 
         Example:
-            >>> Corpus.from_documents([[5, 6], [7]], end=9, num_bytes=3).parts(2).tolist()
+            >>> Corpus.of([[5, 6], [7]], end=9, num_bytes=3).parts(2).tolist()
             [[0, 2], [2, 3], [4, 6]]
         """
         starts, stops = self.offsets[:-1], self.offsets[1:] - 1
@@ -135,49 +108,35 @@ class Corpus:
         return np.stack([begins, np.minimum(begins + longest, stops[document])], axis=1)
 
     @classmethod
-    def from_documents(
-        cls,
-        documents: Sequence[Sequence[int] | NDArray[Any]],
-        *,
-        end: int,
-        num_bytes: int,
-        close: bool = True,
-    ) -> Corpus:
-        """Lay documents one after the other, each between end markers.
-
-        Args:
-            documents: Token ids of each document.
-            end: The end marker.
-            num_bytes: Bytes of text in all documents together.
-            close: Whether a document is followed by an end marker; false for documents cut short.
+    def of(cls, documents: Sequence[Any], *, end: int, num_bytes: int, close: bool = True) -> Corpus:
+        """Lay token ids of documents one after the other; without ``close``, no end marker follows them.
 
         Example:
-            >>> corpus = Corpus.from_documents([[5, 6], [7]], end=9, num_bytes=3)
+            >>> corpus = Corpus.of([[5, 6], [7]], end=9, num_bytes=3)
             >>> corpus.tokens.tolist(), corpus.offsets.tolist()
             ([9, 5, 6, 9, 9, 7, 9], [0, 4, 7])
         """
         dtype = np.uint16 if end < 2**16 else np.uint32
-        marker = np.array([end], dtype)
-        parts: list[NDArray[Any]] = [np.empty(0, dtype)]
+        marker, empty = np.array([end], dtype), np.empty(0, dtype)
+        parts: list[NDArray[Any]] = [empty]
         for document in documents:
-            parts += [marker, np.asarray(document, dtype)] + ([marker] if close else [])
+            parts += [marker, np.asarray(document, dtype), marker if close else empty]
         lengths = [len(document) + 1 + close for document in documents]
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
         return cls(np.concatenate(parts), offsets, num_bytes, end)
 
 
 class Data(NamedTuple):
-    """The tokenized halves of the data.
-
-    Args:
-        train: Documents to learn from.
-        held_out: Beginnings of documents that are never learned from.
-        source: Where they come from, for people.
-    """
+    """The tokenized halves of the data."""
 
     train: Corpus
-    held_out: Corpus
-    source: str
+    held_out: Corpus  # beginnings of documents that are never learned from
+    source: str  # for people
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Fingerprints of both halves."""
+        return {"training": self.train.digest, "held-out": self.held_out.digest}
 
 
 def load_data(config: TrainConfig, vocabulary: Vocabulary) -> Data:
@@ -194,14 +153,12 @@ def load_data(config: TrainConfig, vocabulary: Vocabulary) -> Data:
         if not left:
             break
 
-    def tokenize(documents: list[bytes], close: bool) -> Corpus:
-        tokens = [vocabulary.encode(document) for document in documents]
-        return Corpus.from_documents(
-            tokens, end=vocabulary.end, num_bytes=sum(map(len, documents)), close=close
-        )
+    def tokenized(documents: list[bytes], close: bool) -> Corpus:
+        ids, size = map(vocabulary.encode, documents), sum(map(len, documents))
+        return Corpus.of(list(ids), end=vocabulary.end, num_bytes=size, close=close)
 
-    default = f"the standard library of Python {sysconfig.get_python_version()}"
-    return Data(tokenize(train, True), tokenize(beginnings, False), config.data or default)
+    source = config.data or f"the standard library of Python {sysconfig.get_python_version()}"
+    return Data(tokenized(train, True), tokenized(beginnings, False), source)
 
 
 def split_documents(documents: list[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
@@ -215,24 +172,11 @@ def split_documents(documents: list[bytes], held_out: float) -> tuple[list[bytes
 
     Returns:
         Documents to train on, in their order, and held-out ones, in the order of their hashes.
-
-    Raises:
-        DataError: There are not two different documents to split.
-
-    Example:
-        >>> train, held_out = split_documents([b"one", b"two", b"three"], held_out=0.1)
-        >>> len(train), len(held_out)
-        (2, 1)
     """
     keys = [hashlib.blake2b(document, digest_size=8).digest() for document in documents]
-    expect(
-        len(set(keys)) > 1,
-        "data",
-        "at least two different documents, one to train on and one to hold out",
-        f"{len(set(keys))} among {len(documents)}",
-        "Add documents; in a .txt file an empty line separates them",
-        error=DataError,
-    )
+    wanted = "at least two different documents, one to train on and one to hold out"
+    remedy = "Add documents; in a .txt file an empty line separates them"
+    DataError.unless(len(set(keys)) > 1, wanted, f"{len(set(keys))} among {len(documents)}", remedy)
     lowest, highest = min(keys), max(keys)
     limit = held_out * 2.0**64
     out = {key for key in keys if int.from_bytes(key) < limit and key != highest} | {lowest}
@@ -252,9 +196,6 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
         path: Folder or file, or None.
         text_field: Column of .jsonl and .parquet files that holds the text.
 
-    Raises:
-        DataError: The path is missing, of an unknown kind, unreadable, or has no text in it.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "two.txt"
@@ -263,74 +204,64 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
         [b'first', b'second']
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else path)
-    name = "--data to name a folder or a .txt, .jsonl or .parquet file"
-    expect(root.exists(), "data", name, f"{root}, which does not exist", "Check the path", error=DataError)
-    known = root.is_dir() or root.suffix in {".txt", *_TABLES}
+    wanted = "--data to name a folder or a .txt, .jsonl or .parquet file"
+    DataError.unless(root.exists(), wanted, f"{root}, which does not exist", "Check the path")
     remedy = "Rename it, or put it into a folder: there every text file is a document"
-    expect(known, "data", name, str(root), remedy, error=DataError)
-    if path is None:
-        found = _read_folder(root, text_field, suffix=".py", without=_NOT_STANDARD)
-    elif root.is_dir():
-        found = _read_folder(root, text_field)
-    elif root.suffix == ".txt":
-        found = _read_rows(root, "text", "text", sample_by="paragraph")
-    else:
-        found = _read_rows(root, _TABLES[root.suffix], text_field)
+    DataError.unless(root.is_dir() or root.suffix in {".txt", *_TABLES}, wanted, root, remedy)
+    files = [root] if root.is_file() else _text_files(root, standard=path is None)
+    found: list[bytes] = []
+    for file in files:
+        try:
+            if file.suffix in _TABLES:
+                found += _rows(file, text_field)
+            elif root.is_file():
+                found += [part.strip("\n").encode() for part in file.read_text("utf-8").split("\n\n")]
+            elif b"\0" not in (content := file.read_bytes())[:8192]:
+                found.append(content)
+        except DataError:
+            raise
+        except (OSError, ValueError) as error:  # Readers of JSON, Parquet and UTF-8 raise ValueError.
+            kind, remedy = f"a readable {file.suffix or 'text'} file", "Write it anew, in UTF-8"
+            raise DataError.of(kind, f"{file}: {error}", remedy) from None
     documents = [document for document in found if document.strip()]
-    expect(
-        bool(documents), "data", f"text in {root}", "none", "Check that files are not empty", error=DataError
-    )
+    DataError.unless(documents, f"text in {root}", "none", "Check that the files are not empty")
     return documents
 
 
-def _read_folder(
-    root: Path, text_field: str, suffix: str = "", without: frozenset[str] | set[str] = frozenset()
-) -> Iterator[bytes]:
+def _text_files(root: Path, standard: bool) -> Iterator[Path]:
+    """Files of a folder, without hidden ones; of the standard library its modules."""
     for folder, folders, names in os.walk(root):
+        without = _NOT_STANDARD if standard else set()
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if name.startswith(".") or not name.endswith(suffix) or not path.is_file():
-                continue
-            if path.suffix in _TABLES:
-                yield from _read_rows(path, _TABLES[path.suffix], text_field)
-                continue
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise _unreadable(path, error, "Change its permissions or remove it") from None
-            if b"\0" not in content[:8192]:
-                yield content
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file() and (path.suffix == ".py" or not standard):
+                yield path
 
 
-def _read_rows(path: Path, builder: str, text_field: str, **options: str) -> Iterator[bytes]:
-    # The library asks the network for nothing when told so before its import.
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    if not path.stat().st_size:
-        return
-    try:
-        # Streaming reads the file where it is; otherwise a copy would go into a cache in the home directory.
-        for row in load_dataset(builder, data_files=str(path), split="train", streaming=True, **options):
-            text = row.get(text_field)
-            expect(
-                isinstance(text, str),
-                "data",
-                f"a string in the field {text_field!r} of every row of {path}",
-                f"a row with the fields {sorted(row)}" if text is None else type(text).__name__,
-                "Name the column that holds the documents with --text-field",
-                error=DataError,
-            )
-            yield text.encode("utf-8", errors="replace")
-    except DataError:
-        raise
-    # pyarrow and the reader of json raise ValueError.
-    except (OSError, UnicodeDecodeError, DatasetGenerationError, ValueError) as error:
-        raise _unreadable(path, error, "Write it anew, in UTF-8") from None
+def _json_rows(path: Path, _field: str) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        yield from (json.loads(line) for line in lines if line.strip())
 
 
-def _unreadable(path: Path, error: Exception, remedy: str) -> DataError:
-    kind = f"a readable {path.suffix or 'text'} file"
-    return DataError("data", expected=kind, got=f"{path}: {error}", remedy=remedy)
+def _parquet_rows(path: Path, field: str) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    if path.stat().st_size:
+        table = parquet.ParquetFile(path)
+        columns = [field] if field in table.schema_arrow.names else None
+        for batch in table.iter_batches(columns=columns):
+            yield from batch.to_pylist()
+
+
+_TABLES = {".jsonl": _json_rows, ".parquet": _parquet_rows}
+
+
+def _rows(path: Path, field: str) -> Iterator[bytes]:
+    """The documents of a table, without reading its other columns."""
+    for row in _TABLES[path.suffix](path, field):
+        text: Any = row.get(field) if isinstance(row, dict) else row
+        got = f"a row with the fields {sorted(row)}" if text is None else type(text).__name__
+        wanted = f"a string in the field {field!r} of every row of {path}"
+        remedy = "Name the column that holds the documents with --text-field"
+        DataError.unless(isinstance(text, str) and isinstance(row, dict), wanted, got, remedy)
+        yield text.encode("utf-8", errors="replace")

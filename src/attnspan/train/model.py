@@ -21,30 +21,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from attnspan.torch import attention, checkpoint_policy
 from attnspan.train.config import TrainConfig
 
-__all__ = [
-    "Decoder",
-    "Pieces",
-    "Rotary",
-    "StepFlops",
-    "attend",
-    "keep_attention",
-    "rotary_table",
-    "rotate",
-    "step_flops",
-    "token_loss",
-]
+__all__ = ["Decoder", "Pieces", "Rotary", "StepFlops", "attend", "keep_attention", "step_flops", "token_loss"]
 
 IGNORE = -100  # target that carries no loss; torch's own default for cross entropy
 
 
 class Pieces(NamedTuple):
-    """Where the segments of each row lie, for attention by one call of SDPA per segment.
+    """Where the segments of each row lie, (start, stop), for attention by one call of SDPA per segment."""
 
-    Args:
-        rows: For each row its (start, stop, is padding), in order and without gaps.
-    """
-
-    rows: list[list[tuple[int, int, bool]]]
+    rows: list[list[tuple[int, int]]]
 
 
 class Rotary(NamedTuple):
@@ -62,14 +47,7 @@ def rotary_table(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32.
-
-    Example:
-        >>> x = torch.randn(1, 2, 3, 4)
-        >>> still = Rotary(torch.ones(1, 2, 1, 2), torch.zeros(1, 2, 1, 2))
-        >>> torch.equal(rotate(x, still), x)
-        True
-    """
+    """Turn channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32."""
     a, b = x.float().chunk(2, dim=-1)
     turned = torch.cat((a * rotary.cos - b * rotary.sin, b * rotary.cos + a * rotary.sin), dim=-1)
     return turned.to(x.dtype)
@@ -78,58 +56,48 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """Attention of one layer, (B, S, H, D) with keys and values (B, S, G, D); returns (B, S, H, D).
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        mask: What attnspan takes: a prepared mask, or the plan of ranks that share the rows. A dense bool
-            tensor or `Pieces` call torch's own attention instead.
+    The mask is what attnspan takes: a prepared mask, or the plan of ranks that share the rows. A dense bool
+    tensor or `Pieces` call torch's own attention instead.
     """
     if isinstance(mask, Pieces):
         pieced: Tensor = _attend_pieces(q, k, v, mask)
         return pieced
     if isinstance(mask, Tensor):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2)
+        return _sdpa(q, k, v, attn_mask=mask)
     return attention(q, k, v, mask=mask, layout="bshd")
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how).transpose(1, 2)
 
 
 # Not compiled: pieces differ at each step, and each would be a graph of its own.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
-    """Causal SDPA of each segment by itself; padding sees nothing, so its output is 0."""
-    rows = []
-    for index, row in enumerate(pieces.rows):
-        outs = []
-        for start, stop, is_padding in row:
-            if is_padding:
-                outs.append(torch.zeros_like(q[index, start:stop]))
-                continue
-            query, key, value = (x[index, None, start:stop].transpose(1, 2) for x in (q, k, v))
-            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1))
-        rows.append(torch.cat(outs))
-    return torch.stack(rows)
+    """Causal SDPA of each segment by itself; what padding gives carries no loss."""
+    outs = []
+    for row, borders in enumerate(pieces.rows):
+        parts = ((x[row, None, start:stop] for x in (q, k, v)) for start, stop in borders)
+        outs.append(torch.cat([_sdpa(*part, is_causal=True) for part in parts], dim=1))
+    return torch.cat(outs)
 
 
-_SDPA = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-}
+_SDPA = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
 
 
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy of selective checkpointing: attnspan's, which keeps results of attention, and the same for SDPA."""
-    return CheckpointPolicy.MUST_SAVE if op in _SDPA else checkpoint_policy(ctx, op, *args, **kwargs)
+    """Policy of selective checkpointing: it keeps results of attention, attnspan's and SDPA's."""
+    if any(op is getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _SDPA):
+        return CheckpointPolicy.MUST_SAVE
+    return checkpoint_policy(ctx, op, *args, **kwargs)
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in float32, also where sharded parameters are gathered in bfloat16."""
+    """RMSNorm in the dtype of its input, also where sharded parameters are gathered in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.normalized_shape, self.weight.float(), self.eps)
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -142,12 +110,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
-        batch, seq_len, _ = x.shape
-        qkv = self.qkv(x).view(batch, seq_len, self.heads + 2 * self.kv_heads, self.head_dim)
         # Views of the projection: attnspan takes any strides, so v is never copied.
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         out = attend(rotate(q, rotary), rotate(k, rotary), v, mask)
-        mixed: Tensor = self.out(out.reshape(batch, seq_len, self.heads * self.head_dim))
+        mixed: Tensor = self.out(out.flatten(2))
         return mixed
 
 
@@ -194,14 +161,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The language model.
-
-    It may be built on the meta device and sharded there; `initialize` then gives it values.
-
-    Args:
-        config: Its shape.
-        vocab_size: V.
-    """
+    """The language model. It may be built on the meta device and sharded there, before `initialize`."""
 
     cos: Tensor
     sin: Tensor
@@ -213,30 +173,23 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = Norm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, vocab_size, bias=False)
-        # Looked up, not multiplied, and what a token pays for; the same on however many ranks.
-        self.matmul_weights = sum(
-            each.weight.numel() for each in self.modules() if isinstance(each, nn.Linear)
-        )
-        for name, table in self._tables().items():
-            self.register_buffer(name, table, persistent=False)
-
-    def _tables(self) -> dict[str, Tensor]:
-        config = self.config
-        return dict(zip(("cos", "sin"), rotary_table(config.seq_len, config.head_dim, config.rope_theta)))
+        # What every token is multiplied with; the embedding is looked up.
+        linear = (module for module in self.modules() if isinstance(module, nn.Linear))
+        self.matmul_weights = sum(module.weight.numel() for module in linear)
+        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     @torch.no_grad()
     def initialize(self, device: str | torch.device = "cpu") -> Decoder:
-        """Draw the weights, the same ones whatever the device and however they are sharded.
-
-        Args:
-            device: Where they will be.
-        """
+        """Draw the weights, the same ones whatever the device and however they are sharded."""
         self.to_empty(device=device)
-        for name, table in self._tables().items():
-            getattr(self, name).copy_(table)
-        draw = torch.Generator().manual_seed(self.config.seed)
+        config, draw = self.config, torch.Generator().manual_seed(self.config.seed)
+        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
         # Residual branches start small, so that the sum over all layers keeps the scale of the embedding.
-        residual = 0.02 / math.sqrt(2 * self.config.layers)
+        residual = 0.02 / math.sqrt(2 * config.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0)
@@ -258,7 +211,8 @@ class Decoder(nn.Module):
             mask: See `attend`.
         """
         rotary = Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
-        x = self.embedding(tokens).float()  # The residual stream is float32 in mixed precision too.
+        x = self.embedding(tokens)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # The residual stream, in mixed precision too.
         for block in self.blocks:
             x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))
@@ -266,27 +220,16 @@ class Decoder(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of all targets but those of `IGNORE`, nats, computed in float32.
-
-    Args:
-        logits: (B, S, V), any floating dtype.
-        targets: (B, S) int64.
-    """
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    """Sum of the cross entropies of (B, S) targets but those of `IGNORE`, nats, computed in float32."""
+    logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+    return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 class StepFlops(NamedTuple):
-    """Floating-point operations of one training step, recomputation aside.
+    """Floating-point operations of one training step, recomputation aside."""
 
-    Args:
-        matmul: Of the dense layers.
-        attention: Of attention, visible pairs only.
-    """
-
-    matmul: float
-    attention: float
+    matmul: float  # of the dense layers
+    attention: float  # visible pairs only
 
     @property
     def total(self) -> float:
@@ -304,11 +247,6 @@ def step_flops(model: Decoder, tokens: int, pairs: int) -> StepFlops:
         model: The decoder.
         tokens: Tokens of the step, padding included, because the dense layers do not skip it.
         pairs: Visible (query, key) pairs of the step, for one head.
-
-    Example:
-        >>> config = TrainConfig(dim=8, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=16)
-        >>> step_flops(Decoder(config, vocab_size=10), tokens=10, pairs=5)
-        StepFlops(matmul=39360.0, attention=560.0)
     """
     config = model.config
     heads = config.layers * config.heads

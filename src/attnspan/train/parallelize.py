@@ -25,7 +25,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map_only
 
-from attnspan.errors import expect
 from attnspan.kernels import cpu
 from attnspan.train.config import ConfigError, JobError, RankError, TrainConfig
 from attnspan.train.data import Part, Planned
@@ -93,7 +92,7 @@ class Ranks:
 
     @contextmanager
     def joined(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Surround what waits for other ranks: a lost one becomes a RankError that names it and the action."""
+        """Surround what waits for other ranks: a lost one becomes a RankError that names it."""
         try:
             yield
         except RuntimeError as error:  # The base of all errors of torch's collectives.
@@ -102,13 +101,10 @@ class Ranks:
                 raise
             where = traceback.extract_tb(error.__traceback__)[-1]
             at = f"rank {self.number}, {os.path.basename(where.filename)}:{where.lineno}"
-            raise RankError(
-                "ranks",
-                expected=f"all {self.world} ranks to take part in {doing()}",
-                got=f"no answer from {lost}, after this on {at}: {_line(error)}",
-                remedy="Look for the rank that ended first; go on with --resume, or let torchrun do it: "
-                "--max-restarts N",
-            ) from error
+            remedy = "Look for the rank that ended first; go on with --resume, or let torchrun do it: "
+            wanted = f"all {self.world} ranks to take part in {doing()}"
+            got = f"no answer from {lost}, after this on {at}: {_line(error)}"
+            raise RankError.of(wanted, got, remedy + "--max-restarts N") from error
 
     def _lost(self) -> str:
         """Call the roll: each rank whose step failed says so in the store. Those that do not, in words."""
@@ -149,11 +145,11 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
     start = f"Start them: torchrun --nproc-per-node {config.world} -m attnspan train ..."
     wanted = f"{config.world} ranks for --dp {config.dp} and --cp {config.cp}"
     remedy = f"{start}; or give --dp and --cp whose product is the number of ranks"
-    expect(world == config.world, "options", wanted, str(world), remedy, error=ConfigError)
+    ConfigError.unless(world == config.world, wanted, world, remedy)
     grouped = there or is_rank() or not config.fsdp
-    expect(grouped, "options", "a process group for --fsdp", "none", start, error=ConfigError)
+    ConfigError.unless(grouped, "a process group for --fsdp", "none", start)
     cuda, remedy = torch.cuda.is_available(), "Use --device cpu, or install torch for CUDA"
-    expect(cuda or config.device != "cuda", "options", "a CUDA device", "none", remedy, error=ConfigError)
+    ConfigError.unless(cuda or config.device != "cuda", "a CUDA device", "none", remedy)
     device = _CPU
     if cuda and config.device != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -182,10 +178,9 @@ def _join(backend: str, limit: timedelta) -> None:
             store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     except RuntimeError as error:
-        expected = f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s"
+        wanted = f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s"
         got, remedy = f"on rank {os.environ['RANK']}: {_line(error)}", "See why the others did not start, "
-        remedy += "or give more time with --timeout"
-        raise RankError("ranks", expected=expected, got=got, remedy=remedy) from error
+        raise RankError.of(wanted, got, remedy + "or give more time with --timeout") from error
 
 
 def _line(error: Exception) -> str:

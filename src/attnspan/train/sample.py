@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from attnspan import causal
-from attnspan.errors import expect
 from attnspan.train.checkpoint import CheckpointStore, step_of
 from attnspan.train.config import CheckpointError, ConfigError, TrainConfig
 from attnspan.train.documents import Vocabulary, load_vocabulary
@@ -27,37 +26,32 @@ def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: 
         tokens: Most tokens to add, 0 or more.
         temperature: Divides the logits; 0 takes the likeliest token.
         seed: Seed of the draw.
-
-    Raises:
-        CheckpointError: There is no checkpoint at the path, or it is damaged.
-        ConfigError: The temperature or the number of tokens is negative.
     """
     wanted, got = "--temperature and --tokens of 0 or more", f"{temperature} and {tokens}"
-    expect(temperature >= 0 <= tokens, "options", wanted, got, "Pass larger numbers", error=ConfigError)
+    ConfigError.unless(temperature >= 0 <= tokens, wanted, got, "Pass larger numbers")
     folder, step = path, None
     if step_of(path.name) is not None and path.is_dir():
         folder, step = path.resolve().parents[1], step_of(path.name)
+    there, wanted = (folder / "config.json").is_file(), "a run's folder or a checkpoint"
     remedy = "Give a folder like runs/NAME or runs/NAME/checkpoints/step-00000100"
-    there = (folder / "config.json").is_file()
-    expect(there, "checkpoint", "a run's folder or a checkpoint", str(path), remedy, error=CheckpointError)
+    CheckpointError.unless(there, wanted, path, remedy)
     config = TrainConfig.load(folder / "config.json")
     vocabulary = load_vocabulary(config.tokenizer)
     model = Decoder(config, vocabulary.end + 1)
     CheckpointStore(folder / "checkpoints").load({"state": {"model": model.state_dict()}}, step)
-    yield from continue_text(model, vocabulary, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    yield from continue_text(model, vocabulary, prompt, tokens, temperature, seed)
 
 
 def continue_text(
     model: Decoder,
     vocabulary: Vocabulary,
     prompt: str,
-    *,
     tokens: int,
     temperature: float,
     seed: int,
     ranks: Ranks = ALONE,
 ) -> Iterator[str]:
-    """The same with a model. Ranks that hold parts of it all do this, and take the first one's tokens.
+    """The same of a model. Ranks that hold parts of it all do this, and take the first one's tokens.
 
     The whole context is computed anew for each token: simple, and quick enough to look at a small model.
     """

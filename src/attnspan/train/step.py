@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,43 +23,30 @@ from attnspan.train.documents import Corpus
 from attnspan.train.model import StepFlops, step_flops, token_loss
 from attnspan.train.parallelize import ALONE, Ranks, build_model, mixed, peak_memory, place
 
-__all__ = [
-    "UNOBSERVED",
-    "Observer",
-    "StepResult",
-    "Stepper",
-    "Unobserved",
-    "build_optimizer",
-    "learning_rate",
-]
+__all__ = ["UNOBSERVED", "StepResult", "Stepper", "Unobserved", "learning_rate"]
 
 T = TypeVar("T")
 
 
-class Observer(Protocol):
-    """The places of a training loop that someone may want to time; `attnspan.bench.monitor` does."""
-
-    def data(self, batches: Iterable[T]) -> Iterator[T]: ...
-
-    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]: ...
-
-    def phase(self, name: str) -> AbstractContextManager[object]: ...
-
-
 class Unobserved:
-    """The observer of a run that nobody watches."""
+    """The places of a training loop that someone may want to time, as `attnspan.bench.monitor` does."""
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """Pass on the batches; the time between asking and getting is the wait for data."""
         return iter(batches)
 
     def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
+        """Surround one step, numbered from 1, on so many tokens."""
+        del number, tokens
         return nullcontext()
 
     def phase(self, name: str) -> AbstractContextManager[object]:
+        """Surround one part of a step: "forward", "backward", "optimizer" or "communication"."""
+        del name
         return nullcontext()
 
 
-UNOBSERVED = Unobserved()
+UNOBSERVED: Any = Unobserved()
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -77,54 +64,29 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * (config.min_lr + (1 - config.min_lr) * cosine)
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices and leaves norms alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-
-
 class StepResult(NamedTuple):
-    """What one step did, on all ranks together.
+    """What one step did, on all ranks together."""
 
-    Args:
-        loss: Mean loss per target, nats.
-        grad_norm: Norm of the whole gradient before clipping.
-        lr: Learning rate of the step.
-        tokens: Tokens of the step, padding included.
-        seconds: Wall time of the step.
-        flops: What the step had to compute.
-        memory: Peak memory so far, the sum of all ranks', bytes.
-    """
-
-    loss: float
-    grad_norm: float
+    loss: float  # mean per target, nats
+    grad_norm: float  # of the whole gradient, before clipping
     lr: float
-    tokens: float
-    seconds: float
-    flops: StepFlops
-    memory: float
+    tokens: float  # padding included
+    seconds: float  # wall time
+    flops: StepFlops  # useful work
+    memory: float  # peak so far, the sum of all ranks', bytes
 
     def figures(self) -> dict[str, float]:
         """What is logged: rates instead of counts."""
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens / self.seconds,
-            "gflops": self.flops.total / self.seconds / 1e9,
-            "attention_gflops": self.flops.attention / self.seconds / 1e9,
-            "memory": self.memory,
-        }
+        same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
+        rates = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
+        rates = {name: value / self.seconds for name, value in rates.items()}
+        return same | rates | {"tokens_per_second": self.tokens / self.seconds, "memory": self.memory}
 
 
 class Stepper(Stateful):
     """A model with its optimizer, ready to take steps; as a state, what a checkpoint holds of them.
+
+    The optimizer is AdamW (Loshchilov and Hutter 2019); it decays matrices and leaves norms alone.
 
     Args:
         config: The run; its dtype must be resolved ("auto" is not a dtype).
@@ -135,9 +97,13 @@ class Stepper(Stateful):
     def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
         self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
         self.model = build_model(config, vocab_size, ranks)
-        self.optimizer = build_optimizer(self.model, config)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}]
+        groups.append({"params": vectors, "weight_decay": 0.0})
+        self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
-    def loss(self, part: Part, observer: Observer = UNOBSERVED) -> Tensor:
+    def loss(self, part: Part, observer: Any = UNOBSERVED) -> Tensor:
         """Summed loss of this rank's targets."""
         part = place(part, self.ranks)
         with observer.phase("forward"):
@@ -145,39 +111,42 @@ class Stepper(Stateful):
                 logits = self.model(part.tokens, part.positions, part.mask)
             return token_loss(logits, part.targets)
 
-    def step(self, batch: Batch, index: int, observer: Observer = UNOBSERVED) -> StepResult:
+    def step(self, batch: Batch, index: int, observer: Any = UNOBSERVED) -> StepResult:
         """Forward and backward of each micro-batch, clip, update.
 
         Args:
             batch: This rank's.
             index: Steps taken before this one; it sets the learning rate.
-            observer: Told of the phases.
+            observer: Told of the phases (`Unobserved`).
         """
-        start = time.perf_counter()
-        lr = learning_rate(index, self.config)
+        start, config, ranks, lr = (
+            time.perf_counter(),
+            self.config,
+            self.ranks,
+            learning_rate(index, self.config),
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        tokens, targets, pairs = self.ranks.sum([batch.tokens, batch.targets, batch.pairs])
-        loss = torch.zeros((), device=self.ranks.device)
+        tokens, targets, pairs = ranks.sum([batch.tokens, batch.targets, batch.pairs])
+        loss = torch.zeros((), device=ranks.device)
         for part in batch.parts:
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(part is batch.parts[-1])
-            mean_part = token_mean(self.loss(part, observer), round(targets))
+            share = token_mean(self.loss(part, observer), round(targets))
             with observer.phase("backward"):
-                torch.autograd.backward(mean_part)
-            loss += mean_part.detach()
-        if self.ranks.everyone is not None and not self.config.fsdp:
+                torch.autograd.backward(share)
+            loss += share.detach()
+        if ranks.everyone is not None and not config.fsdp:  # Sharded parameters have it done during backward.
             with observer.phase("communication"):
-                sum_gradients(self.model.parameters(), self.ranks.everyone)
+                sum_gradients(self.model.parameters(), ranks.everyone)
         with observer.phase("optimizer"):
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        total, memory = self.ranks.sum([loss.item(), float(peak_memory(self.ranks.device))])
-        seconds = time.perf_counter() - start
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total, memory = ranks.sum([loss.item(), float(peak_memory(ranks.device))])
         flops = step_flops(self.model, round(tokens), round(pairs))
-        return StepResult(total, float(whole), lr, tokens, seconds, flops, memory)
+        return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, flops, memory)
 
     def warm_up(self, batch: Batch) -> float:
         """Forward and backward that change no weight; the first time they compile. Seconds they took."""
@@ -193,9 +162,10 @@ class Stepper(Stateful):
         Gradients stay enabled, although none is taken: turning them off would compile every block once more.
         """
         config, rank = self.config, self.ranks.number
-        batches = pack_once(held_out, **row_shape(config, rank))
-        parts = (part for rows in batches for part in make_batch(config, [rows], rank, {}).parts)
-        nats = math.fsum(self.loss(part).item() for part in parts)
+        batches = (
+            make_batch(config, [rows], rank) for rows in pack_once(held_out, **row_shape(config, rank))
+        )
+        nats = math.fsum(self.loss(part).item() for batch in batches for part in batch.parts)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # What backward would do: gathered weights are let go.
         return self.ranks.sum([nats])[0] / math.log(2) / held_out.num_bytes

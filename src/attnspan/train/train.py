@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.filesize import decimal
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from attnspan.errors import expect
+from attnspan.files import to_plain, write_json, write_whole
 from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import CheckpointError, ConfigError, DataError, TrainConfig
 from attnspan.train.data import Batches, settle_strategy
@@ -23,7 +24,7 @@ from attnspan.train.documents import Data, Vocabulary, load_data, load_vocabular
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops, peak_memory
 from attnspan.train.progress import Graphs, Reporter, Summary
 from attnspan.train.sample import continue_text
-from attnspan.train.step import UNOBSERVED, Observer, Stepper
+from attnspan.train.step import UNOBSERVED, Stepper
 
 __all__ = ["Run", "train"]
 
@@ -34,81 +35,45 @@ _JOB = "job"  # Which job of torchrun has opened the run last.
 _RESERVE_SECONDS = 8.0
 _TRIAL_SECONDS, _TRIALS = 3.0, 4
 
-Observe = Callable[[float | None], AbstractContextManager[Observer]]
+#: Makes the observer of the steps (`Unobserved`) from this rank's ceiling in FLOP/s, or from None.
+Observe = Callable[[float | None], AbstractContextManager[Any]]
 
 
 @dataclass
 class Run:
-    """Everything that lives as long as a run.
+    """Everything that lives as long as a run."""
 
-    Args:
-        config: Options, with what is decided at start-up.
-        folder: The run's folder.
-        vocabulary: Of the data.
-        data: Tokenized documents.
-        stepper: Model and optimizer.
-        store: Checkpoints.
-        ranks: Who runs it.
-        done: Steps taken.
-        place: Where the data go on; None is the beginning.
-        start_score: Held-out bits per byte of the untrained model.
-        doing: What the ranks are doing together, for messages.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # with what is decided at start-up
     folder: Path
     vocabulary: Vocabulary
     data: Data
     stepper: Stepper
     store: CheckpointStore
     ranks: Ranks
-    done: int = 0
-    place: dict[str, int] | None = None
-    start_score: float = float("nan")
-    doing: str = "compiling"
+    done: int = 0  # steps taken
+    place: dict[str, int] | None = None  # where the data go on; None is the beginning
+    start_score: float = float("nan")  # held-out bits per byte of the untrained model
+    doing: str = "compiling"  # what the ranks are doing together, for messages
 
     def batches(self, steps: int) -> Batches:
         """The batches of the next steps."""
-        return Batches(self.stepper.config, self.data.train, self.ranks.number, steps, self.place)
-
-    def score(self) -> float:
-        """Held-out bits per byte of the present weights."""
-        return self.stepper.bits_per_byte(self.data.held_out)
+        return Batches(self.config, self.data.train, self.ranks.number, steps, self.place)
 
     def save(self) -> None:
         """Start to write a checkpoint of the present state."""
-        progress = {"place": self.place, "digests": digests(self.data), "start_score": self.start_score}
+        progress = {"place": self.place, "digests": self.data.digests, "start_score": self.start_score}
         self.store.save(self.done, {"state": self.stepper}, progress)
 
     def load(self, step: int | None) -> None:
-        """Return to a checkpoint.
-
-        Args:
-            step: Which one; None takes the latest.
-
-        Raises:
-            CheckpointError: There is none, it is damaged, or it was trained on other data.
-        """
+        """Return to a checkpoint, the latest by default; one of other data raises a CheckpointError."""
         self.done, progress = self.store.load({"state": self.stepper}, step)
-        self.ranks.together(lambda: self._refuse_other_data(progress.get("digests", {})))
+        for part, digest in self.data.digests.items():
+            stored = progress.get("digests", {}).get(part)
+            wanted = f"the {part} documents that {self.folder} was trained with, sha256 {stored}"
+            remedy = "Restore the data and the tokenizer as they were, or start a new run with another --name"
+            CheckpointError.unless(digest == stored, wanted, f"{digest} from {self.data.source}", remedy)
         self.ranks.first(lambda: self.store.go_back(self.done))
         self.place, self.start_score = progress["place"], progress["start_score"]
-
-    def _refuse_other_data(self, stored: dict[str, str]) -> None:
-        for part, digest in digests(self.data).items():
-            expect(
-                stored.get(part) == digest,
-                "checkpoint",
-                f"the {part} documents that {self.folder} was trained with, sha256 {stored.get(part)}",
-                f"{digest} from {self.data.source}",
-                "Restore the data and the tokenizer file as they were, or start a new run with another --name",
-                error=CheckpointError,
-            )
-
-
-def digests(data: Data) -> dict[str, str]:
-    """Fingerprints of both halves of the data."""
-    return {"training": data.train.digest, "held-out": data.held_out.digest}
 
 
 def train(
@@ -130,14 +95,12 @@ def train(
 
     Args:
         config: Options. When resuming, those of the run itself, moved at most (`TrainConfig.moved`).
-        folder: The run's folder, for checkpoints, metrics, TensorBoard events and ``summary.json``; ranks on
-            several machines all see it.
+        folder: The run's folder, which ranks on several machines all see.
         resume: Go on from a checkpoint.
         from_step: Which checkpoint to resume from; None takes the latest.
         sample: Bytes of text to sample at the end.
         ranks: Who runs it; by default whom the launcher or the present process group names (`open_ranks`).
-        observe: Makes the observer of the steps, from this rank's ceiling in FLOP/s, or None where nobody knows
-            it; the observer is open during them.
+        observe: Makes the observer of the steps; it is open during them.
         console: Where people read; standard output by default.
 
     Raises:
@@ -161,41 +124,33 @@ def train(
     began = time.perf_counter()
     with nullcontext(ranks) if ranks is not None else open_ranks(config) as ranks:
         console = (console or Console()) if ranks.is_first else Console(quiet=True)
-        doing = "the start"
-        with ranks.joined(lambda: doing):
-            run = _open(_settle(config, ranks), folder, ranks, resume, from_step)
+        with ranks.joined(lambda: "the start"):
+            run = _open(config, folder, ranks, resume, from_step)
         with ranks.joined(lambda: run.doing):
             found = _train(run, console, began, observe)
             run.doing = "sampling"
-            text = _sample(run, sample)
-            # The first rank's, which alone has seen all of it.
-            seconds = time.perf_counter() - began
-            summary = ranks.first(lambda: replace(found, text=text, seconds=seconds))
+            found = replace(found, text=_sample(run, sample), seconds=time.perf_counter() - began)
+            summary = ranks.first(lambda: found)  # It alone has seen all of the run.
         if ranks.is_first:
-            summary.save(folder / _SUMMARY)
+            write_json(folder / _SUMMARY, {**to_plain(summary), "mfu": summary.mfu}, indent=2)
         summary.show(console)
         _suggest(run, console)
         return summary
 
 
-def _settle(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Decide what was left open, so that a resumed run computes as the first part did, bit by bit."""
-    torch.set_num_threads(config.threads or ranks.first(torch.get_num_threads))
-    config = replace(config, threads=torch.get_num_threads())
-    if config.dtype != "auto":
-        return config
-    return replace(config, dtype=ranks.first(lambda: faster_dtype(ranks.device)))
-
-
 def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_step: int | None) -> Run:
+    """Read the data, build the model, go back to a checkpoint; decide for good what was left open."""
+    torch.set_num_threads(config.threads or ranks.first(torch.get_num_threads))
+    dtype = ranks.first(lambda: faster_dtype(ranks.device)) if config.dtype == "auto" else config.dtype
+    config = replace(config, threads=torch.get_num_threads(), dtype=dtype)
     store = CheckpointStore(folder / "checkpoints", ranks)
     if ranks.first(lambda: _opened_before(folder)):
         resume, from_step = ranks.first(lambda: bool(store.steps())), None
-    if not resume:
-        ranks.first(lambda: _refuse_used(store, folder))
+    new, remedy = resume or not ranks.first(store.steps), "Pass --resume, or another --name"
+    ConfigError.unless(new, "a new run", f"{folder}, which holds one", remedy)
     vocabulary, data = ranks.together(lambda: _read(config))
-    expected = ranks.first(lambda: digests(data))
-    ranks.together(lambda: _refuse_other_ranks(data, expected))
+    expected = ranks.first(lambda: data.digests)
+    ranks.together(lambda: _refuse_other_data(data, expected))
     config = settle_strategy(config, data.train)
     run = Run(config, folder, vocabulary, data, Stepper(config, vocabulary.end + 1, ranks), store, ranks)
     if resume:
@@ -210,16 +165,11 @@ def _read(config: TrainConfig) -> tuple[Vocabulary, Data]:
     return vocabulary, load_data(config, vocabulary)
 
 
-def _refuse_other_ranks(data: Data, expected: dict[str, str]) -> None:
-    for part, digest in digests(data).items():
-        expect(
-            digest == expected[part],
-            "data",
-            f"the same {part} documents on all ranks, sha256 {expected[part]} as on the first",
-            f"{digest} from {data.source}",
-            "Give all of them the same files, with --data",
-            error=DataError,
-        )
+def _refuse_other_data(data: Data, expected: dict[str, str]) -> None:
+    for part, digest in data.digests.items():
+        wanted = f"the same {part} documents on all ranks, sha256 {expected[part]} as on the first"
+        remedy = "Give all of them the same files, with --data"
+        DataError.unless(digest == expected[part], wanted, f"{digest} from {data.source}", remedy)
 
 
 def _opened_before(folder: Path) -> bool:
@@ -232,43 +182,32 @@ def _opened_before(folder: Path) -> bool:
     return ours
 
 
-def _refuse_used(store: CheckpointStore, folder: Path) -> None:
-    used = (store.root / "LATEST").is_file() or store.steps()
-    got, remedy = f"{folder}, which holds one", "Pass --resume, or another --name"
-    expect(not used, "options", "a new run", got, remedy, error=ConfigError)
-
-
 def _keep(config: TrainConfig, folder: Path) -> None:
     """Write the options of a run, as it goes on now."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save(folder / _CONFIG)
     if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
-        draft = folder / f".{_JOB}.tmp"
-        draft.write_text(job)
-        draft.rename(folder / _JOB)
+        write_whole(folder / _JOB, job)
 
 
 def _train(run: Run, console: Console, began: float, observe: Observe | None) -> Summary:
     """From the first compilation to the last score."""
-    ranks, device = run.ranks, run.ranks.device
-    own = peak_flops(run.config, device)
+    ranks, stepper, device = run.ranks, run.stepper, run.ranks.device
     _introduce(run, console)
-    before, batch = Graphs.now(), next(iter(run.batches(1)))
-    compile_seconds = run.stepper.warm_up(batch)
+    bursts, before = peak_flops(run.config, device), Graphs.since()
+    compile_seconds = stepper.warm_up(next(iter(run.batches(1))))
     score_began = time.perf_counter()
     if not run.done:
-        run.start_score = run.score()
+        run.start_score = stepper.bits_per_byte(run.data.held_out)
     if not run.config.steps:
         _choose_steps(run, console, began, time.perf_counter() - score_began)
-    warm = Graphs.now()
-    known = max(own) if own[0] else None
-    with observe(known) if observe else nullcontext(UNOBSERVED) as observer:
+    warm, so_far = Graphs.since(*before), Graphs.since()
+    with observe(max(bursts) or None) if observe else nullcontext(UNOBSERVED) as observer:
         results = _loop(run, console, observer)
     [memory] = ranks.sum([float(peak_memory(device))])
     run.doing = "the held-out score"
-    score = run.score()
-    later, compiled = Graphs.now().since(warm), run.config.compile
-    own += peak_flops(run.config, device)
+    score = stepper.bits_per_byte(run.data.held_out)
+    bursts += peak_flops(run.config, device)
     # A run that is resumed at its very end has taken no step.
     speeds = [each["gflops"] * 1e9 for each in results] or [0.0]
     return Summary(
@@ -278,10 +217,10 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
         tokens_per_second=median([each["tokens_per_second"] for each in results] or [0.0]),
         flops_per_second=median(speeds),
         fastest=max(speeds),
-        ceiling=ranks.sum(own),
-        compile_seconds=compile_seconds if compiled else 0.0,
-        warm=warm.since(before) if compiled else None,
-        later=later if compiled else None,
+        ceiling=ranks.sum(bursts),
+        compile_seconds=compile_seconds,
+        warm=warm if run.config.compile else None,
+        later=Graphs.since(*so_far) if run.config.compile else None,
         peak_memory=memory,
         seconds=0.0,
         ranks=_in_words(run.config),
@@ -290,25 +229,25 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
 
 def _choose_steps(run: Run, console: Console, began: float, score_seconds: float) -> None:
     """Time a few steps that change no weight, and fill the time of the run with as many as fit."""
-    trial, spent = [], 0.0
-    for batch in run.batches(1_000_000):
-        trial.append(run.stepper.warm_up(batch))
-        spent = run.ranks.first(lambda: sum(trial))
-        if spent > _TRIAL_SECONDS and len(trial) >= _TRIALS:
-            break
+    trials: list[float] = []
+    while run.ranks.first(lambda t=trials: sum(t) < _TRIAL_SECONDS):  # type: ignore[misc]
+        trials += [run.stepper.warm_up(batch) for batch in run.batches(_TRIALS)]
     left = run.config.minutes * 60 - (time.perf_counter() - began) - score_seconds - _RESERVE_SECONDS
-    steps = run.ranks.first(lambda: max(1, int(left / mean(trial))))
+    steps = run.ranks.first(lambda: max(1, int(left / mean(trials))))
     run.config = replace(run.config, steps=steps, warmup=min(run.config.warmup, steps // 10))
     run.stepper.config = run.config
     run.ranks.first(lambda: run.config.save(run.folder / _CONFIG))
-    _say(console, "time", f"{run.config.minutes:g} minutes are {steps:,} steps of {mean(trial):.2f} s")
+    _say(console, "time", f"{run.config.minutes:g} minutes are {steps:,} steps of {mean(trials):.2f} s")
 
 
-def _loop(run: Run, console: Console, observer: Observer) -> list[dict[str, float]]:
+def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
     """The steps that are left; figures of each."""
     config, results = run.config, []
-    with _reporter(run, console) as reporter, _profiler(run) as profiler:
-        if not run.done and reporter:
+    with ExitStack() as stack:
+        profiler = stack.enter_context(_profiler(config, run.ranks.number)) if config.profile else None
+        reporter = Reporter(console, run.folder, run.done, config.steps) if run.ranks.is_first else None
+        if reporter:
+            stack.callback(reporter.close)
             reporter.board.add_scalar("held_out/bits_per_byte", run.start_score, 0)
         for batch in observer.data(run.batches(config.steps - run.done).loader()):
             run.doing = f"step {run.done + 1}"
@@ -328,31 +267,18 @@ def _loop(run: Run, console: Console, observer: Observer) -> list[dict[str, floa
     return results
 
 
-def _reporter(run: Run, console: Console) -> AbstractContextManager[Reporter | None]:
-    if not run.ranks.is_first:
-        return nullcontext()
-    return Reporter(console, run.folder, run.done, run.config.steps)
-
-
-def _profiler(run: Run) -> AbstractContextManager[profile | None]:
-    """Traces of three steps after the first two, one file per rank, for Perfetto or TensorBoard."""
-    if run.config.profile is None:
-        return nullcontext()
+def _profiler(config: TrainConfig, rank: int) -> profile:
+    """Traces three steps after the first two, into one file per rank, for Perfetto or TensorBoard."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Its chatter on stderr; read at its first use.
-    write = tensorboard_trace_handler(run.config.profile, worker_name=f"rank{run.ranks.number}")
+    write = tensorboard_trace_handler(str(config.profile), worker_name=f"rank{rank}")
     return profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
 
 
 def _sample(run: Run, size: int) -> str:
-    """At most so many bytes of text of the model, from one document."""
+    """At most so many tokens of text of the model, about as many bytes, from one document."""
     prompt = "def " if run.config.data is None else ""
-    how = {"tokens": size, "temperature": 0.8, "seed": run.config.seed, "ranks": run.ranks}
-    text = prompt
-    for piece in continue_text(run.stepper.model, run.vocabulary, prompt, **how):
-        text += piece
-        if len(text.encode()) >= size:
-            break
-    return text if size else ""
+    how = run.stepper.model, run.vocabulary, prompt, size, 0.8, run.config.seed, run.ranks
+    return prompt + "".join(continue_text(*how)) if size else ""
 
 
 def _say(console: Console, name: str, text: str) -> None:
@@ -360,35 +286,30 @@ def _say(console: Console, name: str, text: str) -> None:
 
 
 def _introduce(run: Run, console: Console) -> None:
-    config, data = run.config, run.data
-    parameters = sum(parameter.numel() for parameter in run.stepper.model.parameters())
-    held_out = f"{len(data.held_out):,} held out for the score"
-    size = f"{len(data.train):,} documents, {decimal(data.train.num_bytes)}; {held_out}"
-    heads = f"{config.heads} heads on {config.kv_heads}"
-    shape = f"{config.layers} blocks, {heads}, rows of {config.seq_len:,} tokens"
-    each = " of each rank" if config.world > 1 else ""
-    where = f"{config.threads} threads{each}" if run.ranks.device.type == "cpu" else str(run.ranks.device)
-    _say(console, "data", f"{data.source}: {size}")
-    _say(console, "model", f"{parameters / 1e6:.2f} M parameters, {shape}")
+    config, data, kind = run.config, run.data, run.ranks.device.type
+    size = f"{len(data.train):,} documents, {decimal(data.train.num_bytes)}"
+    weights = sum(parameter.numel() for parameter in run.stepper.model.parameters())
+    heads = f"{config.layers} blocks, {config.heads} heads on {config.kv_heads}"
+    where = f"{config.threads} threads{' of each rank' * (config.world > 1)}" if kind == "cpu" else kind
+    _say(console, "data", f"{data.source}: {size}; {len(data.held_out):,} held out for the score")
+    _say(console, "model", f"{weights / 1e6:.2f} M parameters, {heads}, rows of {config.seq_len:,} tokens")
     _say(console, "how", f"{config.attention} attention, {config.dtype}, {where}, {_in_words(config)}")
     _say(console, "run", str(run.folder) + (f", resumed at step {run.done}" if run.done else ""))
-    if config.compile:
-        _say(console, "", "compiling ...")
 
 
 def _in_words(config: TrainConfig) -> str:
     if config.world == 1:
         return "1 rank"
-    return f"{config.world} ranks: cp {config.cp}, dp {config.dp}{', parameters sharded' * config.fsdp}"
+    shared = f", {config.strategy}" if config.cp > 1 else ""
+    return f"{config.world} ranks: cp {config.cp}{shared}, dp {config.dp}{', sharded' * config.fsdp}"
 
 
 def _suggest(run: Run, console: Console) -> None:
     """What to try next."""
     name, config = run.folder, run.config
-    _say(console, "next", f'attnspan sample {name} "import "     more text of this model')
-    more = f"--name {name.name} --steps {2 * config.steps}"
-    _say(console, "", f"attnspan train --resume {more}     train on")
+    _say(console, "next", f'attnspan sample {name} "import "   more text of this model')
+    _say(console, "", f"attnspan train --resume --name {name.name} --steps {2 * config.steps}   train on")
     if config.world == 1:
-        _say(console, "", "attnspan train --cp 2     two ranks share each row; --fsdp shards the model")
+        _say(console, "", "attnspan train --cp 2   two ranks share each row; --fsdp shards the model")
     if config.data is None:
-        _say(console, "", "attnspan train --data FOLDER     your own text, .jsonl or .parquet")
+        _say(console, "", "attnspan train --data FOLDER   your own text, .jsonl or .parquet")
