@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from parity_cases import OPTIONS, Case
-from parity_jobs import local_inputs, make
-
 from attnspan.parallel._collectives import counted_bytes
 from attnspan.parallel.planning import cost
+from parity_cases import OPTIONS, Case
+from parity_jobs import local_inputs, make
 
 
 def count(case: Case) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attnspan.parallel._collectives import counted_bytes
 from parity_cases import OPTIONS, Case, segment_ids
 from parity_jobs import local_inputs, make
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from worlds import mesh
 
 import attnspan
 from attnspan.parallel import ContextParallel
-from attnspan.parallel._collectives import counted_bytes
 from attnspan.torch import attention, checkpoint_policy
 
 LENGTH, BATCH, WIDTH = 101, 2, 32

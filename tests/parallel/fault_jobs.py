@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attnspan.parallel._collectives import counted_bytes
 from parity_cases import Case, segment_ids
 from parity_jobs import attend, local_inputs, make
 from worlds import mesh
 
 import attnspan
 from attnspan.parallel import ContextParallel
-from attnspan.parallel._collectives import counted_bytes
 
 CASE = Case(length=37)
 

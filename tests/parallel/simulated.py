@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 import numpy as np
+from attnspan.parallel.choose import Call
+from attnspan.parallel.planning import Request
 from hypothesis import strategies as st
 from random_problems import any_spans
 
 from attnspan import Prepared, Spans
-from attnspan.parallel.choose import Call
 from attnspan.parallel.local import LocalPlan, Transfer
 from attnspan.parallel.partition import Partition
 from attnspan.parallel.plan import Plan
-from attnspan.parallel.planning import Request
 from attnspan.parallel.strategy import Strategy
 
 #: Where nothing was written.

@@ -10,10 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from worlds import world
-
-from attnspan import Spans, causal, full, segments
-from attnspan.errors import OptionError, ShapeError
 from attnspan.parallel._engine import parts_of
 from attnspan.parallel.choose import (
     ALIKE,
@@ -25,12 +21,16 @@ from attnspan.parallel.choose import (
     exchange_parts,
     holders_of,
 )
+from attnspan.parallel.traffic import Phase, Traffic
+from worlds import world
+
+from attnspan import Spans, causal, full, segments
+from attnspan.errors import OptionError, ShapeError
 from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.machine import Machine, Times, flops_of, phase_seconds, predict
 from attnspan.parallel.needs import Holders
 from attnspan.parallel.partition import partition
 from attnspan.parallel.strategy import Strategy, split_heads
-from attnspan.parallel.traffic import Phase, Traffic
 
 PLAIN = Machine(
     name="plain",

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attnspan.parallel.choose import Call
+from attnspan.parallel.planning import Request, make_plan
 from hypothesis import given
 from simulated import any_plan
 
 from attnspan import causal, segments
-from attnspan.parallel.choose import Call
 from attnspan.parallel.local import LocalPlan, decode, encode
 from attnspan.parallel.plan import Plan
-from attnspan.parallel.planning import Request, make_plan
 
 NUMBERS = ("strategy", "rank", "planes", "key_slots", "group", "member", "fingerprint")
 COUNTS = ("send_counts", "receive_counts")

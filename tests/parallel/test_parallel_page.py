@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attnspan.parallel.payload import Payload
+from attnspan.parallel.traffic import traffic_of
 from worlds import world
 
-from attnspan.parallel.payload import Payload
 from attnspan.parallel.strategy import Strategy, split_heads
-from attnspan.parallel.traffic import traffic_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

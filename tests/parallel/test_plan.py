@@ -5,6 +5,8 @@ import sys
 
 import numpy as np
 import pytest
+from attnspan.parallel.choose import Call
+from attnspan.parallel.planning import Request, lower, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from mask_samples import BATCH, IDS, KEYS, SAMPLES, Sample
@@ -24,10 +26,8 @@ from simulated import (
 
 from attnspan import Prepared, Spans, causal, full, segments
 from attnspan.errors import ShapeError
-from attnspan.parallel.choose import Call
 from attnspan.parallel.needs import Needs
 from attnspan.parallel.plan import Kept, Plan, expand
-from attnspan.parallel.planning import Request, lower, make_plan
 from attnspan.parallel.strategy import Strategy
 
 

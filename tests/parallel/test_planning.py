@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attnspan.parallel.choose import Call
+from attnspan.parallel.planning import Request, cost, lower, make_plan
 
 import attnspan
 from attnspan import Prepared, Spans, causal, full, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
-from attnspan.parallel.choose import Call
 from attnspan.parallel.machine import Machine
-from attnspan.parallel.planning import Request, cost, lower, make_plan
 from attnspan.parallel.strategy import Strategy
 
 CALL = Call(4, 2)

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attnspan.parallel._workspace import LEAST_KEPT, Workspace
 from torch import Tensor
 
 from attnspan.kernels import cpu
 from attnspan.parallel import _rows, _workspace
-from attnspan.parallel._workspace import LEAST_KEPT, Workspace
 
 TARGET, SOURCE = (2, 7, 3, 2, 5), (3, 4, 3, 2, 5)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attnspan.parallel.choose import Call, evaluate
+from attnspan.parallel.command import lowered, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnspan import Spans, causal
 from attnspan.cli import main
 from attnspan.errors import OptionError
-from attnspan.parallel.choose import Call, evaluate
 from attnspan.parallel.chunks import Chunks
-from attnspan.parallel.command import lowered, tokens_of
 from attnspan.parallel.machine import Machine
 from attnspan.parallel.partition import default_rows_per_chunk, partition
 from attnspan.parallel.simulate import Setup, pack, sample_lengths, setups, simulate

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attnspan.parallel.traffic import Payload, Phase, Traffic, rows_between, traffic_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from attnspan import Spans, causal, segments, window
 from attnspan.errors import OptionError, ShapeError
 from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.needs import Holders, needs_of
-from attnspan.parallel.traffic import Payload, Phase, Traffic, rows_between, traffic_of
 
 Events = dict[str, list[tuple[int, int, int]]]  # phase: (receiver, sender, bytes)
 

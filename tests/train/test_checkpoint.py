@@ -48,6 +48,9 @@ def test_what_is_saved_comes_back_and_the_last_two_are_kept(tmp_path: Path) -> N
 class Killed(BaseException):
     """The process ends here."""
 
+    def __str__(self) -> str:
+        return "killed"
+
 
 MOMENTS = [(checkpoint, "_describe"), (checkpoint, "_flush_folder"), (checkpoint, "_digest"), (os, "fsync")]
 MOMENTS += [(Path, "rename"), (CheckpointStore, "_make_room"), (FileSystemWriter, "write_data")]
@@ -75,15 +78,15 @@ def test_an_end_at_any_moment_leaves_the_old_or_the_new(
 
     with monkeypatch.context() as patched:
         patched.setattr(where, moment, ending)
+        ended = ""
         try:
             save(CheckpointStore(tmp_path), 2)
-            assert len(calls) < count, "nothing is swallowed"
-        except Killed:
-            assert isinstance(error, Killed)
-        except CheckpointError as said:
-            assert "No space left" in str(said)
-            assert "Free space" in str(said)
-            assert not list(tmp_path.glob(".step-*.tmp")), "the room is given back"
+        except (Killed, CheckpointError) as said:
+            ended = str(said)
+        drafts = list(tmp_path.glob(".step-*.tmp"))
+    assert (len(calls) >= count) == bool(ended), "nothing is swallowed"
+    full = "No space left" in ended and "Free space" in ended and not drafts
+    assert not ended or full or isinstance(error, Killed), "the room is given back"
     for folder in tmp_path.glob("step-*"):
         assert (folder / "manifest.json").is_file(), "what has a checkpoint's name is whole"
     assert load(tmp_path) in [(1, "at 1", 1.0), (2, "at 2", 2.0)]

@@ -98,10 +98,7 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     ranks = World(2, group_seconds=timeout)
     may = {"may_die": (1,)} if kind == signal.SIGKILL else {"may_hang": (1,)}
     error, _ = ranks.run("train_jobs:dying", config, tmp_path / "run", 3, int(kind), **may)
-    said = (
-        "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after this on rank 0"
-    )
-    assert said in error
+    assert "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after" in error
     assert "--resume" in error
     assert lines(tmp_path / "run")[-1][0] == 2
     assert time.monotonic() - began < timeout + 60, "the margin is for a loaded machine"
