@@ -14,7 +14,7 @@ from attnspan.kernels import cpu
 from attnspan.train.config import TrainConfig
 from attnspan.train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch, pack_once
 from attnspan.train.documents import Corpus
-from attnspan.train.model import Decoder, Rotary, keep_attention, rotary_table, rotate, step_flops, token_loss
+from attnspan.train.model import Decoder, Rotary, keep_attention, rotary_table, rotate, token_loss
 from attnspan.train.step import Stepper, learning_rate
 
 VOCAB = 257
@@ -168,7 +168,7 @@ def test_work_is_counted_on_visible_pairs(kind: str) -> None:
     assert make_batch(config, [rows], 0).pairs == 3 * 4 // 2 + 1
     model = Decoder(config, 10)
     assert model.matmul_weights == 3 * (8 * 16 + 8 * 8 + 8 * 32 + 16 * 8) + 8 * 10
-    flops = step_flops(model, tokens=5, pairs=7)
+    flops = model.step_flops(tokens=5, pairs=7)
     assert flops.attention == 3 * 2 * 7 * 4 * (4 + 10)  # 2 products of 2 D forward, 5 backward
     assert flops.total == 6 * model.matmul_weights * 5 + flops.attention
 

@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 from attnspan.errors import OptionError
 from attnspan.files import from_plain, read_json, write_json
 from attnspan.train.config import TrainConfig
-from attnspan.train.data import PackedStream, Rows, make_batch, row_shape, settle_strategy
+from attnspan.train.data import PackedStream, Rows, make_batch, settle_strategy
 from attnspan.train.documents import load_data, load_vocabulary
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks
 from attnspan.train.step import Stepper, StepResult
 
-__all__ = ["AttentionShare", "Parity", "RankTimes", "RowStepper", "attention_share", "measure_ranks"]
+__all__ = ["Parity", "RankTimes", "RowStepper", "Share", "attention_share", "measure_ranks", "step_times"]
 
 _FLASH = "aten::_scaled_dot_product_flash_attention"
 _SDPA = {f"{_FLASH}{which}" for which in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
@@ -90,7 +90,7 @@ def step_times(
 
 
 @dataclass(frozen=True)
-class AttentionShare:
+class Share:
     """Time inside the attention operators, forward and backward, over a few profiled steps."""
 
     share: float  # of the wall time of the steps, 0..1
@@ -98,7 +98,7 @@ class AttentionShare:
     flops: float  # what they computed in that time, visible pairs only
 
 
-def attention_share(stepper: RowStepper, batches: Sequence[Rows]) -> AttentionShare:
+def attention_share(stepper: RowStepper, batches: Sequence[Rows]) -> Share:
     """Profile training steps of one rank, which change its weights, and add up the time of attention."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Its chatter on stderr; read at its first use.
     names = _OWN if stepper.config.attention == "attnspan" else _SDPA
@@ -107,7 +107,7 @@ def attention_share(stepper: RowStepper, batches: Sequence[Rows]) -> AttentionSh
     # Operators nest (the public one calls the kernel), so each counts its own time only.
     spent = sum(event.self_cpu_time_total for event in watch.key_averages() if event.key in names) / 1e6
     wall = sum(result.seconds for result in results)
-    return AttentionShare(spent / wall, spent, sum(result.flops.attention for result in results))
+    return Share(spent / wall, spent, sum(result.flops.attention for result in results))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def measure_ranks(config: TrainConfig, rounds: int = 5) -> RankTimes:
         return from_plain(RankTimes, read_json(answer), str(answer))
 
 
-def compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTimes | None:
+def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTimes | None:
     """What every rank does for `measure_ranks`; the times on the first one."""
     dtype = ranks.first(faster_dtype) if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, threads=torch.get_num_threads())
@@ -222,7 +222,7 @@ def compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTime
 
 def _steps(config: TrainConfig, corpus: Any, rank: int) -> Iterator[Rows]:
     """The rows of each step, those of all its micro-batches together."""
-    shape = row_shape(config, rank)
+    shape = config.row_shape(rank)
     stream = PackedStream(corpus, seed=config.seed, **shape)
     while True:
         parts = [next(stream) for _ in range(config.accumulate)]
@@ -242,7 +242,7 @@ def _threads(number: int) -> Iterator[None]:
 def _main(options: str, rounds: str, answer: str) -> None:
     config = TrainConfig(**json.loads(options))
     with open_ranks(config) as ranks:
-        found = compare_with_one(config, ranks, int(rounds))
+        found = _compare_with_one(config, ranks, int(rounds))
         if found is not None:
             write_json(Path(answer), found)
 

@@ -45,11 +45,7 @@ def step_of(name: str) -> int | None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. All ranks call `save`, `wait` and `load` together.
-
-    Args:
-        root: Folder that holds them; made when the first one is written.
-        ranks: Who writes and reads them; by default this process alone.
+    """The checkpoints of one run, in a folder. All ranks call `save`, `wait` and `load` together.
 
     Example:
         >>> import tempfile, torch
@@ -77,9 +73,6 @@ class CheckpointStore:
             step: Steps taken so far; names the checkpoint.
             tensors: State for `torch.distributed.checkpoint`.
             progress: What else is needed to go on; must fit into JSON.
-
-        Raises:
-            CheckpointError: It, or the one before, cannot be written. Those that are there stay whole.
         """
         self.wait()
         target, group = self.root / f"step-{step:08d}", self.ranks.saver
@@ -147,14 +140,7 @@ class CheckpointStore:
         return sorted(step for path in _folders(self.root) if (step := step_of(path.name)) is not None)
 
     def load(self, tensors: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Read a checkpoint into existing state of the same structure.
-
-        Args:
-            tensors: Overwritten in place.
-            step: Which checkpoint; None takes the latest.
-
-        Returns:
-            The step and the progress that were saved.
+        """Overwrite a state by a checkpoint, the latest by default; its step and progress.
 
         Raises:
             CheckpointError: There is no such checkpoint, or one of its files is damaged.

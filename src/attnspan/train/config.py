@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 from attnspan.console import option
 from attnspan.errors import _Explained
-from attnspan.files import write_json
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
 
@@ -17,9 +16,12 @@ __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError
 class JobError(_Explained, ValueError):
     """Base of the training job's errors: what was expected, what came, how to mend it."""
 
-    what: ClassVar[str] = "train"
+    what: ClassVar[str]
     #: Whether every rank raises it, so that one of them may speak for all.
     shared = False
+
+    def __init_subclass__(cls, what: str) -> None:
+        cls.what = what
 
     @classmethod
     def of(cls, expected: str, got: object, remedy: str) -> Self:
@@ -33,28 +35,20 @@ class JobError(_Explained, ValueError):
             raise cls.of(expected, got, remedy)
 
 
-class ConfigError(JobError):
+class ConfigError(JobError, what="options"):
     """An option of the job has a value it cannot have."""
 
-    what = "options"
 
-
-class DataError(JobError):
+class DataError(JobError, what="data"):
     """The data or the tokenizer cannot be read, or there is too little of it."""
 
-    what = "data"
 
-
-class CheckpointError(JobError):
+class CheckpointError(JobError, what="checkpoint"):
     """A checkpoint is missing, damaged, or belongs to another configuration."""
 
-    what = "checkpoint"
 
-
-class RankError(JobError):
+class RankError(JobError, what="ranks"):
     """Another rank has ended, or does not answer."""
-
-    what = "ranks"
 
 
 CHOICES = {
@@ -131,8 +125,9 @@ class TrainConfig:
             value, wanted = getattr(self, name), f"--{name} to be one of {', '.join(choices)}"
             check(value in choices, wanted, repr(value), "Choose one of these")
         for item in fields(self):
-            value, lowest = getattr(self, item.name), _LOWEST.get(item.name, 1)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            value, kind = getattr(self, item.name), type(item.default)
+            lowest = _LOWEST.get(item.name, 0 if kind is float else 1)
+            if kind in (int, float):
                 flag = item.name.replace("_", "-")
                 check(value >= lowest, f"--{flag} of at least {lowest}", value, "Pass a larger number")
         heads = f"{self.heads} heads and {self.kv_heads} key/value heads"
@@ -149,10 +144,10 @@ class TrainConfig:
         """Ranks of the job."""
         return self.cp * self.dp
 
-    @property
-    def step_rows(self) -> int:
-        """Packed rows of one optimizer step, over all ranks and micro-batches."""
-        return self.dp * self.batch_size * self.accumulate
+    def row_shape(self, rank: int) -> dict[str, int]:
+        """Which rows a rank packs: arguments of `PackedStream` and `pack_once`."""
+        shape = {"seq_len": self.seq_len, "batch_size": self.batch_size}
+        return shape | {"replica": rank // self.cp, "replicas": self.dp}
 
     def moved(self, **changes: Any) -> TrainConfig:
         """The same training with other values of the fields in `MOVABLE`: on other ranks, for more steps.
@@ -166,40 +161,25 @@ class TrainConfig:
         strategy = self.strategy if changes.get("cp", self.cp) == self.cp else "auto"
         kept: dict[str, Any] = {"batch_size": 1, "strategy": strategy}
         new = replace(self, **kept | changes)
-        parts, wanted = (
-            new.dp * new.accumulate,
-            f"--dp times --accumulate to divide the {self.step_rows} rows",
-        )
-        fits, remedy = self.step_rows % parts == 0, "Choose a divisor, so that the training stays what it was"
-        ConfigError.unless(fits, f"{wanted} of a step", parts, remedy)
-        return replace(new, batch_size=self.step_rows // parts)
-
-    def save(self, path: Path) -> None:
-        """Write the configuration as JSON; what was there before stays until all of it is written."""
-        write_json(path, self, indent=2)
+        rows = self.dp * self.batch_size * self.accumulate
+        parts, remedy = new.dp * new.accumulate, "Choose a divisor, so that the training stays what it was"
+        wanted = f"--dp times --accumulate to divide the {rows} rows of a step"
+        ConfigError.unless(rows % parts == 0, wanted, parts, remedy)
+        return replace(new, batch_size=rows // parts)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
-        """Read a configuration that `save` wrote; another file raises a ConfigError."""
+        """Read a configuration from JSON; another file raises a ConfigError."""
         try:
             return cls(**json.loads(path.read_text()))
-        except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (OSError, TypeError, ValueError) as error:
             got, remedy = f"{path}: {error}", "Start a new run without --resume"
             raise ConfigError.of("a run configuration", got, remedy) from None
 
 
-#: Lower bounds of the numbers that may be below 1.
-_LOWEST: dict[str, float] = {
-    "minutes": 0.1,
-    "lr": 0,
-    "warmup": 0,
-    "min_lr": 0,
-    "weight_decay": 0,
-    "clip": 0,
-    "seed": 0,
-    "threads": 0,
-}
-_LOWEST |= {"workers": 0, "steps": 0, "checkpoint_every": 0, "norm_eps": 0, "held_out": 0}
+#: Lower bounds of the numbers that are neither 0 for a float nor 1 for an int.
+_LOWEST = {"minutes": 0.1, "timeout": 1, "rope_theta": 1, "warmup": 0, "seed": 0, "threads": 0, "workers": 0}
+_LOWEST |= {"steps": 0, "checkpoint_every": 0}
 
 #: What may differ on resuming: how a training is computed, where its trace goes, and how long it is.
 MOVABLE: tuple[str, ...] = ("cp", "dp", "fsdp", "strategy", "method", "accumulate")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from attnspan import Prepared, causal, segments
-from attnspan.parallel import Layout, LocalPlan, Plan, Strategy
+from attnspan.parallel import Layout, Plan, Strategy
 from attnspan.parallel.layout import Rows as SharedRows
 from attnspan.parallel.partition import Method
 from attnspan.train.config import TrainConfig
@@ -35,16 +35,7 @@ PADDING = -1  # segment id of the filler at the end of the last row
 
 
 class Rows(NamedTuple):
-    """Packed rows, whole.
-
-    Example:
-        >>> corpus = Corpus.of([[5, 6], [7]], end=9, num_bytes=3)
-        >>> [rows] = pack_once(corpus, seq_len=6, batch_size=1)
-        >>> rows.tokens.tolist(), rows.targets.tolist()
-        ([[9, 5, 6, 9, 7, 9]], [[5, 6, 9, 7, 9, -100]])
-        >>> rows.ids.tolist(), rows.positions.tolist()
-        ([[0, 0, 0, 1, 1, -1]], [[0, 1, 2, 0, 1, 0]])
-    """
+    """Packed rows, whole."""
 
     tokens: Tensor  # inputs, (B, S) int64
     targets: Tensor  # the next token of the same document, or `IGNORE` on padding, (B, S) int64
@@ -100,15 +91,6 @@ class PackedStream:
         replica: Which of several replicas this is, from 0.
         replicas: How many there are: each gets B rows of every R * B, and all of them together get what one
             with batches of R * B rows would get, in the same order.
-
-    Example:
-        >>> corpus = Corpus.of([[1, 2], [3], [4, 5, 6]], end=9, num_bytes=6)
-        >>> stream = PackedStream(corpus, seq_len=4, batch_size=2, seed=0)
-        >>> first, state = next(stream), stream.state_dict()
-        >>> second = next(stream)
-        >>> stream.load_state_dict(state)
-        >>> torch.equal(next(stream).tokens, second.tokens)
-        True
     """
 
     def __init__(
@@ -159,25 +141,12 @@ class PackedStream:
 def pack_once(
     corpus: Corpus, *, seq_len: int, batch_size: int, replica: int = 0, replicas: int = 1
 ) -> Iterator[Rows]:
-    """All documents in order, once, in as many batches for each replica; the last ones have padding.
-
-    Example:
-        >>> corpus = Corpus.of([[1, 2, 3]], end=9, num_bytes=3)
-        >>> [rows.tokens.tolist() for rows in pack_once(corpus, seq_len=3, batch_size=1)]
-        [[[9, 1, 2]], [[3, 9, 9]]]
-    """
+    """All documents in order, once, in as many batches for each replica; the last ones have padding."""
     cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
     first = replica * batch_size
     while cursor.position < len(corpus):
         rows = [list(cursor.take(seq_len)) for _ in range(batch_size * replicas)]
         yield Rows.packed(rows[first : first + batch_size], seq_len, corpus.end)
-
-
-class Planned(NamedTuple):
-    """The mask of rows that several ranks share: a rank's plan, and the rows that it is for."""
-
-    plan: LocalPlan
-    rows: SharedRows
 
 
 class Part(NamedTuple):
@@ -186,7 +155,8 @@ class Part(NamedTuple):
     tokens: Tensor  # inputs, (B, n) int64
     targets: Tensor  # their next tokens, or `IGNORE`, (B, n) int64
     positions: Tensor  # within the segment, (B, n) int64: sharing rows moves no token in its text
-    mask: Any  # what the layers attend under
+    mask: Any  # what the layers attend under; of rows that several ranks share, this rank's plan
+    shared: SharedRows | None = None  # then the rows that the plan is for
 
 
 class Batch(NamedTuple):
@@ -215,7 +185,7 @@ class Batches(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         self.config, self.rank, self.steps = config, rank, steps
-        self._stream = PackedStream(corpus, seed=config.seed, **row_shape(config, rank))
+        self._stream = PackedStream(corpus, seed=config.seed, **config.row_shape(rank))
         if place is not None:
             self._stream.load_state_dict(place)
 
@@ -241,12 +211,6 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def row_shape(config: TrainConfig, rank: int) -> dict[str, int]:
-    """Which rows a rank packs: arguments of `PackedStream` and `pack_once`."""
-    shape = {"seq_len": config.seq_len, "batch_size": config.batch_size}
-    return shape | {"replica": rank // config.cp, "replicas": config.dp}
-
-
 def make_batch(
     config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int] | None = None
 ) -> Batch:
@@ -266,18 +230,17 @@ def _mask(ids: Any) -> Prepared:
 def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
     """A rank's part of packed rows, and the visible pairs of all of it."""
     mask = _mask(rows.ids if config.cp == 1 else rows.ids.numpy())
-    pairs, own = int(mask.lowered.cost().sum()), rows._asdict()
-    chosen: Any = mask
+    pairs, chosen = int(mask.lowered.cost().sum()), cast(Any, mask)
     if config.cp > 1:
         plan, member = _plan(config, mask), rank % config.cp
-        own = plan.layout.shard(own, member)
-        chosen = Planned(plan.local(member), own)
-    elif config.attention == "sdpa":
+        own = plan.layout.shard(rows._asdict(), member)
+        return Part(own["tokens"], own["targets"], own["positions"], plan.local(member), own), pairs
+    if config.attention == "sdpa":
         chosen = mask.lowered.dense()
     elif config.attention == "sdpa-documents":
         borders = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), len(row)] for row in rows.ids]
         chosen = Pieces([list(pairwise(each)) for each in borders])
-    return Part(own["tokens"], own["targets"], own["positions"], chosen), pairs
+    return Part(rows.tokens, rows.targets, rows.positions, chosen), pairs
 
 
 def _plan(config: TrainConfig, mask: Prepared) -> Plan:
@@ -298,5 +261,5 @@ def settle_strategy(config: TrainConfig, corpus: Corpus) -> TrainConfig:
     """With strategy "auto", decide by the first rows once, so that all steps are one program."""
     if config.cp == 1 or config.strategy != "auto":
         return config
-    rows = next(PackedStream(corpus, seed=config.seed, **row_shape(config, 0)))
+    rows = next(PackedStream(corpus, seed=config.seed, **config.row_shape(0)))
     return replace(config, strategy=_plan(config, _mask(rows.ids.numpy())).strategy.name)

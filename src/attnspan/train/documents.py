@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from attnspan.train.config import DataError, TrainConfig
 
-__all__ = ["Corpus", "Data", "Vocabulary", "load_data", "load_vocabulary", "read_documents"]
+__all__ = ["Corpus", "Data", "Vocabulary", "load_data", "load_vocabulary", "read_documents", "split"]
 
 _NOT_STANDARD = {"site-packages", "dist-packages"}
 # Held-out documents are scored by their beginnings, so that one huge file cannot be the whole evaluation.
@@ -38,7 +38,7 @@ class Vocabulary:
         return bytes(token for token in tokens if token < self.end).decode("utf-8", errors="replace")
 
 
-class TokenizerVocabulary(Vocabulary):
+class _TokenizerVocabulary(Vocabulary):
     """The ids of a `tokenizers` file, and an end marker after the last of them."""
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class TokenizerVocabulary(Vocabulary):
 
 def load_vocabulary(path: str | None) -> Vocabulary:
     """The vocabulary of a run: that of a `tokenizers` JSON file, or bytes."""
-    return Vocabulary() if path is None else TokenizerVocabulary(Path(path))
+    return Vocabulary() if path is None else _TokenizerVocabulary(Path(path))
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,6 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
-    def num_targets(self) -> int:
-        """Tokens to predict in one pass: all but the leading end marker of each document."""
-        return len(self.tokens) - len(self)
-
     @cached_property
     def digest(self) -> str:
         """Fingerprint of the tokens and of where documents begin."""
@@ -94,12 +89,7 @@ class Corpus:
         return digest.hexdigest()
 
     def parts(self, longest: int) -> NDArray[np.int64]:
-        """Documents as ranges of inputs, those of more than ``longest`` cut into several, (n, 2).
-
-        Example:
-            >>> Corpus.of([[5, 6], [7]], end=9, num_bytes=3).parts(2).tolist()
-            [[0, 2], [2, 3], [4, 6]]
-        """
+        """Documents as ranges of inputs, those of more than ``longest`` cut into several, (n, 2)."""
         starts, stops = self.offsets[:-1], self.offsets[1:] - 1
         counts = -(-(stops - starts) // longest)
         document = np.repeat(np.arange(len(self)), counts)
@@ -109,13 +99,7 @@ class Corpus:
 
     @classmethod
     def of(cls, documents: Sequence[Any], *, end: int, num_bytes: int, close: bool = True) -> Corpus:
-        """Lay token ids of documents one after the other; without ``close``, no end marker follows them.
-
-        Example:
-            >>> corpus = Corpus.of([[5, 6], [7]], end=9, num_bytes=3)
-            >>> corpus.tokens.tolist(), corpus.offsets.tolist()
-            ([9, 5, 6, 9, 9, 7, 9], [0, 4, 7])
-        """
+        """Lay token ids of documents one after the other; without ``close``, no end marker follows them."""
         dtype = np.uint16 if end < 2**16 else np.uint32
         marker, empty = np.array([end], dtype), np.empty(0, dtype)
         parts: list[NDArray[Any]] = [empty]
@@ -140,12 +124,8 @@ class Data(NamedTuple):
 
 
 def load_data(config: TrainConfig, vocabulary: Vocabulary) -> Data:
-    """Read, split and tokenize the documents of a run.
-
-    Raises:
-        DataError: A path is missing or unknown, a file cannot be read, or there are fewer than two documents.
-    """
-    train, held_out = split_documents(read_documents(config.data, config.text_field), config.held_out)
+    """Read, split and tokenize the documents of a run."""
+    train, held_out = split(read_documents(config.data, config.text_field), config.held_out)
     beginnings, left = [], config.eval_bytes
     for document in held_out:
         beginnings.append(document[: min(left, _EVAL_DOCUMENT_BYTES)])
@@ -161,17 +141,11 @@ def load_data(config: TrainConfig, vocabulary: Vocabulary) -> Data:
     return Data(tokenized(train, True), tokenized(beginnings, False), source)
 
 
-def split_documents(documents: list[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
+def split(documents: list[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
     """Split by a hash of each document's content: no name, order or neighbour has a say in it.
 
     Copies of one document fall on the same side. At least one document is held out: the one of lowest hash.
-
-    Args:
-        documents: Texts.
-        held_out: Share to hold out, in [0, 1).
-
-    Returns:
-        Documents to train on, in their order, and held-out ones, in the order of their hashes.
+    The first part keeps its order, the second has that of the hashes.
     """
     keys = [hashlib.blake2b(document, digest_size=8).digest() for document in documents]
     wanted = "at least two different documents, one to train on and one to hold out"
@@ -191,17 +165,6 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
     A folder gives one document per text file (files with a NUL byte at their beginning are binary and left
     out), and the rows of the .jsonl and .parquet files in it. A .txt file gives one document per paragraph.
     None means the source files of the running interpreter's standard library, its tests included.
-
-    Args:
-        path: Folder or file, or None.
-        text_field: Column of .jsonl and .parquet files that holds the text.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "two.txt"
-        >>> _ = path.write_text("first\\n\\nsecond")
-        >>> read_documents(str(path))
-        [b'first', b'second']
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else path)
     wanted = "--data to name a folder or a .txt, .jsonl or .parquet file"

@@ -21,7 +21,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from attnspan.torch import attention, checkpoint_policy
 from attnspan.train.config import TrainConfig
 
-__all__ = ["Decoder", "Pieces", "Rotary", "StepFlops", "attend", "keep_attention", "step_flops", "token_loss"]
+__all__ = [
+    "Decoder",
+    "Pieces",
+    "Rotary",
+    "StepFlops",
+    "keep_attention",
+    "rotary_table",
+    "rotate",
+    "token_loss",
+]
 
 IGNORE = -100  # target that carries no loss; torch's own default for cross entropy
 
@@ -53,7 +62,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return turned.to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """Attention of one layer, (B, S, H, D) with keys and values (B, S, G, D); returns (B, S, H, D).
 
     The mask is what attnspan takes: a prepared mask, or the plan of ranks that share the rows. A dense bool
@@ -93,14 +102,14 @@ def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return checkpoint_policy(ctx, op, *args, **kwargs)
 
 
-class Norm(nn.RMSNorm):
+class _Norm(nn.RMSNorm):
     """RMSNorm in the dtype of its input, also where sharded parameters are gathered in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Grouped-query attention with one fused input projection."""
 
     def __init__(self, config: TrainConfig) -> None:
@@ -113,12 +122,12 @@ class Attention(nn.Module):
         # Views of the projection: attnspan takes any strides, so v is never copied.
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        out = attend(rotate(q, rotary), rotate(k, rotary), v, mask)
+        out = _attend(rotate(q, rotary), rotate(k, rotary), v, mask)
         mixed: Tensor = self.out(out.flatten(2))
         return mixed
 
 
-class FeedForward(nn.Module):
+class _FeedForward(nn.Module):
     """SwiGLU; Shazeer 2020, equation 6."""
 
     def __init__(self, config: TrainConfig) -> None:
@@ -135,16 +144,16 @@ class FeedForward(nn.Module):
 _keep_attention = partial(create_selective_checkpoint_contexts, keep_attention)
 
 
-class Block(nn.Module):
+class _Block(nn.Module):
     """One pre-norm decoder layer: the unit of compilation, sharding and activation checkpointing."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self.ac = config.ac
-        self.attention_norm = Norm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.feed_forward_norm = Norm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.attention_norm = _Norm(config.dim, eps=config.norm_eps)
+        self.attention = _Attention(config)
+        self.feed_forward_norm = _Norm(config.dim, eps=config.norm_eps)
+        self.feed_forward = _FeedForward(config)
 
     def layer(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
         """The layer itself, (B, S, E) to (B, S, E), whatever is kept for backward."""
@@ -160,6 +169,18 @@ class Block(nn.Module):
         return out
 
 
+class StepFlops(NamedTuple):
+    """Floating-point operations of one training step, recomputation aside."""
+
+    matmul: float  # of the dense layers
+    attention: float  # visible pairs only
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.matmul + self.attention
+
+
 class Decoder(nn.Module):
     """The language model. It may be built on the meta device and sharded there, before `initialize`."""
 
@@ -170,8 +191,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = Norm(config.dim, eps=config.norm_eps)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        self.norm = _Norm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, vocab_size, bias=False)
         # What every token is multiplied with; the embedding is looked up.
         linear = (module for module in self.modules() if isinstance(module, nn.Linear))
@@ -208,46 +229,29 @@ class Decoder(nn.Module):
         Args:
             tokens: (B, S) int64.
             positions: Position of each token within its segment, (B, S) int64, below `TrainConfig.seq_len`.
-            mask: See `attend`.
+            mask: See `_attend`.
         """
         rotary = Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
         x = self.embedding(tokens)
         x = x.to(torch.promote_types(x.dtype, torch.float32))  # The residual stream, in mixed precision too.
-        for block in self.blocks:
-            x = block(x, rotary, mask)
-        logits: Tensor = self.head(self.norm(x))
+        half = self.config.dtype == "bfloat16"
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=half):
+            for block in self.blocks:
+                x = block(x, rotary, mask)
+            logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def step_flops(self, tokens: int, pairs: int) -> StepFlops:
+        """FLOPs of forward and backward on some tokens and visible (query, key) pairs of one head.
+
+        Dense layers: 2 per weight and token forward, twice that backward; they do not skip padding. Attention:
+        4 * D per visible pair and query head forward (two products), 2.5 times that backward (five products).
+        """
+        heads, head_dim = self.config.layers * self.config.heads, self.config.head_dim
+        return StepFlops(6.0 * self.matmul_weights * tokens, 3.5 * 4.0 * pairs * head_dim * heads)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross entropies of (B, S) targets but those of `IGNORE`, nats, computed in float32."""
     logits, targets = logits.flatten(0, 1).float(), targets.flatten()
     return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-
-
-class StepFlops(NamedTuple):
-    """Floating-point operations of one training step, recomputation aside."""
-
-    matmul: float  # of the dense layers
-    attention: float  # visible pairs only
-
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return self.matmul + self.attention
-
-
-def step_flops(model: Decoder, tokens: int, pairs: int) -> StepFlops:
-    """FLOPs of forward and backward.
-
-    Dense layers: 2 per weight and token forward, twice that backward. Attention: 4 * D per visible pair and
-    query head forward (two products), 2.5 times that backward (five products).
-
-    Args:
-        model: The decoder.
-        tokens: Tokens of the step, padding included, because the dense layers do not skip it.
-        pairs: Visible (query, key) pairs of the step, for one head.
-    """
-    config = model.config
-    heads = config.layers * config.heads
-    return StepFlops(6.0 * model.matmul_weights * tokens, 3.5 * 4.0 * pairs * config.head_dim * heads)

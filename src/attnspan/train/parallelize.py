@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from attnspan.kernels import cpu
 from attnspan.train.config import ConfigError, JobError, RankError, TrainConfig
-from attnspan.train.data import Part, Planned
+from attnspan.train.data import Part
 from attnspan.train.model import Decoder
 
-__all__ = ["ALONE", "Ranks", "build_model", "faster_dtype", "is_rank", "mixed", "open_ranks", "peak_flops"]
+__all__ = ["ALONE", "Ranks", "build_model", "faster_dtype", "is_rank", "open_ranks", "peak_flops"]
 
 T = TypeVar("T")
 
@@ -44,20 +44,12 @@ class Ranks:
     """This process among the ranks of its job; without arguments, a job of one process on the CPU."""
 
     device: torch.device = _CPU  # where this rank computes
+    number: int = 0  # this rank's
+    world: int = 1  # ranks in all
     mesh: DeviceMesh | None = None  # all ranks, with dimensions ("dp", "cp"); None without a process group
     everyone: DeviceMesh | None = None  # the same in one dimension, for sums and for sharded parameters
     host: dist.ProcessGroup | None = None  # the same over gloo, for what they agree on
     saver: dist.ProcessGroup | None = None  # and once more, for the thread that writes checkpoints
-
-    @property
-    def world(self) -> int:
-        """Ranks in all."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
-    def number(self) -> int:
-        """This rank's."""
-        return 0 if self.mesh is None else dist.get_rank()
 
     @property
     def is_first(self) -> bool:
@@ -89,6 +81,22 @@ class Ranks:
         errors: list[Exception | None] = [None] * self.world
         dist.all_gather_object(errors, outcome[1], group=self.host)
         return _settle((outcome[0], next((each for each in errors if each is not None), None)))
+
+    def place(self, part: Part) -> Part:
+        """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
+        if part.shared is not None and self.mesh is not None:
+            part = part._replace(mask=part.mask.on(self.mesh["cp"], rows=part.shared), shared=None)
+        if self.device == _CPU:
+            return part
+        moved: Part = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), part)
+        return moved
+
+    def peak_memory(self) -> int:
+        """Largest memory of this process so far, bytes: allocated on a GPU, resident on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return largest if sys.platform == "darwin" else largest * 1024
 
     @contextmanager
     def joined(self, doing: Callable[[], str]) -> Iterator[None]:
@@ -195,7 +203,7 @@ def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks
     groups = [dist.new_subgroups_by_enumeration(axis, timeout=limit)[0] for axis in axes]  # type: ignore[no-untyped-call]
     mesh = DeviceMesh.from_group(groups, kind, mesh=numbers, mesh_dim_names=("dp", "cp"))
     host, saver = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
-    return Ranks(device, mesh, everyone, host, saver)
+    return Ranks(device, dist.get_rank(), config.world, mesh, everyone, host, saver)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -234,30 +242,6 @@ def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> D
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     return model.initialize(ranks.device)
-
-
-def mixed(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """The context of forward passes: bfloat16 where products gain by it, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
-
-
-def place(part: Part, ranks: Ranks) -> Part:
-    """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
-    if isinstance(part.mask, Planned):
-        assert ranks.mesh is not None
-        part = part._replace(mask=part.mask.plan.on(ranks.mesh["cp"], rows=part.mask.rows))
-    if ranks.device == _CPU:
-        return part
-    moved: Part = tree_map_only(Tensor, lambda x: x.to(ranks.device, non_blocking=True), part)
-    return moved
-
-
-def peak_memory(device: torch.device) -> int:
-    """Largest memory of this process so far, bytes: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
 
 
 def faster_dtype(device: torch.device = _CPU) -> str:

@@ -30,14 +30,6 @@ class MetricsLog:
     Args:
         path: File; made when missing. A damaged line of it raises a CheckpointError.
         step: Steps that are already taken; later lines are of a run that was cut off, and removed.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> for step in (0, 1, 1):
-        ...     MetricsLog(path, step).write({"step": step + 1})
-        >>> path.read_text()
-        '{"step": 1}\\n{"step": 2}\\n'
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -69,14 +61,7 @@ def _step(line: bytes, number: int, path: Path) -> int:
 
 
 class Reporter:
-    """Shows and records the figures of a run.
-
-    Args:
-        console: Where people read.
-        folder: The run's folder: TensorBoard events and ``metrics.jsonl`` go there.
-        step: Steps already taken.
-        steps: Steps in all.
-    """
+    """Shows and records the figures of a run, for people, TensorBoard and ``metrics.jsonl``."""
 
     def __init__(self, console: Console, folder: Path, step: int, steps: int) -> None:
         self._console, self._step, self._steps = console, step, steps

@@ -12,7 +12,7 @@ from attnspan.train.checkpoint import CheckpointStore, step_of
 from attnspan.train.config import CheckpointError, ConfigError, TrainConfig
 from attnspan.train.documents import Vocabulary, load_vocabulary
 from attnspan.train.model import Decoder
-from attnspan.train.parallelize import ALONE, Ranks, mixed
+from attnspan.train.parallelize import ALONE, Ranks
 
 __all__ = ["continue_text", "generate"]
 
@@ -62,7 +62,7 @@ def continue_text(
     for _ in range(tokens):
         window = torch.tensor([(context + added)[-model.config.seq_len :]], device=ranks.device)
         # Lengths grow: compiled blocks would be compiled for each of them.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), mixed(model.config, ranks.device):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = model(window, torch.arange(window.shape[1], device=ranks.device)[None], causal())
         last = logits[0, -1].float().cpu()
 

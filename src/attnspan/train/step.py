@@ -18,10 +18,10 @@ from torch.optim import AdamW
 
 from attnspan.parallel.torch.loss import sum_gradients, token_mean
 from attnspan.train.config import TrainConfig
-from attnspan.train.data import Batch, Part, make_batch, pack_once, row_shape
+from attnspan.train.data import Batch, Part, make_batch, pack_once
 from attnspan.train.documents import Corpus
-from attnspan.train.model import StepFlops, step_flops, token_loss
-from attnspan.train.parallelize import ALONE, Ranks, build_model, mixed, peak_memory, place
+from attnspan.train.model import StepFlops, token_loss
+from attnspan.train.parallelize import ALONE, Ranks, build_model
 
 __all__ = ["UNOBSERVED", "StepResult", "Stepper", "Unobserved", "learning_rate"]
 
@@ -37,13 +37,11 @@ class Unobserved:
 
     def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
         """Surround one step, numbered from 1, on so many tokens."""
-        del number, tokens
-        return nullcontext()
+        return nullcontext((number, tokens))
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """Surround one part of a step: "forward", "backward", "optimizer" or "communication"."""
-        del name
-        return nullcontext()
+        return nullcontext(name)
 
 
 UNOBSERVED: Any = Unobserved()
@@ -105,11 +103,9 @@ class Stepper(Stateful):
 
     def loss(self, part: Part, observer: Any = UNOBSERVED) -> Tensor:
         """Summed loss of this rank's targets."""
-        part = place(part, self.ranks)
+        part = self.ranks.place(part)
         with observer.phase("forward"):
-            with mixed(self.config, self.ranks.device):
-                logits = self.model(part.tokens, part.positions, part.mask)
-            return token_loss(logits, part.targets)
+            return token_loss(self.model(part.tokens, part.positions, part.mask), part.targets)
 
     def step(self, batch: Batch, index: int, observer: Any = UNOBSERVED) -> StepResult:
         """Forward and backward of each micro-batch, clip, update.
@@ -144,8 +140,8 @@ class Stepper(Stateful):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        total, memory = ranks.sum([loss.item(), float(peak_memory(ranks.device))])
-        flops = step_flops(self.model, round(tokens), round(pairs))
+        total, memory = ranks.sum([loss.item(), float(ranks.peak_memory())])
+        flops = self.model.step_flops(round(tokens), round(pairs))
         return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, flops, memory)
 
     def warm_up(self, batch: Batch) -> float:
@@ -162,9 +158,7 @@ class Stepper(Stateful):
         Gradients stay enabled, although none is taken: turning them off would compile every block once more.
         """
         config, rank = self.config, self.ranks.number
-        batches = (
-            make_batch(config, [rows], rank) for rows in pack_once(held_out, **row_shape(config, rank))
-        )
+        batches = (make_batch(config, [rows], rank) for rows in pack_once(held_out, **config.row_shape(rank)))
         nats = math.fsum(self.loss(part).item() for batch in batches for part in batch.parts)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # What backward would do: gathered weights are let go.

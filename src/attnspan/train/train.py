@@ -21,7 +21,7 @@ from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import CheckpointError, ConfigError, DataError, TrainConfig
 from attnspan.train.data import Batches, settle_strategy
 from attnspan.train.documents import Data, Vocabulary, load_data, load_vocabulary
-from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops, peak_memory
+from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops
 from attnspan.train.progress import Graphs, Reporter, Summary
 from attnspan.train.sample import continue_text
 from attnspan.train.step import UNOBSERVED, Stepper
@@ -91,7 +91,7 @@ def train(
 
     With several ranks each of them calls this; the first one prints and writes. After a restart by torchrun
     they go on from the latest checkpoint of their own job, if there is one, whatever ``resume`` and
-    ``from_step`` say.
+    ``from_step`` say. What goes wrong raises a subclass of `JobError` that says which option mends it.
 
     Args:
         config: Options. When resuming, those of the run itself, moved at most (`TrainConfig.moved`).
@@ -102,24 +102,6 @@ def train(
         ranks: Who runs it; by default whom the launcher or the present process group names (`open_ranks`).
         observe: Makes the observer of the steps; it is open during them.
         console: Where people read; standard output by default.
-
-    Raises:
-        ConfigError: The folder already holds a run, and it is not to be resumed.
-        DataError: The data cannot be read.
-        CheckpointError: There is nothing to resume from, or it is damaged.
-        RankError: A rank ended, or did not answer in time.
-
-    Example:
-        >>> import io, tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> _ = (root / "data.txt").write_text("one document\\n\\nanother one\\n\\na third")
-        >>> config = TrainConfig(
-        ...     dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16, seq_len=16, batch_size=1,
-        ...     steps=2, warmup=1, compile=False, dtype="float32", data=str(root / "data.txt"), workers=0,
-        ... )
-        >>> summary = train(config, root / "run", console=Console(file=io.StringIO()))
-        >>> summary.bits_per_byte_end < summary.bits_per_byte_start
-        True
     """
     began = time.perf_counter()
     with nullcontext(ranks) if ranks is not None else open_ranks(config) as ranks:
@@ -184,8 +166,7 @@ def _opened_before(folder: Path) -> bool:
 
 def _keep(config: TrainConfig, folder: Path) -> None:
     """Write the options of a run, as it goes on now."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save(folder / _CONFIG)
+    write_json(folder / _CONFIG, config, indent=2)
     if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
         write_whole(folder / _JOB, job)
 
@@ -204,7 +185,7 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
     warm, so_far = Graphs.since(*before), Graphs.since()
     with observe(max(bursts) or None) if observe else nullcontext(UNOBSERVED) as observer:
         results = _loop(run, console, observer)
-    [memory] = ranks.sum([float(peak_memory(device))])
+    [memory] = ranks.sum([float(ranks.peak_memory())])
     run.doing = "the held-out score"
     score = stepper.bits_per_byte(run.data.held_out)
     bursts += peak_flops(run.config, device)
@@ -233,10 +214,10 @@ def _choose_steps(run: Run, console: Console, began: float, score_seconds: float
     while run.ranks.first(lambda t=trials: sum(t) < _TRIAL_SECONDS):  # type: ignore[misc]
         trials += [run.stepper.warm_up(batch) for batch in run.batches(_TRIALS)]
     left = run.config.minutes * 60 - (time.perf_counter() - began) - score_seconds - _RESERVE_SECONDS
-    steps = run.ranks.first(lambda: max(1, int(left / mean(trials))))
+    steps = run.done + run.ranks.first(lambda: max(1, int(left / mean(trials))))
     run.config = replace(run.config, steps=steps, warmup=min(run.config.warmup, steps // 10))
     run.stepper.config = run.config
-    run.ranks.first(lambda: run.config.save(run.folder / _CONFIG))
+    run.ranks.first(lambda: write_json(run.folder / _CONFIG, run.config, indent=2))
     _say(console, "time", f"{run.config.minutes:g} minutes are {steps:,} steps of {mean(trials):.2f} s")
 
 
@@ -287,12 +268,12 @@ def _say(console: Console, name: str, text: str) -> None:
 
 def _introduce(run: Run, console: Console) -> None:
     config, data, kind = run.config, run.data, run.ranks.device.type
-    size = f"{len(data.train):,} documents, {decimal(data.train.num_bytes)}"
+    size = f"{len(data.train):,} documents, {decimal(data.train.num_bytes)}, {len(data.held_out)} held out"
     weights = sum(parameter.numel() for parameter in run.stepper.model.parameters())
-    heads = f"{config.layers} blocks, {config.heads} heads on {config.kv_heads}"
+    shape = f"{config.layers} blocks, {config.heads} heads on {config.kv_heads}, rows of {config.seq_len:,}"
     where = f"{config.threads} threads{' of each rank' * (config.world > 1)}" if kind == "cpu" else kind
-    _say(console, "data", f"{data.source}: {size}; {len(data.held_out):,} held out for the score")
-    _say(console, "model", f"{weights / 1e6:.2f} M parameters, {heads}, rows of {config.seq_len:,} tokens")
+    _say(console, "data", f"{data.source}: {size}")
+    _say(console, "model", f"{weights / 1e6:.2f} M parameters, {shape}")
     _say(console, "how", f"{config.attention} attention, {config.dtype}, {where}, {_in_words(config)}")
     _say(console, "run", str(run.folder) + (f", resumed at step {run.done}" if run.done else ""))
 
