@@ -15,7 +15,8 @@ from _cp_ring import ZigzagRing
 from torch import Tensor
 
 from attnspan import spans
-from attnspan.parallel import ContextParallel, Machine, _collectives
+from attnspan.parallel import Layout, Machine
+from attnspan.parallel.torch.comm import Pending
 from attnspan.torch import attention
 
 
@@ -40,54 +41,52 @@ class OneRank(Contestant):
 
 @dataclass(frozen=True)
 class Ours(Contestant):
-    """`ContextParallel`."""
+    """A layout and its plan.
+
+    Args:
+        members: Ranks over whose rows together the layout balances: those that share heads.
+    """
 
     name: str
     strategy: str
     method: Any = "balanced"
+    members: int = 1
     machine: Machine | None = None
 
     def prepare(self, problem: Problem, mode: str, mesh: Any) -> Ready:
-        cp = ContextParallel(
-            mesh,
-            mask=problem.mask,
-            q_len=problem.q_len,
-            heads=problem.heads,
-            strategy=self.strategy,
-            method=self.method,
-            head_dim=problem.q.shape[3],
-            dtype=problem.q.dtype,
-            machine=self.machine,
-        )
-        inputs = (cp.shard(x, dim=1) for x in (problem.q, problem.k, problem.v, problem.dout))
-        call = differentiated(
-            lambda q, k, v: attention(q, k, v, mask=cp), tuple(x.transpose(1, 2) for x in inputs), mode
-        )
-        found = cp.explain()
+        rank, (length, dim) = mesh.get_local_rank(), (problem.q_len, problem.q.shape[3])
+        given: dict[str, Any] = {"ranks": mesh.size(), "members": self.members, "method": self.method}
+        layout = Layout.of(problem.mask, q_len=length, **given)
+        sizes: dict[str, Any] = {"heads": problem.heads, "head_dim": dim, "itemsize": problem.q.itemsize}
+        plan = layout.plan(strategy=self.strategy, machine=self.machine, **sizes)
+        mask = plan.on(mesh)
+        whole = (problem.q, problem.k, problem.v, problem.dout)
+        rows = (layout.shard(x, rank).transpose(1, 2) for x in whole)
+        call = differentiated(lambda q, k, v: attention(q, k, v, mask=mask), tuple(rows), mode)
+        cost = plan.cost()
         about = {
-            "strategy": cp.strategy.name,
-            "rows_per_rank": cp.rows_per_rank,
-            "rows_per_chunk": cp.partition.size,
-            "balance": found.balance,
-            "planned_bytes": int((found.forward_bytes + (mode == BOTH) * found.backward_bytes).max()),
+            "strategy": plan.strategy.name,
+            "rows_per_rank": layout.rows_per_rank,
+            "balance": cost.balance,
+            "planned_bytes": int(cost.received("both" if mode == BOTH else "forward").max()),
         }
-        return Ready(call, torch.where(cp.valid, cp.positions, -1), about)
+        return Ready(call, mask.q_index[0], about)
 
 
 @contextmanager
 def our_waits_timed() -> Iterator[None]:
     """Let our exchanges tell the tally how long they wait."""
-    wait = _collectives.Pending.wait
+    wait = Pending.wait
 
     def timed(self: Any) -> Tensor:
         with TALLY.wait():
             return wait(self)
 
-    _collectives.Pending.wait = timed  # type: ignore[method-assign]
+    Pending.wait = timed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _collectives.Pending.wait = wait  # type: ignore[method-assign]
+        Pending.wait = wait  # type: ignore[method-assign]
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -108,19 +107,19 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
-        dealt = grad[order]
-        local = dealt.new_empty((dealt.shape[0] // ctx.ranks, *dealt.shape[1:]))
+        every = grad[order]
+        local = every.new_empty((every.shape[0] // ctx.ranks, *every.shape[1:]))
         # An owner gets a part of its gradients from each other rank.
         TALLY.received += (ctx.ranks - 1) * local.nbytes
         # Renamed in torch 2.13.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with TALLY.wait():
-            reduce_scatter(local, dealt, group=ctx.group)
+            reduce_scatter(local, every, group=ctx.group)
         return local, None, None
 
 
 class AllGather(Contestant):
-    """What one would write by hand: rows dealt head and tail, all keys gathered, and our kernel on them."""
+    """What one would write by hand: rows from head and tail, all keys gathered, and our kernel on them."""
 
     name = "all-gather + our kernel"
     chunks = 2
@@ -180,13 +179,9 @@ class TorchFlex(Contestant):
             out: Tensor = module(q, k, v, block_mask)
             return out
 
-        dealt = balancer._generate_indices()[0].long().chunk(mesh.size())
+        rows = balancer._generate_indices()[0].long().chunk(mesh.size())[mesh.get_local_rank()]
         about = {"keys_in_sparse_blocks": 1 - float(block_mask.sparsity()) / 100}
-        return Ready(
-            differentiated(attend, inputs, mode),  # type: ignore[arg-type]
-            dealt[mesh.get_local_rank()],
-            about,
-        )
+        return Ready(differentiated(attend, inputs, mode), rows, about)  # type: ignore[arg-type]
 
 
 def _mask_mod(problem: Problem) -> Any:
@@ -233,8 +228,9 @@ class TorchRing(Contestant):
 
 def contestants(ranks: int, machine: Machine | None) -> list[Contestant]:
     """All who take part, the one that efficiency is measured against first."""
-    ours = [Ours("exchange", "exchange"), Ours("ring, zigzag", "ring", "zigzag"), Ours("ulysses", "ulysses")]
+    ours = [Ours("exchange", "exchange"), Ours("ring, zigzag", "ring", "zigzag")]
+    ours.append(Ours("ulysses", "ulysses", members=ranks))
     if ranks > 2 and ranks % 2 == 0:
-        ours.append(Ours("hybrid", f"hybrid(2, {ranks // 2})"))
+        ours.append(Ours("hybrid", f"hybrid(2, {ranks // 2})", members=2))
     ours.append(Ours("auto", "auto", machine=machine))
     return [OneRank(ranks), *ours, AllGather(), ZigzagRing(), TorchFlex(), TorchRing()]

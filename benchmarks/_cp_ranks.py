@@ -20,7 +20,6 @@ import torch.distributed as dist
 from _cp_checks import errors_of, from_first, reference_of, sdpa_errors, why_wrong
 from _cp_peers import contestants, our_waits_timed
 from _cp_problem import TALLY, Contestant, Problem, Ready
-from attnspan.parallel._collectives import counted_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,6 +27,7 @@ from attnspan.bench.environment import describe_environment
 from attnspan.bench.resident import forget_peak, resident_memory, resident_peak, trim
 from attnspan.kernels import cpu
 from attnspan.parallel import Machine
+from attnspan.parallel.torch.comm import counted_bytes
 
 #: Rows of a rank in the check against float64.
 CHECK_ROWS = 256
@@ -49,7 +49,7 @@ class Settings:
     head_dims: tuple[int, ...]
     modes: tuple[str, ...]
     only: tuple[str, ...]
-    calibrate: float  # seconds; 0: "auto" goes by assumed figures
+    calibrate: float  # seconds; 0: "auto" takes the fewest bytes
 
 
 def serve(rank: int, settings: Settings, store: str, results: str) -> None:
@@ -208,7 +208,7 @@ def _about(each: Contestant, entered: _Entered) -> dict[str, Any]:
     TALLY.restart()
     with _threads(each), counted_bytes() as counts:
         growth = _growth(entered.ready)
-    both = _every_rank([growth, counts.total_received + TALLY.received])
+    both = _every_rank([growth, sum(counts.received.values()) + TALLY.received])
     return {
         "errors_to_one_rank": entered.errors,
         "prepare_seconds": entered.seconds[0],

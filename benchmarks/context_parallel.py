@@ -158,7 +158,7 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path 
     parser.add_argument("--modes", default="forward,forward+backward", help="what a call is")
     parser.add_argument("--only", default="", help="contestants to take part beside one rank; default: all")
     parser.add_argument(
-        "--calibrate", type=float, default=6.0, help='seconds to measure what "auto" goes by; 0: assume it'
+        "--calibrate", type=float, default=6.0, help='seconds to measure rates for "auto"; 0: it counts bytes'
     )
     parser.add_argument("--json", type=Path, help="write settings, environment and raw samples to this file")
     args = parser.parse_args(arguments)

@@ -1,12 +1,11 @@
-"""Copying within packed segments on 1, 2 and 4 ranks, and with ids that another partition has dealt.
+"""Copying within packed segments on 1, 2 and 4 ranks, and with ids in the order of another layout.
 
     python benchmarks/convergence.py
 
-Writes benchmarks/results/convergence.json and docs/images/convergence.svg; a minute or two on two cores.
+Writes benchmarks/results/convergence.json.gz and docs/images/convergence.svg; a minute or two on two cores.
 The model, its data and the ranks are those of tests/parallel.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 
 from copying import Run  # noqa: E402
 from worlds import world  # noqa: E402
+
+from attnspan.files import write_json  # noqa: E402
 
 #: Name of a curve -> ranks, run, colour and dashes, by which curves that lie on each other can be told apart.
 CURVES: dict[str, tuple[int, Run, str, str]] = {
@@ -80,8 +81,7 @@ def main() -> None:
         for loss, alone in zip(curves[name], curves["1 rank"], strict=True)
     )
     print(f"curves of ranks lie at most {apart:.2g} of a loss from that of one process")
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(losses)}" for name, losses in curves.items())
-    (ROOT / "benchmarks" / "results" / "convergence.json").write_text(f"{{\n{lines}\n}}\n")
+    write_json(ROOT / "benchmarks" / "results" / "convergence.json.gz", curves)
     (ROOT / "docs" / "images" / "convergence.svg").write_text(draw(curves))
 
 

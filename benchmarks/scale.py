@@ -1,15 +1,14 @@
 """Many ranks on one machine: python benchmarks/scale.py strategies | planning | plots | table
 
-`strategies` runs partition, needs, bytes and predicted time of `attnspan.parallel.simulate` over masks,
-tokens and ranks; `planning` measures how long a rank takes to plan a step; each adds to its JSON file in
-benchmarks/results, where rows of the same case are replaced. `plots` draws what is there into docs/images,
-`table` prints what is there for a fixed number of tokens per rank.
+`strategies` counts pairs, rows and bytes of every strategy over masks, tokens and ranks with
+`attnspan.parallel.simulate`, and predicts times where a machine's measured rates are given (``--machine``).
+`planning` times a step's planning. Both add to a file in benchmarks/results, where rows of the same case are
+replaced. `plots` draws what is there into docs/images, `table` prints it for a number of tokens per rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,171 +17,113 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from attnspan.parallel.choose import Call
-from attnspan.parallel.command import lowered, tokens_of
-from attnspan.parallel.planning import Request, lower, make_plan
 from charts import Axis, Panel, decades, draw
 
-from attnspan import Mask, causal, segments
-from attnspan.parallel.local import encode
-from attnspan.parallel.machine import Machine
-from attnspan.parallel.simulate import sample_lengths, setups, simulate
+from attnspan import Mask
+from attnspan.cli import _corpus_lengths
+from attnspan.console import bytes_text, seconds_text
+from attnspan.files import read_json, write_json
+from attnspan.masks import parse
+from attnspan.parallel import Layout, Machine
+from attnspan.parallel.simulate import pack, sample_lengths, setups, simulate, tokens_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+SCALE, PLANNING = RESULTS / "scale.json.gz", RESULTS / "planning.json.gz"
 MASKS = ("corpus", "lognormal", "pareto", "causal", "causal & window(4096)")
-NAMES = (
-    "exchange, balanced",
-    "hybrid(8, r), balanced",
-    "exchange, zigzag",
-    "ring, contiguous",
-    "ring, zigzag",
-    "ulysses",
-)
-STAGES = ("total", "lowering", "partition", "needs", "digest", "one rank's lists")
-CALL = Call(q_heads=32, kv_heads=8)
+NODE_SIZE, HEADS = 8, (32, 8)
+STAGES = ("mask.prepare", "Layout.of", "layout.plan", "plan.local")
 RANK_TICKS = [(8, "8"), (64, "64"), (512, "512"), (4096, "4,096")]
 Row = dict[str, Any]
 
 
-def corpus(tokens: int, seed: int) -> np.ndarray:
-    """Lengths of the documents in a row of the training job's data."""
-    from attnspan.train.config import TrainConfig
-    from attnspan.train.data import PackedStream
-    from attnspan.train.documents import Vocabulary, load_data
-
-    documents = load_data(TrainConfig(), Vocabulary()).train
-    return np.bincount(next(PackedStream(documents, seq_len=tokens, batch_size=1, seed=seed)).ids[0].numpy())
+def mask_of(name: str, tokens: int, seed: int = 0) -> Mask:
+    """Documents of the training job or of drawn lengths, causal within each, or an expression."""
+    if name == "corpus":
+        return pack(_corpus_lengths(tokens, seed))
+    return pack(sample_lengths(name, tokens, seed=seed)) if name in ("lognormal", "pareto") else parse(name)
 
 
-def merge(path: Path, key: Callable[[Row], object], rows: Sequence[Row]) -> list[Row]:
+def merge(path: Path, key: Sequence[str], rows: Sequence[Row]) -> None:
     """Add rows to a file; those of the same key are replaced."""
-    known = json.loads(path.read_text()) if path.exists() else []
-    merged = {str(key(row)): row for row in (*known, *rows)}
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
-    return list(merged.values())
+    known = read_json(path) if path.exists() else []
+    write_json(path, list({tuple(row[x] for x in key): row for row in (*known, *rows)}.values()))
 
 
 def strategies(args: argparse.Namespace) -> None:
-    machine = Machine()
-    for mask in args.masks:
+    machine = None if args.machine is None else Machine.load(args.machine)
+    for name in args.masks:
         for tokens in args.tokens:
-            spans = lowered(mask, tokens, corpus=corpus, mean=4096, seed=0)
+            prepared = mask_of(name, tokens).prepare(tokens, tokens)
             for ranks in args.ranks:
-                found = simulate(spans, CALL, machine, setups(ranks, CALL.q_heads, machine.node_size))
-                rows = [{"mask": mask, "machine": str(machine), **asdict(each)} for each in found]
-                merge(
-                    RESULTS / "scale.json",
-                    lambda row: [row[x] for x in ("mask", "tokens", "ranks", "setup")],
-                    rows,
-                )
-                for row in rows:
-                    print(f"{mask:<22}{tokens:>11,}{ranks:>6}  {row['setup']:<24}", end="")
-                    gigabytes, ms = row["received"] / 1e9, row["seconds"] * 1e3
-                    print(f"{row['balance']:8.3f}{gigabytes:9.2f} GB{ms:10.1f} ms", end="")
-                    print(f"{row['compute_seconds'] / row['seconds']:8.1%}{row['planning_seconds']:8.2f} s")
+                chosen = setups(ranks, HEADS[0], NODE_SIZE)
+                found = simulate(prepared, tokens, chosen, machine=machine, node_size=NODE_SIZE, heads=HEADS)
+                rows = [{"mask": name, "machine": machine and str(machine), **asdict(x)} for x in found]
+                merge(SCALE, ("mask", "tokens", "ranks", "setup"), rows)
+                for x in found:
+                    texts = (
+                        f"{bytes_text(x.received):>10}{bytes_text(x.memory):>10}{seconds_text(x.seconds):>9}"
+                    )
+                    print(f"{name:<22}{tokens:>11,}{ranks:>6}  {x.setup:<24}{x.balance:8.3f}{texts}")
 
 
-def planned(tokens: int, ranks: int, kind: str, seed: int) -> Row:
-    """Seconds of each stage of one rank's planning."""
-    mask: Mask = causal()
-    if kind != "causal":
-        lengths = sample_lengths(kind, tokens, seed=seed)
-        mask = causal() & segments(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
-    request = Request(ranks=ranks, call=CALL, strategy="exchange")
-    busy = time.process_time()
-    times = [time.perf_counter()]
-    prepared = lower(mask, tokens, tokens, CALL.batch, CALL.q_heads)
+def planned(tokens: int, ranks: int, name: str, seed: int) -> Row:
+    """Seconds of each stage of planning, and of the processor in all."""
+    mask, busy, times = mask_of(name, tokens, seed), time.process_time(), [time.perf_counter()]
+    prepared = mask.prepare(tokens, tokens)
     times.append(time.perf_counter())
-    plan, _ = make_plan(prepared, request)
+    layout = Layout.of(prepared, q_len=tokens, ranks=ranks)
     times.append(time.perf_counter())
-    _ = plan.needs
+    plan = layout.plan(heads=HEADS, strategy="exchange")
     times.append(time.perf_counter())
-    _ = plan.digest
+    plan.local(ranks // 2)
     times.append(time.perf_counter())
-    encode(plan.local(ranks // 2))
-    times.append(time.perf_counter())
-    stages = {name: end - start for name, (start, end) in zip(STAGES[1:], pairwise(times), strict=True)}
-    sizes = {"mask": kind, "tokens": tokens, "ranks": ranks}
-    return {**sizes, "stages": stages, "total": times[-1] - times[0], "processor": time.process_time() - busy}
+    stages = {x: end - start for x, (start, end) in zip(STAGES, pairwise(times), strict=True)}
+    row = {"mask": name, "tokens": tokens, "ranks": ranks, "stages": stages}
+    return {**row, "total": times[-1] - times[0], "processor": time.process_time() - busy}
 
 
 def planning(args: argparse.Namespace) -> None:
-    for kind in args.masks:
+    for name in args.masks:
         for tokens in args.tokens:
             for ranks in args.ranks:
-                runs = [planned(tokens, ranks, kind, seed) for seed in range(args.repeats)]
+                runs = [planned(tokens, ranks, name, seed) for seed in range(args.repeats)]
                 middle = sorted(runs, key=lambda run: run["total"])[len(runs) // 2]
                 row = middle | {"totals": [run["total"] for run in runs]}
-                merge(
-                    RESULTS / "planning.json",
-                    lambda row: [row[x] for x in ("mask", "tokens", "ranks")],
-                    [row],
-                )
-                stages = ", ".join(f"{name} {seconds:.3f}" for name, seconds in row["stages"].items())
+                merge(PLANNING, ("mask", "tokens", "ranks"), [row])
+                stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in row["stages"].items())
                 median = statistics.median(row["totals"])
                 shared = "" if row["total"] < 1.2 * row["processor"] else ", on a busy machine"
-                print(f"{kind:<12}{tokens:>11,} tokens {ranks:>6} ranks {median:7.3f} s: {stages}{shared}")
+                print(f"{name:<12}{tokens:>11,} tokens {ranks:>6} ranks {median:7.3f} s: {stages}{shared}")
 
 
 def plots(args: argparse.Namespace) -> None:
-    rows = json.loads((RESULTS / "scale.json").read_text())
-    rows = [row for row in rows if row["tokens"] == args.at]
+    rows = [row for row in read_json(SCALE) if row["tokens"] == args.at]
+    names = list(dict.fromkeys(row["setup"] for row in rows))
     kinds: dict[str, tuple[str, Callable[[Row], float]]] = {
-        "time": (
-            "predicted time of a layer / time of the mean rank's pairs alone",
-            lambda row: row["seconds"] / row["compute_seconds"],
-        ),
         "balance": ("visible pairs of the busiest rank / mean", lambda row: row["balance"]),
         "bytes": ("GB received by the busiest rank, forward and backward", lambda row: row["received"] / 1e9),
     }
-    for name, (label, value) in kinds.items():
+    for kind, (label, value) in kinds.items():
         panels = []
         for mask in MASKS:
             mine = [row for row in rows if row["mask"] == mask]
-            lines = {
-                name: sorted((row["ranks"], value(row)) for row in mine if row["setup"] == name)
-                for name in NAMES
-            }
-            panels.append(Panel(mask, {name: points for name, points in lines.items() if points}))
+            lines = {x: sorted((r["ranks"], value(r)) for r in mine if r["setup"] == x) for x in names}
+            panels.append(Panel(mask, {x: points for x, points in lines.items() if points}))
         values = [y for panel in panels for points in panel.lines.values() for _, y in points]
-        chart = draw(
-            panels,
-            Axis("ranks", RANK_TICKS),
-            Axis(f"{label}; {args.at >> 20}M tokens", decades(values)),
-            NAMES,
-        )
-        (IMAGES / f"scale-{name}.svg").write_text(chart, encoding="utf-8")
-    timed = json.loads((RESULTS / "planning.json").read_text())
-    (IMAGES / "scale-planning.svg").write_text(planning_chart(timed), encoding="utf-8")
+        axes = Axis("ranks", RANK_TICKS), Axis(f"{label}; {args.at >> 20}M tokens", decades(values))
+        (IMAGES / f"scale-{kind}.svg").write_text(draw(panels, *axes, names), encoding="utf-8")
 
 
 def table(args: argparse.Namespace) -> None:
-    rows = json.loads((RESULTS / "scale.json").read_text())
-    chosen = [row for row in rows if row["tokens"] == args.per_rank * row["ranks"]]
-    print(f"predicted with {rows[0]['machine']}\n")
-    print("| documents | ranks, tokens | strategy, rows | max/mean | GB | ms | mean pairs, ms |")
+    print("| documents | ranks, tokens | strategy, rows | max/mean | of a ring | received | across nodes |")
     print("|---|---|---|---|---|---|---|")
+    chosen = [row for row in read_json(SCALE) if row["tokens"] == args.per_rank * row["ranks"]]
     for row in sorted(chosen, key=lambda row: (MASKS.index(row["mask"]), row["ranks"])):
         size = f"{row['ranks']:,}, {row['tokens'] >> 20}M"
-        received, ms, least = row["received"] / 1e9, row["seconds"] * 1e3, row["compute_seconds"] * 1e3
-        cells = f"{row['balance']:.3f} | {received:.3g} | {ms:.4g} | {least:.4g}"
-        print(f"| {row['mask']} | {size} | {row['setup']} | {cells} |")
-
-
-def planning_chart(rows: Sequence[Row]) -> str:
-    panels = []
-    for kind in dict.fromkeys(row["mask"] for row in rows):
-        mine = sorted(
-            (row for row in rows if row["mask"] == kind and row["ranks"] == 1024), key=lambda r: r["tokens"]
-        )
-        lines = {name: [(row["tokens"], row["stages"][name]) for row in mine] for name in mine[0]["stages"]}
-        lines[STAGES[0]] = [(row["tokens"], row["total"]) for row in mine]
-        panels.append(Panel(f"{kind}, 1,024 ranks", lines))
-    ticks = [(n << 20, f"{n}M") for n in (1, 2, 4, 8, 16)]
-    values = [y for panel in panels for points in panel.lines.values() for _, y in points]
-    return draw(panels, Axis("tokens", ticks), Axis("seconds to plan", decades(values)), STAGES)
+        share = f"{row['rows'] / row['rows_of_ring']:.3f}" if row["rows_of_ring"] else "-"
+        cells = f"{row['balance']:.3f} | {share} | {bytes_text(row['received'])}"
+        print(f"| {row['mask']} | {size} | {row['setup']} | {cells} | {bytes_text(row['received_across'])} |")
 
 
 def main() -> None:
@@ -194,22 +135,21 @@ def main() -> None:
     for name, run in (("strategies", strategies), ("planning", planning), ("plots", plots), ("table", table)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
+        simulated = name == "strategies"
         if name == "plots":
             command.add_argument("--at", type=tokens_of, default=4 << 20, help="tokens")
-            continue
-        if name == "table":
+        elif name == "table":
             command.add_argument("--per-rank", type=tokens_of, default=16 << 10, help="tokens of a rank")
-            continue
-        simulated = name == "strategies"
-        masks = MASKS if simulated else ("lognormal", "causal")
-        command.add_argument("--masks", type=lambda text: text.split(","), default=masks)
-        command.add_argument(
-            "--tokens", type=sizes, default=sizes("1M,4M,16M" if simulated else "1M,2M,4M,8M,16M")
-        )
-        command.add_argument(
-            "--ranks", type=sizes, default=sizes("8,64,256,1024,4096" if simulated else "1024")
-        )
-        command.add_argument("--repeats", type=int, default=5)
+        else:
+            masks = MASKS if simulated else ("lognormal", "causal")
+            tokens, ranks = ("1M,4M,16M", "8,64,256,1024,4096") if simulated else ("1M,2M,4M,8M,16M", "1024")
+            command.add_argument("--masks", type=lambda text: text.split(","), default=masks)
+            command.add_argument("--tokens", type=sizes, default=sizes(tokens))
+            command.add_argument("--ranks", type=sizes, default=sizes(ranks))
+        if simulated:
+            command.add_argument("--machine", type=Path, help="a file of Machine.save(): predicts times")
+        if name == "planning":
+            command.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     args.run(args)
 

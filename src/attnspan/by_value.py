@@ -106,6 +106,8 @@ class keys(Mask):
         [[[[[0, 1], [2, 4]]]]]
     """
 
+    _separates = False
+
     valid: Array
     max_runs: int | None = None
 

@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 
 from ._mistakes import not_a_mask, refuse_keywords
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
-from .expression import And, Or
-from .masks import Mask, Prepared, cache, causal, full, global_keys, key_padding, keys, window
+from .masks import Mask, Prepared, full
 from .options import FLOAT32_MAX, Given, Options, check_number
-from .packed import prefix
 from .spans import Spans
 
 __all__ = [
@@ -351,26 +349,13 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_packed(mask: Mask) -> None:
-    if not _may_separate(mask):
+    if not mask._may_separate():
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",
             got=f"{mask!r}, under which they see each other",
             remedy="Combine it by & with documents(cu_seqlens) or segments(ids)",
         )
-
-
-# They know no documents. Any other mask, of the library or of a user, may.
-_BLIND = (cache, causal, full, global_keys, key_padding, keys, window)
-
-
-def _may_separate(mask: Any) -> bool:
-    """Whether documents of one row may be kept apart by a mask."""
-    if isinstance(mask, Or):
-        return all(map(_may_separate, mask.operands))
-    if isinstance(mask, And):
-        return any(map(_may_separate, mask.operands))
-    return not isinstance(mask, _BLIND) and not (isinstance(mask, prefix) and mask.cu_seqlens is None)
 
 
 def _dtype(x: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import Any, NoReturn, dataclass_transform
+from typing import Any, ClassVar, NoReturn, dataclass_transform
 
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
@@ -37,10 +37,16 @@ class Mask(Node):
 
     # NumPy then leaves its operators to those below, instead of calling them for each element.
     __array_ufunc__ = None
+    # Whether it may keep packed documents apart; a mask that knows none says False.
+    _separates: ClassVar[bool] = True
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         dataclass(frozen=True, eq=False, repr=False)(cls)
+
+    def _may_separate(self) -> bool:
+        """Whether it may keep the packed documents of a row apart."""
+        return self._separates
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
         """Replace each field by what its check makes of it; errors name the mask and the field."""
@@ -232,6 +238,9 @@ class Combined(Mask):
 class And(Combined):
     """The keys that every operand shows."""
 
+    def _may_separate(self) -> bool:
+        return any(operand._may_separate() for operand in self.operands)
+
     def _lower(self, low: Lowering) -> Rows:
         clip: Rows | None = None
         wide = []
@@ -258,6 +267,9 @@ class And(Combined):
 
 class Or(Combined):
     """The keys that any operand shows."""
+
+    def _may_separate(self) -> bool:
+        return all(operand._may_separate() for operand in self.operands)
 
     def _lower(self, low: Lowering) -> Rows:
         return self._lower_within(low, Rows((FULL,)))

@@ -20,12 +20,13 @@ from ._pytrees import register_pytrees
 from .arrays import INT32_MAX, Array
 from .by_value import Explicit, from_block_mask, from_dense, from_predicate, keys
 from .errors import expect
-from .expression import Mask, Prepared
+from .expression import And, Mask, Or, Prepared
 from .lowering import Lowering, SpansLargerThanMask
 from .packed import documents, groups, prefix, segments
 from .spans import Spans
 
 __all__ = [
+    "WITHOUT_DATA",
     "Mask",
     "Prepared",
     "SpansLargerThanMask",
@@ -58,6 +59,8 @@ class full(Mask):
         [[[[[0, 3]]]]]
     """
 
+    _separates = False
+
     def _lower(self, low: Lowering) -> Rows:
         del low
         return Rows((FULL,))
@@ -70,6 +73,8 @@ class causal(Mask):
         >>> causal().spans(2, 3).bounds[0, 0, :, 0].tolist()
         [[0, 2], [0, 3]]
     """
+
+    _separates = False
 
     def _lower(self, low: Lowering) -> Rows:
         return Rows((Interval(None, low.q_index + 1, anchored=True),))
@@ -88,6 +93,8 @@ class window(Mask):
         >>> window(1).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 2], [1, 3]]
     """
+
+    _separates = False
 
     left: int | None
     right: int | None = 0
@@ -121,6 +128,8 @@ class key_padding(Mask):
         >>> key_padding(2, stop=4).spans(1, 7).bounds.tolist()  # 4 text tokens, 2 of them real, then an image
         [[[[[0, 2], [4, 7]]]]]
     """
+
+    _separates = False
 
     lengths: int | Array
     side: str = "right"
@@ -171,6 +180,8 @@ class cache(Mask):
         [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]
     """
 
+    _separates = False
+
     lengths: int | Array
 
     def __post_init__(self) -> None:
@@ -199,6 +210,8 @@ class global_keys(Mask):
         [[0, 1], [2, 3]]
     """
 
+    _separates = False
+
     n: int
 
     def __post_init__(self) -> None:
@@ -224,6 +237,10 @@ def spans(bounds: Array) -> Mask:
     """
     bounds = bounds.lowered if isinstance(bounds, Prepared) else bounds
     return Prepared(bounds, bare=True) if isinstance(bounds, Spans) else Explicit(bounds)
+
+
+#: Kinds of masks that say all they know in numbers: equal ones have equal spans.
+WITHOUT_DATA = frozenset({And, Or, causal, full, global_keys, window})
 
 
 def names() -> dict[str, Callable[..., Any]]:

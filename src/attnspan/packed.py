@@ -203,6 +203,9 @@ class prefix(Mask):
             remedy = "Pass an int for one length that all documents share"
             expect(n == m, "prefix: lengths", "one length per document, {}", m, remedy, n, error=ShapeError)
 
+    def _may_separate(self) -> bool:
+        return self.cu_seqlens is not None
+
     def _lower(self, low: Lowering) -> Rows:
         if self.cu_seqlens is None:
             lengths, illegal = low.lengths("prefix", self.lengths, below=None)

@@ -21,7 +21,7 @@ from attnspan.torch import StaticCache  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
-PAGES = ("caches", "library", "masks", "options", "torch")
+PAGES = ("caches", "library", "masks", "options", "partition", "scale", "torch")
 MARK = "<!-- not run"
 BLOCK = re.compile(rf"^(?:{MARK}(?P<reason>.*)-->\n)?```python\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
 FENCE = re.compile(r"^[> \t]*```+ *py", re.MULTILINE)

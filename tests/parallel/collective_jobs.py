@@ -3,39 +3,42 @@
 from typing import Any
 
 import torch
-from attnspan.parallel._collectives import counted_bytes
-from attnspan.parallel.planning import cost
 from parity_cases import OPTIONS, Case
-from parity_jobs import local_inputs, make
+from parity_jobs import local_inputs, place
+
+from attnspan.parallel.strategy import split_heads
+from attnspan.parallel.torch.comm import counted_bytes
+from attnspan.torch import attention
 
 
 def count(case: Case) -> dict[str, Any]:
     """Bytes of this rank by direction and phase: {"forward": {"received": {...}, "sent": {...}}, ...}."""
-    cp = make(case)
-    leaves, (dout, _) = local_inputs(cp, case)
+    placed = place(case)
+    leaves, (dout, _) = local_inputs(placed, case)
     with counted_bytes() as forward:
-        out = cp.attention(*leaves, **OPTIONS[case.option](case))
+        out = attention(*leaves, mask=placed.mask, **OPTIONS[case.option](case))
     with counted_bytes() as backward:
         torch.autograd.grad(out, leaves, dout)
     counted = {
         name: {"received": dict(counts.received), "sent": dict(counts.sent)}
         for name, counts in (("forward", forward), ("backward", backward))
     }
-    traffic = cost(cp.plan, cp._request).traffic
+    plan, cost = placed.plan, placed.plan.cost()
     foretold = {
         name: {
-            way: {phase: int(getattr(figures, way)[cp.rank]) for phase, figures in phases.items()}
+            way: {phase: int(getattr(figures, way)[placed.rank]) for phase, figures in phases.items()}
             for way in ("received", "sent")
         }
-        for name, phases in (("forward", traffic.forward), ("backward", traffic.backward))
+        for name, phases in (("forward", cost.forward), ("backward", cost.backward))
     }
-    group = cp.rank // cp.strategy.members
+    members = plan.strategy.members
+    group, member = divmod(placed.rank, members)
     return {
         "counted": counted,
         "foretold": foretold,
-        "rows": cp.partition.group_rows(group),
-        "keys": cp.plan.keys.group_rows(group),
-        "kv_heads": len(cp.plan.heads[cp.rank % cp.strategy.members].kv),
+        "rows": plan._rows(plan.layout, group),
+        "keys": plan._rows(plan.keys, group),
+        "kv_heads": len(split_heads(*case.heads, members)[member].kv),
     }
 
 

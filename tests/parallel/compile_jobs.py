@@ -6,37 +6,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attnspan.parallel._collectives import counted_bytes
 from parity_cases import OPTIONS, Case, segment_ids
-from parity_jobs import local_inputs, make
+from parity_jobs import Placed, local_inputs, place
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from worlds import mesh
 
 import attnspan
-from attnspan.parallel import ContextParallel
+from attnspan.parallel import MeshPlan
+from attnspan.parallel.torch import ops
+from attnspan.parallel.torch.comm import counted_bytes
 from attnspan.torch import attention, checkpoint_policy
 
 LENGTH, BATCH, WIDTH = 101, 2, 32
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, options: dict[str, Any]) -> Tensor:
-    return attention(q * 1.5, k, v, mask=cp, **options) + 1.0
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: MeshPlan, options: dict[str, Any]) -> Tensor:
+    return attention(q * 1.5, k, v, mask=mask, **options) + 1.0
 
 
-def _gradients(function: Callable[..., Tensor], case: Case, cp: ContextParallel) -> list[Tensor]:
-    leaves, (dout, _) = local_inputs(cp, case)
-    out = function(*leaves, cp, OPTIONS[case.option](case))
+def _gradients(function: Callable[..., Tensor], case: Case, placed: Placed) -> list[Tensor]:
+    leaves, (dout, _) = local_inputs(placed, case)
+    out = function(*leaves, placed.mask, OPTIONS[case.option](case))
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def first_call(case: Case, backend: str) -> float:
     """Compile in full before anything else ran; the largest difference from eager."""
     torch._dynamo.reset()
-    cp = make(case)
-    compiled = _gradients(torch.compile(_attend, fullgraph=True, backend=backend), case, cp)
-    eager = _gradients(_attend, case, cp)
+    placed = place(case)
+    compiled = _gradients(torch.compile(_attend, fullgraph=True, backend=backend), case, placed)
+    eager = _gradients(_attend, case, placed)
     torch._dynamo.reset()
     return max(float((a - b).abs().max()) for a, b in zip(compiled, eager, strict=True))
 
@@ -47,15 +48,14 @@ def many_masks(case: Case, steps: int) -> tuple[list[int], list[int], float]:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_attend, fullgraph=True, backend=counter)
     compilations, received, worst = [], [], 0.0
-    cp = make(case)
     for step in range(steps):
         ids = segment_ids(case, case.batch, mean=5 + 4 * step, salt=step)
-        cp = cp.with_mask(attnspan.causal() & attnspan.segments(ids))
+        placed = place(case, mask=attnspan.causal() & attnspan.segments(ids))
         with counted_bytes() as counts:
-            found = _gradients(compiled, case, cp)
-        received.append(counts.total_received)
+            found = _gradients(compiled, case, placed)
+        received.append(sum(counts.received.values()))
         compilations.append(counter.frame_count)
-        eager = _gradients(_attend, case, cp)
+        eager = _gradients(_attend, case, placed)
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(found, eager, strict=True)))
     torch._dynamo.reset()
     return compilations, received, worst
@@ -97,11 +97,11 @@ class Model(nn.Module):
         return x
 
 
-def _problem(heads: tuple[int, int], strategy: str) -> tuple[Tensor, attnspan.Mask, ContextParallel]:
+def _problem(heads: tuple[int, int], strategy: str) -> tuple[Tensor, attnspan.Mask, Placed]:
     case = Case(length=LENGTH, batch=BATCH, heads=heads, strategy=strategy, dims=(8, 8))
     x = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
     mask = attnspan.causal() & attnspan.segments(segment_ids(case, BATCH))
-    return x, mask, make(case, mask=mask)
+    return x, mask, place(case, mask=mask)
 
 
 def _model(heads: tuple[int, int], keep: str = "all") -> Model:
@@ -112,15 +112,15 @@ def _model(heads: tuple[int, int], keep: str = "all") -> Model:
 def checkpointed(strategy: str, keep: str, compiled: bool) -> tuple[list[Tensor], int]:
     """Gradients of a model's parameters on this rank, and the bytes that the step sent."""
     torch._dynamo.reset()
-    x, _, cp = _problem((4, 2), strategy)
+    x, _, placed = _problem((4, 2), strategy)
     model = _model((4, 2), keep)
     if compiled:
         for layer in model.layers:
             layer.compile(fullgraph=True, backend="aot_eager")
     with counted_bytes() as counts:
-        model(cp.shard(x), cp).square().sum().backward()
+        model(placed.shard(x), placed.mask).square().sum().backward()
     torch._dynamo.reset()
-    return [p.grad for p in model.parameters()], counts.total_sent
+    return [p.grad for p in model.parameters()], sum(counts.sent.values())
 
 
 def _errors(got: list[Tensor], wanted: list[Tensor]) -> float:
@@ -145,7 +145,7 @@ def under_fsdp(strategy: str, keep: str, compiled: bool) -> float:
     from torch.distributed.fsdp import fully_shard
 
     torch._dynamo.reset()
-    x, _, cp = _problem((4, 2), strategy)
+    x, _, placed = _problem((4, 2), strategy)
     model = _model((4, 2), keep)
     line = mesh(dist.get_world_size())["cp"]
     for module in (*model.layers, model):
@@ -154,8 +154,8 @@ def under_fsdp(strategy: str, keep: str, compiled: bool) -> float:
         fully_shard(module, mesh=line)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    rows = cp.valid[None, :, None]  # Rows of padding have no loss.
-    (model(cp.shard(x), cp).square() * rows).sum().backward()
+    rows = placed.mask.valid[:, :, None]  # Rows of padding have no loss.
+    (model(placed.shard(x), placed.mask).square() * rows).sum().backward()
     got = [p.grad.full_tensor() for p in model.parameters()]
     torch._dynamo.reset()
     return _errors(got, _alone((4, 2))[1])
@@ -172,8 +172,8 @@ def two_models(compiled: bool) -> list[float]:
             model.compile(fullgraph=True, backend="aot_eager")
     found = []
     for heads in (*kinds, *kinds):
-        x, _, cp = problems[heads]
-        loss = (models[heads](cp.shard(x), cp).square() * cp.valid[None, :, None]).sum()
+        x, _, placed = problems[heads]
+        loss = (models[heads](placed.shard(x), placed.mask).square() * placed.mask.valid[:, :, None]).sum()
         got = list(torch.autograd.grad(loss, list(models[heads].parameters())))
         found.append(_errors(_summed(got), _alone(heads)[1]))
     torch._dynamo.reset()
@@ -182,25 +182,23 @@ def two_models(compiled: bool) -> list[float]:
 
 def check_operators(case: Case) -> int:
     """What `torch.library.opcheck` asks of forward and backward, on the real group; how many were checked."""
-    from attnspan.parallel import _ops
-
     calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (_ops.sharded_forward, _ops.sharded_backward):
+            if func in (ops.sharded_forward, ops.sharded_backward):
                 calls.append((func, args))
             return func(*args, **(kwargs or {}))
 
-    cp = make(case)
-    leaves, (dout, dlse) = local_inputs(cp, case)
+    placed = place(case)
+    leaves, (dout, dlse) = local_inputs(placed, case)
     options = OPTIONS[case.option](case)
     with Recorder():
-        out, lse = cp.attention(*leaves, return_lse=True, **options)
+        out, lse = attention(*leaves, mask=placed.mask, return_lse=True, **options)
         torch.autograd.grad([out, lse], leaves, [dout, dlse])
     for op, arguments in calls:
         fresh = tuple(
-            x.detach().clone().requires_grad_(x.is_floating_point() and op is _ops.sharded_forward)
+            x.detach().clone().requires_grad_(x.is_floating_point() and op is ops.sharded_forward)
             if isinstance(x, Tensor)
             else x
             for x in arguments

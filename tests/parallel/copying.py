@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attnspan import Mask, causal, segments
+from attnspan.parallel import Layout
 from attnspan.torch import attention
 
 VOCABULARY, MOTIF, SEQ_LEN, BATCH = 16, 6, 120, 2
@@ -33,7 +34,7 @@ class Run:
     Args:
         strategy: How ranks share attention; None for one process without context parallelism.
         steps: Training steps.
-        misplaced: Deal the ids of the mask by another partition than all else: shapes fit, rows do not.
+        misplaced: Order the ids of the mask by another layout than all else: shapes fit, rows do not.
         lr: Learning rate, after 20 steps of warm-up.
     """
 
@@ -118,11 +119,10 @@ class Decoder(nn.Module):
 
 
 def misplace(ids: Tensor, ranks: int) -> Tensor:
-    """Ids in the order in which two chunks a rank, mirrored, would deal them, where rows lie as they are."""
-    from attnspan.parallel.partition import partition
-
-    dealt = partition(causal(), ranks, q_len=SEQ_LEN, method="zigzag", rows_per_chunk=SEQ_LEN // (2 * ranks))
-    order = torch.from_numpy(dealt.rows.reshape(-1)).long()
+    """Ids in the order of another layout, two mirrored chunks a rank, where rows lie as they are."""
+    chunk = SEQ_LEN // (2 * ranks)
+    other = Layout.of(causal(), q_len=SEQ_LEN, ranks=ranks, method="zigzag", rows_per_chunk=chunk)
+    order = torch.from_numpy(other.rows.reshape(-1)).long()
     assert torch.equal(order.sort().values, torch.arange(SEQ_LEN)), "no padding in between"
     return ids[:, order]
 
@@ -133,58 +133,42 @@ def train(run: Run) -> list[float]:
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    cp, losses = None, []
+    losses = []
     for step in range(run.steps):
         batch = make_batch(step)
         ids = misplace(batch.ids, max(dist.get_world_size(), 2)) if run.misplaced else batch.ids
-        mask = causal() & segments(ids, max_runs=RUNS)
-        cp = _share(run, cp, mask)
-        loss = _step(model, batch, mask, cp)
+        losses.append(_step(model, batch, causal() & segments(ids, max_runs=RUNS), run))
         optimizer.step()
         schedule.step()
-        losses.append(loss)
     return losses
 
 
-def _share(run: Run, cp: Any, mask: Mask) -> Any:
+def _shared(run: Run, batch: Batch, mask: Mask) -> tuple[Any, dict[str, Tensor]]:
+    """The mask of this rank's rows, and the rows."""
+    rows = {"tokens": batch.tokens, "positions": batch.positions, "targets": batch.targets}
     if run.strategy is None:
-        return None
-    if cp is not None:
-        return cp.with_mask(mask)
+        return mask.prepare(SEQ_LEN, SEQ_LEN, batch=BATCH), rows
     from worlds import mesh
 
-    from attnspan.parallel import ContextParallel
-
-    return ContextParallel(
-        mesh(dist.get_world_size())["cp"],
-        mask=mask,
-        q_len=SEQ_LEN,
-        heads=(HEADS, HEADS),
-        strategy=run.strategy,
-        batch=BATCH,
-        # Rows lie as they are, so that only the ids of a misplaced run are out of place.
-        method="contiguous" if run.misplaced else "balanced",
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-    )
+    # With misplaced ids rows lie as they are, so that only the ids are out of place.
+    method: Any = "contiguous" if run.misplaced else "balanced"
+    layout = Layout.of(mask, q_len=SEQ_LEN, ranks=dist.get_world_size(), batch=BATCH, method=method)
+    mine = layout.shard(rows, dist.get_rank())
+    plan = layout.plan(heads=(HEADS, HEADS), strategy=run.strategy)
+    return plan.on(mesh(dist.get_world_size())["cp"], rows=mine), mine
 
 
-def _step(model: Decoder, batch: Batch, mask: Mask, cp: Any) -> float:
+def _step(model: Decoder, batch: Batch, mask: Mask, run: Run) -> float:
     """Forward and backward; the loss is the sum over ranks, each divided by the tokens of all of them."""
-    rows = {"tokens": batch.tokens, "positions": batch.positions, "targets": batch.targets}
-    if cp is None:
-        prepared = mask.prepare(SEQ_LEN, SEQ_LEN, batch=BATCH)
-        attend: Attend = lambda q, k, v: attention(q, k, v, mask=prepared, layout="bshd")  # noqa: E731
-    else:
-        rows = cp.shard(rows, dim=1)
-        attend = lambda q, k, v: cp.attention(q, k, v, layout="bshd")  # noqa: E731
+    seen, rows = _shared(run, batch, mask)
+    attend: Attend = lambda q, k, v: attention(q, k, v, mask=seen, layout="bshd")  # noqa: E731
     logits = model(rows["tokens"], rows["positions"], attend)
     total = functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), reduction="sum")
     loss = total / (batch.targets >= 0).sum()
     model.zero_grad()
     loss.backward()
     shown = loss.detach().clone()
-    if cp is not None:
+    if run.strategy is not None:
         flat = torch.cat([shown.view(1), *(p.grad.flatten() for p in model.parameters())])
         dist.all_reduce(flat)
         shown, *grads = flat.split([1, *(p.numel() for p in model.parameters())])

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from dtensor_jobs import BATCH, DIMS, HEADS, LENGTH, grid, ids, off, options_of, parameters, placements, whole
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from attnspan import Spans, causal, key_padding, segments
-from attnspan.parallel import ContextParallel
+from attnspan.parallel import Layout
+from attnspan.parallel.torch.comm import group_of
 from attnspan.torch import attention
 
 
@@ -57,16 +59,11 @@ class Part:
         heads = tuple(case.heads)
         if case.role == "heads":
             heads = tuple(self._range(n).stop - self._range(n).start for n in case.heads)
-        self.cp = ContextParallel(
-            self.mesh if case.role == "rows" else self.mesh["cp"],
-            mask=case.mask(rows),
-            q_len=LENGTH,
-            k_len=case.k_len,
-            heads=heads,  # type: ignore[arg-type]
-            strategy=case.strategy,
-            batch=rows.stop - rows.start,
-            dtensor_rows="plan",
-        )
+        mesh, batch = self.mesh if case.role == "rows" else self.mesh["cp"], rows.stop - rows.start
+        self.rank, given = group_of(mesh).rank(), {"k_len": case.k_len, "batch": batch}
+        self.layout = Layout.of(mask := case.mask(rows), q_len=LENGTH, ranks=mesh.size(), **given)
+        plan = self.layout.plan(mask, heads=heads, strategy=case.strategy, **given)  # type: ignore[arg-type]
+        self.keys, self.plan = plan.keys, plan.on(mesh, dtensor_rows="plan")
         self.order = (0, 2, 1) if case.layout == "bshd" else (0, 1, 2)  # of batch rows, heads, rows
         self.dims = {"batch": 0, "heads": self.order[1]}
         self.first = [Shard(self.dims[case.role])] if case.role in self.dims else [Replicate()]
@@ -81,7 +78,7 @@ class Part:
         if dim is not None:
             at = self._range(x.shape[dim])
             x = x.narrow(dim, at.start, at.stop - at.start)
-        return self.cp.shard_keys(x, dim=2) if keys and self.case.k_len else self.cp.shard(x, dim=2)
+        return (self.keys if keys else self.layout).shard(x, self.rank, dim=2)
 
     def join(self, x: Tensor, keys: bool = False) -> DTensor:
         """The DTensor of the rows of all ranks, in the order of the plan."""
@@ -91,7 +88,7 @@ class Part:
         first = self.first if x.dim() == 4 or self.case.role != "heads" else [Shard(1)]
         first = [Shard(dims[2])] if self.case.role == "rows" else first
         placed = [*first[: len(self.case.sizes) - 1], Shard(dims[2])]
-        shape = [x.shape[0], x.shape[1], self.cp.partition.ranks * local.shape[dims[2]], *x.shape[3:]]
+        shape = [x.shape[0], x.shape[1], self.layout.ranks * local.shape[dims[2]], *x.shape[3:]]
         shape = [shape[i] for i in dims] + shape[3:]
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
@@ -129,6 +126,12 @@ class Part:
         return x, wanted
 
 
+def _valid(part: Part, x: Tensor) -> Tensor:
+    """Which rows of a result (B, H, n, ...) are no padding."""
+    valid = part.plan.valid[:, None]
+    return valid.reshape(*valid.shape, *[1] * (x.dim() - 3))
+
+
 def _order(x: Tensor, local: Tensor) -> list[int]:
     """The dims as they are stored, but for those of one element."""
     return sorted((dim for dim in range(x.dim()) if local.shape[dim] > 1), key=lambda dim: -x.stride(dim))
@@ -149,7 +152,7 @@ def planned(case: Planned) -> dict[str, float]:
     given = torch.utils._pytree.tree_map(part.option, options)
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        return attention(q, k, v, mask=part.cp, layout=case.layout, return_lse=True, **options)
+        return attention(q, k, v, mask=part.plan, layout=case.layout, return_lse=True, **options)
 
     call = torch.compile(call, backend="aot_eager", fullgraph=True) if case.compiled else call
     found = call(*leaves, **given)
@@ -162,8 +165,9 @@ def planned(case: Planned) -> dict[str, float]:
         strict=True,
     ):
         x = x.to_local().transpose(1, 2) if case.layout == "bshd" and name != "lse" else x.to_local()
-        real = slice(None) if name in ("dk", "dv") else part.cp.valid
-        pairs[name] = x[:, :, real], part.of(y.detach(), name in ("dk", "dv"))[:, :, real]
+        wanted_x = part.of(y.detach(), keys=name in ("dk", "dv"))
+        # Padding rows see nothing: their results are 0, and so are gradients.
+        pairs[name] = (x.masked_fill(~_valid(part, x), 0) if name == "lse" else x), wanted_x
     for i, (x, y) in enumerate(zip(gradients[3:], wanted[3:], strict=True)):
         pairs[f"parameter {i}"] = part.gradient(x, y)
     assert found[0].placements == leaves[0].placements
@@ -188,24 +192,15 @@ def plan_all(cases: list[Planned]) -> list[Any]:
     return found
 
 
-def misplaced(cases: list[tuple[str, str, str]], sizes: tuple[int, ...] = (2,)) -> list[str]:
-    """The errors of planned calls whose q, k and v lie in these ways; "plain" is this rank's rows."""
-    mesh, ((q, k, v), _) = grid(*sizes), whole()
-    cp = ContextParallel(
-        mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange", dtensor_rows="plan"
-    )
-    found = []
-    for words in cases:
-        inputs = [
-            x if word == "plain" else DTensor.from_local(x, mesh, placements(word), run_check=False)
-            for x, word in zip((cp.shard(x.detach(), dim=2) for x in (q, k, v)), words, strict=True)
-        ]
-        try:
-            attention(*inputs, mask=cp)
-            found.append("")
-        except ValueError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+def causal_rows(mesh: DeviceMesh, heads: tuple[int, int] = HEADS) -> tuple[Any, list[Tensor]]:
+    """A plan on a mesh, and this rank's rows of q, k and v."""
+    layout, (inputs, _) = Layout.of(causal(), q_len=LENGTH, ranks=mesh.size()), whole()
+    plan = layout.plan(heads=heads, strategy="exchange").on(mesh, dtensor_rows="plan")
+    return plan, [layout.shard(x.detach(), group_of(mesh).rank(), dim=2) for x in inputs]
+
+
+def _placed(x: Tensor, mesh: DeviceMesh, words: str) -> Any:
+    return x if words == "plain" else DTensor.from_local(x, mesh, placements(words), run_check=False)
 
 
 def _error(*inputs: Any, mask: Any) -> str:
@@ -216,36 +211,41 @@ def _error(*inputs: Any, mask: Any) -> str:
     return ""
 
 
+def misplaced(cases: list[tuple[str, str, str]], sizes: tuple[int, ...] = (2,)) -> list[str]:
+    """The errors of planned calls whose q, k and v lie in these ways; "plain" is this rank's rows."""
+    mesh = grid(*sizes)
+    plan, rows = causal_rows(mesh["cp"])
+    return [
+        _error(*(_placed(x, mesh, w) for x, w in zip(rows, case, strict=True)), mask=plan) for case in cases
+    ]
+
+
 def on_other_meshes() -> dict[str, str]:
     """The errors of calls whose tensors do not lie on one mesh, or not on the plan's; four ranks."""
     mesh, ((q, k, v), _) = grid(2, 2), whole()
-    cp = ContextParallel(
-        mesh["cp"], mask=causal(), q_len=LENGTH, heads=HEADS, strategy="exchange", dtensor_rows="plan"
-    )
+    plan, rows = causal_rows(mesh["cp"])
     both = [distribute_tensor(x.detach(), mesh, placements("R R")) for x in (q, k, v)]
     one = [distribute_tensor(x.detach(), mesh["cp"], placements("R")) for x in (q, k, v)]
     bounds = distribute_tensor(causal().spans(LENGTH, LENGTH, like=q).bounds, mesh["cp"], placements("R"))
-    rows = [cp.shard(x.detach(), dim=2) for x in (q, k, v)]
-    other = [DTensor.from_local(x, mesh["dp"], placements("S2"), run_check=False) for x in rows]
     return {
         "k": _error(both[0], one[1], both[2], mask=causal()),
         "v": _error(one[0], one[1], both[2], mask=causal()),
         "bounds": _error(*both, mask=Spans(bounds, LENGTH)),
-        "plan": _error(*other, mask=cp),
+        "plan": _error(*(_placed(x, mesh["dp"], "S2") for x in rows), mask=plan),
     }
 
 
 def of_other_sizes() -> dict[str, str]:
-    """The errors of planned calls whose DTensors have another number of rows or heads; two ranks."""
-    mesh, ((q, k, v), _) = grid(2), whole()
-    rest = {"mask": causal(), "q_len": LENGTH, "strategy": "exchange", "dtensor_rows": "plan"}
-    cp = ContextParallel(mesh["cp"], heads=HEADS, **rest)
-    natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in (q, k, v)]
-    rows = [cp.shard(x.detach(), dim=2) for x in (q, k, v)]
-    placed = [DTensor.from_local(x, mesh, placements("S2"), run_check=False) for x in rows]
+    """The errors of planned calls of other rows or heads, and of rows whose order nobody named; two ranks."""
+    mesh, (inputs, _) = grid(2), whole()
+    natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
+    plan, rows = causal_rows(mesh)
+    placed = [_placed(x, mesh, "S2") for x in rows]
+    unnamed = Layout.of(causal(), q_len=LENGTH, ranks=2).plan(heads=HEADS, strategy="exchange").on(mesh)
     return {
-        "rows": _error(*natural, mask=cp),
-        "heads": _error(*placed, mask=ContextParallel(mesh["cp"], heads=(2, 1), **rest)),
+        "rows": _error(*natural, mask=plan),
+        "heads": _error(*placed, mask=causal_rows(mesh, heads=(2, 1))[0]),
+        "order": _error(*placed, mask=unnamed),
     }
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attnspan.parallel.loss import global_token_count, sum_gradients, sum_over, token_mean
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from worlds import mesh
+
+from attnspan.parallel.torch.loss import global_token_count, sum_gradients, sum_over, token_mean
 
 
 def part_of(x: Tensor, uneven: int) -> Tensor:

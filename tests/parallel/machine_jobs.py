@@ -1,6 +1,6 @@
-"""Jobs of test_machine.py."""
+"""Jobs of test_cost.py."""
 
-from attnspan.parallel.machine import Machine
+from attnspan.parallel import Machine
 
 
 def measure(node_size: int | None) -> Machine:

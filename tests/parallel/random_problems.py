@@ -25,9 +25,12 @@ def any_spans(draw: st.DrawFn, square: bool = False) -> Spans:
 
 
 def seen(spans: Spans) -> np.ndarray:
-    """Bool (q_len, planes * k_len): which flat keys a row sees, for any head."""
+    """Bool (planes * q_len, planes * k_len): which flat keys a flat row sees, for any head."""
     dense = spans.dense().any(axis=1)
-    return np.moveaxis(dense, 0, 1).reshape(spans.q_len, -1)
+    planes, rows, keys = dense.shape
+    whole = np.zeros((planes, rows, planes, keys), bool)
+    whole[np.arange(planes), :, np.arange(planes)] = dense
+    return whole.reshape(planes * rows, planes * keys)
 
 
 def as_set(lo: np.ndarray, hi: np.ndarray) -> set[int]:

@@ -1,22 +1,18 @@
-"""All ranks of a plan in one process: keys, as their own flat numbers, moved as each rank's lists say."""
+"""All ranks of a plan in one process: keys, as their own flat numbers, move as each rank's tables say.
 
-from dataclasses import dataclass
+A flat key is plane * k_len + key; where no key was written stands `NOTHING`.
+"""
+
+from typing import Any
 
 import numpy as np
-from attnspan.parallel.choose import Call
-from attnspan.parallel.planning import Request
 from hypothesis import strategies as st
 from random_problems import any_spans
 
-from attnspan import Prepared, Spans
-from attnspan.parallel.local import LocalPlan, Transfer
-from attnspan.parallel.partition import Partition
-from attnspan.parallel.plan import Plan
-from attnspan.parallel.strategy import Strategy
+from attnspan.parallel import Layout, Plan, Strategy
+from attnspan.parallel.local import Tables, Transfer
 
-#: Where nothing was written.
 NOTHING = -7
-HEADS = (4, 2)
 STRATEGIES = [
     Strategy(kind, members, groups)  # type: ignore[arg-type]
     for kind in ("exchange", "ring")
@@ -24,115 +20,108 @@ STRATEGIES = [
 ]
 
 
-def dealt(length: int, strategy: Strategy, size: int, seed: int) -> Partition:
-    """Chunks dealt to the groups at random, as many to each as static shapes ask for."""
-    chunks = -(-length // size)
-    owner = np.random.default_rng(seed).permutation(np.arange(chunks) % strategy.groups)
-    return Partition.of_owner(
-        owner, q_len=length, groups=strategy.groups, members=strategy.members, size=size
-    )
+def anyhow(length: int, ranks: int, planes: int, seed: int) -> Layout:
+    """Rows that lie anyhow, ascending on each rank, some ranks with fewer than others."""
+    rng = np.random.default_rng(seed)
+    each = -(-length // ranks) + int(rng.integers(0, 2))
+    rows = np.full((planes, ranks * each), -1)
+    for plane in range(planes):
+        rows[plane, rng.permutation(ranks * each)[:length]] = rng.permutation(length)
+    rows = rows.reshape(planes, ranks, each).transpose(1, 0, 2)
+    rows = np.sort(np.where(rows < 0, length, rows), axis=2)
+    return Layout(length, np.where(rows == length, -1, rows).astype(np.int32))
 
 
 @st.composite
 def any_plan(draw: st.DrawFn) -> Plan:
-    """Any spans; keys that lie like the rows, or in order, or anyhow."""
-    strategy, seed = draw(st.sampled_from(STRATEGIES)), draw(st.integers(0, 99))
-    square = draw(st.booleans())
+    """Any mask, strategy and rows; keys that lie like the rows, or in order, or anyhow."""
+    strategy, seed, square = draw(st.sampled_from(STRATEGIES)), draw(st.integers(0, 99)), draw(st.booleans())
     spans = draw(any_spans(square=square))
-    rows = dealt(spans.q_len, strategy, draw(st.integers(1, 12)), seed)
-    request = Request(strategy.ranks, Call(*HEADS), strategy)
-    keys = draw(
-        st.sampled_from(
-            [request.keys_for(strategy, spans.k_len), dealt(spans.k_len, strategy, 3, seed + 1)]
-            + [rows] * square
-        )
-    )
-    return Plan(Prepared(spans), strategy, rows, keys, *HEADS)
+    planes, heads, q_len = spans.bounds.shape[:3]
+    batch = planes if planes > 1 else draw(st.integers(1, 2))
+    mask: Any = spans
+    if draw(st.booleans()):
+        sizes: dict[str, Any] = {"q_len": q_len, "k_len": spans.k_len, "ranks": strategy.ranks}
+        # Of the plan's members, of others, or of none.
+        members = [x for x in range(1, strategy.ranks + 1) if strategy.ranks % x == 0]
+        sizes |= {"batch": planes, "heads": heads, "members": draw(st.sampled_from(members))}
+        method = draw(st.sampled_from(["balanced", "zigzag", "contiguous"]))
+        layout = Layout.of(spans, **sizes, method=method, rows_per_chunk=draw(st.integers(1, 12)))
+        mask = draw(st.sampled_from([spans, None]))
+    else:
+        layout = anyhow(q_len, strategy.ranks, draw(st.sampled_from([1, batch])), seed)
+    keys = [Layout.contiguous(spans.k_len, strategy.ranks)]
+    keys.append(anyhow(spans.k_len, strategy.ranks, draw(st.sampled_from([1, batch])), seed + 1))
+    chosen = draw(st.sampled_from([*keys, *[None] * square]))
+    return layout.plan(mask, heads=(2, 1), strategy=strategy, batch=batch, keys=chosen)
 
 
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """What a rank has at hand in one stage: int64 (planes, K), flat key numbers, `NOTHING` elsewhere."""
-
-    local: LocalPlan
-    stage: int
-    flat: np.ndarray
-
-    @property
-    def keys(self) -> np.ndarray:
-        """The stage's own word for it: int32 (planes|1, K)."""
-        return self.local.stages[self.stage].keys
-
-    @property
-    def bounds(self) -> np.ndarray:
-        return self.local.stages[self.stage].bounds
+def rows_of(layout: Layout, group: int, members: int) -> np.ndarray:
+    """Rows of a group, member after member, (L, members * n)."""
+    part = layout.rows[group * members : (group + 1) * members]
+    return part.transpose(1, 0, 2).reshape(layout.planes, -1)
 
 
 def held(plan: Plan, group: int) -> np.ndarray:
-    """The flat key in each slot of a group, int64 (planes * key_slots,); `NOTHING` in padding."""
-    keys = plan.keys.group_rows(group).astype(np.int64)
+    """The flat key in each slot of a group, int64 (planes * slots,)."""
+    keys = rows_of(plan.keys, group, plan.strategy.members).astype(np.int64)
     flat = np.arange(plan.planes)[:, None] * plan.k_len + keys
     return np.where(keys < 0, NOTHING, flat).reshape(-1)
 
 
-def arrivals(plan: Plan) -> list[list[Arrival]]:
-    """The stages of each rank, as keys arrive there."""
-    every = [plan.local(rank) for rank in range(plan.strategy.ranks)]
+def arrivals(plan: Plan, every: list[Tables]) -> list[list[np.ndarray]]:
+    """What each rank has in each of its stages, flat keys of shape (planes, K)."""
     if every[0].transfer is None:
-        return [_round(plan, local) for local in every]
-    return [[_exchange(plan, every, local)] for local in every]
+        return [_ring(plan, every, tables) for tables in every]
+    return [[_exchange(plan, every, tables)] for tables in every]
 
 
-def _round(plan: Plan, local: LocalPlan) -> list[Arrival]:
-    """In a ring each group passes on what it has: after some steps, what the group so far before it held."""
-    groups = plan.strategy.groups
-    blocks = [held(plan, (local.group - step) % groups) for step in range(groups)]
-    return [Arrival(local, step, x.reshape(plan.planes, -1)) for step, x in enumerate(blocks)]
+def _ring(plan: Plan, every: list[Tables], tables: Tables) -> list[np.ndarray]:
+    """Each group sorts its keys and passes on what it has: what comes is of the group some steps before."""
+    found = []
+    for step in range(plan.strategy.groups):
+        group = (tables.numbers.group - step) % plan.strategy.groups
+        keys, order = held(plan, group), every[group * plan.strategy.members].key_order
+        keys = keys[order] if order.size else keys
+        found.append(keys.reshape(plan.planes, -1))
+    return found
 
 
-def _exchange(plan: Plan, every: list[LocalPlan], local: LocalPlan) -> Arrival:
-    mine = lists(local)
-    received = [
-        sent(plan, every[peer_of(local, group)])[local.group] for group in range(plan.strategy.groups)
-    ]
-    assert [len(part) for part in received] == mine.receive_counts.tolist(), "who sends what is awaited"
-    stage = np.full(local.stages[0].keys.size, NOTHING, np.int64)
+def _exchange(plan: Plan, every: list[Tables], tables: Tables) -> np.ndarray:
+    mine, group = lists(tables), tables.numbers.group
+    received = [sent(plan, every[peer_of(tables, other)])[group] for other in range(plan.strategy.groups)]
+    assert [len(part) for part in received] == list(mine.receive_counts), "what is sent is awaited"
+    stage = np.full(tables.stages[0].keys.size, NOTHING, np.int64)
     places = np.concatenate([mine.own_place, mine.place])
     assert len(set(places.tolist())) == len(places), "no key is overwritten"
-    stage[mine.own_place] = held(plan, local.group)[mine.own]
+    stage[mine.own_place] = held(plan, group)[mine.own]
     stage[mine.place] = np.concatenate(received)
-    return Arrival(local, 0, stage.reshape(local.stages[0].keys.shape))
+    return stage.reshape(tables.stages[0].keys.shape)
 
 
-def sent(plan: Plan, local: LocalPlan) -> list[np.ndarray]:
+def sent(plan: Plan, tables: Tables) -> list[np.ndarray]:
     """The flat keys that a rank sends to each group."""
-    mine = lists(local)
-    assert mine.send_counts.sum() == len(mine.send)
-    return np.split(held(plan, local.group)[mine.send], np.cumsum(mine.send_counts)[:-1])
+    mine = lists(tables)
+    assert sum(mine.send_counts) == len(mine.send)
+    return np.split(held(plan, tables.numbers.group)[mine.send], np.cumsum(mine.send_counts)[:-1])
 
 
-def returned(plan: Plan, local: LocalPlan, found: list[list[Arrival]]) -> list[np.ndarray]:
+def returned(plan: Plan, every: list[Tables], tables: Tables, stages: list[np.ndarray]) -> list[np.ndarray]:
     """The flat keys whose gradients come back from each group, in the order in which they arrive."""
     back = []
     for group in range(plan.strategy.groups):
-        peer = peer_of(local, group)
-        theirs = lists(found[peer][0].local)
-        leaving = found[peer][0].flat.reshape(-1)[theirs.place]
-        back.append(np.split(leaving, np.cumsum(theirs.receive_counts)[:-1])[local.group])
+        peer = peer_of(tables, group)
+        theirs = lists(every[peer])
+        leaving = stages[peer].reshape(-1)[theirs.place]
+        back.append(np.split(leaving, np.cumsum(theirs.receive_counts)[:-1])[tables.numbers.group])
     return back
 
 
-def peer_of(local: LocalPlan, group: int) -> int:
+def peer_of(tables: Tables, group: int) -> int:
     """The rank of another group that has the same heads."""
-    return group * local.strategy.members + local.member
+    return group * tables.numbers.strategy.members + tables.numbers.member
 
 
-def lists(local: LocalPlan) -> Transfer:
-    assert local.transfer is not None
-    return local.transfer
-
-
-def visible(arrival: Arrival) -> np.ndarray:
-    """Bool (planes, H|1, rows of the group, K), after a check that the bounds are legal."""
-    spans = Spans(arrival.bounds, arrival.flat.shape[1]).validate()
-    return np.asarray(spans.dense())
+def lists(tables: Tables) -> Transfer:
+    assert tables.transfer is not None
+    return tables.transfer

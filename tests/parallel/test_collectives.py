@@ -64,9 +64,13 @@ def needed(case: Case, part: dict[str, Any]) -> int:
     """Bytes of the keys and values that a rank's group may see and does not hold, by the dense mask."""
     mask = MASKS[case.mask](case)
     dense = np.asarray(mask.spans(case.length, case.keys, batch=case.batch, heads=case.heads[0]).dense())
-    rows, keys = (part[name][part[name] >= 0] for name in ("rows", "keys"))
-    seen = dense[:, :, rows].any((1, 2))  # (planes, keys)
-    seen[:, keys] = False
+    planes = max(len(dense), len(part["rows"]), len(part["keys"]))
+    dense = np.broadcast_to(dense, (planes, *dense.shape[1:]))
+    seen = np.zeros((planes, case.keys), bool)
+    for plane in range(planes):
+        rows, keys = (part[name][plane % len(part[name])] for name in ("rows", "keys"))
+        seen[plane] = dense[plane][:, rows[rows >= 0]].any((0, 1))
+        seen[plane, keys[keys >= 0]] = False
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[case.dtype]
     return int(seen.sum()) * (case.batch // len(seen)) * part["kv_heads"] * sum(case.dims) * size
 

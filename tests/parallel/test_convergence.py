@@ -44,7 +44,7 @@ def test_ranks_learn_what_one_process_learns(ranks: int, strategy: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ids_that_lie_as_another_partition_deals_them_stall(ranks: int) -> None:
+def test_ids_that_lie_as_in_another_layout_stall(ranks: int) -> None:
     assert end(losses(ranks, Run("exchange", misplaced=True))) > STALLED
 
 

@@ -213,7 +213,8 @@ def test_tensors_on_other_meshes_are_refused() -> None:
 def test_sizes_that_are_not_those_of_the_plan_are_refused() -> None:
     for errors in world(2).run("dtensor_plan_jobs:of_other_sizes"):
         assert "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks" in errors["rows"]
-        assert "expected 2 heads on this rank, as ContextParallel was told, got 4 here" in errors["heads"]
+        assert "expected 2 heads on this rank, got 4 here" in errors["heads"]
+        assert "rows in the plan's order, which must be said" in errors["order"]
 
 
 def test_plain_ids_of_a_part_are_refused() -> None:

@@ -4,24 +4,24 @@ import re
 import time
 
 import pytest
-from worlds import Died, World, world
+from worlds import Died, JobError, World, world
 
 DISAGREEMENTS = {
-    "ids": "another mask on rank 2 than on rank 0",
-    "mask": "another mask on rank 2",
-    "strategy": "another strategy on rank 2",
-    "partition": "another partition on rank 2",
-    "heads": "another heads on rank 2",
-    "q_len": "another mask on rank 2",
+    "ids": "the same mask on every rank",
+    "mask": "the same mask on every rank",
+    "strategy": "the same strategy and heads on every rank",
+    "layout": "the same layout on every rank",
 }
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(what: str) -> None:
+    # gloo's collectives are driven by the host, so that the answer is there before the first one; engines
+    # abort the process, or hang, where sizes do not meet.
     for name, text, exchanged in world(3).run("fault_jobs:disagree", what):
         assert name == "PlanMismatchError", text
         assert DISAGREEMENTS[what] in text
-        assert "expected the same plan on every rank" in text
+        assert "got another one on rank 2 than on rank 0" in text
         assert exchanged == 0
     assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
 
@@ -29,30 +29,24 @@ def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(what: s
 def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
     for name, text, exchanged in world(3).run("fault_jobs:disagree_later"):
         assert name == "PlanMismatchError", text
-        assert "another mask on ranks 1, 2 than on rank 0" in text
+        assert "another one on ranks 1, 2 than on rank 0" in text
         assert exchanged == 0
 
 
-CALLS = ["dtype", "batch", "head_dim", "v_dim", "scale", "softcap", "sinks", "dropout_p", "gradients_of_lse"]
+CALLS = ["scale", "softcap", "sinks", "dropout_p", "gradients_of_lse"]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", CALLS)
-@pytest.mark.parametrize("strategy", ["exchange", "ulysses"])
-def test_another_call_on_one_rank_is_an_error_on_all_before_any_exchange(strategy: str, what: str) -> None:
-    # Engines abort the process, or hang, where sizes do not meet.
-    for name, text, exchanged in world(3).run("fault_jobs:call_otherwise", what, strategy):
+def test_another_call_on_one_rank_is_an_error_on_all_one_step_late(what: str) -> None:
+    # The calls are compared with the next step's plan: nothing waits for it in between.
+    for name, text, _ in world(3).run("fault_jobs:call_otherwise", what, "exchange"):
         assert name == "PlanMismatchError", text
-        assert f"another {what} on rank 2 than on rank 0" in text
-        assert exchanged == 0
-    assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
+        assert "expected the same sequence of calls on every rank, got another one on rank 2" in text
 
 
-def test_a_gradient_of_lse_is_not_taken_for_a_batch_of_one() -> None:
-    # Both are the number 1 beside otherwise equal facts: forward of one must not vouch for backward.
-    for name, text, _ in world(3).run("fault_jobs:call_otherwise", "gradients_of_lse", "ulysses", 1):
-        assert name == "PlanMismatchError", text
-        assert "another gradients_of_lse on rank 2" in text
+def test_nothing_is_compared_unless_asked() -> None:
+    with pytest.raises(JobError, match="the same sequence of calls on every rank"):
+        world(2).run("fault_jobs:disagree_unchecked")
 
 
 @pytest.mark.covering(1)
@@ -86,32 +80,21 @@ def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> N
 
 
 MISFITS = {
-    "whole rows": ("ShapeError", r"q with .*expected 4 heads and this rank's \d+ rows.*cp\.shard"),
-    "whole keys": ("ShapeError", r"k with .*expected 2 heads and this rank's \d+ rows.*cp\.shard"),
-    "q heads": ("ShapeError", "q with .*expected 4 heads"),
-    "kv heads": ("ShapeError", "k with .*expected 2 heads"),
-    "batch": ("ShapeError", "expected 2 batch rows, as the mask has, got 3"),
-    "dtypes": ("DtypeError", "float64"),
-    "integers": ("DtypeError", "int64"),
+    "whole keys": ("ShapeError", r"k with .*expected 2 heads and this rank's \d+ rows.*layout\.shard"),
+    "batch": ("ShapeError", "expected 2 batch rows, as the plan has, got 3"),
     "no tensor": ("DtypeError", r"q: expected a torch\.Tensor, got ndarray"),
-    "layout": ("OptionError", "sbhd"),
-    "scale": ("OptionError", "scale"),
-    "sinks": ("ShapeError", "sinks: expected .4,."),
-    "slopes": ("ShapeError", "slopes: expected .4,."),
-    "dense bias": ("(OptionError|ShapeError)", "bias"),
-    "seed": ("OptionError", "dropout_seed: expected an integer tensor"),
-    "q_index": ("OptionError", "q_index with context parallelism: expected None"),
-    "backend": ("OptionError", "backend with context parallelism: expected None"),
     "shard": ("ShapeError", "37 rows"),
-    "unshard": ("ShapeError", r"unshard: expected this rank's \d+ rows"),
+    "gather": ("ShapeError", r"Layout.gather: x: expected this rank's \d+ rows"),
     "strategy": ("OptionError", r"strategy: expected .*u \* r = 3 ranks.*got 'hybrid\(3, 5\)'"),
     "kind of strategy": ("OptionError", "strategy: expected .*got 'spiral'"),
     "method": ("OptionError", "method.*fair"),
     "heads": ("OptionError", "heads: expected .*a divisor of the first, got .4, 3."),
     "no mask": ("DtypeError", "mask: expected a mask expression.*got Tensor"),
-    "mask of other length": ("ShapeError", "mask: expected 37 rows and 37 keys"),
+    "mask of other length": ("ShapeError", "mask with .* expected 37 rows and 37 keys"),
     "ids of other length": ("ShapeError", "37"),
     "no mesh": ("DtypeError", "mesh: expected a DeviceMesh.*init_device_mesh"),
+    "another rank's plan": ("OptionError", r"mesh: expected rank \d of 3, got rank \d of 3"),
+    "another mesh": ("OptionError", r"mesh: expected rank 0 of 2, got rank \d of 3"),
     "second derivative": ("NotImplementedError", "second derivatives"),
 }
 

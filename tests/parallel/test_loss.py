@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attnspan.parallel.loss import next_token_targets, sum_gradients, token_mean
 from loss_jobs import model_of
 from torch.nn import functional
 from worlds import JobError, world
 
 from attnspan.errors import OptionError
+from attnspan.parallel.torch.loss import next_token_targets, sum_gradients, token_mean
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -144,7 +144,9 @@ def grid(ranks: int, strategy: str) -> list[Case]:
     combinations = (
         dict(zip(factors, row, strict=True)) for row in pairs(factors.values(), without=by_chance)
     )
-    cases = [_with_members(Case(**values), ranks) for values in combinations if values["strategy"] == strategy]
+    cases = [
+        _with_members(Case(**values), ranks) for values in combinations if values["strategy"] == strategy
+    ]
     # What is chosen is one of the others.
     return cases[::6] if strategy == "auto" and everything() else cases
 

@@ -41,19 +41,20 @@ class Choice:
     def __str__(self) -> str:
         lines = [f"{'strategy':<20}{'received MB':>12}{'memory MB':>11}{'max/mean':>10}{'ms':>9}  bound by"]
         for cost in self.considered:
-            cells = f"{cost.received().max() / 1e6:>12.4g}{cost.memory.max() / 1e6:>11.4g}{cost.balance:>10.3f}"
+            cells = (
+                f"{cost.received().max() / 1e6:>12.4g}{cost.memory.max() / 1e6:>11.4g}{cost.balance:>10.3f}"
+            )
             time = f"{'-':>9}"
             if self.machine is not None:
                 predicted = self.machine.predict(cost, self.sizes)
                 time = f"{predicted.seconds * 1e3:>9.4g}  {predicted.bound}"
             beyond = "" if self.memory is None or cost.memory.max() <= self.memory else "  too large"
             lines.append(f"{cost.strategy.name:<20}{cells}{time}{beyond}")
-        limit = "" if self.memory is None else f" Buffers may take {self.memory / 1e6:.4g} MB."
-        if self.machine is None:
-            rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
-        else:
-            rule = f"Shortest predicted time; within 5 % the fewest bytes. Rates: {self.machine}."
-        return "\n".join([*lines, rule + limit])
+        rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
+        if self.machine is not None:
+            rule = "Shortest predicted time; within 5 % the fewest bytes."
+        lines.append(rule if self.memory is None else f"{rule} Buffers may take {self.memory / 1e6:.4g} MB.")
+        return "\n".join(lines if self.machine is None else [*lines, f"Rates: {self.machine}."])
 
 
 def candidates(ranks: int, q_heads: int) -> list[Strategy]:
@@ -76,8 +77,8 @@ def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory
     """Choose a strategy for a plan; the same arguments give the same choice in every process.
 
     Without rates it takes the strategy whose busiest rank receives the fewest bytes. With them it takes the
-    shortest predicted time, and of those within 5 % the fewest bytes. Strategies whose buffers exceed `memory`
-    are left out. With `node_size` only the ranks of a node share heads.
+    shortest predicted time, and of those within 5 % the fewest bytes. Strategies whose buffers exceed
+    `memory` are left out. With `node_size` only the ranks of a node share heads.
 
     Args:
         plan: The problem.
@@ -104,9 +105,7 @@ def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory
     return Choice(fitting[0], (fitting[0], *rest), machine, memory, sizes)
 
 
-def _merit(
-    cost: Cost, costs: Sequence[Cost], machine: Machine | None, sizes: Sizes
-) -> tuple[float, float]:
+def _merit(cost: Cost, costs: Sequence[Cost], machine: Machine | None, sizes: Sizes) -> tuple[float, float]:
     received = float(cost.received().max())
     if machine is None:
         return 0.0, received

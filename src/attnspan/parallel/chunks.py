@@ -21,8 +21,8 @@ __all__ = ["Chunks"]
 class Chunks:
     """Runs of neighbouring rows, with their visible pairs and the keys that they need.
 
-    Rows and keys are numbered flat: row i of plane p is p * q_len + i, key j is p * k_len + j. Heads of a mask
-    are merged: whoever needs a key for one head gets it.
+    Rows and keys are numbered flat: row i of plane p is p * q_len + i, key j is p * k_len + j. Heads of a
+    mask are merged: whoever needs a key for one head gets it.
 
     Attributes:
         planes: L, batch rows that are partitioned one by one; 1 where all share a mask.

@@ -2,9 +2,9 @@
 
 Shapes: P ranks, u members of a group, r groups; P = u * r and rank p = b * u + a is member a of group b.
 
-Every figure counts what a rank receives from (sends to) *other* ranks, in elements of the arrays that are handed to
-the collectives: no headers, and nothing for what a rank keeps. Scatter, gather and ring move whole shards, padding
-included, and do not depend on the mask; the exchange moves the rows that are needed.
+Every figure counts what a rank receives from (sends to) *other* ranks, in elements of the arrays that are
+handed to the collectives: no headers, and nothing for what a rank keeps. Scatter, gather and ring move whole
+shards, padding included, and do not depend on the mask; the exchange moves the rows that are needed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Bytes of one phase, each int64 (P,): received and sent, and those of them that another node sent or gets."""
+    """Bytes of one phase, each int64 (P,): received, sent, and those of them from and to other nodes."""
 
     received: Ints
     sent: Ints
@@ -69,8 +69,8 @@ class Cost:
         strategy: Members, groups, and what happens between groups.
         pairs: Visible (query, key, head) triples that each rank computes, float64 (P,).
         fetched: Key rows that each rank's group receives, padding of a ring included, int64 (P,).
-        least_fetched: Of any layout with groups of this size, some group fetches so many: the row that sees the
-            most keys must have them all, and its group owns no more than its own rows.
+        least_fetched: Of any layout with groups of this size, some group fetches so many: the row that sees
+            the most keys must have them all, and its group owns no more than its own rows.
         forward: By phase: "scatter" (q, k, v to the members that own the heads), "exchange" or "ring" (k, v
             between groups), "gather" (out and lse back to the ranks that own the rows).
         backward: "scatter" (the gradient of out), "exchange" or "ring" (k and v anew), "gradients" (dk, dv in
@@ -99,7 +99,10 @@ class Cost:
         """Bytes that each rank receives, int64 (P,), in "forward", "backward" or "both"."""
         phases = [*self.forward.values()] if direction != "backward" else []
         phases += self.backward.values() if direction != "forward" else ()
-        return np.sum([np.zeros(len(self.pairs), np.int64), *(x.received for x in phases)], axis=0)
+        total = np.zeros(len(self.pairs), np.int64)
+        for phase in phases:
+            total += phase.received
+        return total
 
 
 def exchange_parts(heads: list[HeadSlice]) -> int:
@@ -199,7 +202,9 @@ def _gather(counts: _Counts, node: Ints) -> tuple[Phase, Phase]:
     """What a member receives from another one depends on the other's heads."""
     sizes, rows, heads = counts.sizes, counts.rows, counts.q_heads
     forward = sizes.batch * rows * heads * (sizes.v_dim * sizes.itemsize + sizes.wide)
-    backward = sizes.batch * (rows * heads * sizes.head_dim * sizes.itemsize + counts.keys * counts.kv * sizes.wide)
+    backward = sizes.batch * (
+        rows * heads * sizes.head_dim * sizes.itemsize + counts.keys * counts.kv * sizes.wide
+    )
     return _inside(forward[None], node), _inside(backward[None], node)
 
 
@@ -233,7 +238,8 @@ def _memory(strategy: Strategy, counts: _Counts, fetched: Ints, returned: Ints, 
         dq = 2 * members * counts.rows * batch * counts.q_heads * sizes.head_dim
         used = np.tile(2 * own * (sizes.itemsize + sizes.wide) + dq * sizes.wide, strategy.groups)
     elif strategy.groups > 1:
-        # What was fetched, as received and (one part at a time) in order; gradients of all, lent and own ones.
+        # What was fetched, as received and (one part at a time) in order; gradients of all, lent and own
+        # ones.
         rows = np.outer(fetched, counts.kv) * counts.shared
         lent_rows = np.outer(returned, counts.kv) * counts.shared
         used = rows * sizes.itemsize + (rows + own) // parts * sizes.itemsize

@@ -15,58 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .._pytrees import static_key
 from ..arrays import Array, arrays_for, is_array
 from ..checks import count
 from ..errors import DtypeError, ShapeError, expect
-from ..masks import Mask, Prepared, full
+from ..masks import WITHOUT_DATA, Mask, Prepared, full
 from ..spans import Spans
 from .chunks import Chunks
 from .intervals import Ints
 from .partition import Method, chunk_size, owners
+from .rows import fill_of, marked, take
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Rows", "Runs", "lower"]
+__all__ = ["Layout", "Runs", "digest", "lower"]
 
-#: What padding rows are filled with, by name of the entry.
-_FILLS = {"ids": -1, "segment_ids": -1}
+#: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
+_MOST_REMEMBERED = 16
+_remembered: dict[Any, Layout] = {}
 _PROBLEM = "Describe the whole problem, with global ids: the layout shards it"
-
-
-class Rows(dict[str, Any]):
-    """One rank's rows of a batch: a dict that knows its layout.
-
-    ``rows["q_index"]`` holds the number of each row in the whole sequence, int64 (L, n), -1 for padding.
-
-    Attributes:
-        layout: Fingerprint of the layout.
-        rank: Whose rows they are.
-    """
-
-    layout: int
-    rank: int
-
-    def to(self, *arguments: Any, **keywords: Any) -> Rows:
-        """The same with every tensor's `to` called, as ``rows.to("cuda", non_blocking=True)``."""
-        return self._each("to", arguments, keywords)
-
-    def pin_memory(self) -> Rows:
-        """The same in pinned memory; data loaders with ``pin_memory=True`` call it."""
-        return self._each("pin_memory", (), {})
-
-    def _each(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Rows:
-        values = {
-            name: getattr(x, method)(*arguments, **keywords) if hasattr(x, method) else x
-            for name, x in self.items()
-        }
-        return _marked(values, self.layout, self.rank)
-
-
-def _marked(values: Mapping[str, Any], layout: int, rank: int) -> Rows:
-    rows = Rows(values)
-    rows.layout, rows.rank = layout, rank
-    return rows
 
 
 class Source(NamedTuple):
@@ -136,8 +104,8 @@ class Layout:
     ) -> Layout:
         """Decide who owns which rows.
 
-        The same arguments give the same layout in every process. The rows per rank depend on `q_len`, `ranks`,
-        `members` and `rows_per_chunk` alone, so shapes stay when the mask changes.
+        The same arguments give the same layout in every process. The rows per rank depend on `q_len`,
+        `ranks`, `members` and `rows_per_chunk` alone, so shapes stay when the mask changes.
 
         Args:
             mask: What each query may see, of the whole problem; of a model with several kinds of layers, that
@@ -164,17 +132,27 @@ class Layout:
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
         expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
-        prepared = lower(full() if mask is None else mask, q_len, q_len if k_len is None else k_len, batch, heads)
-        groups = ranks // members
+        mask, groups = full() if mask is None else mask, ranks // members
+        k_len = q_len if k_len is None else k_len
         if rows_per_chunk is None:
             rows_per_chunk = chunk_size(q_len, groups)
         count("Layout.of: rows_per_chunk", rows_per_chunk, least=1)
+        given = q_len, k_len, ranks, members, method, rows_per_chunk, tolerance
+        key = static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        if key is not None and (known := _remembered.get((key, given))) is not None:
+            return known
+        prepared = lower(mask, q_len, k_len, batch, heads)
         planes = prepared.lowered.bounds.shape[0]
         edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
         chunks = Chunks.of(prepared.lowered, edges)
         owner = owners(chunks, groups, method, tolerance)
         table = _table(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
-        return cls(q_len, table, Source(prepared, chunks, owner, members))
+        found = cls(q_len, table, Source(prepared, chunks, owner, members))
+        if key is not None:
+            _remembered[key, given] = found
+            while len(_remembered) > _MOST_REMEMBERED:
+                _remembered.pop(next(iter(_remembered)))
+        return found
 
     @classmethod
     def contiguous(cls, q_len: int, ranks: int) -> Layout:
@@ -184,6 +162,8 @@ class Layout:
             >>> Layout.contiguous(5, ranks=2).rows.tolist()
             [[[0, 1, 2]], [[3, 4, -1]]]
         """
+        count("Layout.contiguous: q_len", q_len)
+        count("Layout.contiguous: ranks", ranks, least=1)
         each = -(-q_len // ranks)
         rows = np.arange(ranks * each, dtype=np.int32)
         return cls(q_len, np.where(rows < q_len, rows, -1).astype(np.int32).reshape(ranks, 1, each))
@@ -228,7 +208,7 @@ class Layout:
     @cached_property
     def runs(self) -> Runs:
         """The rows as runs of neighbours with one owner."""
-        ranks, planes, each = self.rows.shape
+        ranks, planes, _ = self.rows.shape
         flat = np.arange(planes)[:, None] * self.q_len + self.rows.astype(np.int64)
         begins = np.ones(self.rows.shape, bool)
         begins[:, :, 1:] = np.diff(self.rows, axis=2) != 1
@@ -242,7 +222,7 @@ class Layout:
         """Which rows of a rank are real, bool (L, n)."""
         return np.asarray(self.rows[self._rank(rank)] >= 0)
 
-    def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = 0) -> Any:
+    def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = None) -> Any:
         """One rank's rows of whole inputs.
 
         Args:
@@ -250,8 +230,8 @@ class Layout:
                 rows are partitioned one by one, they are dimension 0.
             rank: 0..P-1, the rank within the context-parallel mesh.
             dim: The dimension of the rows.
-            fill: Value of padding rows. For a mapping a number, or a mapping by name; by default ids get -1,
-                names that contain "label" or "target" get -100, and all others 0.
+            fill: Value of padding rows, None for 0. For a mapping a number for all entries, or a mapping by
+                name; by default ids get -1, names that contain "label" or "target" -100, and all others 0.
 
         Returns:
             A copy with n rows along `dim`; for a mapping `Rows`, which also holds "q_index".
@@ -263,18 +243,18 @@ class Layout:
         """
         self._rank(rank)
         if not isinstance(x, Mapping):
-            return self._shard("x", x, rank, dim, fill)
+            return self._shard("x", x, rank, dim, 0 if fill is None else fill)
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
-        parts = {name: self._shard(name, part, rank, dim, _fill(name, fill)) for name, part in x.items()}
+        parts = {name: self._shard(name, part, rank, dim, fill_of(name, fill)) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
-        return _marked(parts, self.fingerprint, rank)
+        return marked(parts, self.fingerprint, rank)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
         rows = self.rows[rank]
-        found = _take(x, np.maximum(rows, 0), dim)
+        found = take(x, np.maximum(rows, 0), dim)
         if (rows >= 0).all():
             return found
         shape = [1] * x.ndim
@@ -300,13 +280,13 @@ class Layout:
         for part in parts:
             xp = self._checked(what, part, dim, self.rows_per_rank)
         joined = xp.cat(list(parts), dim) if hasattr(xp, "cat") else xp.concatenate(list(parts), axis=dim)
-        return _take(joined, self.places, dim)
+        return take(joined, self.places, dim)
 
     def gather(self, x: Any, mesh: Any, dim: int = 1) -> Any:
         """The whole from the rows of all ranks, on every rank; an all-gather.
 
-        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for parameters,
-        the loss is the sum of the ranks' losses.
+        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for
+        parameters, the loss is the sum of the ranks' losses.
 
         Args:
             x: A tensor with this rank's n rows along `dim`.
@@ -345,11 +325,24 @@ class Layout:
         """
         from .plan import make_plan
 
+        # The layout's own mask, or one without data; what an array holds may change.
+        same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        key = (same, heads, *options.items()) if same is not None and isinstance(heads, tuple) else None
+        if key in self._plans:
+            return self._plans[key]
         if mask is None:
             remedy = "Pass the layers' mask: a pickled layout has none"
             expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
             mask = self._source.mask  # type: ignore[union-attr]
-        return make_plan(self, mask, heads=heads, **options)
+        plan = make_plan(self, mask, heads=heads, **options)
+        if key is not None:
+            self._plans[key] = plan
+        return plan
+
+    @cached_property
+    def _plans(self) -> dict[Any, Plan]:
+        """Plans of the layout's own mask and of masks without data: they are the same at the next call."""
+        return {}
 
     def source_of(self, mask: Any) -> Source | None:
         """What this layout was made of, if that is this lowered mask."""
@@ -371,24 +364,6 @@ class Layout:
         remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
         expect(alone, what, f"{self.planes} batch rows as dimension 0", got, remedy, error=ShapeError)
         return arrays_for([x]).xp
-
-
-def _fill(name: str, fill: Any) -> Any:
-    default = _FILLS.get(name, -100 if "label" in name or "target" in name else 0)
-    return fill.get(name, default) if isinstance(fill, Mapping) else fill or default
-
-
-def _take(x: Array, index: NDArray[Any], dim: int) -> Array:
-    """Rows along `dim` by number, (L, n); with L > 1 dimension 0 of x is that of the planes."""
-    arrays = arrays_for([x])
-    if index.shape[0] == 1:
-        return arrays.take(x, arrays.asarray(index[0].astype(np.int64), "int64"), dim)
-    order = [0, dim % x.ndim, *(i for i in range(1, x.ndim) if i != dim % x.ndim)]
-    moved = x.permute(*order) if hasattr(x, "permute") else x.transpose(*order)
-    plane = arrays.asarray(np.arange(index.shape[0])[:, None], "int64")
-    found = moved[plane, arrays.asarray(index.astype(np.int64), "int64")]
-    back = [order.index(i) for i in range(x.ndim)]
-    return found.permute(*back) if hasattr(x, "permute") else found.transpose(*back)
 
 
 def _table(owner: NDArray[np.int32], q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
@@ -421,8 +396,10 @@ def digest(*arrays: Any) -> int:
     return (int.from_bytes(found.digest(), "big") >> 4) or 1
 
 
-def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) -> Prepared:
-    """The mask of a whole problem, with bounds and indices in NumPy.
+def lower(
+    mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, known: bool = False
+) -> Prepared:
+    """The mask of a whole problem, with bounds and indices in NumPy; `known` bounds are legal.
 
     Raises:
         DtypeError: It is no mask.
@@ -437,7 +414,7 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
     from .._mistakes import not_a_mask
 
     if isinstance(mask, Spans):
-        mask = Prepared(mask.validate())
+        mask = Prepared(mask)
     if not isinstance(mask, Mask):
         raise not_a_mask(mask)
     found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
@@ -452,9 +429,12 @@ def lower(mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int) ->
         remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
         wanted = f"{whole} {name}, or 1 that all share"
         expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
-    if isinstance(spans.bounds, np.ndarray) and found is mask:
-        return found
-    return Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+    if not isinstance(spans.bounds, np.ndarray) or found is not mask:
+        found = Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+    if isinstance(mask, Prepared) and not known:
+        # On the keys of a rank an illegal span may look like a legal one.
+        found.lowered.validate()
+    return found
 
 
 def _numpy(x: object) -> object:

@@ -165,7 +165,8 @@ def decode(data: Any, numbers: Sequence[int]) -> Tables:
     Example:
         >>> stage = Stage(np.zeros((1, 2), np.int32), np.ones((1, 1, 2, 1, 2), np.int32))
         >>> index, none = np.zeros((1, 2), np.int32), np.zeros(0, np.int32)
-        >>> data, numbers = encode(Tables(Numbers(Strategy("ring", 1, 1), 0, 1, 2), index, none, (stage,), None))
+        >>> sizes = Numbers(Strategy("ring", 1, 1), 0, 1, 2)
+        >>> data, numbers = encode(Tables(sizes, index, none, (stage,), None))
         >>> decode(data, numbers.tolist()).stages[0].bounds.shape
         (1, 1, 2, 1, 2)
     """
@@ -182,7 +183,8 @@ def decode(data: Any, numbers: Sequence[int]) -> Tables:
         at, offset = at + 1 + len(shape), offset + size
     q_index, key_order, *rest = arrays
     found = tuple(Stage(rest[2 * i], rest[2 * i + 1], bool(visible[i])) for i in range(stages))
-    transfer = Transfer(*rest[2 * stages :], *counts) if has_transfer else None
+    send, place, own, own_place = rest[2 * stages :] if has_transfer else [None] * 4
+    transfer = Transfer(send, place, own, own_place, *counts) if has_transfer else None
     strategy = Strategy("ring" if ring else "exchange", members, groups)
     return Tables(Numbers(strategy, rank, planes, key_slots), q_index, key_order, found, transfer)
 

@@ -110,7 +110,7 @@ class Machine:
         return Prediction(
             sum(float(x.total.max()) for x in times),
             float(forward.mean() / self.forward_flops + backward.mean() / self.backward_flops),
-            float(sum(np.asarray(x.network + x.exposed) for x in times).max()),
+            float(np.sum([x.network + x.exposed for x in times], axis=0).max()),
             _bound(times),
         )
 
@@ -152,7 +152,8 @@ class Prediction(NamedTuple):
         seconds: In each direction all wait for the slowest rank.
         compute_seconds: Lower bound: the mean of all ranks' pairs at the machine's full rate.
         network_seconds: Lower bound of the strategy's communication, of the rank with the most.
-        bound: What the slowest rank spends most of its time on: "compute", "exchange" or "scatter and gather".
+        bound: What the slowest rank spends most of its time on: "compute", "exchange" or "scatter and
+            gather".
     """
 
     seconds: float

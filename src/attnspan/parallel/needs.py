@@ -172,5 +172,8 @@ def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: 
     away = held_by[place] != family[need]
     need, place = need[away], place[away]
     return Pieces(
-        family[need], held_by[place], np.maximum(lo[need], held_lo[place]), np.minimum(hi[need], held_hi[place])
+        family[need],
+        held_by[place],
+        np.maximum(lo[need], held_lo[place]),
+        np.minimum(hi[need], held_hi[place]),
     )

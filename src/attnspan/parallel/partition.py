@@ -1,6 +1,7 @@
 """Which group of ranks owns which chunk of rows.
 
-Shapes: n chunks of one plane, r groups. Every group gets at most ceil(n / r) chunks, so that row counts are static.
+Shapes: n chunks of one plane, r groups. Every group gets at most ceil(n / r) chunks, so that row counts are
+static.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -24,14 +26,16 @@ __all__ = ["Method", "Owner", "chunk_size", "owners"]
 Method = Literal["balanced", "contiguous", "zigzag"]
 Owner = NDArray[np.int32]
 
-#: Chunks per group. With 32, text packed on 64 ranks needs 0.46 of a ring's rows, with 8 it needs 0.50; more chunks
-#: cost planning time and cut rows into smaller runs.
+#: Chunks per group. With 32, text packed on 64 ranks needs 0.46 of a ring's rows, with 8 it needs 0.50; more
+#: chunks cost planning time and cut rows into smaller runs.
 _CHUNKS_PER_GROUP = range(24, 49)
 #: An order whose largest group has 1.25 times the mean work costs more swaps than it saves.
 _TOO_UNEVEN = 1.25
-#: Up to so many groups, four first assignments are tried; beyond, one, because planning must end within a step.
+#: Up to so many groups, four first assignments are tried; beyond, one, because planning must end within a
+#: step.
 _FEW_GROUPS = 256
-#: Parts of a document's fair share that a group takes first: the best of four is a tenth better than any one alone.
+#: Parts of a document's fair share that a group takes first: the best of four is a tenth better than any one
+#: alone.
 _SHARES = (0.8, 1.0, 0.9, 0.6)
 #: Swaps end after so many rounds: steps, not seconds, because all ranks must find the same partition.
 _ROUNDS = 384
@@ -44,14 +48,14 @@ def chunk_size(q_len: int, groups: int) -> int:
 
     Example:
         >>> [chunk_size(*x) for x in [(131_072, 8), (100_003, 8), (3, 8)]]
-        [512, 521, 1]
+        [512, 463, 1]
     """
-    sizes = {max(-(-q_len // (groups * each)), 1) for each in _CHUNKS_PER_GROUP}
+    sizes = {max(ceil(q_len / (groups * each)), 1) for each in _CHUNKS_PER_GROUP}
     step = 1 + q_len // groups // 1000  # Padding below 0.1 % does not matter.
 
     def padding(size: int) -> tuple[int, int]:
-        slots = -(-(-(-q_len // size)) // groups)
-        return -(-(slots * size - -(-q_len // groups)) // step), -size
+        slots = ceil(ceil(q_len / size) / groups)
+        return ceil((slots * size - ceil(q_len / groups)) / step), -size
 
     return min(sizes, key=padding)
 
@@ -177,9 +181,9 @@ def _unevenness(one: Assignment) -> float:
 
 
 def _merit(one: Assignment, tolerance: float) -> tuple[int, int, int]:
-    """Less is better: unevenness beyond the tolerance, in steps, then the largest foreign count, then the sum."""
+    """Less is better: steps of unevenness beyond the tolerance, then the largest foreign count, then all."""
     beyond = max(_unevenness(one) - tolerance, 0)
-    return int(np.ceil(beyond / _STEP)), int(one.foreign.max()), int(one.foreign.sum())
+    return ceil(beyond / _STEP), int(one.foreign.max()), int(one.foreign.sum())
 
 
 def _filled(chunks: Chunks, groups: int) -> Chunks:

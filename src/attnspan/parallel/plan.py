@@ -1,12 +1,13 @@
 """What layers of one kind need from other ranks: arithmetic on bounds, in NumPy, for any framework.
 
-Keys that travel are numbered flat, as plane * k_len + key, where a plane is a batch row of the mask. docs/parallel.md
-tells the whole story. Shapes: P ranks, u members of each of r groups, L planes, N rows and S keys of a group.
+Keys that travel are numbered flat, as plane * k_len + key, where a plane is a batch row of the mask.
+docs/parallel.md tells the whole story. Shapes: P ranks, u members of each of r groups, L planes, N rows and S
+keys of a group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -20,15 +21,14 @@ from .auto import Choice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
 from .intervals import Ints, expand
-from .layout import Layout, Runs, digest, lower
+from .layout import Layout, digest, lower
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .machine import Machine
 from .needs import Holders, Needs, Pieces, needs_of, pieces
+from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows, tiled
 from .strategy import Strategy
 
-__all__ = ["Kept", "Plan", "make_plan"]
-
-Places = NDArray[np.int32]
+__all__ = ["Plan", "make_plan"]
 
 
 def make_plan(
@@ -54,9 +54,9 @@ def make_plan(
         mask: What each query may see, of the whole problem.
         heads: (Hq, Hkv) of a rank's q and k.
         strategy: "exchange" (only keys that somebody may see cross the network), "ring" (all of them, from
-            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)" (Ulysses
-            among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or "auto". Layers
-            of one layout may have different ones.
+            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)"
+            (Ulysses among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or
+            "auto". Layers of one layout may have different ones.
         keys: Who owns which keys in cross attention; None for self-attention, or with `k_len` for
             ``Layout.contiguous(k_len, ranks)``.
         k_len: Keys of the whole problem in cross attention.
@@ -79,16 +79,17 @@ def make_plan(
         fits = k_len is None or keys.q_len == k_len
         expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
     batch = max(layout.planes, 1 if keys is None else keys.planes) if batch is None else batch
-    prepared = lower(mask, layout.q_len, layout.q_len if keys is None else keys.q_len, batch, heads[0])
+    known, given = layout.source_of(mask) is not None, layout if keys is None else keys
+    prepared = lower(mask, layout.q_len, given.q_len, batch, heads[0], known)
     sizes = Sizes(*heads, head_dim, head_dim if v_dim is None else v_dim, itemsize, batch)
-    plan = Plan(layout, layout if keys is None else keys, prepared, Strategy("exchange", 1, layout.ranks), sizes)
+    plan = Plan(layout, given, prepared, Strategy("exchange", 1, layout.ranks), sizes)
     what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
-    for got in {layout.planes, plan.keys.planes, prepared.lowered.bounds.shape[0]}:
-        expect(got in (1, plan.planes), what, f"1 or {plan.planes}", got, remedy, error=ShapeError)
+    for got in (layout.planes, plan.keys.planes):
+        expect(got in (1, batch), what, f"1 or {batch}", got, remedy, error=ShapeError)
     if strategy == "auto":
         choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
         return plan.with_strategy(choice.best.strategy, choice)
-    found = Strategy.parse(strategy, layout.ranks) if isinstance(strategy, str) else strategy
+    found = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy, layout.ranks)
     wanted, remedy = f"one for {layout.ranks} ranks", "Its members times its groups are the ranks"
     expect(found.ranks == layout.ranks, "strategy", wanted, f"{found.name} for {found.ranks}", remedy)
     return plan.with_strategy(found)
@@ -151,18 +152,18 @@ class Plan:
         return max(self.layout.planes, self.keys.planes, int(self.bounds.shape[0]))
 
     @cached_property
-    def _cut(self) -> tuple[Chunks, NDArray[Any], int]:
-        """Chunks of the rows, the owner of each, and the ranks of such an owner."""
-        source = self.layout.source_of(self.mask)
-        if source is not None and self.strategy.members % source.members == 0:
-            return source.chunks, source.owner, source.members
-        runs = _tiled(self.layout.runs, self.layout, self.planes)
-        return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank, 1
+    def _cut(self) -> tuple[Chunks, NDArray[Any]]:
+        """Chunks of the rows, and the rank of each."""
+        runs = tiled(self.layout.runs, self.layout, self.planes)
+        return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank
 
     def needs(self, strategy: Strategy) -> Needs:
         """The keys that each group of a strategy needs."""
-        chunks, owner, ranks = self._cut
-        return needs_of(chunks, owner * ranks // strategy.members, strategy.groups)
+        source, u = self.layout.source_of(self.mask), strategy.members
+        if source is not None and source.chunks.planes == self.planes and u % source.members == 0:
+            return needs_of(source.chunks, source.owner // (u // source.members), strategy.groups)
+        chunks, rank = self._cut
+        return needs_of(chunks, rank // u, strategy.groups)
 
     def holders(self, strategy: Strategy) -> Holders:
         """Which group of a strategy holds which keys."""
@@ -171,7 +172,7 @@ class Plan:
     @cached_property
     def pairs(self) -> Ints:
         """Visible pairs of each rank, over batch rows and heads of the mask, int64 (P,)."""
-        runs = _tiled(self.layout.runs, self.layout, self.planes)
+        runs = tiled(self.layout.runs, self.layout, self.planes)
         bounds, q_len = self.bounds, self.layout.q_len
         per_row = (bounds[..., 1].astype(np.int64) - bounds[..., 0]).sum(axis=(1, 3))
         flat = np.broadcast_to(per_row, (self.planes, q_len)).reshape(-1)
@@ -189,9 +190,9 @@ class Plan:
         index = np.zeros(0) if self.mask.q_index is None else np.asarray(self.mask.q_index)
         words = f"{self.strategy.name} {self.sizes.heads}".encode()
         return {
-            "layout": self.layout.fingerprint,
-            "keys": self.keys.fingerprint,
             "mask": digest(self.bounds, index, np.array([self.k_len])),
+            "layout": self.layout.fingerprint,
+            "layout of the keys": self.keys.fingerprint,
             "strategy and heads": digest(np.frombuffer(words, np.uint8)),
         }
 
@@ -201,8 +202,24 @@ class Plan:
 
         return explain(self, node_size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What was derived stays here.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def local(self, rank: int) -> LocalPlan:
         """One rank's part."""
+        if rank not in self._parts:
+            self._parts[rank] = self._part(rank)
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> dict[int, LocalPlan]:
+        return {}
+
+    def _part(self, rank: int) -> LocalPlan:
         data, numbers = encode(self.tables(rank))
         return LocalPlan(
             strategy=self.strategy,
@@ -227,7 +244,8 @@ class Plan:
             mesh: The ranks: a DeviceMesh of one dimension, or of two (nodes, ranks of a node); or a JAX mesh.
             **options: For torch ``rows`` (a batch of `Layout.shard` that this plan is used with: another
                 layout's raises), ``check`` (compare the ranks' plans, one step late; True by default) and
-                ``dtensor_rows``; for JAX ``sequence``, ``batch`` and ``heads``, the mesh axes that split these.
+                ``dtensor_rows``; for JAX ``sequence``, ``batch`` and ``heads``, the mesh axes that split
+                these.
         """
         if type(mesh).__module__.startswith("jax"):
             from .jax import place
@@ -242,12 +260,12 @@ class Plan:
         strategy = self.strategy
         group = rank // strategy.members
         rows = self._rows(self.layout, group)
-        taken = _take_rows(self.bounds, rows, self.planes)
+        taken = take_rows(self.bounds, rows, self.planes)
         slots = self._rows(self.keys, group)
         order, transfer = np.zeros(0, np.int32), None
         if strategy.kind == "ring" or strategy.groups == 1:
             stages = self._ring(group, taken)
-            order = np.zeros(0, np.int32) if self._keys_ascend else _key_order(slots, self.planes)
+            order = np.zeros(0, np.int32) if self._keys_ascend else key_order(slots, self.planes)
         else:
             stages, transfer = self._exchange(group, taken, slots)
         numbers = Numbers(strategy, rank, self.planes, slots.shape[1])
@@ -255,7 +273,7 @@ class Plan:
 
     @cached_property
     def _keys_ascend(self) -> bool:
-        """Whether the keys of every group lie in ascending order, rank after rank; else all groups sort theirs."""
+        """Whether the keys of all groups lie in ascending order; else all groups sort theirs."""
         every = np.concatenate([self._rows(self.keys, group) for group in range(self.strategy.groups)])
         return bool((np.diff(np.where(every < 0, np.iinfo(np.int32).max, every), axis=1) >= 0).all())
 
@@ -284,7 +302,7 @@ class Plan:
     def _ring(self, group: int, bounds: Places) -> tuple[Stage, ...]:
         stages = []
         for step in range(self.strategy.groups):
-            keys = _ascending(self._rows(self.keys, (group - step) % self.strategy.groups))
+            keys = ascending(self._rows(self.keys, (group - step) % self.strategy.groups))
             ranks = np.empty_like(bounds)
             for plane in range(len(bounds)):
                 held = keys[plane % len(keys)]
@@ -294,7 +312,7 @@ class Plan:
         return tuple(stages)
 
     def _exchange(self, group: int, bounds: Places, slots: Places) -> tuple[tuple[Stage, ...], Transfer]:
-        _check_places(self.planes, slots.shape[1])
+        check_places(self.planes, slots.shape[1])
         needs, holders = self._needs_and_holders
         kept = Kept.of(needs, group, self.planes, self.k_len)
         base = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None] * self.k_len
@@ -302,7 +320,7 @@ class Plan:
         leaving = pieces(needs, holders, source=group)
         coming = pieces(needs, holders, group=group)
         order = np.argsort(coming.source, kind="stable")
-        slot_of = _Slots(slots, self.planes, self.k_len)
+        slot_of = Slots(slots, self.planes, self.k_len)
         own = slot_of.keys[kept.has(slot_of.keys)]
         transfer = Transfer(
             slot_of(expand(leaving.lo, leaving.hi)),
@@ -322,130 +340,3 @@ class Plan:
         """How many keys go to or come from each group."""
         counts = np.bincount(peer, weights=found.hi - found.lo, minlength=self.strategy.groups)
         return counts.astype(np.int64)
-
-
-def _tiled(runs: Runs, layout: Layout, planes: int) -> Runs:
-    """Runs of a layout over at least as many planes as it has."""
-    if layout.planes == planes:
-        return runs
-    base = np.arange(planes, dtype=np.int64)[:, None] * layout.q_len
-    edges = np.append((base + runs.edges[:-1]).reshape(-1), planes * layout.q_len)
-    return Runs(edges, np.tile(runs.rank, planes))
-
-
-def _take_rows(bounds: Any, rows: Places, planes: int) -> Places:
-    """The bounds of some rows, (planes, H|1, N, R, 2); padding sees nothing."""
-    at = np.maximum(rows, 0)
-    if len(rows) == 1:
-        taken = bounds[:, :, at[0]].copy()
-        taken[:, :, rows[0] < 0] = 0
-    else:
-        whole = np.broadcast_to(bounds, (planes, *bounds.shape[1:]))
-        taken = np.stack([whole[plane][:, at[plane]] for plane in range(planes)])
-        taken[(np.broadcast_to((rows < 0)[:, None], taken.shape[:3]))] = 0
-    if len(taken) < planes:  # Keys lie otherwise in each plane.
-        taken = np.repeat(taken, planes, axis=0)
-    found: Places = taken
-    return found
-
-
-def _ascending(rows: Places) -> Places:
-    """Rows in ascending order, padding last."""
-    found: Places = np.sort(np.where(rows < 0, np.iinfo(np.int32).max, rows), axis=1)
-    found[found == np.iinfo(np.int32).max] = -1
-    return found
-
-
-def _key_order(slots: Places, planes: int) -> Places:
-    """Slots of a group's keys in ascending order of the keys, padding last."""
-    order = np.argsort(np.where(slots < 0, np.iinfo(np.int32).max, slots), axis=1, kind="stable")
-    flat = np.broadcast_to(order, (planes, order.shape[1])) + np.arange(planes)[:, None] * order.shape[1]
-    found: Places = flat.reshape(-1).astype(np.int32)
-    return found
-
-
-class _Slots:
-    """Where flat keys lie among the keys of a group, which may be in any order.
-
-    Attributes:
-        keys: int64 (n,), the flat keys that the group holds, ascending.
-    """
-
-    def __init__(self, rows: Places, planes: int, k_len: int) -> None:
-        whole = np.broadcast_to(rows, (planes, rows.shape[1]))
-        flat = (whole + np.arange(planes, dtype=np.int64)[:, None] * k_len).reshape(-1)
-        slots = np.flatnonzero(whole.reshape(-1) >= 0)
-        order = np.argsort(flat[slots], kind="stable")
-        self.keys, self._slots = flat[slots][order], slots[order].astype(np.int32)
-
-    def __call__(self, flat: Ints) -> Places:
-        return self._slots[np.searchsorted(self.keys, flat)]
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """The keys that a group needs, as ascending ranges of flat keys, and where each one lies among them.
-
-    Attributes:
-        lo: int64 (n,), first flat key of each range.
-        sums: int64 (n + 1,), keys before each range.
-        k_len: keys of a plane.
-        keys: int32 (planes, K), global numbers of the keys of each plane, 0 behind the last.
-    """
-
-    lo: Ints
-    sums: Ints
-    k_len: int
-    keys: Places
-
-    @classmethod
-    def of(cls, needs: Needs, group: int, planes: int, k_len: int) -> Kept:
-        """The keys of one group.
-
-        Example:
-            >>> needs = Needs(np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
-            >>> Kept.of(needs, 0, planes=1, k_len=8).keys.tolist()
-            [[1, 2, 6, 7]]
-        """
-        at = slice(needs.starts[group], needs.starts[group + 1])
-        lo, hi = needs.lo[at], needs.hi[at]
-        sums = np.concatenate([[0], np.cumsum(hi - lo)])
-        k_len = max(k_len, 1)  # a divisor, also where there are no keys
-        bare = cls(lo, sums, k_len, np.empty((planes, 0), np.int32))
-        before = bare.count(np.arange(planes + 1) * k_len)
-        most = int(np.diff(before).max(initial=0))
-        _check_places(planes, most)
-        keys = np.zeros((planes, most), np.int32)
-        flat = expand(lo, hi)
-        plane = flat // k_len
-        keys[plane, np.arange(len(flat)) - before[plane]] = flat % k_len
-        return cls(lo, sums, k_len, keys)
-
-    def count(self, flat: Ints) -> Ints:
-        """Number of kept keys below each flat key."""
-        if not len(self.lo):
-            return np.zeros_like(flat)
-        at = np.searchsorted(self.lo, flat, "right") - 1
-        inside = np.minimum(flat - self.lo[at], self.sums[at + 1] - self.sums[at])
-        return np.where(at < 0, 0, self.sums[at] + inside)
-
-    def has(self, flat: Ints) -> NDArray[np.bool_]:
-        """Which flat keys are kept."""
-        return self.count(flat + 1) > self.count(flat)
-
-    def before(self, flat: Ints) -> Ints:
-        """Number of kept keys in the planes before that of each flat key."""
-        return self.count(flat // self.k_len * self.k_len)
-
-    def place(self, flat: Ints) -> Places:
-        """Where kept keys lie: plane * K + place in the plane."""
-        inside = self.count(flat) - self.before(flat)
-        found: Places = (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
-        return found
-
-
-def _check_places(planes: int, keys: int) -> None:
-    # Places are int32, as everything else in a plan: numbers that wrap would silently move other keys.
-    remedy = "Use more ranks or fewer batch rows, or a mask that batch rows share"
-    what, wanted = "context parallelism: mask", f"batch rows times keys of a group below {2**31:,}"
-    expect(planes * keys < 2**31, what, wanted, f"{planes:,} x {keys:,}", remedy, error=ShapeError)

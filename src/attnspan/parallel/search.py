@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from .chunks import Chunks
 from .intervals import Ints, covered, union
 
-#: With few heavy groups, each looks at many partners; with many, rounds would be too many: one of 64 groups a round.
+#: With few heavy groups, each looks at many partners; with many, rounds would be too many: one of 64 groups a
+#: round.
 _AT_ONCE = 64
-#: Lightest groups that a heavy one looks at for a swap, and chunks of a group that are looked at in one round: a round
-#: then scores 8 * 32 * 32 swaps per group, which takes about a millisecond.
+#: Lightest groups that a heavy one looks at for a swap, and chunks of a group that are looked at in one
+#: round: a round then scores 8 * 32 * 32 swaps per group, which takes about a millisecond.
 _PARTNERS, _LOOKED_AT = 8, 32
 #: Chunks that are looked at change from round to round: after four rounds without a swap there is none.
 _IDLE = 4
-#: Prices of a swap, in shares of the excess work that it removes: a growth of the largest foreign count by its own
-#: size costs five, any other growth a fifth. The first is what ranks wait for.
+#: Prices of a swap, in shares of the excess work that it removes: a growth of the largest foreign count by
+#: its own size costs five, any other growth a fifth. The first is what ranks wait for.
 _LARGEST, _ANY = 5.0, 0.2
 
 

@@ -1,6 +1,6 @@
-"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine, without the ranks.
+"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine.
 
-Layout, needs and counts are those of a real run; time is predicted, where rates were measured, and no rank is there.
+They are those of a real run. Time is predicted, where rates were measured. No rank is started.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..console import Column, bytes_text, numbers, print_table, seconds_text, stdout
-from ..errors import OptionError, expect
+from ..errors import expect
 from ..files import write_json
 from ..masks import Mask, causal, parse, segments
 from .layout import Layout
@@ -30,17 +30,20 @@ _COLUMNS = (
     Column("ranks"),
     Column("strategy, rows", words=True),
     Column("max/mean"),
-    Column("rows / ring"),
+    Column("of ring"),
     Column("received", drop=1),
-    Column("across nodes", drop=4),
+    Column("across", drop=4),
     Column("memory", drop=2),
-    Column("predicted"),
-    Column("least", drop=3),
-    Column("bound by", words=True, drop=5),
 )
+_TIMES = (Column("predicted"), Column("least", drop=3), Column("bound by", words=True, drop=5))
 _LEGEND = (
-    "Of the busiest rank, forward and backward of one layer: bytes received, memory of buffers, predicted time. "
-    "Least: the mean of all ranks' pairs at the full rate, or its own bytes at the full bandwidth."
+    "max/mean: visible pairs of the busiest rank over the mean. Of ring: key rows that the busiest group "
+    "fetches, as a share of a ring's. Received, across (from other nodes), memory of buffers: bytes of the "
+    "busiest rank, forward and backward of one layer."
+)
+_TIMES_LEGEND = (
+    "Predicted: time of the slowest rank. Least: the mean of all ranks' pairs at the full rate, or the "
+    "busiest rank's own bytes at the full bandwidth."
 )
 
 
@@ -92,7 +95,8 @@ class Outcome:
         ranks, tokens: P and S.
         balance: Visible pairs of the busiest rank over the mean.
         rows, rows_of_ring: Key rows that the group with the most fetches, and that a ring would bring.
-        received, received_across: Bytes of the busiest rank, forward and backward, and those from other nodes.
+        received, received_across: Bytes of the busiest rank, forward and backward, and those from other
+            nodes.
         received_mean: Bytes of the average rank.
         memory: Bytes of buffers, of the rank with the most.
         seconds: Predicted; None without measured rates.
@@ -138,7 +142,7 @@ def simulate(
     Example:
         >>> chosen = setups(ranks=4, q_heads=4, node_size=8)
         >>> [round(x.balance, 2) for x in simulate(causal(), 512, chosen, heads=(4, 2))]
-        [1.0, 1.75, 1.75, 1.0, 1.0]
+        [1.0, 1.0, 1.75, 1.0, 1.0]
     """
     mask = mask.prepare(tokens, tokens)
     node_size = machine.node_size if node_size is None and machine is not None else node_size
@@ -154,7 +158,8 @@ def simulate(
         cost = plan.cost(node_size=node_size)
         predicted = None if machine is None else machine.predict(cost, plan.sizes)
         received = cost.received()
-        across = [x.received_across for x in (*cost.forward.values(), *cost.backward.values())]
+        phases = (*cost.forward.values(), *cost.backward.values())
+        across = sum((phase.received_across for phase in phases), np.zeros_like(received))
         outcomes.append(
             Outcome(
                 setup=setup.name,
@@ -164,7 +169,7 @@ def simulate(
                 rows=int(cost.fetched.max()),
                 rows_of_ring=(strategy.groups - 1) * plan.keys.rows_per_rank * strategy.members,
                 received=int(received.max()),
-                received_across=int(np.sum([np.zeros(1, np.int64), *across], axis=0).max()) if across else 0,
+                received_across=int(across.max()),
                 received_mean=float(received.mean()),
                 memory=int(cost.memory.max()),
                 seconds=None if predicted is None else predicted.seconds,
@@ -192,7 +197,9 @@ def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -
     """
     fits, wanted = tokens >= 1 and mean > _SHORTEST, f"tokens of at least 1 and a mean above {_SHORTEST}"
     expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Make the row or its documents longer")
-    expect(kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one")
+    expect(
+        kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one"
+    )
     generator, found = np.random.default_rng(seed), np.zeros(0, np.int64)
     while found.sum() < tokens:
         if kind == "lognormal":
@@ -218,7 +225,15 @@ def tokens_of(text: str) -> int:
         (4194304, 100)
     """
     unit = {"K": 1 << 10, "M": 1 << 20}.get(text.strip()[-1:].upper(), 1)
-    return unit * numbers("--tokens", text.strip()[:-1] if unit > 1 else text)[0]
+    found = numbers("--tokens", text.strip()[:-1] if unit > 1 else text)
+    expect(
+        len(found) == 1,
+        "--tokens",
+        "positive numbers with commas between",
+        repr(text),
+        "Write it like 4M,16M",
+    )
+    return unit * found[0]
 
 
 def command(corpus: Lengths) -> Callable[..., None]:
@@ -242,7 +257,9 @@ def command(corpus: Lengths) -> Callable[..., None]:
         mean: Annotated[int, typer.Option(help="mean length of documents that are drawn")] = 4096,
         seed: Annotated[int, typer.Option(help="of the documents")] = 0,
         node_size: Annotated[int, typer.Option(help="ranks of a node")] = 8,
-        machine: Annotated[Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")] = None,
+        machine: Annotated[
+            Path | None, typer.Option(help="rates of Machine.calibrate(): predicts times")
+        ] = None,
         json: Annotated[Path | None, typer.Option(help="write the outcomes to this file")] = None,
     ) -> None:
         rates = Machine.default() if machine is None else Machine.load(machine)
@@ -252,10 +269,13 @@ def command(corpus: Lengths) -> Callable[..., None]:
             given = _mask_of(mask, size, corpus, mean, seed)
             chosen = [x for count in numbers("--ranks", ranks) for x in setups(count, q_heads, node_size)]
             found = simulate(given, size, chosen, machine=rates, node_size=node_size, **sizes)
-            print_table(console, f"{mask}, {size:,} tokens", _COLUMNS, map(_cells, found))
+            columns = _COLUMNS if rates is None else (*_COLUMNS, *_TIMES)
+            print_table(console, f"{mask}, {size:,} tokens", columns, map(_cells, found))
             outcomes += found
         console.print(_LEGEND, highlight=False)
-        said = "No times: no rates were measured (Machine.calibrate())." if rates is None else f"Rates: {rates}."
+        said = "No times: no rates were measured (Machine.calibrate())."
+        if rates is not None:
+            said = f"{_TIMES_LEGEND} Rates: {rates}."
         console.print(said, highlight=False)
         if json is not None:
             write_json(json, {"mask": mask, "machine": rates, "outcomes": outcomes}, indent=1)
@@ -273,8 +293,7 @@ def _mask_of(mask: str, tokens: int, corpus: Lengths, mean: int, seed: int) -> M
 
 
 def _cells(found: Outcome) -> list[str]:
-    least = max(found.compute_seconds or 0.0, found.network_seconds or 0.0)
-    return [
+    cells = [
         str(found.ranks),
         found.setup,
         f"{found.balance:.3f}",
@@ -282,7 +301,8 @@ def _cells(found: Outcome) -> list[str]:
         bytes_text(found.received),
         bytes_text(found.received_across),
         bytes_text(found.memory),
-        seconds_text(found.seconds),
-        seconds_text(None if found.seconds is None else least),
-        found.bound or "-",
     ]
+    if found.seconds is None:
+        return cells
+    least = max(found.compute_seconds or 0.0, found.network_seconds or 0.0)
+    return [*cells, seconds_text(found.seconds), seconds_text(least), found.bound or "-"]

@@ -85,7 +85,7 @@ def attention(
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
         mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
             ``mask.prepare(...)``.
-            Over several ranks, an `attnspan.parallel.ContextParallel`.
+            Over several ranks, a plan on a mesh: `attnspan.parallel.Layout`.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
         bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or

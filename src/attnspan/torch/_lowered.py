@@ -15,9 +15,9 @@ from torch import Tensor
 from .._pytrees import Node, static_key
 from ..arrays import NUMPY
 from ..call import lower_mask
-from ..expression import And, Mask, Or, Prepared
+from ..expression import Mask, Prepared
 from ..lowering import begin
-from ..masks import causal, full, global_keys, window
+from ..masks import WITHOUT_DATA
 from ..options import Given
 from ..spans import Spans
 
@@ -25,7 +25,6 @@ _STATIC = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.
 _MOST_SIZES = 4
 # Masks without arrays, of few spans: bounds take 8 bytes for a row and span, 16 masks of 65,536 rows 8 MiB.
-_WITHOUT_DATA = frozenset({And, Or, causal, full, global_keys, window})
 _MOST_STATIC = 16
 
 
@@ -67,7 +66,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     """
     batch, heads, q_len, _ = q.shape
     sizes: tuple[int, ...] = (q_len, k.shape[2], batch, heads)
-    if type(mask) in _WITHOUT_DATA and (key := static_key(mask, _WITHOUT_DATA)) is not None:
+    if type(mask) in WITHOUT_DATA and (key := static_key(mask, WITHOUT_DATA)) is not None:
         return _without_data(mask, (key, *sizes[:2])) if q.is_cpu else None
     if isinstance(mask, Prepared):
         if type(mask.lowered.bounds) is not np.ndarray:

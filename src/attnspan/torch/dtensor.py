@@ -42,7 +42,7 @@ BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
 _DIMS = {"batch": BATCH, "heads": HEADS, "length": ROWS, "tokens": ROWS}
 _PLAN = (
     "Redistribute it, or plan the exchange of keys that a split sequence needs: "
-    "mask=attnspan.parallel.ContextParallel(...)"
+    "mask=attnspan.parallel.Layout.of(...).plan(...).on(mesh)"
 )
 _MOVES_NOTHING = "Redistribute it: attention moves nothing by itself"
 
@@ -51,7 +51,7 @@ Follower = tuple[str, Any, int | None, int | None]
 
 
 class ShardedMask(OneMask):
-    """A mask and who holds which part of the problem: `attention` hands its calls to a `ContextParallel`."""
+    """A mask and who holds which part of the problem: `attention` hands its calls to a plan on a mesh."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """The result of `attnspan.torch.attention`, without ``mask``, for this rank's part of q, k and v."""
@@ -168,7 +168,7 @@ def _find_roles(
         axes, rows_at = _axes_of_plan(mesh, plan_mesh), next(i for i, role in split.items() if role == ROWS)
         fits = axes == [i for i, place in enumerate(wanted) if place == Shard(rows_at)]
         expected = "Shard({}) along mesh axes {} only: the plan's ranks hold its rows"
-        remedy = "Make it by DTensor.from_local(...) of rows that cp.shard(...) gave"
+        remedy = "Make it by DTensor.from_local(...) of rows that layout.shard(...) gave"
         what = "q as a DTensor with context parallelism"
         expect(fits, what, expected, _words(wanted), remedy, rows_at, f"{axes}")
     return tuple(split[place.dim] if place.is_shard() else WHOLE for place in wanted)
@@ -186,7 +186,7 @@ def _axes_of_plan(mesh: Any, plan_mesh: Any) -> list[int]:
     own, names = mesh.mesh_dim_names or (), plan_mesh.mesh_dim_names or ()
     found.sort(key=lambda axes: tuple(own[i] for i in axes if own) != names)
     what, expected = "q as a DTensor with context parallelism", "a mesh with the ranks of the plan, {}"
-    remedy = "Make ContextParallel and the DTensors of one mesh: ContextParallel(mesh['cp'], ...)"
+    remedy = "Make the plan and the DTensors of one mesh: plan.on(mesh['cp'])"
     expect(found, what, expected + ", along its axes", mesh, remedy, f"{wanted.tolist()}")
     return found[0]
 

@@ -154,7 +154,7 @@ def _refuse_split(dim: str, axes: Axes, mesh: Any) -> None:
     remedies = {
         "head_dim": "A score needs all elements of a query and a key: split the batch or the heads",
         "length": "A device would see a part of the keys, and be wrong without any error: split the batch or "
-        "the heads, or share rows by a plan with attnspan.parallel.ContextParallel or attnspan.jax.shard",
+        "the heads, or share rows by a plan with attnspan.parallel.Layout",
     }
     raise OptionError(
         f"partition_spec: {dim}",

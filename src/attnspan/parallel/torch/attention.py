@@ -17,8 +17,8 @@ from ...torch._front import TorchFront, from_bhsd
 from ...torch._options import dropout_seeds
 from ...torch.dtensor import Places, ShardedMask, is_dtensor
 from ..errors import PlanMismatchError
-from ..layout import Rows
 from ..local import LocalPlan
+from ..rows import Rows
 from ..strategy import split_heads
 from .comm import Ranks
 from .dtensor import attend
@@ -67,9 +67,10 @@ class Frame(NamedTuple):
 class MeshPlan(ShardedMask):
     """One rank's plan as tensors: what `Plan.on` and `LocalPlan.on` return, a ``mask`` for `attention`.
 
-    A pytree: pipeline stages, activation checkpointing and export carry it. The next step's plan is other data for
-    the same program. Losses are sums over ranks: each rank's local loss, divided by the *global* number of tokens, is
-    its part, and the gradient of a parameter that all ranks have is the sum of what they find.
+    A pytree: pipeline stages, activation checkpointing and export carry it. The next step's plan is other
+    data for the same program. Losses are sums over ranks: each rank's local loss, divided by the *global*
+    number of tokens, is its part, and the gradient of a parameter that all ranks have is the sum of what they
+    find.
 
     Attributes:
         frame: What programs are compiled for.
@@ -116,12 +117,12 @@ class MeshPlan(ShardedMask):
                 the plan's layout.
             check: Compare the plans and calls of all ranks, by a small all-gather that is read one step late.
             dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
-                the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They look
-                the same, so it must be said.
+                the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
+                look the same, so it must be said.
 
         Raises:
-            PlanMismatchError: ``rows`` are another layout's or another rank's; or the ranks' plans or calls of
-                an earlier step differed, on all ranks.
+            PlanMismatchError: ``rows`` are another layout's or another rank's; or the ranks' plans or calls
+                of an earlier step differed, on all ranks.
             OptionError, DtypeError: The mesh does not fit the plan.
         """
         known, remedy = dtensor_rows in ("natural", "plan"), "Say in which order DTensors hold their rows"
@@ -194,11 +195,11 @@ class MeshPlan(ShardedMask):
             v: Its values, (B, Hkv, n, Dv).
             scale, layout, return_lse: As of `attnspan.torch.attention`.
             backend: Not taken: the kernel where it runs, else framework code.
-            q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds. If they are another layout's
-                it raises, or, on devices and in compiled code, the output is NaN.
+            q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds. If they are another
+                layout's it raises, or, on devices and in compiled code, the output is NaN.
             **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all
-                heads; a ``dropout_seed`` is of shape (), the same on all ranks, or (B, Hq): what is dropped is
-                what one rank would drop. ``k_index`` is not taken: the plan knows where keys are.
+                heads; a ``dropout_seed`` is of shape (), the same on all ranks, or (B, Hq): what is dropped
+                is what one rank would drop. ``k_index`` is not taken: the plan knows where keys are.
 
         Returns:
             This rank's rows of the output, and of lse. Padding rows see nothing: their output is 0.
@@ -219,7 +220,8 @@ class MeshPlan(ShardedMask):
             check_layout(front, layout, q, k, v)
             places = cast(Places, front.split(q, k, v, given, layout))
             self._check_order()
-            return self._marked(attend(self, places, q, k, v, given, return_lse=return_lse, **asked), q_index)
+            found = attend(self, places, q, k, v, given, return_lse=return_lse, **asked)
+            return self._marked(found, q_index)
         call = Call.of(front, q, k, v, given, mask=None, **asked)
         frame = self.frame
         out, lse, *_ = sharded_forward(
@@ -229,15 +231,21 @@ class MeshPlan(ShardedMask):
         return self._marked(from_bhsd(out, lse, layout, return_lse), q_index)
 
     def _marked(self, found: Any, q_index: Tensor | None) -> Any:
-        """The results, if q's rows are those of the plan; else NaN, or an error where that is known at once."""
+        """The results, if q's rows are those of the plan; else NaN, or an error where the host knows."""
         if q_index is None:
             return found
         mine = self.q_index
-        what, wanted, remedy = "q_index with context parallelism", "the rows of the plan's layout, {}", _REMEDY
+        what, wanted, remedy = (
+            "q_index with context parallelism",
+            "the rows of the plan's layout, {}",
+            _REMEDY,
+        )
         expect(q_index.shape == mine.shape, what, wanted, q_index.shape, remedy, mine.shape, error=ShapeError)
         same = (q_index == mine).all()
         if not torch.compiler.is_compiling() and same.is_cpu and not same:
-            raise PlanMismatchError(what, expected="the rows of the plan's layout", got="others", remedy=remedy)
+            raise PlanMismatchError(
+                what, expected="the rows of the plan's layout", got="others", remedy=remedy
+            )
         if isinstance(found, tuple):
             return tuple(torch.where(same, x, torch.nan) for x in found)
         return torch.where(same, found, torch.nan)
@@ -245,7 +253,9 @@ class MeshPlan(ShardedMask):
     def _check_order(self) -> None:
         frame = self.frame
         what, got = "DTensors with context parallelism", "a plan whose layout changes the order"
-        remedy = "Make them by DTensor.from_local(layout.shard(x, rank), ...) and pass dtensor_rows='plan' to "
+        remedy = (
+            "Make them by DTensor.from_local(layout.shard(x, rank), ...) and pass dtensor_rows='plan' to "
+        )
         remedy += "plan.on(...), or use a layout with method='contiguous'"
         fits = frame.dtensor_rows == "plan" or frame.natural
         expect(fits, what, "rows in the plan's order, which must be said", got, remedy)
@@ -260,7 +270,16 @@ class MeshPlan(ShardedMask):
             if not fits:
                 wanted = "{} heads and this rank's {} rows, padding included"
                 got = f"shape {tuple(x.shape)} in layout bhsd"
-                expect(fits, f"{name} with context parallelism", wanted, got, _SHARD, count, rows, error=ShapeError)
+                expect(
+                    fits,
+                    f"{name} with context parallelism",
+                    wanted,
+                    got,
+                    _SHARD,
+                    count,
+                    rows,
+                    error=ShapeError,
+                )
         what, wanted = "q with context parallelism", "{} batch rows, as the plan has"
         fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
         expect(fits, what, wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
@@ -282,7 +301,9 @@ class MeshPlan(ShardedMask):
     def __repr__(self) -> str:
         frame = self.frame
         sizes = f"q_len={frame.q_len}, k_len={frame.k_len}, heads={frame.heads}"
-        return f"MeshPlan({frame.strategy} on {frame.ranks} ranks, {sizes}, rows_per_rank={frame.rows_per_rank})"
+        return (
+            f"MeshPlan({frame.strategy} on {frame.ranks} ranks, {sizes}, rows_per_rank={frame.rows_per_rank})"
+        )
 
 
 _REMEDY = "Use the plan with the batch of the layout that made it"

@@ -1,7 +1,7 @@
 """How ranks exchange rows and compare what they do: subgroups, one kind of collective, kept buffers.
 
-Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose parts but
-one are empty. So there is one kind of collective, in the same order on all ranks.
+Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose
+parts but one are empty. So there is one kind of collective, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,16 +25,26 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from ...errors import DtypeError, expect
 from ..errors import CommunicationError, PlanMismatchError
 
-__all__ = ["Counts", "Pending", "Ranks", "Scratch", "counted_bytes", "exchange", "group_of", "raise_broken"]
+__all__ = [
+    "Counts",
+    "Pending",
+    "Ranks",
+    "Scratch",
+    "counted_bytes",
+    "exchange",
+    "group_of",
+    "moved",
+    "raise_broken",
+]
 
-#: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the next call,
-#: unless those of one call exceed the second figure.
+#: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the
+#: next call, unless those of one call exceed the second figure.
 _WORTH_KEEPING, _MOST_KEPT = 1 << 20, 1 << 29
 
 
 @dataclass
 class Counts:
-    """Bytes that this rank exchanged with others, by phase: "scatter", "gather", "exchange", "ring", "gradients"."""
+    """Bytes that this rank exchanged with others by phase, such as "exchange" or "gradients"."""
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
@@ -138,7 +149,8 @@ def raise_broken(group: Any, phase: str, error: Exception) -> NoReturn:
 
 
 class Scratch:
-    """Buffers of one call by name, kept for the next call of the same ranks. Devices have an allocator that does so.
+    """Buffers of one call by name, kept for the next call of the same ranks. Devices have an allocator that
+    does so.
 
     A name may be used again in a call once nothing reads or writes what it stood for.
     """
@@ -166,19 +178,19 @@ class Scratch:
 
 
 class _Check(NamedTuple):
-    """A comparison under way."""
+    """A comparison under way: names of facts, those of all ranks, what to wait for, calls before it."""
 
     names: list[str]
-    rows: list[Tensor]
-    work: Any
+    found: Tensor
+    done: Any
     calls: int
 
 
 class Agreement:
     """Whether all ranks of a group have the same plans and make the same calls, asked one step late.
 
-    Each plan starts an all-gather of its fingerprints when it is put on the mesh. The answer is read when a later
-    step's plans come; where the host drives the collectives anyway (gloo), before the first exchange.
+    Each plan starts an all-gather of its fingerprints when it is put on the mesh. The answer is read when a
+    later step's plans come; where the host drives the collectives anyway (gloo), before the first exchange.
     """
 
     def __init__(self, group: Any) -> None:
@@ -199,13 +211,14 @@ class Agreement:
             return
         group = _resolve_process_group(self._name)
         facts = {**facts, "sequence of calls": self._calls}
-        mine = torch.tensor(list(facts.values()), device=device)
-        rows = [torch.empty_like(mine) for _ in range(self._ranks)]
+        mine = moved(np.array(list(facts.values())), device)
+        every = mine.new_empty((self._ranks, len(facts)))
         try:
-            work = dist.all_gather(rows, mine, group=group, async_op=True)
+            work = dist.all_gather(list(every.unbind()), mine, group=group, async_op=True)
         except RuntimeError as error:
             raise_broken(group, "comparison of plans", error)
-        self._pending.append(_Check(list(facts), rows, work, self._count))
+        found, done = _brought_home(every, work) if every.is_cuda else (every, work.wait)
+        self._pending.append(_Check(list(facts), found, done, self._count))
 
     def note(self, *facts: object) -> None:
         """Remember a call, which the next comparison includes; ask now what costs nothing to ask."""
@@ -223,26 +236,46 @@ class Agreement:
         pending, self._pending = self._pending, []
         for check in pending:
             try:
-                check.work.wait()
+                check.done()
             except RuntimeError as error:
                 raise_broken(_resolve_process_group(self._name), "comparison of plans", error)
-            every = torch.stack(check.rows).tolist()
+            every = check.found.tolist()
             for at, name in enumerate(check.names):
                 odd = [str(rank) for rank, row in enumerate(every) if row[at] != every[0][at]]
                 if odd:
+                    self._calls = self._count = 0  # on all ranks alike: whoever goes on begins anew
                     raise PlanMismatchError(
                         f"context parallelism on {self._ranks} ranks ({self._name})",
                         expected=f"the same {name} on every rank",
-                        got=f"another one on {'ranks' if len(odd) > 1 else 'rank'} {', '.join(odd)} than on rank 0",
-                        remedy=_REMEDY.get(name, "Give every rank the same mask, with global ids, and the same options"),
+                        got=f"another one on rank{'s'[: len(odd) - 1]} {', '.join(odd)} than on rank 0",
+                        remedy=_REMEDY.get(
+                            name, "Give every rank the same mask, with global ids, and the same options"
+                        ),
                     )
+
+
+def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
+    """A tensor on the host, filled once what `work` stands for is done; nobody waits before it is read."""
+    stream = torch.cuda.Stream(every.device)  # type: ignore[no-untyped-call]
+    home = torch.empty_like(every, device="cpu", pin_memory=True)
+    with torch.cuda.stream(stream):
+        work.wait()
+        home.copy_(every, non_blocking=True)
+    every.record_stream(stream)
+    return home, stream.record_event().synchronize
+
+
+def moved(x: Any, device: str) -> Tensor:
+    """An array of NumPy on a device; the host does not wait."""
+    found = torch.from_numpy(x)
+    return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 _REMEDY = {
     "layout": "Make it of the same mask, method and rows_per_chunk on every rank",
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
-    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same sizes "
-    "and options, in the same order",
+    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same "
+    "sizes and options, in the same order",
 }
 
 
@@ -313,8 +346,8 @@ _known: dict[tuple[str, int], Ranks] = {}
 def _subgroup(whole: Any, ranks: Sequence[int], device: str) -> Any:
     if len(ranks) == whole.size():
         return whole
-    options = whole._get_backend(torch.device(device)).options
-    return dist.new_group(list(ranks), timeout=options._timeout, use_local_synchronization=True)
+    timeout = getattr(whole._get_backend(torch.device(device)).options, "_timeout", None)
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def group_of(mesh: DeviceMesh) -> Any:
@@ -329,7 +362,10 @@ def group_of(mesh: DeviceMesh) -> Any:
     expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
     if mesh.ndim == 1:
         return mesh.get_group()
-    wanted, remedy = "one dimension, or two: nodes and the ranks of a node", "Take a part of it, as mesh['cp']"
+    wanted, remedy = (
+        "one dimension, or two: nodes and the ranks of a node",
+        "Take a part of it, as mesh['cp']",
+    )
     expect(mesh.ndim == 2, "mesh", wanted, str(mesh.ndim), remedy)
     remedy = "Make it with mesh_dim_names=('inter', 'intra')"
     expect(mesh.mesh_dim_names is not None, "mesh of two dimensions", "names of both", repr(mesh), remedy)

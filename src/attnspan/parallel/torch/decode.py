@@ -24,8 +24,9 @@ __all__ = ["ShardedCache"]
 class ShardedCache(nn.Module):
     """Keys and values of a growing sequence, each on one rank of a mesh.
 
-    A token's keys never move. New token t goes to rank t % P; after a prefill with a plan, `fill` takes this rank's
-    rows as they lie. All batch rows have the same length. Not for training: nothing here is differentiable.
+    A token's keys never move. New token t goes to rank t % P; after a prefill with a plan, `fill` takes this
+    rank's rows as they lie. All batch rows have the same length. Not for training: nothing here is
+    differentiable.
 
     Args:
         mesh: The ranks; see `attnspan.parallel.Plan.on`.
@@ -112,7 +113,14 @@ class ShardedCache(nn.Module):
 
     @torch.no_grad()
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, split_batch: bool = False, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        split_batch: bool = False,
+        **options: Any,
     ) -> Tensor:
         """Append n new tokens, and attend with their queries to the keys of all ranks.
 
@@ -139,8 +147,8 @@ class ShardedCache(nn.Module):
         tokens = torch.arange(self.length - new, self.length, device=q.device)
         sinks = options.pop("sinks", None)
         seen = causal() if mask is None else causal() & mask
-        indices = {"q_index": tokens, "k_index": self.k_index}
-        out, lse = attention(q, self.keys, self.values, mask=seen, return_lse=True, **indices, **options)
+        options |= {"mask": seen, "q_index": tokens, "k_index": self.k_index}
+        out, lse = attention(q, self.keys, self.values, return_lse=True, **options)
         outs, lses = self._gather(out.to(torch.promote_types(out.dtype, torch.float32))), self._gather(lse)
         found = merged(outs, lses, sinks).to(out.dtype)
         return found.chunk(self.ranks)[self.rank] if split_batch else found
@@ -151,7 +159,9 @@ class ShardedCache(nn.Module):
         mine = [i for i, token in enumerate(tokens) if token % self.ranks == self.rank]
         at = slice(self._used, self._used + len(mine))
         self.keys[:, :, at], self.values[:, :, at] = k[:, :, mine], v[:, :, mine]
-        self.k_index[at] = torch.tensor([tokens[i] for i in mine], dtype=torch.int64, device=self.k_index.device)
+        self.k_index[at] = torch.tensor(
+            [tokens[i] for i in mine], dtype=torch.int64, device=self.k_index.device
+        )
         self.length, self._used = self.length + k.shape[2], at.stop
 
     def _check_room(self, what: str, length: int) -> None:

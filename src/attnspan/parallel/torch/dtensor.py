@@ -1,13 +1,13 @@
 """Context parallelism of DTensors: a plan splits the rows, other mesh axes may split batch rows and heads.
 
-A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n of them:
-``DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])`` makes one, and everything but attention may work on it.
-One of rows in their natural order, as ``distribute_tensor`` makes it, looks the same: so a plan whose order is another
-one takes DTensors only with ``dtensor_rows="plan"``.
+A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n
+of them: ``DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])`` makes one, and everything but
+attention may work on it. One of rows in their natural order, as ``distribute_tensor`` makes it, looks the
+same: so a plan whose order is another one takes DTensors only with ``dtensor_rows="plan"``.
 
-The plan knows only its own ranks: its mask, ``heads`` and ``batch`` describe what they hold together, which is a part of
-the batch rows and heads where other mesh axes split these. So do options that are plain tensors; those that are DTensors
-describe the whole, and so does a seed of shape ().
+The plan knows only its own ranks: its mask, ``heads`` and ``batch`` describe what they hold together, which
+is a part of the batch rows and heads where other mesh axes split these. So do options that are plain tensors;
+those that are DTensors describe the whole, and so does a seed of shape ().
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attend(
     layout: str,
     return_lse: bool,
 ) -> Any:
-    """`ContextParallel.attention` of DTensors.
+    """`MeshPlan.attention` of DTensors.
 
     Args:
         plan: Of this rank.
@@ -89,8 +89,13 @@ def _check_sizes(plan: MeshPlan, q: Tensor, k: Tensor, local: list[Tensor], layo
         remedy = "Make it by DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])"
         got = f"shape {tuple(x.shape)} in layout {layout}"
         expect(x.shape[rows] == whole, what, wanted, got, remedy, whole, frame.ranks, error=ShapeError)
-        remedy, got = "Plan with the heads of one rank's part", f"{part.shape[heads]} here, of {x.shape[heads]} in all"
-        expect(part.shape[heads] == count, what, "{} heads on this rank", got, remedy, count, error=ShapeError)
+        remedy, got = (
+            "Plan with the heads of one rank's part",
+            f"{part.shape[heads]} here, of {x.shape[heads]} in all",
+        )
+        expect(
+            part.shape[heads] == count, what, "{} heads on this rank", got, remedy, count, error=ShapeError
+        )
 
 
 class _Options:
@@ -125,7 +130,10 @@ class _Options:
             return self._local(name, x, batch, heads)
         for what, dim, whole, here in zip((BATCH, HEADS), (batch, heads), self.whole, self.here, strict=True):
             if dim is not None and what in self.places.roles and x.shape[dim] == whole != here:
-                what, wanted = f"{name} with context parallelism of DTensors", f"that of this rank's {what}, {here}, or a DTensor"
+                what, wanted = (
+                    f"{name} with context parallelism of DTensors",
+                    f"that of this rank's {what}, {here}, or a DTensor",
+                )
                 got = f"a plain tensor for all {whole}, of shape {tuple(x.shape)}"
                 remedy = "Distribute it along the mesh axis that splits q so, or take this rank's part"
                 expect(False, what, wanted, got, remedy)

@@ -1,7 +1,7 @@
 """Ulysses: from all heads of some rows to some heads of all rows of a group, and back.
 
-Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D), so that
-what arrives from all members is one array of u * n rows.
+Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D),
+so that what arrives from all members is one array of u * n rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ class Gathered(NamedTuple):
     out: Tensor
 
     def wait(self) -> Tensor:
-        """Shape (B, H, n, D), stored as (B, n, H, D); heads that several members had are summed in their order."""
+        """Shape (B, H, n, D), stored as (B, n, H, D); heads of several members are summed in their order."""
         batch, heads, rows, dim = self.out.shape
         shared = sum(at.stop - at.start for at in self.slices) > heads
         if shared:

@@ -1,7 +1,7 @@
 """Keys and values as rows that travel, and where they lie.
 
-Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys of a group, K keys of a stage. A row
-holds the key and the value of h heads: (B / P, h, D + Dv).
+Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys of a group, K keys of a
+stage. A row holds the key and the value of h heads: (B / P, h, D + Dv).
 """
 
 from typing import NamedTuple
@@ -182,7 +182,7 @@ def _split(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def pass_on(rows: Tensor, team: Team, phase: str) -> Pending:
-    """Start to send rows (P, S, ...) to the next group of the ring, and to receive those of the one before."""
+    """Start to send rows (P, S, ...) to the next group of the ring, and to receive the last group's."""
     numbers, groups = team.numbers, team.numbers.strategy.groups
     flat = rows.flatten(0, 1)
     send_rows, receive_rows = [0] * groups, [0] * groups

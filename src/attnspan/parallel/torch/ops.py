@@ -1,8 +1,8 @@
 """The operators ``attnspan::sharded_forward`` and ``sharded_backward``: attention and its exchanges.
 
-Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may change at
-each step without compiling anything; what a compiler must know of a rank is how many heads it has while it attends.
-docs/design.md has the contract.
+Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
+change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
+while it attends. docs/design.md has the contract.
 """
 
 from itertools import zip_longest
@@ -29,7 +29,8 @@ _TAGS = (
     torch.Tag.needs_fixed_stride_order,
     torch.Tag.cudagraph_unsafe,
 )
-# `plan` and `numbers` are what `local.encode` makes; `heads_here`: the query heads that this rank attends with.
+# `plan` and `numbers` are what `local.encode` makes; `heads_here`: the query heads that this rank attends
+# with.
 _SHARED = (
     "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, float scale,"
     " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
@@ -134,7 +135,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
         group_out, group_lse = forward(call.given(group_q, group_k, group_v))
         own_lse = group_lse[..., None].to(_lse_dtype(q))
         gathered = [
-            gather(team, x, query_heads, q.shape[1], name) for x, name in ((group_out, "out"), (own_lse, "lse"))
+            gather(team, x, query_heads, q.shape[1], name)
+            for x, name in ((group_out, "out"), (own_lse, "lse"))
         ]
         out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
         return out, lse, group_q, group_k, group_v, group_out, group_lse
@@ -320,7 +322,7 @@ def _pairs(plan: Tensor, numbers: Tensor, batch: int, heads: int, rows: int, key
 
 
 @register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **keywords: Any) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's forward call, 2 * pairs * (D + Dv): visible pairs only."""
     plan, numbers, group, members, heads_here = given[:5]
     ranks = Ranks.named(group, members).whole.size()
@@ -329,7 +331,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **keywords: Any
 
 
 @register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
-def _backward_flops(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **keywords: Any) -> int:
+def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's backward call, 2.5 times the forward's."""
     plan, numbers, group, members, heads_here = given[3:8]
     ranks = Ranks.named(group, members).whole.size()

@@ -18,7 +18,10 @@ __all__ = ["gather_rows"]
 def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """See `Layout.gather`."""
     fits = -x.dim() <= dim < x.dim() and x.shape[dim] == layout.rows_per_rank
-    wanted, remedy = f"{layout.rows_per_rank} rows along dimension {dim}", "Pass the dimension of the rows as `dim`"
+    wanted, remedy = (
+        f"{layout.rows_per_rank} rows along dimension {dim}",
+        "Pass the dimension of the rows as `dim`",
+    )
     expect(fits, "Layout.gather: x", f"this rank's {wanted}", tuple(x.shape), remedy, error=ShapeError)
     alone = layout.planes == 1 or (dim % x.dim() > 0 and x.shape[0] == layout.planes)
     remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"

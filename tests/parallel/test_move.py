@@ -1,15 +1,16 @@
 """Rows moved by index, by the compiled module and by torch; and the buffers that are kept for them."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from attnspan.parallel._workspace import LEAST_KEPT, Workspace
 from torch import Tensor
 
 from attnspan.kernels import cpu
-from attnspan.parallel import _rows, _workspace
+from attnspan.parallel.torch import comm
+from attnspan.parallel.torch.keys import move
 
 TARGET, SOURCE = (2, 7, 3, 2, 5), (3, 4, 3, 2, 5)
 
@@ -49,7 +50,7 @@ def test_rows_go_where_the_index_says(
     for t, s in zip(to, at, strict=True):
         row = source[s // 4, s % 4]
         wanted[t // 7, t % 7] = wanted[t // 7, t % 7] + row if add else row
-    _rows.move(target, torch.from_numpy(to), source, torch.from_numpy(at), add=add)
+    move(target, torch.from_numpy(to), source, torch.from_numpy(at), add=add)
     assert torch.equal(target, wanted)
 
 
@@ -58,10 +59,10 @@ def test_without_an_index_rows_go_in_order(way: str, monkeypatch: pytest.MonkeyP
     if way == "torch":
         monkeypatch.setattr(cpu, "core", None)
     target, source = torch.zeros(1, 3, 1, 2, 4), torch.randn(1, 5, 1, 2, 4)
-    _rows.move(target, None, source, torch.tensor([4, 0, 2], dtype=torch.int32))
+    move(target, None, source, torch.tensor([4, 0, 2], dtype=torch.int32))
     assert torch.equal(target[0], source[0, [4, 0, 2]])
     other = torch.zeros(1, 5, 1, 2, 4)
-    _rows.move(other, torch.tensor([1, 4, 0], dtype=torch.int32), target, None)
+    move(other, torch.tensor([1, 4, 0], dtype=torch.int32), target, None)
     assert torch.equal(other[0, [1, 4, 0]], target[0])
 
 
@@ -109,64 +110,64 @@ def test_sums_are_wide() -> None:
         cpu.move_rows(x, None, x, None, num_threads=1, add=True)
 
 
+KEPT = comm._WORTH_KEEPING
+LIKE = torch.zeros(1)
+
+
 @pytest.fixture
-def empty_pool(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    free: list[Tensor] = []
-    monkeypatch.setattr(_workspace, "_free", free)
-    return free
+def ranks() -> comm.Ranks:
+    """Buffers are kept for the ranks of one mesh; no process group is asked."""
+    group = Mock(group_name="of this test")
+    return comm.Ranks(group, group, group, Mock())
 
 
-BIG = (LEAST_KEPT // 4,)
+def test_a_buffer_is_used_again_by_the_next_call_and_by_nobody_before(ranks: comm.Ranks) -> None:
+    with ranks.scratch() as first, ranks.scratch() as second:
+        x, y = first.new("x", (KEPT // 4,), LIKE), second.new("x", (KEPT // 4,), LIKE)
+        other = first.new("other", (KEPT,), LIKE, torch.uint8)
+        assert len({x.data_ptr(), y.data_ptr(), other.data_ptr()}) == 3
+        assert first.new("x", (KEPT // 4,), LIKE).data_ptr() == x.data_ptr(), "a name is a buffer"
+    with ranks.scratch() as third:
+        again = third.new("x", (2, KEPT // 4), LIKE, torch.bfloat16)
+        assert again.data_ptr() in (x.data_ptr(), y.data_ptr())
+        assert (again.dtype, again.is_contiguous()) == (torch.bfloat16, True)
+        larger = third.new("x", (KEPT,), LIKE)
+        assert larger.nbytes == 4 * KEPT, "a buffer grows"
+        small = third.new("x", (10,), LIKE)
+        assert small.untyped_storage().nbytes() == 40, "small ones are the allocator's"
 
 
-def test_a_buffer_is_used_again_by_the_next_call_and_by_nobody_before(empty_pool: list[Tensor]) -> None:
-    like = torch.zeros(1)
-    with Workspace() as first, Workspace() as second:
-        x, y = first.new(BIG, like), second.new(BIG, like)
-        assert x.data_ptr() != y.data_ptr()
-        used = {x.data_ptr(), y.data_ptr()}
-    with Workspace() as third:
-        again = third.new((BIG[0] * 2,), like, torch.bfloat16)
-        assert again.data_ptr() in used
-        assert again.dtype == torch.bfloat16
-        assert len(empty_pool) == 1
-        third.give(again[3:])  # another beginning: not the buffer's
-        assert len(empty_pool) == 1
-        third.give(again)
-        assert len(empty_pool) == 2
-    assert len(empty_pool) == 2, "given back once"
+def test_after_an_error_buffers_are_nobodys(ranks: comm.Ranks) -> None:
+    used = []
 
-
-def test_after_an_error_buffers_are_nobodys(empty_pool: list[Tensor]) -> None:
     def fail() -> None:
-        with Workspace() as workspace:
-            workspace.new(BIG, torch.zeros(1))
+        with ranks.scratch() as scratch:
+            used.append(scratch.new("x", (KEPT,), LIKE))
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert empty_pool == []
+    with ranks.scratch() as scratch:
+        assert scratch.new("x", (KEPT,), LIKE).data_ptr() != used[0].data_ptr(), (
+            "an exchange may still write there"
+        )
+        assert scratch.size == 4 * KEPT
 
 
-def test_what_is_kept_is_bounded(empty_pool: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_workspace, "MOST_KEPT", 3 * LEAST_KEPT)
-    like = torch.zeros(1)
-    with Workspace() as workspace:
-        for _ in range(5):
-            workspace.new(BIG, like)
-        small = workspace.new((10,), like)
-        workspace.give(small)
-    assert sum(x.numel() for x in empty_pool) == 3 * LEAST_KEPT
-    with Workspace() as workspace:
-        assert workspace.new((BIG[0] // 3 + BIG[0],), like).numel() == BIG[0] // 3 + BIG[0]
-        assert len(empty_pool) == 3, "none is large enough"
+def test_what_is_kept_is_bounded(ranks: comm.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "_MOST_KEPT", 4 * KEPT)
+    for count, kept in ((1, 1), (2, 0)):
+        with ranks.scratch() as scratch:
+            for i in range(count):
+                scratch.new(f"{i}", (KEPT,), LIKE)
+        assert len(ranks._free) == kept
 
 
-def test_buffers_of_inference_mode_serve_training(empty_pool: list[Tensor]) -> None:
-    with torch.inference_mode(), Workspace() as workspace:
-        workspace.new(BIG, torch.zeros(1))
-    assert len(empty_pool) == 1
-    with Workspace() as workspace:
-        x = workspace.new(BIG, torch.zeros(1))
+def test_buffers_of_inference_mode_serve_training(ranks: comm.Ranks) -> None:
+    with torch.inference_mode(), ranks.scratch() as scratch:
+        first = scratch.new("x", (KEPT,), LIKE)
+    with ranks.scratch() as scratch:
+        x = scratch.new("x", (KEPT,), LIKE)
+        assert x.data_ptr() == first.data_ptr()
         assert not x.is_inference()
         x.fill_(1.0)

@@ -1,0 +1,148 @@
+"""Where rows and keys of a group lie: index arrays of one rank's plan.
+
+Shapes: L planes, N rows and S keys of a group, K keys of a stage. Keys are flat: plane * k_len + key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ShapeError, expect
+from .intervals import Ints, expand
+from .layout import Layout, Runs
+from .needs import Needs
+
+__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows", "tiled"]
+
+Places = NDArray[np.int32]
+
+
+def tiled(runs: Runs, layout: Layout, planes: int) -> Runs:
+    """Runs of a layout over at least as many planes as it has."""
+    if layout.planes == planes:
+        return runs
+    base = np.arange(planes, dtype=np.int64)[:, None] * layout.q_len
+    edges = np.append((base + runs.edges[:-1]).reshape(-1), planes * layout.q_len)
+    return Runs(edges, np.tile(runs.rank, planes))
+
+
+def take_rows(bounds: Any, rows: Places, planes: int) -> Places:
+    """The bounds of some rows, (planes, H|1, N, R, 2); padding sees nothing."""
+    at = np.maximum(rows, 0)
+    if len(rows) == 1:
+        taken = bounds[:, :, at[0]].copy()
+        taken[:, :, rows[0] < 0] = 0
+    else:
+        whole = np.broadcast_to(bounds, (planes, *bounds.shape[1:]))
+        taken = np.stack([whole[plane][:, at[plane]] for plane in range(planes)])
+        taken[(np.broadcast_to((rows < 0)[:, None], taken.shape[:3]))] = 0
+    if len(taken) < planes:  # Keys lie otherwise in each plane.
+        taken = np.repeat(taken, planes, axis=0)
+    found: Places = taken
+    return found
+
+
+def ascending(rows: Places) -> Places:
+    """Rows in ascending order, padding last."""
+    found: Places = np.sort(np.where(rows < 0, np.iinfo(np.int32).max, rows), axis=1)
+    found[found == np.iinfo(np.int32).max] = -1
+    return found
+
+
+def key_order(slots: Places, planes: int) -> Places:
+    """Slots of a group's keys in ascending order of the keys, padding last."""
+    order = np.argsort(np.where(slots < 0, np.iinfo(np.int32).max, slots), axis=1, kind="stable")
+    flat = np.broadcast_to(order, (planes, order.shape[1])) + np.arange(planes)[:, None] * order.shape[1]
+    found: Places = flat.reshape(-1).astype(np.int32)
+    return found
+
+
+class Slots:
+    """Where flat keys lie among the keys of a group, which may be in any order.
+
+    Attributes:
+        keys: int64 (n,), the flat keys that the group holds, ascending.
+    """
+
+    def __init__(self, rows: Places, planes: int, k_len: int) -> None:
+        whole = np.broadcast_to(rows, (planes, rows.shape[1]))
+        flat = (whole + np.arange(planes, dtype=np.int64)[:, None] * k_len).reshape(-1)
+        slots = np.flatnonzero(whole.reshape(-1) >= 0)
+        order = np.argsort(flat[slots], kind="stable")
+        self.keys, self._slots = flat[slots][order], slots[order].astype(np.int32)
+
+    def __call__(self, flat: Ints) -> Places:
+        return self._slots[np.searchsorted(self.keys, flat)]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The keys that a group needs, as ascending ranges of flat keys, and where each one lies among them.
+
+    Attributes:
+        lo: int64 (n,), first flat key of each range.
+        sums: int64 (n + 1,), keys before each range.
+        k_len: keys of a plane.
+        keys: int32 (planes, K), global numbers of the keys of each plane, 0 behind the last.
+    """
+
+    lo: Ints
+    sums: Ints
+    k_len: int
+    keys: Places
+
+    @classmethod
+    def of(cls, needs: Needs, group: int, planes: int, k_len: int) -> Kept:
+        """The keys of one group.
+
+        Example:
+            >>> needs = Needs(np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
+            >>> Kept.of(needs, 0, planes=1, k_len=8).keys.tolist()
+            [[1, 2, 6, 7]]
+        """
+        at = slice(needs.starts[group], needs.starts[group + 1])
+        lo, hi = needs.lo[at], needs.hi[at]
+        sums = np.concatenate([[0], np.cumsum(hi - lo)])
+        k_len = max(k_len, 1)  # a divisor, also where there are no keys
+        bare = cls(lo, sums, k_len, np.empty((planes, 0), np.int32))
+        before = bare.count(np.arange(planes + 1) * k_len)
+        most = int(np.diff(before).max(initial=0))
+        check_places(planes, most)
+        keys = np.zeros((planes, most), np.int32)
+        flat = expand(lo, hi)
+        plane = flat // k_len
+        keys[plane, np.arange(len(flat)) - before[plane]] = flat % k_len
+        return cls(lo, sums, k_len, keys)
+
+    def count(self, flat: Ints) -> Ints:
+        """Number of kept keys below each flat key."""
+        if not len(self.lo):
+            return np.zeros_like(flat)
+        at = np.searchsorted(self.lo, flat, "right") - 1
+        inside = np.minimum(flat - self.lo[at], self.sums[at + 1] - self.sums[at])
+        return np.where(at < 0, 0, self.sums[at] + inside)
+
+    def has(self, flat: Ints) -> NDArray[np.bool_]:
+        """Which flat keys are kept."""
+        return self.count(flat + 1) > self.count(flat)
+
+    def before(self, flat: Ints) -> Ints:
+        """Number of kept keys in the planes before that of each flat key."""
+        return self.count(flat // self.k_len * self.k_len)
+
+    def place(self, flat: Ints) -> Places:
+        """Where kept keys lie: plane * K + place in the plane."""
+        inside = self.count(flat) - self.before(flat)
+        found: Places = (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
+        return found
+
+
+def check_places(planes: int, keys: int) -> None:
+    # Places are int32, as everything else in a plan: numbers that wrap would silently move other keys.
+    remedy = "Use more ranks or fewer batch rows, or a mask that batch rows share"
+    what, wanted = "context parallelism: mask", f"batch rows times keys of a group below {2**31:,}"
+    expect(planes * keys < 2**31, what, wanted, f"{planes:,} x {keys:,}", remedy, error=ShapeError)

@@ -1,0 +1,320 @@
+"""Pairs, bytes and memory against a count rank by rank; predictions, machines, and what "auto" takes."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import any_plan, rows_of
+from worlds import world
+
+from attnspan import causal, segments, window
+from attnspan.errors import OptionError
+from attnspan.parallel import Layout, Machine, Plan, Strategy
+from attnspan.parallel.auto import candidates
+from attnspan.parallel.cost import Cost, Phase, Sizes, exchange_parts
+from attnspan.parallel.machine import flops_of
+from attnspan.parallel.strategy import split_heads
+
+WIDE = {2: 4, 4: 4, 8: 8}  # lse and sums of gradients: float32, but float64 for float64
+
+
+def keys_between(plan: Plan) -> np.ndarray:
+    """How many flat keys each group (axis 0) needs of those that each group (axis 1) holds."""
+    u, groups = plan.strategy.members, plan.strategy.groups
+    dense = np.asarray(plan.mask.lowered.dense()).any(1)
+    found = np.zeros((groups, groups), int)
+    for b, c, plane in product(range(groups), range(groups), range(plan.planes)):
+        rows, keys = (rows_of(x, g, u)[plane % x.planes] for x, g in ((plan.layout, b), (plan.keys, c)))
+        sees = dense[plane % len(dense)][rows[rows >= 0]].any(0)
+        found[b, c] += sees[keys[keys >= 0]].sum()
+    return found
+
+
+def walk(plan: Plan) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Bytes of each phase, forward and backward, from rank (axis 1) to rank (axis 0)."""
+    (hq, hkv, dim, v_dim, e, batch), strategy = plan.sizes, plan.strategy
+    u, groups, ranks = strategy.members, strategy.groups, strategy.ranks
+    heads, n, keys = split_heads(hq, hkv, u), plan.layout.rows_per_rank, plan.keys.rows_per_rank
+    kv = [len(x.kv) * (dim + v_dim) for x in heads]
+    names = ("scatter", "gather", strategy.kind, "gradients")
+    forward, backward = ({name: np.zeros((ranks, ranks), int) for name in names} for _ in range(2))
+    for b, a, c in product(range(groups), range(u), range(u)):
+        to, of = b * u + a, b * u + c
+        if a != c:
+            forward["scatter"][to, of] += batch * e * (n * heads[a].heads * dim + keys * kv[a])
+            forward["gather"][to, of] += batch * n * heads[c].heads * (v_dim * e + WIDE[e])
+            backward["scatter"][to, of] += batch * n * heads[a].heads * v_dim * e
+            backward["gather"][to, of] += batch * (n * heads[c].heads * dim * e + keys * kv[c] * WIDE[e])
+    between = keys_between(plan)
+    for b, c, a in product(range(groups), range(groups), range(u)):
+        to, of = b * u + a, c * u + a
+        if strategy.kind == "exchange" and b != c:
+            size = int(between[b, c]) * kv[a] * batch // plan.planes
+            for direction in (forward, backward):
+                direction["exchange"][to, of] += size * e
+            backward["gradients"][of, to] += size * WIDE[e]
+        if strategy.kind == "ring" and groups > 1 and c == (b - 1) % groups:
+            block = u * keys * batch * kv[a]
+            for direction in (forward, backward):
+                direction["ring"][to, of] += (groups - 1) * block * e
+            backward["gradients"][to, of] += groups * block * WIDE[e]
+    return forward, backward
+
+
+@given(any_plan(), st.integers(1, 4), st.sampled_from([2, 4, 8]))
+def test_bytes_are_those_of_a_walk_over_ranks(plan: Plan, times: int, itemsize: int) -> None:
+    sizes = Sizes(6, 3, 8, 4, itemsize, plan.sizes.batch)
+    plan, strategy = replace(plan, sizes=sizes), plan.strategy
+    node_size = times * strategy.members if times < 4 else 1
+    node = np.arange(strategy.ranks) // node_size
+    away, found = node[:, None] != node, plan.cost(node_size=node_size)
+    for phases, expected in zip((found.forward, found.backward), walk(plan), strict=True):
+        assert {name for name, x in expected.items() if x.any()} <= set(phases)
+        for name, phase in phases.items():
+            assert phase.received.tolist() == expected[name].sum(1).tolist(), name
+            assert phase.sent.tolist() == expected[name].sum(0).tolist(), name
+            across = expected[name] * away
+            if name == "gradients" and strategy.kind == "exchange":
+                assert phase.sent_across.tolist() == across.sum(0).tolist()
+            else:
+                assert phase.received_across.tolist() == across.sum(1).tolist(), name
+            if name not in ("exchange", "gradients") or strategy.kind == "ring":
+                assert phase.sent_across.tolist() == across.sum(0).tolist(), name
+            else:  # A share of all, so that nobody counts rows between all pairs of groups.
+                whole = phase.sent_across if name == "exchange" else phase.received_across
+                assert abs(whole.sum() - across.sum()) <= across.sum() * 1e-9 + 72 * sizes.wide * len(node)
+    total = sum(x for phases in walk(plan) for x in phases.values())
+    assert found.received().tolist() == total.sum(1).tolist()
+    assert (found.received("forward") + found.received("backward") == found.received()).all()
+
+
+@given(any_plan())
+def test_pairs_and_fetched_rows_are_those_of_the_dense_mask(plan: Plan) -> None:
+    found, u = plan.cost(), plan.strategy.members
+    dense, heads = np.asarray(plan.mask.lowered.dense()), split_heads(*plan.sizes.heads, u)
+    for rank in range(plan.layout.ranks):
+        pairs = 0.0
+        for plane in range(plan.planes):
+            rows = rows_of(plan.layout, rank // u, u)[plane % plan.layout.planes]
+            pairs += dense[plane % len(dense)][:, rows[rows >= 0]].sum() / dense.shape[1]
+        assert found.pairs[rank] == pytest.approx(
+            pairs * heads[rank % u].heads * plan.sizes.batch / plan.planes
+        )
+    mean = found.pairs.mean()
+    assert found.balance == (pytest.approx(found.pairs.max() / mean) if mean else 1.0)
+    if plan.strategy.kind == "exchange":
+        between = keys_between(plan)
+        fetched = between.sum(1) - np.diag(between)
+        assert found.fetched.tolist() == np.repeat(fetched, u).tolist()
+        assert found.least_fetched <= fetched.max(), "no layout needs fewer"
+    else:
+        every = (plan.strategy.groups - 1) * u * plan.keys.rows_per_rank * plan.planes
+        assert set(found.fetched.tolist()) == {every}
+
+
+def plan_of(mask: Any = None, q_len: int = 256, ranks: int = 4, **given: Any) -> Plan:
+    mask = causal() if mask is None else mask
+    return Layout.of(mask, q_len=q_len, ranks=ranks).plan(**{"heads": (8, 4), "head_dim": 16, **given})
+
+
+@pytest.mark.parametrize("name", ["exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)"])
+def test_memory_grows_with_every_size(name: str) -> None:
+    plan = plan_of(strategy=name, batch=2)
+    first = plan.cost().memory
+    assert (first > 0).all()
+    for larger in ({"kv_heads": 8}, {"head_dim": 32}, {"v_dim": 256}, {"itemsize": 4}, {"batch": 4}):
+        assert (replace(plan, sizes=plan.sizes._replace(**larger)).cost().memory > first).all(), larger
+    assert (plan_of(strategy=name, batch=2, q_len=512).cost().memory > first).all()
+    # What nobody fetches needs no room: buffers of an exchange follow the mask.
+    narrow = plan_of(causal() & window(4), strategy=name, batch=2).cost().memory
+    assert (narrow < first).all() == (name in ("exchange", "hybrid(2, 2)"))
+
+
+@given(any_plan(), st.floats(0, 1))
+def test_auto_receives_the_fewest_bytes_of_what_fits(plan: Plan, share: float) -> None:
+    strategies = candidates(plan.layout.ranks, plan.sizes.q_heads)
+    costs = [plan.cost(x) for x in strategies]
+    sizes = sorted(int(x.memory.max()) for x in costs)
+    memory = sizes[round(share * (len(sizes) - 1))]
+    given: dict[str, Any] = {"heads": plan.sizes.heads, "batch": plan.sizes.batch, "keys": plan.keys}
+    best = plan.layout.plan(plan.mask, **given, memory=memory)
+    fitting = [x for x in costs if x.memory.max() <= memory]
+    assert best.cost().received().max() == min(x.received().max() for x in fitting)
+    assert best.cost().memory.max() <= memory
+    assert best.choice is not None
+    assert best.choice.best.strategy == best.strategy
+    assert {x.strategy for x in best.choice.considered} == set(strategies)
+
+
+def test_every_member_of_a_candidate_has_a_query_head() -> None:
+    names = [x.name for x in candidates(6, 2)]
+    assert names == ["exchange", "ring", "hybrid(2, 3)", "hybrid(2, 3, ring)"]
+    assert "ulysses" in [x.name for x in candidates(6, 8)]
+    assert [x.name for x in candidates(1, 4)] == ["ulysses"]  # one group: nothing travels
+
+
+def test_in_nodes_only_their_ranks_share_heads() -> None:
+    choice = plan_of(ranks=8, node_size=4).choice
+    assert choice is not None
+    assert {x.strategy.name for x in choice.considered} == {"hybrid(4, 2)", "hybrid(4, 2, ring)"}
+    across = choice.best.forward["scatter"].received_across
+    assert not across.any(), "heads do not leave a node"
+
+
+PLAIN = Machine("plain", "bfloat16", 1e12, 5e11, 1e9, 1e8, 1e-6, 2)
+
+
+def test_with_rates_the_shortest_time_is_taken_and_of_equals_the_fewest_bytes() -> None:
+    ids = np.repeat(np.arange(4), [80, 70, 60, 46])
+    fast = replace(PLAIN, bandwidth_within=1e15, bandwidth_across=1e15, latency=1e-15)
+    slow = replace(PLAIN, forward_flops=1e18, backward_flops=1e18, bandwidth_across=1e3)
+    for machine in (PLAIN, fast, slow):
+        plan = plan_of(causal() & segments(ids), machine=machine)
+        costs = [plan.cost(x, machine.node_size) for x in candidates(4, 8)]
+        seconds = [machine.predict(x, plan.sizes).seconds for x in costs]
+        alike = [x for x, time in zip(costs, seconds, strict=True) if time <= 1.05 * min(seconds)]
+        bytes_of = {x.strategy: x.received().max() for x in alike}
+        assert plan.strategy in bytes_of
+        assert bytes_of[plan.strategy] == min(bytes_of.values())
+        if machine is fast:
+            assert len(alike) > 1, "the rule had something to decide"
+
+
+def test_the_machine_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no rates were measured" in str(plan_of().choice)
+    path = tmp_path / "machine.json"
+    PLAIN.save(path)
+    monkeypatch.setenv("ATTNSPAN_MACHINE", str(path))
+    assert Machine.default() == Machine.load(path) == PLAIN
+    assert "Rates: plain (bfloat16, 1 and 0.5 TFLOP/s; 1 and 0.1 GB/s in nodes of 2" in str(plan_of().choice)
+    assert [each.name for each in tmp_path.iterdir()] == ["machine.json"], "no draft is left"
+
+
+def test_a_file_that_is_no_machine_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    PLAIN.save(path)
+    good = json.loads(path.read_text())
+    changes = [{"more": 1}, {"node_size": "8"}, {"name": 3}, {"forward_flops": -1.0}, {"latency": None}]
+    for text in ["[]", "not JSON", *(json.dumps(good | change) for change in changes)]:
+        path.write_text(text)
+        with pytest.raises(OptionError, match="expected"):
+            Machine.load(path)
+    path.write_text(json.dumps(good | {"forward_flops": 1000}))
+    assert Machine.load(path).forward_flops == 1000.0
+    with pytest.raises(OptionError, match="no such file"):
+        Machine.load(tmp_path / "none.json")
+    for value in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(OptionError, match="latency: expected a positive, finite figure"):
+            replace(PLAIN, latency=value)
+
+
+def by_hand(kind: str, forward: Mapping[str, int], parts: int, pairs: float = 1.0, across: int = 0) -> Cost:
+    """The cost of one rank that receives so many bytes in each phase, forward."""
+    of = {name: Phase(*(np.array([x]) for x in (size, 0, across, 0))) for name, size in forward.items()}
+    strategy = Strategy(kind, 1, parts)  # type: ignore[arg-type]
+    zero = np.zeros(1, np.int64)
+    return Cost(strategy, np.array([pairs]), zero, 0, of, {}, zero, parts)
+
+
+def one_by_one(compute: float, network: float, parts: int, first_is_there: bool) -> float:
+    """Parts one after the other on a link and on a processor, which works on what has come."""
+    arrived = now = 0.0
+    for part in range(parts):
+        if part or not first_is_there:
+            arrived += network / (parts - first_is_there)
+        now = max(now, arrived) + compute / parts
+    return now
+
+
+@pytest.mark.parametrize("kind", ["exchange", "ring"])
+@pytest.mark.parametrize("parts", [2, 4, 64])
+@pytest.mark.parametrize(("compute", "network"), [(8.0, 4.0), (4.0, 8.0), (5.0, 5.0), (3.0, 0.0)])
+def test_overlap_is_that_of_parts_one_after_the_other(
+    kind: str, parts: int, compute: float, network: float
+) -> None:
+    machine = replace(PLAIN, forward_flops=1.0, backward_flops=1e30, bandwidth_within=1e3, latency=1e-30)
+    sizes = Sizes(1, 1, 1, 1)
+    pairs = compute / flops_of(np.ones(1), head_dim=1, v_dim=1)[0][0]
+    phases = {kind: 1000 * network, "scatter": 1000, "gather": 500}
+    cost = by_hand(kind, phases, parts, pairs)  # type: ignore[arg-type]
+    found = machine.predict(cost, sizes)
+    # Scatter and gather, 1.5 s, do not overlap.
+    assert found.seconds == pytest.approx(one_by_one(compute, network, parts, kind == "ring") + 1.5)
+    assert found.compute_seconds == pytest.approx(compute)
+    assert found.network_seconds == pytest.approx(network + 1.5)
+    if compute != network:
+        assert found.bound == ("compute" if compute > network else "exchange")
+
+
+def test_links_work_at_once_and_each_is_as_slow_as_its_busier_direction() -> None:
+    received, sent, received_across, sent_across = 3000, 9000, 1000, 200
+    values = (received, sent, received_across, sent_across)
+    cost = replace(by_hand("exchange", {}, 2), forward={"exchange": Phase(*(np.array([x]) for x in values))})
+    found = PLAIN.predict(cost, Sizes(1, 1)).network_seconds
+    assert found == pytest.approx(max(8800 / 1e9, 1000 / 1e8) + 2 * 1e-6)
+
+
+def test_flops_count_two_products_forward_and_five_backward() -> None:
+    forward, backward = flops_of(np.array([10.0]), head_dim=3, v_dim=5)
+    assert forward.tolist() == [10 * 2 * (3 + 5)]
+    assert backward.tolist() == [10 * 2 * (3 + 5 + 5 + 3 + 3)]
+
+
+def test_an_exchange_is_cut_where_all_members_can() -> None:
+    cases = {(8, 8, 1): 4, (8, 2, 1): 2, (12, 3, 2): 1, (32, 8, 4): 2, (2, 1, 2): 1, (1, 1, 2): 1}
+    for (hq, hkv, members), parts in cases.items():
+        assert exchange_parts(split_heads(hq, hkv, members)) == parts
+
+
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_ranks_measure_the_same_figures(node_size: int | None) -> None:
+    first, second = world(2).run("machine_jobs:measure", node_size)
+    assert first == second
+    assert first.node_size == (node_size or 2)
+    assert "2 ranks" in first.name
+    assert "gloo" in first.name
+    assert first.dtype == "float32"
+    assert first.bandwidth_across == first.bandwidth_within, "one of the levels has no links"
+    # Loose, but wrong units would miss it: the slowest processor, the fastest memory.
+    assert 1e8 < first.forward_flops < 1e13
+    assert 1e6 < first.bandwidth_within < 1e12
+    assert 1e-7 < first.latency < 1e-1
+
+
+def test_without_other_ranks_nothing_is_measured() -> None:
+    with pytest.raises(OptionError, match="expected a process group of two ranks or more, got none"):
+        Machine.calibrate()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ["chosen by auto", "ulysses", "hybrid(2, 2)", "no rates were measured"]),
+        ({"machine": PLAIN}, ["Shortest predicted time; within 5 %", "Rates: plain", "bound by"]),
+        ({"memory": 10**9}, ["Buffers may take 1000 MB"]),
+        ({"strategy": "ring"}, ["ring on 4 ranks: 100 rows, 100 keys, 8/4 heads", "the strategy was given"]),
+        ({"strategy": "exchange"}, ["% of a ring's 75", "no layout needs fewer than"]),
+        ({"ranks": 20, "strategy": "ring"}, ["  ..."]),
+    ],
+)
+def test_a_plan_explains_itself(options: dict[str, Any], words: list[str]) -> None:
+    plan = plan_of(causal() & segments(np.arange(100) // 30), q_len=100, **options)
+    text = plan.explain()
+    assert all(word in text for word in words), text
+    cost = plan.cost()
+    lines = text.splitlines()[3:7]
+    for rank, line in enumerate(lines):
+        cells = line.split()
+        assert cells[0] == str(rank)
+        assert cells[1] == f"{cost.pairs[rank]:,.0f}"
+        assert cells[3] == f"{cost.fetched[rank]:,}"
+        assert cells[4] == f"{cost.received('forward')[rank] / 1e6:,.3f}"
+    assert all(len(line) <= 120 for line in text.splitlines())

@@ -1,0 +1,377 @@
+"""Layouts: every row has one owner, counts are static, work is even, few keys are foreign."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_problems import any_spans, as_set, seen
+
+from attnspan import Mask, Spans, causal, documents, full, global_keys, key_padding, prefix, segments, window
+from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.parallel import Layout
+from attnspan.parallel.chunks import Chunks
+from attnspan.parallel.partition import chunk_size
+from attnspan.parallel.rows import Rows
+
+METHODS = ("balanced", "contiguous", "zigzag")
+
+
+def check(layout: Layout, q_len: int, ranks: int, members: int, size: int) -> None:
+    """All that a table of rows promises."""
+    assert (layout.q_len, layout.ranks) == (q_len, ranks)
+    assert layout.rows.dtype == np.int32
+    groups = layout.rows.reshape(ranks // members, members, layout.planes, -1)
+    owner = np.full((layout.planes, q_len), -1)
+    for group, plane in np.ndindex(groups.shape[0], layout.planes):
+        rows = groups[group, :, plane].reshape(-1)
+        count = int((rows >= 0).sum())
+        assert (rows[count:] == -1).all(), "padding is at the end of a group"
+        assert (np.diff(rows[:count]) > 0).all(), "rows ascend, over the members of a group too"
+        assert (owner[plane, rows[:count]] == -1).all(), "no row has two owners"
+        owner[plane, rows[:count]] = group
+    assert (owner >= 0).all(), "every row has an owner"
+    for first in range(0, q_len, size):
+        assert (owner[:, first : first + size] == owner[:, first : first + 1]).all(), "chunks stay whole"
+
+
+@given(
+    any_spans(square=True),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.none() | st.integers(1, 9),
+    st.sampled_from(METHODS),
+)
+def test_every_row_has_one_owner(
+    spans: Spans, groups: int, members: int, size: int | None, method: Any
+) -> None:
+    planes, heads, q_len = spans.bounds.shape[:3]
+    given: dict[str, Any] = {"q_len": q_len, "ranks": groups * members, "members": members}
+    given |= {"batch": planes, "heads": heads, "method": method, "rows_per_chunk": size}
+    layout = Layout.of(spans, **given)
+    assert layout.planes == planes
+    check(layout, q_len, groups * members, members, size or chunk_size(q_len, groups))
+    again = Layout.of(spans, **given)
+    assert (again.rows == layout.rows).all()
+    assert again.fingerprint == layout.fingerprint
+    # Shapes are static: another mask has as many rows per rank.
+    other = Layout.of(full(), **given)
+    assert other.rows_per_rank == layout.rows_per_rank
+    if other.rows.shape == layout.rows.shape and (other.rows == layout.rows).all():
+        assert other.fingerprint == layout.fingerprint
+    else:
+        assert other.fingerprint != layout.fingerprint
+
+
+@given(any_spans(square=True), st.integers(1, 6), st.sampled_from(METHODS), st.integers(1, 9))
+def test_runs_and_places_tell_where_rows_are(spans: Spans, ranks: int, method: Any, size: int) -> None:
+    planes, heads, q_len = spans.bounds.shape[:3]
+    given: dict[str, Any] = {"batch": planes, "heads": heads, "method": method, "rows_per_chunk": size}
+    layout = Layout.of(spans, q_len=q_len, ranks=ranks, **given)
+    runs, places = layout.runs, layout.places
+    assert runs.edges[0] == 0
+    assert runs.edges[-1] == planes * q_len
+    assert (np.diff(runs.edges) > 0).all()
+    owner = np.repeat(runs.rank, np.diff(runs.edges)).reshape(planes, q_len)
+    every = layout.rows.transpose(1, 0, 2).reshape(planes, -1)
+    for plane in range(planes):
+        assert (every[plane][places[plane]] == np.arange(q_len)).all()
+        assert (places[plane] // layout.rows_per_rank == owner[plane]).all()
+    natural = all((row[row >= 0] == np.arange(q_len)).all() and (row[:q_len] >= 0).all() for row in every)
+    assert layout.is_natural == natural
+
+
+@given(any_spans(), st.integers(1, 45))
+def test_chunks_have_the_pairs_and_keys_of_the_dense_mask(spans: Spans, size: int) -> None:
+    planes, q_len = spans.bounds.shape[0], spans.q_len
+    chunks = Chunks.of(spans, Chunks.even_edges(q_len, planes, size))
+    dense = spans.dense()
+    pairs, keys = dense.sum(axis=(1, 3)).reshape(-1), seen(spans)
+    for c in range(len(chunks)):
+        rows, here = slice(*chunks.edges[c : c + 2]), slice(*chunks.starts[c : c + 2])
+        assert rows.stop - rows.start <= size
+        assert chunks.pairs[c] == pairs[rows].sum()
+        assert as_set(chunks.lo[here], chunks.hi[here]) == set(np.flatnonzero(keys[rows].any(axis=0)))
+    for plane in range(planes):
+        mine = Chunks.of(
+            Spans(spans.bounds[plane : plane + 1], spans.k_len), Chunks.even_edges(q_len, 1, size)
+        )
+        part = chunks.of_plane(plane)
+        for name in ("edges", "pairs", "starts", "lo", "hi"):
+            assert getattr(part, name).tolist() == getattr(mine, name).tolist(), name
+
+
+def test_pairs_do_not_overflow() -> None:
+    bounds = np.broadcast_to(np.array([0, 2**30], np.int32), (1, 1, 64, 1, 2))
+    assert Chunks.of(Spans(bounds, 2**30), np.array([0, 64])).pairs.tolist() == [64 * 2**30]
+
+
+@pytest.mark.parametrize("q_len", [4096, 100_003, 131_072, 65_537, 1_000_000])
+@pytest.mark.parametrize("ranks", [2, 3, 7, 8, 16])
+def test_less_than_one_percent_is_padding(q_len: int, ranks: int) -> None:
+    layout = Layout.of(causal(), q_len=q_len, ranks=ranks, method="contiguous")
+    assert layout.rows_per_rank * ranks < 1.01 * q_len
+    assert 20 <= -(-q_len // chunk_size(q_len, ranks)) / ranks <= 52
+
+
+def offsets(seed: int, q_len: int) -> np.ndarray:
+    """Of documents whose lengths have a heavy tail, as those of text have."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(q_len / 40), 1.4, 400).astype(int) + 1
+    ends = np.minimum(np.cumsum(lengths), q_len)
+    return np.append(0, np.append(ends[ends < q_len], q_len))
+
+
+def pairs_of(layout: Layout, mask: Mask, batch: int = 1) -> np.ndarray:
+    """Visible pairs of each rank, from the mask's own count."""
+    cost = np.broadcast_to(
+        np.asarray(mask.spans(layout.q_len, layout.q_len, batch=batch).cost()).sum(1), (batch, layout.q_len)
+    )
+    found = np.zeros(layout.ranks)
+    for rank, plane in np.ndindex(layout.ranks, batch):
+        rows = layout.rows[rank, plane % layout.planes]
+        found[rank] += cost[plane, rows[rows >= 0]].sum()
+    assert found.sum() == cost.sum()
+    return found
+
+
+def most_foreign(layout: Layout, mask: Mask) -> int:
+    """Key rows that the busiest rank fetches."""
+    return int(layout.plan(mask, heads=(1, 1), strategy="exchange").cost().fetched.max())
+
+
+S = 32_768
+MASKS = {
+    "full": full(),
+    "causal": causal(),
+    "window": causal() & window(300),
+    "both sides": window(900, 900),
+    "half": causal() & window(18_000),
+    "documents": causal() & documents(offsets(7, S)),
+    "bidirectional": documents(offsets(8, S)),
+    "global": causal() & (window(500) | global_keys(64)),
+    "prefix": causal() | prefix(5000),
+    "padding": causal() & key_padding([24_000]),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_kind_of_mask_is_even(name: str, ranks: int) -> None:
+    work = pairs_of(Layout.of(MASKS[name], q_len=S, ranks=ranks), MASKS[name])
+    assert work.max() <= 1.01 * work.mean()
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_work_is_even_over_groups_of_members(members: int) -> None:
+    layout = Layout.of(MASKS["documents"], q_len=S, ranks=8, members=members)
+    work = pairs_of(layout, MASKS["documents"]).reshape(-1, members).sum(1)
+    assert work.max() <= 1.01 * work.mean()
+
+
+def test_batch_rows_are_balanced_together() -> None:
+    masks = [causal() & documents(offsets(seed, 4096)) for seed in range(4)]
+    spans = Spans(np.concatenate([np.asarray(mask.spans(4096, 4096).bounds) for mask in masks]), 4096)
+    layout = Layout.of(spans, q_len=4096, ranks=8, batch=4)
+    assert layout.planes == 4
+    assert not (layout.rows[:, 0] == layout.rows[:, 1]).all(), "each has a partition of its own"
+    each = np.array(
+        [
+            [int(m.spans(4096, 4096).cost().sum(1)[0, r[r >= 0]].sum()) for r in layout.rows[:, i]]
+            for i, m in enumerate(masks)
+        ]
+    )
+    assert each.sum(0).max() <= 1.01 * each.sum(0).mean()
+    # One document that is heavy at its end, in rows of very uneven work: only all rows together can be even.
+    ids = np.array([[0] * 64, [0] * 4 + list(range(1, 61))])
+    two = Layout.of(causal() & segments(ids), q_len=64, ranks=4, batch=2, rows_per_chunk=8)
+    alone = Layout.of(causal(), q_len=64, ranks=4, rows_per_chunk=8)
+    assert pairs_of(two, causal() & segments(ids), 2).max() <= pairs_of(alone, causal()).max() + 16 + 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_documents_stay_together(seed: int, ranks: int) -> None:
+    q_len = 32_768
+    mask = causal() & documents(offsets(seed, q_len))
+    layout = Layout.of(mask, q_len=q_len, ranks=ranks)
+    work = pairs_of(layout, mask)
+    assert work.max() <= 1.01 * work.mean()
+    # Who owns the last row of the longest document needs all of it.
+    least = max(int(np.diff(offsets(seed, q_len)).max()) - layout.rows_per_rank, 0)
+    assert least <= most_foreign(layout, mask) <= 1.1 * least + 0.2 * q_len
+
+
+@pytest.mark.parametrize("q_len", [16_384, 65_536])
+def test_a_window_keeps_neighbours_together(q_len: int) -> None:
+    mask = causal() & window(256)
+    assert most_foreign(Layout.of(mask, q_len=q_len, ranks=8), mask) <= 4 * 256
+
+
+def test_the_tolerance_is_kept_and_buys_locality() -> None:
+    mask, foreign = causal() & documents(offsets(3, 32_768)), []
+    for tolerance in (1.001, 1.01, 1.2):
+        layout = Layout.of(mask, q_len=32_768, ranks=8, tolerance=tolerance)
+        work = pairs_of(layout, mask)
+        assert work.max() <= tolerance * work.mean()
+        foreign.append(most_foreign(layout, mask))
+    assert foreign[2] <= foreign[0]
+
+
+def test_orders() -> None:
+    def rows(**given: Any) -> list[list[int]]:
+        return Layout.of(causal(), rows_per_chunk=1, **given).rows[:, 0].tolist()  # type: ignore[no-any-return]
+
+    assert rows(q_len=7, ranks=3, method="contiguous") == [[0, 1, -1], [2, 3, -1], [4, 5, 6]]
+    assert rows(q_len=8, ranks=2, method="zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert rows(q_len=5, ranks=1, method="zigzag") == [[0, 1, 2, 3, 4]]
+    assert Layout.contiguous(5, ranks=3).rows[:, 0].tolist() == [[0, 1], [2, 3], [4, -1]]
+    assert Layout.contiguous(5, ranks=3).is_natural
+    for method in METHODS:
+        more = Layout.of(causal(), q_len=5, ranks=9, method=method)  # type: ignore[arg-type]
+        assert more.rows_per_rank == 1
+        check(more, 5, 9, 1, 1)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 30), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.booleans(), st.booleans()
+)
+def test_unshard_undoes_shard(
+    q_len: int, groups: int, members: int, dim: int, own: bool, torch_too: bool
+) -> None:
+    ranks, mask = (
+        groups * members,
+        causal() & segments(np.array([np.arange(q_len) // 3, np.arange(q_len) // 4])),
+    )
+    if own:  # batch rows have rows of their own, and are dimension 0
+        dim = max(dim, 1)
+        layout = Layout.of(mask, q_len=q_len, ranks=ranks, members=members, batch=2)
+        assert layout.planes == 2
+    else:
+        layout = Layout.of(causal(), q_len=q_len, ranks=ranks, members=members)
+    shape = [2, 3, 4]
+    shape[dim] = q_len
+    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    x = torch.from_numpy(whole) if torch_too else whole
+    for at in (dim, dim - 3):
+        parts = [layout.shard(x, rank, dim=at, fill=-5) for rank in range(ranks)]
+        for rank, part in enumerate(parts):
+            assert type(part) is type(x)
+            rows, valid = layout.rows[rank], layout.valid(rank)
+            for plane in range(2):
+                # (n, rest) of the batch row, or of all where batch rows share their rows.
+                def pick(y: Any, plane: int = plane) -> np.ndarray:
+                    y = np.asarray(y)
+                    return np.moveaxis(y[plane], dim - 1, 0) if own else np.moveaxis(y, dim, 0)
+
+                mine, there = plane % layout.planes, pick(part)
+                assert (there[valid[mine]] == pick(whole)[rows[mine][valid[mine]]]).all()
+                assert (there[~valid[mine]] == -5).all()
+        back = layout.unshard(parts, dim=at)
+        assert type(back) is type(x)
+        assert back.dtype == x.dtype
+        assert np.asarray(back).tolist() == whole.tolist()
+
+
+def test_gradients_pass_through_shard() -> None:
+    layout = Layout.of(causal(), q_len=3, ranks=2, rows_per_chunk=2)
+    x = torch.ones(1, 3, requires_grad=True)
+    (layout.shard(x, 0) * 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0 if row in layout.rows[0] else 0.0 for row in range(3)]]
+
+
+SMALL = Layout.contiguous(3, ranks=2)
+TWO = Layout.of(segments(np.array([[0, 0, 1, 1], [0, 1, 1, 1]])), q_len=4, ranks=2, batch=2)
+
+
+def test_a_batch_is_sharded_by_name() -> None:
+    names = ("ids", "segment_ids", "labels", "shift_labels", "targets", "input_ids", "weights")
+    batch = dict.fromkeys(names, torch.ones(1, 3, dtype=torch.int64))
+
+    def filled(**given: Any) -> list[int]:
+        found = SMALL.shard(batch, 1, **given)
+        return [int(found[name][0, 1]) for name in names]
+
+    assert filled() == [-1, -1, -100, -100, -100, 0, 0]
+    assert filled(fill=7) == [7] * 7
+    assert filled(fill=0) == [0] * 7
+    assert filled(fill={"labels": 0, "input_ids": 9}) == [-1, -1, 0, -100, -100, 9, 0]
+    rows = SMALL.shard(batch, 1)
+    assert rows["q_index"].tolist() == [[2, -1]]
+    assert rows["q_index"].dtype == torch.int64
+    assert (rows.layout, rows.rank) == (SMALL.fingerprint, 1)
+    arrays = TWO.shard({"x": np.arange(8).reshape(2, 4)}, 0)
+    assert arrays["q_index"].tolist() == TWO.rows[0].tolist()
+    assert type(arrays["q_index"]) is np.ndarray
+    assert list(SMALL.shard({}, 0)) == ["q_index"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_rows_know_their_layout_wherever_they_go(copied: Any) -> None:
+    rows = copied(SMALL.shard({"x": torch.ones(1, 3), "y": np.ones((1, 3))}, 1))
+    moved = rows.to(torch.float64)
+    assert type(rows) is type(moved) is Rows
+    assert (moved.layout, moved.rank) == (SMALL.fingerprint, 1)
+    assert [moved["x"].dtype, rows["x"].dtype] == [torch.float64, torch.float32]
+    assert (moved["y"] == 1).all() == False  # noqa: E712 (padding is 0)
+
+
+def test_a_pickled_layout_is_the_layout_without_its_mask() -> None:
+    layout = Layout.of(causal(), q_len=12, ranks=2)
+    found = pickle.loads(pickle.dumps(layout))
+    assert found.fingerprint == layout.fingerprint
+    assert (found.rows == layout.rows).all()
+    plan = found.plan(causal(), heads=(2, 1), strategy="ring")
+    assert plan.facts == layout.plan(heads=(2, 1), strategy="ring").facts
+    with pytest.raises(
+        OptionError, match=r"Layout\.plan: mask: expected a mask, got None\. .*a pickled layout has none"
+    ):
+        found.plan(heads=(2, 1))
+    assert len(pickle.dumps(layout)) < 1000
+
+
+def of(**given: Any) -> Layout:
+    return Layout.of(**{"mask": causal(), "q_len": 4, "ranks": 2, **given})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: of(q_len=0), OptionError, "q_len: expected 1 to"),
+        (lambda: of(ranks=0), OptionError, "ranks: expected 1 to"),
+        (lambda: of(ranks=4, members=3), OptionError, "members: expected a divisor of 4 ranks, got 3"),
+        (lambda: of(rows_per_chunk=0), OptionError, "rows_per_chunk: expected 1 to"),
+        (lambda: of(tolerance=0.9), OptionError, "tolerance: expected at least 1, got 0.9"),
+        (lambda: of(method="greedy"), OptionError, "'balanced', 'contiguous' or 'zigzag', got 'greedy'"),
+        (
+            lambda: of(mask=causal().prepare(5, 5)),
+            ShapeError,
+            "expected 4 rows and 4 keys, the whole problem",
+        ),
+        (lambda: of(mask=segments(np.zeros((3, 4), int)), batch=2), ShapeError, "got 3"),
+        (lambda: of(mask=torch.ones(4, 4)), DtypeError, "mask: expected"),
+        (lambda: SMALL.shard(np.zeros((1, 4)), 0), ShapeError, r"3 rows along dimension 1, got \(1, 4\)"),
+        (lambda: SMALL.shard(np.zeros(3), 0), ShapeError, r"3 rows along dimension 1, got \(3,\)"),
+        (lambda: SMALL.shard(np.zeros((1, 3)), 2), OptionError, "rank: expected 0 to 1, got 2"),
+        (lambda: SMALL.shard([1, 2, 3], 0), DtypeError, "an array or a tensor, got list"),
+        (lambda: SMALL.shard({"name": "x"}, 0), DtypeError, "shard: name: expected an array"),
+        (lambda: SMALL.shard({"q_index": np.zeros((1, 3))}, 0), OptionError, "no entry 'q_index'"),
+        (lambda: SMALL.unshard([np.zeros((1, 2))]), ShapeError, "2 parts, got 1"),
+        (lambda: SMALL.unshard([np.zeros((1, 3))] * 2), ShapeError, "2 rows along dimension 1"),
+        (lambda: TWO.shard(np.zeros((1, 4)), 0), ShapeError, "2 batch rows as dimension 0"),
+        (lambda: TWO.shard(np.zeros((4, 2)), 0, dim=0), ShapeError, "2 batch rows as dimension 0"),
+        (lambda: TWO.unshard([np.zeros((1, 2))] * 2), ShapeError, "2 batch rows as dimension 0"),
+        (lambda: Layout.contiguous(4, ranks=0), OptionError, "ranks"),
+        (lambda: Layout.contiguous(-1, ranks=2), OptionError, "q_len"),
+    ],
+)
+def test_errors_say_what_is_wrong(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

@@ -1,0 +1,247 @@
+"""What a model sees of a plan on a mesh: rows, refusals, the switch. For results, test_parity.py."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+from attnspan import alibi, causal, dense_bias, full, segments, window
+from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.parallel import Layout, MeshPlan, PlanMismatchError
+from attnspan.torch import attention
+
+Q_LEN, HEADS = 37, (4, 2)
+Meshes = Callable[..., DeviceMesh]
+
+
+@pytest.fixture
+def meshes() -> Iterator[Meshes]:
+    """Meshes of ranks of which only one is real: enough where nothing depends on what is exchanged."""
+
+    def start(*sizes: int, rank: int = 0, named: bool = True) -> DeviceMesh:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=int(np.prod(sizes)))
+        names = ("node", "inter", "intra")[-len(sizes) :]
+        return init_device_mesh("cpu", sizes, mesh_dim_names=names if named else None)
+
+    yield start
+    dist.destroy_process_group()
+
+
+def layout_of(ranks: int, **changes: Any) -> Layout:
+    given = {"mask": causal(), "q_len": Q_LEN, "method": "zigzag", "rows_per_chunk": 2, **changes}
+    return Layout.of(given.pop("mask"), ranks=ranks, **given)
+
+
+def make(mesh: DeviceMesh, layout: Layout | None = None, **changes: Any) -> MeshPlan:
+    layout = layout_of(mesh.size()) if layout is None else layout
+    on = {name: changes.pop(name) for name in ("rows", "dtensor_rows", "check") if name in changes}
+    given = {"heads": HEADS, "strategy": "exchange", **changes}
+    return layout.plan(given.pop("mask", causal()), **given).on(mesh, **on)  # type: ignore[no-any-return]
+
+
+def tensors(rows: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    keys = rows if keys is None else keys
+    return torch.randn(1, 4, rows, 16), torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 16)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_rows_positions_and_padding_of_a_rank(meshes: Meshes, rank: int) -> None:
+    layout = layout_of(4)
+    plan, rows = make(meshes(4, rank=rank), layout), layout.rows[rank]
+    assert plan.frame.rows_per_rank == plan.frame.keys_per_rank == rows.shape[1] == 10
+    assert plan.q_index.tolist() == rows.tolist()
+    assert plan.positions.tolist() == np.maximum(rows, 0).tolist()
+    assert plan.valid.tolist() == (rows >= 0).tolist()
+    assert repr(plan) == "MeshPlan(exchange on 4 ranks, q_len=37, k_len=37, heads=(4, 2), rows_per_rank=10)"
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses", "auto"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_one_line_switches(meshes: Meshes, strategy: str, layout: str) -> None:
+    mask = causal() & segments(np.repeat([0, 1, 2], [9, 4, 24]))
+    plan = make(meshes(1), layout_of(1, mask=mask), mask=mask, strategy=strategy)
+    x = list(tensors(Q_LEN))
+    if layout != "bhsd":
+        x = [part.transpose(1, 2) for part in x]
+    if layout == "thd":
+        x = [part[0] for part in x]
+    options: dict[str, Any] = {
+        "bias": alibi(torch.rand(4)),
+        "sinks": torch.rand(4),
+        "softcap": 2.0,
+        "dropout_p": 0.2,
+        "dropout_seed": torch.tensor(3),
+        "layout": layout,
+        "return_lse": True,
+    }
+    got, wanted = (attention(*x, mask=each, **options) for each in (plan, mask))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> None:
+    layout = layout_of(1, mask=full())
+    plan = make(meshes(1), layout, mask=full(), keys=Layout.contiguous(0, 1), strategy=strategy)
+    x = [x.requires_grad_() for x in tensors(Q_LEN, 0)]
+    out = attention(*x, mask=plan)
+    out.sum().backward()
+    assert out.shape == (1, 4, Q_LEN, 16)
+    assert not out.any()
+    assert not x[0].grad.any()
+    assert x[1].grad.shape == (1, 2, 0, 16)
+
+
+def test_keys_of_cross_attention(meshes: Meshes) -> None:
+    plan = make(meshes(3, rank=1), mask=window(5, 5), k_len=10, strategy="ring")
+    rows = plan.frame.rows_per_rank
+    assert (plan.frame.k_len, plan.frame.keys_per_rank) == (10, 4)
+    assert attention(*tensors(rows, 4), mask=plan).shape == (1, 4, rows, 16)
+    with pytest.raises(ShapeError, match=r"k with .* expected 2 heads and this rank's 4 rows"):
+        attention(*tensors(rows), mask=plan)
+
+
+def test_two_levels_share_heads_within_a_node_and_need_names(meshes: Meshes) -> None:
+    mesh = meshes(2, 4)
+    layout = layout_of(8)
+    found = {
+        make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.members
+        for mask in (causal(), full())
+    }
+    assert found == {4}
+    assert make(mesh, layout).frame.members == 1, "unless told otherwise"
+    dist.destroy_process_group()
+    with pytest.raises(OptionError, match="names of both"):
+        make(meshes(2, 2, named=False))
+
+
+def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
+    mesh = meshes(1, 2, 2)
+    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take a part"):
+        make(mesh)
+    with pytest.raises(OptionError, match=r"mesh: expected rank 0 of 3, got rank 0 of 2"):
+        make(mesh["intra"], layout_of(3))
+    for other in (4, None, dist.group.WORLD):
+        with pytest.raises(DtypeError, match="expected a DeviceMesh, such as mesh\\['cp'\\]"):
+            layout_of(2).plan(causal(), heads=HEADS).on(other)
+
+
+def test_a_plan_is_a_pytree_of_tensors(meshes: Meshes) -> None:
+    plan = make(meshes(4))
+    leaves, spec = pytree.tree_flatten({"x": plan})
+    assert len(leaves) == 3
+    assert all(isinstance(x, Tensor) for x in leaves)
+    again = pytree.tree_unflatten(leaves, spec)["x"]
+    assert torch.equal(*(attention(*tensors(10), mask=each) * 0 for each in (again, plan)))
+    assert again.frame == plan.frame
+    module = torch.nn.Linear(2, 2)
+    module.plan = plan
+    assert copy.deepcopy(module).plan is plan
+    with pytest.raises(TypeError, match="Send the Plan or its local"):
+        pickle.dumps(plan)
+
+
+def test_what_a_loader_sends_is_pickled(meshes: Meshes) -> None:
+    layout = layout_of(4)
+    local = pickle.loads(pickle.dumps(layout.plan(heads=HEADS, strategy="ring").local(2)))
+    rows = pickle.loads(pickle.dumps(layout.shard({"x": torch.zeros(1, Q_LEN)}, 2)))
+    plan = local.on(meshes(4, rank=2), rows=rows)
+    assert attention(*tensors(10), mask=plan, q_index=rows["q_index"]).shape == (1, 4, 10, 16)
+
+
+Inputs = dict[str, Tensor]
+#: What is changed of a call that fits, the error and a part of its message.
+CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type[Exception], str]] = {
+    "k_index": ({"k_index": torch.arange(10)}, OptionError, "k_index with context parallelism"),
+    "backend": ({"backend": "math"}, OptionError, "backend with context parallelism: expected None, got str"),
+    "q_index": ({"q_index": torch.arange(10)[None]}, PlanMismatchError, "the rows of the plan's layout"),
+    "q_index's shape": ({"q_index": torch.arange(9)[None]}, ShapeError, r"q_index .*got \(1, 9\)"),
+    "rows": (
+        lambda x: {"q": x["q"][:, :, :9]},
+        ShapeError,
+        "q with .* this rank's 10 rows, padding included",
+    ),
+    "all rows": (
+        lambda x: {"q": x["q"].repeat(1, 1, 4, 1)[:, :, :37]},
+        ShapeError,
+        r"got shape \(1, 4, 37, 16\) in layout bhsd. Shard the model's inputs by layout.shard",
+    ),
+    "heads": (lambda x: {"q": x["q"][:, :2]}, ShapeError, "q with context parallelism: expected 4 heads"),
+    "key heads": (lambda x: {"k": x["k"][:, :1], "v": x["v"][:, :1]}, ShapeError, "k with .* 2 heads"),
+    "keys": (lambda x: {"k": x["k"][:, :, :9], "v": x["v"][:, :, :9]}, ShapeError, "k with .* 10 rows"),
+    "values": (lambda x: {"v": x["v"][:, :, :9]}, ShapeError, r"v \(1, 2, 9, 16\)"),
+    "layout": ({"layout": "hbsd"}, OptionError, "expected one of bhsd, bshd, thd"),
+    "dtypes": (lambda x: {"k": x["k"].bfloat16()}, DtypeError, "expected one dtype"),
+    "sinks": ({"sinks": torch.zeros(3)}, ShapeError, r"sinks: expected \(4,\)"),
+    "slopes of a shard": ({"bias": alibi(torch.zeros(2))}, ShapeError, "alibi.*4"),
+    "dropout without seed": ({"dropout_p": 0.1}, OptionError, "dropout_seed"),
+    "scale": ({"scale": float("nan")}, OptionError, "scale"),
+    "bias of the whole": ({"bias": torch.zeros(37, 37)}, OptionError, "bias with .* got a dense bias"),
+    "named": ({"bias": dense_bias(torch.zeros(37, 37))}, OptionError, "bias with .* got a dense bias"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_attention_refuses(meshes: Meshes, name: str) -> None:
+    plan = make(meshes(4), strategy="ring")
+    x = dict(zip("qkv", tensors(10), strict=True))
+    change, kind, message = CALLS[name]
+    changed = {**x, **(change(x) if callable(change) else change)}
+    assert attention(**x, mask=plan).shape == (1, 4, 10, 16), "what is refused is the change"
+    with pytest.raises(kind, match=message):
+        attention(**changed, mask=plan)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_mask_per_batch_row_is_for_so_many_rows(meshes: Meshes, batch: int) -> None:
+    mask = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1))
+    plan = make(meshes(4), layout_of(4, mask=mask, batch=2), mask=mask, strategy="ring")
+    inputs = [x.expand(batch, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
+    with pytest.raises(ShapeError, match=f"expected 2 batch rows, as the plan has, got {batch}"):
+        attention(*inputs, mask=plan)
+
+
+def test_what_does_not_change_is_planned_once_and_what_may_change_is_not() -> None:
+    documents = np.repeat([0, 1, 2], [9, 4, 24])
+    masks = {"data": lambda: causal() & segments(documents), "none": lambda: causal() & window(5)}
+    layouts = {name: [layout_of(2, mask=mask()) for _ in range(2)] for name, mask in masks.items()}
+    assert layouts["none"][0] is layouts["none"][1]
+    assert layouts["data"][0] is not layouts["data"][1]
+    layout = layouts["data"][0]
+    plans = [layout.plan(mask, heads=HEADS, strategy="ring") for mask in (None, causal(), masks["data"]())]
+    assert layout.plan(heads=HEADS, strategy="ring") is plans[0]
+    assert layout.plan(causal(), heads=HEADS, strategy="ring") is plans[1]
+    assert len({id(plan) for plan in plans}) == 3
+    assert layout.plan(causal(), heads=HEADS, strategy="exchange") is not plans[1]
+    assert plans[1].local(0) is plans[1].local(0)
+    documents[:] = 0
+    assert layout.plan(masks["data"](), heads=HEADS, strategy="ring").facts["mask"] != plans[2].facts["mask"]
+
+
+PLAIN = """
+import sys
+import attnspan.parallel
+from attnspan.parallel import Layout, Plan, Strategy
+from attnspan import causal
+Layout.of(causal(), q_len=64, ranks=4).plan(heads=(4, 2)).local(1)  # a data loader needs no framework
+print(sorted({"torch", "jax"} & set(sys.modules)), "MeshPlan" in attnspan.parallel.__all__)
+from attnspan.parallel import MeshPlan
+print("torch" in sys.modules, MeshPlan.__name__)
+"""
+
+
+def test_planning_loads_no_framework() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[] True", "True MeshPlan"]

@@ -1,0 +1,95 @@
+"""Layouts that several plans share, meshes of several kinds, pipelines, decoding, loops played wrongly."""
+
+from dataclasses import replace
+
+import pytest
+from covering import few
+from parity_cases import Case
+from test_parity import FLOAT32, assert_parity
+from worlds import world
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("method", ["zigzag", "contiguous", "balanced"])
+def test_the_whole_comes_back_with_its_gradient(ranks: int, method: str) -> None:
+    assert world(ranks).run("sharing_jobs:gather", method) == [[]] * ranks
+
+
+def test_on_two_levels_heads_are_shared_within_a_node() -> None:
+    case = Case(length=101, heads=(6, 2))
+    for strategy, name in (("auto", "hybrid(2, 2)"), ("exchange", "exchange"), ("hybrid(4, 1)", "ulysses")):
+        results = world(4).run("sharing_jobs:two_levels", case, strategy)
+        for chosen, _ in results:
+            assert chosen.replace(", ring", "") == name
+        assert_parity(case, [part for _, part in results])
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_a_dimension_of_a_mesh_is_a_world_of_its_own(strategy: str) -> None:
+    case = Case(length=101, strategy=strategy)
+    parts = world(4).run("sharing_jobs:part_of_a_mesh", case)
+    for pair in (0, 1):
+        assert_parity(replace(case), [part for part in parts if part["pair"] == pair])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [(2, ("exchange", "exchange")), (2, ("ulysses", "exchange")), (4, ("hybrid(2, 2, ring)", "exchange"))],
+)
+def test_layers_of_one_layout_have_masks_and_strategies_of_their_own(
+    ranks: int, strategies: tuple[str, str]
+) -> None:
+    assert max(world(ranks).run("sharing_jobs:layers", strategies)) < FLOAT32
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_cross_attention_between_two_layouts(ranks: int) -> None:
+    assert max(world(ranks).run("sharing_jobs:encoder_and_decoder")) < FLOAT32
+
+
+@pytest.mark.parametrize("strategy", few(["exchange", "ring", "ulysses"], 2))
+def test_any_strides(strategy: str) -> None:
+    assert max(world(2).run("sharing_jobs:strided", strategy)) < FLOAT32
+
+
+def test_a_plan_of_inference_mode_serves_training() -> None:
+    assert max(world(2).run("sharing_jobs:made_while_evaluating")) < FLOAT32
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring"])
+def test_sinks_of_nothing_have_finite_gradients(strategy: str) -> None:
+    assert all(world(2).run("sharing_jobs:sinks_of_nothing", strategy))
+
+
+def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
+    for found in world(2).run("sharing_jobs:natural_order"):
+        assert "rows in the plan's order, which must be said" in found["zigzag"]
+        assert found["contiguous"] < FLOAT32
+
+
+WRONG = {
+    "the batch of the step before": "PlanMismatchError: rows with a plan: expected rows of layout",
+    "its rows in the model": "PlanMismatchError: q_index with context parallelism",
+    "its rows in a compiled model": "nan: True",
+    "a plan of a layout of its own": "PlanMismatchError: rows with a plan: expected rows of layout",
+    "the rows of another rank": "PlanMismatchError: rows with a plan: expected rows of rank",
+    "rows that are not sharded": "ShapeError: q with context parallelism: expected 4 heads and this rank",
+    "another mask on one rank": "PlanMismatchError: context parallelism on 2 ranks",
+    "DTensors in their own order": "OptionError: DTensors with context parallelism",
+    "rightly": "taken",
+}
+
+
+@pytest.mark.parametrize("way", WRONG)
+def test_the_ordinary_loop_played_wrongly_raises(way: str) -> None:
+    for found in world(2).run("sharing_jobs:play", way):
+        assert found.startswith(WRONG[way]), found
+
+
+@pytest.mark.parametrize(("ranks", "prefill", "split"), [(2, 0, False), (3, 61, False), (2, 50, True)])
+def test_decoding_with_a_sharded_cache(ranks: int, prefill: int, split: bool) -> None:
+    assert max(world(ranks).run("sharing_jobs:decode", prefill, 200, split)) < FLOAT32
+
+
+def test_pipeline_stages_take_plans_as_arguments() -> None:
+    assert max(world(4).run("sharing_jobs:pipeline")) < 5e-6
