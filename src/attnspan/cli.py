@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     import typer
     from numpy.typing import NDArray
 
@@ -126,7 +127,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @contextmanager
-def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
+def _monitored(folder: Path, device: "torch.device") -> "Iterator[Callable[[float | None], Monitor]]":
     """Make the job's monitor, and write its page at the end, even if the run was interrupted."""
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:  # Said before the training, not after it.
@@ -135,8 +136,8 @@ def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
 
     made: list[Monitor] = []
 
-    def observe(ceiling: float) -> Monitor:
-        made.append(Monitor(folder, ceiling=ceiling))
+    def observe(ceiling: float | None) -> Monitor:
+        made.append(Monitor(folder, ceiling=ceiling, device=device))
         return made[0]
 
     try:

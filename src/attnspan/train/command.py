@@ -16,13 +16,14 @@ from attnspan.console import options_of
 from attnspan.train.config import MOVABLE, CheckpointError, ConfigError, JobError, TrainConfig
 
 if TYPE_CHECKING:
+    import torch
     import typer
 
     from attnspan.train.train import Observe
 
 __all__ = ["command"]
 
-Monitored = Callable[[Path], "AbstractContextManager[Observe | None]"]
+Monitored = Callable[[Path, "torch.device"], "AbstractContextManager[Observe]"]
 
 
 class _Wishes(NamedTuple):
@@ -40,7 +41,7 @@ def command(monitored: Monitored) -> Callable[..., None]:
     """The command as a function with its own options, and one for each field of `TrainConfig`.
 
     Args:
-        monitored: Opens what records the steps of a run in a folder; a room above this one does it.
+        monitored: Opens what records the steps of a run, from its folder and device; a higher room does it.
     """
     import typer
 
@@ -48,21 +49,15 @@ def command(monitored: Monitored) -> Callable[..., None]:
         context: typer.Context,
         name: Annotated[str | None, typer.Option(help="name of the run; default: the time")] = None,
         runs_dir: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
-        resume: Annotated[
-            bool, typer.Option("--resume", help="go on with --name, or with the last run")
-        ] = False,
+        resume: Annotated[bool, typer.Option("--resume", help="go on with --name or the last run")] = False,
         from_step: Annotated[int | None, typer.Option(help="with --resume: an older checkpoint")] = None,
         sample: Annotated[int, typer.Option(help="bytes of text that the model writes at the end")] = 200,
         monitor: Annotated[bool, typer.Option(help="record where the time of each step goes")] = True,
         **options: Any,
     ) -> None:
         given = {key for key in options if _is_given(context, key)}
-        _run(
-            TrainConfig(**options),
-            given,
-            _Wishes(name, runs_dir, resume, from_step, sample, monitor),
-            monitored,
-        )
+        wishes = _Wishes(name, runs_dir, resume, from_step, sample, monitor)
+        _run(TrainConfig(**options), given, wishes, monitored)
 
     own = [each for each in inspect.signature(train).parameters.values() if each.name != "options"]
     train.__signature__ = inspect.Signature([*own, *options_of(TrainConfig)])  # type: ignore[attr-defined]
@@ -90,13 +85,10 @@ def _run(config: TrainConfig, given: set[str], wishes: _Wishes, monitored: Monit
     with open_ranks(config) as ranks:
         try:
             folder = ranks.first(lambda: folder)
-            with monitored(folder) if wishes.monitor and ranks.is_first else nullcontext() as observe:
-                how: dict[str, Any] = {
-                    "resume": wishes.resume,
-                    "from_step": wishes.from_step,
-                    "sample": wishes.sample,
-                }
-                train(config, folder, ranks=ranks, observe=observe, **how)
+            watched = wishes.monitor and ranks.is_first
+            with monitored(folder, ranks.device) if watched else nullcontext() as observe:
+                how: dict[str, Any] = {"from_step": wishes.from_step, "sample": wishes.sample}
+                train(config, folder, resume=wishes.resume, ranks=ranks, observe=observe, **how)
         except JobError as error:
             cause: BaseException | None = error
             while cause is not None:  # Process groups that frames hold at exit abort the process.
@@ -126,10 +118,8 @@ def _stored(folder: Path, config: TrainConfig, given: set[str]) -> TrainConfig:
     stored = TrainConfig.load(path)
     for name in sorted(given - set(MOVABLE)):
         flag, before, now = "--" + name.replace("_", "-"), getattr(stored, name), getattr(config, name)
-        remedy = "Leave the option away, or start a new run"
-        ConfigError.unless(
-            now == before, f"{flag} {before}, as {folder} was started", f"{flag} {now}", remedy
-        )
+        wanted, remedy = f"{flag} {before}, as {folder} was started", "Leave it away, or start a new run"
+        ConfigError.unless(now == before, wanted, f"{flag} {now}", remedy)
     return stored.moved(**{name: getattr(config, name) for name in given if name in MOVABLE})
 
 

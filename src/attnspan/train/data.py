@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from attnspan import Prepared, causal, segments
 from attnspan.parallel import Layout, Plan, Strategy
-from attnspan.parallel.layout import Rows as SharedRows
 from attnspan.parallel.partition import Method
+from attnspan.parallel.rows import Rows as SharedRows
 from attnspan.train.config import TrainConfig
 from attnspan.train.documents import Corpus
 from attnspan.train.model import IGNORE, Pieces
@@ -249,12 +249,9 @@ def _plan(config: TrainConfig, mask: Prepared) -> Plan:
     members = 1 if strategy == "auto" else Strategy.parse(strategy, config.cp).members
     sizes = {"q_len": config.seq_len, "ranks": config.cp, "batch": batch, "members": members}
     layout = Layout.of(mask, method=cast(Method, config.method), **sizes)
-    size: dict[str, Any] = {
-        "head_dim": config.head_dim,
-        "itemsize": 4 if config.dtype == "float32" else 2,
-        "batch": batch,
-    }
-    return layout.plan(heads=(config.heads, config.kv_heads), strategy=strategy, **size)
+    how: dict[str, Any] = {"batch": batch, "itemsize": 4 if config.dtype == "float32" else 2}
+    heads = config.heads, config.kv_heads
+    return layout.plan(heads=heads, strategy=strategy, head_dim=config.head_dim, **how)
 
 
 def settle_strategy(config: TrainConfig, corpus: Corpus) -> TrainConfig:

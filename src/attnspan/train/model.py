@@ -244,14 +244,14 @@ class Decoder(nn.Module):
     def step_flops(self, tokens: int, pairs: int) -> StepFlops:
         """FLOPs of forward and backward on some tokens and visible (query, key) pairs of one head.
 
-        Dense layers: 2 per weight and token forward, twice that backward; they do not skip padding. Attention:
-        4 * D per visible pair and query head forward (two products), 2.5 times that backward (five products).
+        Dense layers: 2 per weight and token forward, twice that backward; padding counts. Attention: 4 * D
+        per visible pair and query head forward (two products), 2.5 times that backward (five products).
         """
         heads, head_dim = self.config.layers * self.config.heads, self.config.head_dim
         return StepFlops(6.0 * self.matmul_weights * tokens, 3.5 * 4.0 * pairs * head_dim * heads)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of (B, S) targets but those of `IGNORE`, nats, computed in float32."""
+    """Sum of the cross entropies of (B, S) targets but those of `IGNORE`, nats, in float32."""
     logits, targets = logits.flatten(0, 1).float(), targets.flatten()
     return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

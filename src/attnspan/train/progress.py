@@ -69,14 +69,8 @@ class Reporter:
         self._smooth: dict[str, float] = {}
         self._last_line = 0.0
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        shown, wide = TextColumn("{task.fields[text]}"), BarColumn(bar_width=None)
-        columns = (
-            TextColumn("[bold]train"),
-            wide,
-            MofNCompleteColumn(),
-            shown,
-            TimeRemainingColumn(compact=True),
-        )
+        text, wide = TextColumn("{task.fields[text]}"), BarColumn(bar_width=None)
+        columns = TextColumn("[bold]train"), wide, MofNCompleteColumn(), text, TimeRemainingColumn()
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("train", total=steps, completed=step, text="")
         self._bar.start()
@@ -167,7 +161,6 @@ class Summary:
             table.add_row(name, text)
         console.print(table)
         if self.text:  # A terminal must not obey what a model writes.
-            shown = "".join(
-                char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in self.text
-            )
+            clean = (char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in self.text)
+            shown = "".join(clean)
             console.print(f"text of the model:\n{shown}", markup=False, highlight=False, soft_wrap=True)

@@ -115,12 +115,8 @@ class Stepper(Stateful):
             index: Steps taken before this one; it sets the learning rate.
             observer: Told of the phases (`Unobserved`).
         """
-        start, config, ranks, lr = (
-            time.perf_counter(),
-            self.config,
-            self.ranks,
-            learning_rate(index, self.config),
-        )
+        start, config, ranks = time.perf_counter(), self.config, self.ranks
+        lr = learning_rate(index, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         tokens, targets, pairs = ranks.sum([batch.tokens, batch.targets, batch.pairs])
