@@ -127,7 +127,7 @@ def test_without_steps_a_run_fills_its_minutes(
     monkeypatch.setattr(training, "_TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(training, "_RESERVE_SECONDS", 0.5)
     began, folder, console = time.monotonic(), tmp_path / "run", Console(file=io.StringIO(), width=100)
-    summary = train(tiny(steps=0, minutes=0.1), folder, console=console)
+    summary = train(tiny(steps=0, minutes=0.1, warmup=10_000), folder, console=console)
     assert 1 < time.monotonic() - began < 30, "six seconds; a loaded machine is no failure"
     kept = TrainConfig.load(folder / "config.json")
     assert summary.steps == kept.steps == len(losses(folder)) > 1

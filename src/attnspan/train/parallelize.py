@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -84,12 +84,17 @@ class Ranks:
 
     def place(self, part: Part) -> Part:
         """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
-        if part.shared is not None and self.mesh is not None:
-            part = part._replace(mask=part.mask.on(self.mesh["cp"], rows=part.shared), shared=None)
+        if part.shared is None or self.mesh is None:
+            mask = self._moved(part.mask)
+        else:
+            mask = part.mask.on(self.mesh["cp"], rows=part.shared)
+        tokens, targets, positions = self._moved(part[:3])
+        return Part(tokens, targets, positions, mask)
+
+    def _moved(self, tree: Any) -> Any:
         if self.device == _CPU:
-            return part
-        moved: Part = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), part)
-        return moved
+            return tree
+        return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), tree)
 
     def peak_memory(self) -> int:
         """Largest memory of this process so far, bytes: allocated on a GPU, resident on a CPU."""
@@ -192,7 +197,7 @@ def _join(backend: str, limit: timedelta) -> None:
 
 
 def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks:
