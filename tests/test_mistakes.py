@@ -128,7 +128,7 @@ def test_what_is_no_mask_is_told_which_mask_it_means(mask, remedy):
 
 
 def test_plans_name_what_is_no_mask():
-    from attnspan.parallel.planning import lower
+    from attnspan.parallel.layout import lower
 
     with pytest.raises(TypeError, match=r"got the function causal\. Call it: causal\(\)\."):
         lower(causal, 4, 4, batch=1, heads=1)
@@ -265,11 +265,10 @@ def test_spans_are_wrapped_before_they_are_combined(other):
 )
 def test_a_sharded_mask_is_made_of_one_mask(use):
     pytest.importorskip("jax")
-    from attnspan.parallel.context import ContextParallel
-
+    from attnspan.parallel.torch.attention import MeshPlan
     from attnspan.parallel.spmd._sharded import Sharded
 
-    for kind in (ContextParallel, Sharded):
+    for kind in (MeshPlan, Sharded):
         remedy = r"Combine masks by & and \| before they are sharded; .* by `mask is None`"
         with pytest.raises(TypeError, match=f"{kind.__name__}: expected one mask, .*{remedy}"):
             use(object.__new__(kind))
