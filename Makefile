@@ -10,7 +10,7 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constrain
 .PHONY: help setup needed train test test-all test-torch test-xla lint format bench wheel sanitize aarch64 clean
 
 help:
-	@echo "make train   train a small language model on real text, on two ranks, five to nine minutes"
+	@echo "make train   train a small language model on real text for four minutes, and let it write"
 	@echo "make test    run every behaviour once, options and masks in pairs, six to ten minutes on two cores"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
@@ -41,7 +41,7 @@ $(STAMP): $(NATIVE) | needed
 	@touch $@
 
 train: setup
-	$(BIN)/attnspan train --cp 2 $(ARGS)
+	$(BIN)/attnspan train $(ARGS)
 
 # Processes that run tests side by side. Those of ranks and devices stay with
 # one of them. Threads that wait for each other must not take the cores from the others.

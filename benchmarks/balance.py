@@ -37,11 +37,10 @@ METHODS = ("balanced", "contiguous", "zigzag")
 def packings(seq_len: int, count: int) -> Iterator[np.ndarray]:
     """Document offsets of rows of the training job's stream, seed 0."""
     from attnspan.train.config import TrainConfig
-    from attnspan.train.documents import load_data
-    from attnspan.train.packing import PackedStream
-    from attnspan.train.vocabulary import ByteVocabulary
+    from attnspan.train.data import PackedStream
+    from attnspan.train.documents import Vocabulary, load_data
 
-    corpus = load_data(TrainConfig(), ByteVocabulary()).train
+    corpus = load_data(TrainConfig(), Vocabulary()).train
     stream = PackedStream(corpus, seq_len=seq_len, batch_size=1, seed=0)
     for _ in range(count):
         ids = next(stream).ids[0].numpy()

@@ -59,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run named first has been trained, in a process of its own."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "data.txt").write_text("\n\n".join("abc" * n for n in range(1, 20)))
-    args = ["train", "--name", "first", "--data", "data.txt", *TINY, "--no-compare"]
+    args = ["train", "--name", "first", "--data", "data.txt", *TINY]
     done = in_new_process("from attnspan.cli import main; main()", *args, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "step 3/3" in done.stdout
@@ -72,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_train_writes_a_summary(trained: Path) -> None:
     summary = json.loads((trained / "runs" / "first" / "summary.json").read_text())
     assert summary["steps"] == 3
-    assert summary["comparison"] is None
+    assert summary["text"]
 
 
 def test_train_leaves_a_page_of_its_steps_unless_told_not_to(attnspan: Command, trained: Path) -> None:
@@ -83,7 +83,7 @@ def test_train_leaves_a_page_of_its_steps_unless_told_not_to(attnspan: Command, 
         3,
     ]
     assert "Steps 1 to 3 of a watched training" in (folder / "monitor.html").read_text()
-    args = ["train", "--name", "alone", "--data", "data.txt", *TINY, "--no-compare", "--no-monitor"]
+    args = ["train", "--name", "alone", "--data", "data.txt", *TINY, "--no-monitor"]
     code, out, _ = attnspan(*args, cwd=trained)
     assert code == 0
     assert "monitor" not in out
@@ -104,7 +104,7 @@ def test_a_run_that_fails_leaves_a_page_of_the_steps_before(
 
     monkeypatch.setattr(Stepper, "step", failing)
     monkeypatch.chdir(trained)
-    args = ["train", "--name", "failed", "--data", "data.txt", *TINY, "--no-compare"]
+    args = ["train", "--name", "failed", "--data", "data.txt", *TINY]
     monkeypatch.setattr(sys, "argv", ["attnspan", *args])
     with pytest.raises(MemoryError):
         main()
@@ -112,7 +112,7 @@ def test_a_run_that_fails_leaves_a_page_of_the_steps_before(
 
 
 def test_resume_takes_the_last_run_and_its_options(attnspan: Command, trained: Path) -> None:
-    code, out, _ = attnspan("train", "--resume", "--no-compare", cwd=trained)
+    code, out, _ = attnspan("train", "--resume", cwd=trained)
     assert code == 0
     assert "resumed at step 3" in out
 
@@ -237,7 +237,7 @@ def test_text_that_names_no_mask_is_explained_and_not_run(text: str, message: st
         (["show", "causal & nonsense"], "got nonsense"),
         (["train", "--ac", "some"], "--ac to be one of none, selective, full, got 'some'"),
         (["train", "--data", "/nowhere"], "got /nowhere, which does not exist. Check the path."),
-        (["train", "--from-step", "3"], "expected --from-step beside --resume"),
+        (["train", "--from-step", "3"], "expected --from-step with --resume"),
         (["train", "--resume"], "expected a run with a checkpoint in runs, got none"),
         (["sample", "/nowhere"], "expected a run's folder or a checkpoint, got /nowhere"),
     ],

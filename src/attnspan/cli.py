@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     import typer
     from numpy.typing import NDArray
 
@@ -20,7 +21,7 @@ __all__ = ["build_app", "main"]
 # Which extra brings a module that may be missing.
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich"), "cli"),
-    **dict.fromkeys(("torch", "datasets", "tokenizers", "tensorboard"), "train"),
+    **dict.fromkeys(("torch", "pyarrow", "tokenizers", "tensorboard"), "train"),
     **dict.fromkeys(("jinja2", "plotly"), "bench"),
 }
 
@@ -151,7 +152,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @contextmanager
-def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
+def _monitored(folder: Path, device: "torch.device") -> "Iterator[Callable[[float | None], Monitor]]":
     """Make the job's monitor, and write its page at the end, even if the run was interrupted."""
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:  # Said before the training, not after it.
@@ -160,8 +161,8 @@ def _monitored(folder: Path) -> "Iterator[Callable[[float], Monitor]]":
 
     made: list[Monitor] = []
 
-    def observe(ceiling: float) -> Monitor:
-        made.append(Monitor(folder, ceiling=ceiling))
+    def observe(ceiling: float | None) -> Monitor:
+        made.append(Monitor(folder, ceiling=ceiling, device=device))
         return made[0]
 
     try:
@@ -179,11 +180,10 @@ def _corpus_lengths(tokens: int, seed: int) -> "NDArray[np.integer]":
     import numpy as np
 
     from attnspan.train.config import TrainConfig
-    from attnspan.train.documents import load_data
-    from attnspan.train.packing import PackedStream
-    from attnspan.train.vocabulary import ByteVocabulary
+    from attnspan.train.data import PackedStream
+    from attnspan.train.documents import Vocabulary, load_data
 
-    corpus = load_data(TrainConfig(), ByteVocabulary()).train
+    corpus = load_data(TrainConfig(), Vocabulary()).train
     row = next(PackedStream(corpus, seq_len=tokens, batch_size=1, seed=seed))
     return np.bincount(row.ids[0].numpy())
 

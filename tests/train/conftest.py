@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny import TINY
 
-from attnspan.train import run
 from attnspan.train.config import TrainConfig
 
 # The worlds of processes that tests over several ranks share.
@@ -19,9 +19,8 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 
 @pytest.fixture(autouse=True)
-def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run measures this machine for 0.3 s: here it may be wrong."""
-    monkeypatch.setattr(run, "matmul_ceiling", lambda _: 1e10)
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from attnspan.train.config import TrainConfig
-from attnspan.train.documents import load_data, read_documents, split_documents
-from attnspan.train.errors import DataError
-from attnspan.train.packing import Corpus
-from attnspan.train.vocabulary import ByteVocabulary, TokenizerVocabulary, load_vocabulary
+from attnspan.train.config import DataError, TrainConfig
+from attnspan.train.documents import (
+    Corpus,
+    Vocabulary,
+    load_data,
+    load_vocabulary,
+    read_documents,
+    split,
+)
 
 TEXTS = ["ein Anfang", "zwei\nZeilen", "drei", "vier Ä"]
 
@@ -33,6 +37,21 @@ def write(path: Path) -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
 def test_a_file_gives_its_documents(tmp_path: Path, name: str) -> None:
     assert read_documents(str(write(tmp_path / name))) == [text.encode() for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_field_of_the_text_can_be_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    rows = {"text": ["not this", "nor this"], "body": ["one", "two"]}
+    if path.suffix == ".jsonl":
+        path.write_text(
+            "".join(json.dumps({"text": "not this", "body": body}) + "\n" for body in rows["body"])
+        )
+    else:
+        pq.write_table(pa.table(rows), path)
+    assert read_documents(str(path), "body") == [b"one", b"two"]
+    config = TrainConfig(data=str(path), text_field="body")
+    assert load_data(config, Vocabulary()).train.num_bytes == 3
 
 
 def test_a_folder_gives_a_document_per_text_file_and_the_rows_of_tables(tmp_path: Path) -> None:
@@ -60,36 +79,36 @@ def test_the_default_is_the_standard_library_without_installed_packages(
 
 def test_the_split_depends_on_content_alone() -> None:
     texts = [str(index).encode() for index in range(200)]
-    train, held_out = split_documents(texts, 0.2)
-    backwards, held_out_backwards = split_documents(texts[::-1], 0.2)
+    train, held_out = split(texts, 0.2)
+    backwards, held_out_backwards = split(texts[::-1], 0.2)
     assert held_out == held_out_backwards
     assert train == backwards[::-1]
     assert sorted(train + held_out) == sorted(texts)
     assert 20 <= len(held_out) <= 60
-    more, _ = split_documents([*texts, b"another"], 0.2)
+    more, _ = split([*texts, b"another"], 0.2)
     assert set(train) <= set(more)
 
 
 def test_copies_never_straddle_the_split() -> None:
     texts = [str(index % 30).encode() for index in range(90)]
-    train, held_out = split_documents(texts, 0.3)
+    train, held_out = split(texts, 0.3)
     assert not set(train) & set(held_out)
     assert len(set(held_out)) == len(held_out)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.999999])
 def test_both_halves_have_a_document_at_any_share(share: float) -> None:
-    train, held_out = split_documents([b"a", b"b"], share)
+    train, held_out = split([b"a", b"b"], share)
     assert len(train) == len(held_out) == 1
 
 
 def test_held_out_text_is_cut_at_the_limits(tmp_path: Path) -> None:
     for index in range(30):
         (tmp_path / f"{index}.md").write_text(f"{index:05}" * 5000)
-    data = load_data(TrainConfig(data=str(tmp_path), held_out=0.5, eval_bytes=40_000), ByteVocabulary())
+    data = load_data(TrainConfig(data=str(tmp_path), held_out=0.5, eval_bytes=40_000), Vocabulary())
     lengths = [int(length) - 1 for length in data.held_out.offsets[1:] - data.held_out.offsets[:-1]]
     assert lengths == [16_384, 16_384, 40_000 - 2 * 16_384]
-    assert data.held_out.num_bytes == data.held_out.num_targets == 40_000
+    assert data.held_out.num_bytes == len(data.held_out.tokens) - len(data.held_out) == 40_000
 
 
 def test_a_tokenizer_file_gives_the_ids(tmp_path: Path) -> None:
@@ -98,12 +117,11 @@ def test_a_tokenizer_file_gives_the_ids(tmp_path: Path) -> None:
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=["?"], show_progress=False))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = load_vocabulary(str(tmp_path / "tokenizer.json"))
-    assert isinstance(vocabulary, TokenizerVocabulary)
     assert vocabulary.end == tokenizer.get_vocab_size()
     ids = vocabulary.encode(b"ein Anfang").tolist()
     assert ids == tokenizer.encode("ein Anfang").ids
     assert vocabulary.decode([*ids, vocabulary.end]) == tokenizer.decode(ids)
-    corpus = Corpus.from_documents([ids], end=vocabulary.end, num_bytes=10)
+    corpus = Corpus.of([ids], end=vocabulary.end, num_bytes=10)
     assert corpus.tokens.tolist() == [vocabulary.end, *ids, vocabulary.end]
 
 
@@ -120,7 +138,7 @@ CASES = {
         '{"body": "x"}',
         r"field 'text' of every row of .*other\.jsonl, got a row with the fields \['body'\]",
     ),
-    "number.jsonl": ('{"text": 5}', r"got int\. Rename the column"),
+    "number.jsonl": ('{"text": 5}', r"got int\. Name the column that holds the documents with --text-field"),
     "broken.parquet": ("PAR1", r"expected a readable \.parquet file, got .*broken\.parquet"),
     "latin.txt": (
         b"\xff\xfe\x80",
@@ -140,7 +158,7 @@ def test_unusable_data_gets_one_clear_error(tmp_path: Path, name: str) -> None:
 
 def test_one_document_cannot_be_split() -> None:
     with pytest.raises(DataError, match=r"at least two different documents.*got 1 among 3"):
-        split_documents([b"same", b"same", b"same"], 0.1)
+        split([b"same", b"same", b"same"], 0.1)
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"version": "1.0"}'])

@@ -21,7 +21,7 @@ from attnspan.train.config import TrainConfig
 Tiny = Callable[..., TrainConfig]
 
 SCRIPT = Path(__file__).parent / "dying_rank.py"
-SOURCE = str(Path(__file__).parents[2] / "src")
+SOURCE = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
 LIMIT = 120.0  # seconds; a loaded machine is no failure, a rank that waits forever is
 
 
@@ -73,7 +73,7 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     world(2).run("train_jobs:train", config, tmp_path / "calm")
     kill = int(signal.SIGKILL)
     out = torchrun(config, tmp_path / "run", {0: {"step": 6, "signal": kill}})
-    assert out.count("ceiling") == 2, "started, and started again"
+    assert out.count("parameters") == 2, "started, and started again"
     assert out.count("resumed at step 4") == 1, "two checkpoints were there"
     assert lines(tmp_path / "run") == lines(tmp_path / "calm"), "bit by bit"
     assert len(lines(tmp_path / "calm")) == 6
@@ -98,17 +98,7 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     ranks = World(2, group_seconds=timeout)
     may = {"may_die": (1,)} if kind == signal.SIGKILL else {"may_hang": (1,)}
     error, _ = ranks.run("train_jobs:dying", config, tmp_path / "run", 3, int(kind), **may)
-    assert "ranks: expected all 2 ranks to take part in step 3, got on rank 0: " in error
+    assert "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after" in error
     assert "--resume" in error
     assert lines(tmp_path / "run")[-1][0] == 2
     assert time.monotonic() - began < timeout + 60, "the margin is for a loaded machine"
-
-
-@pytest.mark.long
-def test_ranks_wait_for_the_first_while_it_repeats_steps_alone(tiny: Tiny, tmp_path: Path) -> None:
-    config = tiny(dp=2, batch_size=1, steps=2, timeout=6.0)
-    script = [str(SCRIPT.with_name("slow_rank.py")), json.dumps(asdict(config)), str(tmp_path / "run")]
-    with process(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]) as child:
-        _, error = child.communicate(timeout=LIMIT)
-    assert child.returncode == 0, error
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["parity"]["steps"] == 2

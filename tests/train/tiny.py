@@ -17,4 +17,6 @@ TINY: dict[str, Any] = {
     "dtype": "float32",
     "compile": False,
     "threads": 1,
+    "workers": 0,
+    "device": "cpu",
 }

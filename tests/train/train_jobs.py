@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
-from contextlib import nullcontext
+import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,32 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from dying_rank import Dying
 from rich.console import Console
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from attnspan.train import run
-from attnspan.train.config import TrainConfig
-from attnspan.train.errors import JobError
-from attnspan.train.job import Run
-from attnspan.train.ranks import open_ranks
+from attnspan.train import parallelize
+from attnspan.train import train as training
+from attnspan.train.config import JobError, TrainConfig
+from attnspan.train.parallelize import open_ranks
+from attnspan.train.step import Unobserved
+
+
+class Dying(Unobserved):
+    """Sends itself a signal when backward of a step begins."""
+
+    def __init__(self, step: int, signal: int) -> None:
+        self.at, self.signal, self.now = step, signal, 0
+
+    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
+        del tokens
+        self.now = number or 0
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        if name == "backward" and self.now == self.at:
+            os.kill(os.getpid(), self.signal)
+        return nullcontext()
 
 
 def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
@@ -29,9 +46,7 @@ def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
     console = Console(file=io.StringIO(), width=200)
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    options = {"against_sdpa": False, "against_one_rank": False} | options
-    with patch.object(run, "matmul_ceiling", lambda _: 1e10):  # Else 0.3 s of products on each rank.
-        summary = run.train(config, folder, console=console, **options)
+    summary = training.train(config, folder, console=console, **({"sample": 4} | options))
     return console.file.getvalue(), summary  # type: ignore[attr-defined]
 
 
@@ -41,39 +56,32 @@ def compiled(config: TrainConfig, folder: Path, backend: str) -> Any:
         return train(config, folder)
 
 
-def resume(config: TrainConfig, folder: Path) -> Any:
+def resume(config: TrainConfig, folder: Path, from_step: int | None = None) -> Any:
     """Go on with a run on the ranks of the configuration."""
-    return train(config, folder, resume=True)
+    return train(config, folder, resume=True, from_step=from_step)
 
 
 def weights(config: TrainConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a run's latest checkpoint, read by these ranks."""
+    """All weights of a run's latest checkpoint."""
     with open_ranks(config) as ranks:
-        held = Run.open(config, folder, ranks)
-        held.load(None)
-        options = StateDictOptions(full_state_dict=True)
-        return get_model_state_dict(held.stepper.model, options=options)
+        run = training._open(config, folder, ranks, True, None)
+        return get_model_state_dict(run.stepper.model, options=StateDictOptions(full_state_dict=True))
 
 
 def dying(config: TrainConfig, folder: Path, step: int, signal: int) -> str:
     """A run whose last rank gets a signal in the middle of a step; what the others say."""
     dies = dist.get_rank() == config.world - 1
-    try:
-        train(config, folder, observe=(lambda _: nullcontext(Dying(step, signal))) if dies else None)
-    except JobError as error:
-        return str(error)
+    with patch.object(parallelize, "_ROLL_CALL_SECONDS", 2.0):
+        try:
+            train(config, folder, observe=(lambda _: nullcontext(Dying(step, signal))) if dies else None)
+        except JobError as error:
+            return str(error)
     return ""
 
 
 def data_of_its_own(config: TrainConfig, folder: Path, others: list[str]) -> None:
     """Train where each rank finds other documents."""
-    data = others[dist.get_rank()]
-    train(TrainConfig(**(vars(config) | {"data": data})), folder)
-
-
-def train_with(config: TrainConfig, folder: Path, options: dict[str, Any]) -> Any:
-    """A run with other options of `train`."""
-    return train(config, folder, **options)
+    train(TrainConfig(**(vars(config) | {"data": others[dist.get_rank()]})), folder)
 
 
 def without_room(config: TrainConfig, folder: Path) -> None:
@@ -85,8 +93,5 @@ def without_room(config: TrainConfig, folder: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self, *args)
 
-    FileSystemWriter.write_data = full  # type: ignore[method-assign]
-    try:
+    with patch.object(FileSystemWriter, "write_data", full):
         train(config, folder)
-    finally:
-        FileSystemWriter.write_data = original  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """The reference job: train a language model on packed documents, through attnspan's public API alone.
 
-`attnspan.train.config` and `attnspan.train.errors` load no framework; everything else needs torch.
+Read it in this order: `config`, `model`, `documents`, `data`, `parallelize`, `checkpoint`, `train`. The rest
+is the command line (`command`), what is printed and logged (`progress`), and text from a model (`sample`).
 """
 
 __all__: list[str] = []

@@ -1,49 +1,77 @@
-"""Everything that can be set about a training run, in one dataclass."""
+"""Everything that can be set about a training run, and the job's errors. Loads no framework."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from attnspan.train.errors import ConfigError
+from attnspan.console import option
+from attnspan.errors import _Explained
 
-__all__ = ["TrainConfig"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
+
+
+class JobError(_Explained, ValueError):
+    """Base of the training job's errors: what was expected, what came, how to mend it."""
+
+    what: ClassVar[str]
+    #: Whether every rank raises it, so that one of them may speak for all.
+    shared = False
+
+    def __init_subclass__(cls, what: str) -> None:
+        cls.what = what
+
+    @classmethod
+    def of(cls, expected: str, got: object, remedy: str) -> Self:
+        """The error."""
+        return cls(cls.what, expected=expected, got=str(got), remedy=remedy)
+
+    @classmethod
+    def unless(cls, holds: object, expected: str, got: object, remedy: str) -> None:
+        """Raise it unless a rule holds."""
+        if not holds:
+            raise cls.of(expected, got, remedy)
+
+
+class ConfigError(JobError, what="options"):
+    """An option of the job has a value it cannot have."""
+
+
+class DataError(JobError, what="data"):
+    """The data or the tokenizer cannot be read, or there is too little of it."""
+
+
+class CheckpointError(JobError, what="checkpoint"):
+    """A checkpoint is missing, damaged, or belongs to another configuration."""
+
+
+class RankError(JobError, what="ranks"):
+    """Another rank has ended, or does not answer."""
+
 
 CHOICES = {
     "attention": ("attnspan", "sdpa", "sdpa-documents"),
     "ac": ("none", "selective", "full"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "device": ("auto", "cpu", "cuda"),
+    "method": ("balanced", "contiguous", "zigzag"),
 }
 
 
-def _option(panel: str, default: Any, comment: str) -> Any:
-    """A field with its comment; the command line shows the same text as help, in a panel."""
-    return field(default=default, metadata={"help": comment, "panel": panel})
+def _in(panel: str) -> Any:
+    """Makes fields with a default and a comment; the command line shows the comment as help, in a panel."""
+    return lambda default, comment: option(panel, comment, default=default)
 
 
-_model = partial(_option, "The model")
-_data = partial(_option, "The data")
-_optimum = partial(_option, "The optimization")
-_how = partial(_option, "How it is computed")
-_ranks = partial(_option, "The ranks")
+_model, _data, _optimum = _in("The model"), _in("The data"), _in("The optimization")
+_how, _ranks = _in("How it is computed"), _in("The ranks")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Configuration of a model and its training run.
-
-    The comment of each field is its second argument, because the command line prints it too.
-
-    Raises:
-        ConfigError: A value is out of range or names nothing that exists.
-
-    Example:
-        >>> TrainConfig(heads=8, kv_heads=2).heads
-        8
-    """
+    """Configuration of a model and its training run; a value out of range raises a ConfigError."""
 
     dim: int = _model(256, "width of the residual stream")
     layers: int = _model(4, "number of decoder blocks")
@@ -55,186 +83,104 @@ class TrainConfig:
     norm_eps: float = _model(1e-5, "epsilon of RMSNorm")
 
     data: str | None = _data(None, "folder, .txt, .jsonl or .parquet; default: Python's standard library")
+    text_field: str = _data("text", "field of .jsonl and .parquet rows that holds the document")
     tokenizer: str | None = _data(None, "local `tokenizers` JSON file; default: bytes")
     seq_len: int = _data(2048, "tokens per packed row")
-    batch_size: int = _data(1, "packed rows per step of each data-parallel replica")
+    batch_size: int = _data(1, "packed rows that a replica computes at a time")
+    accumulate: int = _data(1, "how many times it does so in each step: gradient accumulation")
     held_out: float = _data(0.02, "share of the documents kept for evaluation")
     eval_bytes: int = _data(131_072, "bytes of held-out text scored at the start and at the end")
+    workers: int = _data(1, "processes that pack rows and plan attention ahead of the steps; 0: in this one")
 
-    steps: int = _optimum(1500, "optimizer steps")
+    steps: int = _optimum(0, "optimizer steps; 0: as many as fit into --minutes")
+    minutes: float = _optimum(4.0, "without --steps: wall time of the run, measured and divided at the start")
     lr: float = _optimum(3e-3, "peak learning rate")
-    warmup: int = _optimum(60, "steps of linear warm-up, before the cosine")
+    warmup: int = _optimum(60, "steps of linear warm-up, before the cosine; at most a tenth of --minutes")
     min_lr: float = _optimum(0.1, "last learning rate, as a share of the peak")
     weight_decay: float = _optimum(0.1, "AdamW decay, on matrices only")
     clip: float = _optimum(1.0, "largest norm of the whole gradient")
     seed: int = _optimum(0, "seed of the weights and of the document order")
 
+    device: str = _how("auto", "cpu, cuda, or auto: cuda where there is one")
     attention: str = _how(
         "attnspan", "attnspan, sdpa (torch's own, dense mask), or sdpa-documents (one call each)"
     )
     ac: str = _how("none", "activation checkpointing: none, selective (keeps attention) or full")
-    dtype: str = _how("auto", "float32, bfloat16 (autocast), or auto: the faster, measured at start-up")
+    dtype: str = _how("auto", "float32, bfloat16 (mixed precision), or auto: the faster, measured")
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
     threads: int = _how(0, "CPU threads of each rank; 0 takes torch's default")
-
     checkpoint_every: int = _how(200, "steps between checkpoints; 0 keeps only the last")
+    profile: str | None = _how(None, "folder for a torch.profiler trace of a few steps")
 
     cp: int = _ranks(1, "ranks that share each row: context parallelism")
     dp: int = _ranks(1, "replicas with rows of their own: data parallelism")
     fsdp: bool = _ranks(False, "shard parameters, gradients and optimizer over all ranks (FSDP2)")
+    strategy: str = _ranks("auto", "how ranks exchange keys: auto, exchange, ring, ulysses, hybrid(u, r)")
+    method: str = _ranks("balanced", "how rows are partitioned: balanced, contiguous or zigzag")
     timeout: float = _ranks(300.0, "seconds after which a rank that waits for the others gives up")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_ranges(self)
-        _check_shapes(self)
-        _check_ranks(self)
+        check = ConfigError.unless
+        for name, choices in CHOICES.items():
+            value, wanted = getattr(self, name), f"--{name} to be one of {', '.join(choices)}"
+            check(value in choices, wanted, repr(value), "Choose one of these")
+        for item in fields(self):
+            value, kind = getattr(self, item.name), type(item.default)
+            lowest = _LOWEST.get(item.name, 0 if kind is float else 1)
+            if kind in (int, float):
+                flag = item.name.replace("_", "-")
+                check(value >= lowest, f"--{flag} of at least {lowest}", value, "Pass a larger number")
+        heads = f"{self.heads} heads and {self.kv_heads} key/value heads"
+        check(self.heads % self.kv_heads == 0, "--kv-heads to divide --heads", heads, "Choose a divisor")
+        check(self.head_dim % 2 == 0, "an even --head-dim", self.head_dim, "Rotary embedding turns pairs")
+        check(self.held_out < 1, "--held-out below 1", self.held_out, "Leave some documents to train on")
+        got = f"--attention {self.attention} and --cp {self.cp}"
+        remedy = f"Torch's attention cannot share a row under such a mask: pass --cp 1 --dp {self.world}"
+        whole = self.cp == 1 or self.attention == "attnspan"
+        check(whole, "--attention attnspan with --cp above 1", got, remedy)
 
     @property
     def world(self) -> int:
-        """Ranks of the job.
-
-        Example:
-            >>> TrainConfig(cp=2, dp=3).world
-            6
-        """
+        """Ranks of the job."""
         return self.cp * self.dp
 
-    def on_ranks(self, **changes: Any) -> TrainConfig:
-        """The same training on other ranks: the rows of a step stay, each replica takes its share of them.
+    def row_shape(self, rank: int) -> dict[str, int]:
+        """Which rows a rank packs: arguments of `PackedStream` and `pack_once`."""
+        shape = {"seq_len": self.seq_len, "batch_size": self.batch_size}
+        return shape | {"replica": rank // self.cp, "replicas": self.dp}
 
-        Args:
-            **changes: New values of cp, dp, fsdp, threads or timeout.
+    def moved(self, **changes: Any) -> TrainConfig:
+        """The same training with other values of the fields in `MOVABLE`: on other ranks, for more steps.
 
-        Raises:
-            ConfigError: The rows of a step cannot be dealt to that many replicas.
-
-        Example:
-            >>> TrainConfig(dp=2, batch_size=2).on_ranks(dp=4).batch_size
-            1
-        """
-        rows, dp = self.dp * self.batch_size, changes.get("dp", self.dp)
-        if rows % max(1, dp):
-            raise ConfigError(
-                expected=f"--dp to divide the {rows} rows of a step",
-                got=str(dp),
-                remedy="choose a divisor, so that the training stays what it was",
-            )
-        return replace(self, **changes, batch_size=rows // max(1, dp))
-
-    def save(self, path: Path) -> None:
-        """Write the configuration as JSON; what was there before stays until all of it is written.
-
-        Args:
-            path: File to write.
+        The rows of a step stay what they were; each replica takes its share of them.
 
         Example:
-            >>> import tempfile
-            >>> path = Path(tempfile.mkdtemp()) / "config.json"
-            >>> TrainConfig(steps=7).save(path)
-            >>> TrainConfig.load(path).steps
-            7
+            >>> TrainConfig(dp=2, batch_size=2).moved(dp=1, accumulate=2).batch_size
+            2
         """
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        draft.replace(path)
+        strategy = self.strategy if changes.get("cp", self.cp) == self.cp else "auto"
+        kept: dict[str, Any] = {"batch_size": 1, "strategy": strategy}
+        new = replace(self, **kept | changes)
+        rows = self.dp * self.batch_size * self.accumulate
+        parts, remedy = new.dp * new.accumulate, "Choose a divisor, so that the training stays what it was"
+        wanted = f"--dp times --accumulate to divide the {rows} rows of a step"
+        ConfigError.unless(rows % parts == 0, wanted, parts, remedy)
+        return replace(new, batch_size=rows // parts)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
-        """Read a configuration that `save` wrote.
-
-        Args:
-            path: File to read.
-
-        Raises:
-            ConfigError: The file is not such a configuration.
-
-        Example:
-            >>> import tempfile
-            >>> path = Path(tempfile.mkdtemp()) / "config.json"
-            >>> _ = path.write_text("{")
-            >>> TrainConfig.load(path)  # doctest: +ELLIPSIS
-            Traceback (most recent call last):
-                ...
-            attnspan.train.errors.ConfigError: options: expected a run configuration, got ...
-        """
+        """Read a configuration from JSON; another file raises a ConfigError."""
         try:
-            stored = json.loads(path.read_text())
-            return cls(**stored)
-        except (OSError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                expected="a run configuration",
-                got=f"{path}: {error}",
-                remedy="start a new run without --resume",
-            ) from None
+            return cls(**json.loads(path.read_text()))
+        except (OSError, TypeError, ValueError) as error:
+            got, remedy = f"{path}: {error}", "Start a new run without --resume"
+            raise ConfigError.of("a run configuration", got, remedy) from None
 
 
-def _check_choices(config: TrainConfig) -> None:
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value not in choices:
-            raise ConfigError(
-                expected=f"--{name} to be one of {', '.join(choices)}",
-                got=repr(value),
-                remedy="choose one of these",
-            )
+#: Lower bounds of the numbers that are neither 0 for a float nor 1 for an int.
+_LOWEST = {"minutes": 0.1, "timeout": 1, "rope_theta": 1, "warmup": 0, "seed": 0, "threads": 0, "workers": 0}
+_LOWEST |= {"steps": 0, "checkpoint_every": 0}
 
-
-# Every number but these is at least 1.
-_LOWEST = {
-    "lr": 0.0,
-    "warmup": 0,
-    "min_lr": 0.0,
-    "weight_decay": 0.0,
-    "clip": 0.0,
-    "seed": 0,
-    "threads": 0,
-    "checkpoint_every": 0,
-    "norm_eps": 0.0,
-    "held_out": 0.0,
-}
-
-# What may be another on resuming, because it changes how a training is computed, not what it computes.
-MOVABLE = ("cp", "dp", "fsdp", "threads", "timeout")
-
-
-def _check_ranges(config: TrainConfig) -> None:
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        lowest = _LOWEST.get(item.name, 1)
-        if not value >= lowest:
-            flag = item.name.replace("_", "-")
-            raise ConfigError(
-                expected=f"--{flag} of at least {lowest}", got=str(value), remedy="pass a larger number"
-            )
-    if config.held_out >= 1:
-        raise ConfigError(
-            expected="--held-out below 1", got=str(config.held_out), remedy="leave some documents to train on"
-        )
-
-
-def _check_shapes(config: TrainConfig) -> None:
-    if config.heads % config.kv_heads:
-        raise ConfigError(
-            expected="--kv-heads to divide --heads",
-            got=f"{config.heads} heads and {config.kv_heads} key/value heads",
-            remedy="choose a divisor",
-        )
-    if config.head_dim % 2:
-        raise ConfigError(
-            expected="an even --head-dim",
-            got=str(config.head_dim),
-            remedy="rotary embedding turns pairs of channels",
-        )
-
-
-def _check_ranks(config: TrainConfig) -> None:
-    if config.cp > 1 and config.attention != "attnspan":
-        raise ConfigError(
-            expected="--attention attnspan beside --cp above 1",
-            got=f"--attention {config.attention} and --cp {config.cp}",
-            remedy="torch's attention cannot share a row under such a mask: "
-            f"pass --cp 1, with --dp {config.cp * config.dp} for as many ranks",
-        )
+#: What may differ on resuming: how a training is computed, where its trace goes, and how long it is.
+MOVABLE: tuple[str, ...] = ("cp", "dp", "fsdp", "strategy", "method", "accumulate")
+MOVABLE += ("threads", "workers", "timeout", "profile", "steps")

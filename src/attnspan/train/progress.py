@@ -1,93 +1,46 @@
-"""What a run says while it runs: a bar in a terminal, a line now and then elsewhere, TensorBoard, a log."""
+"""What a run says: while it runs a bar or lines, TensorBoard and a log; at its end a table."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch._dynamo.utils import counters
 from torch.utils.tensorboard import SummaryWriter
 
-from attnspan.train.errors import CheckpointError
-from attnspan.train.step import StepResult
+from attnspan.console import bytes_text, percent, rate_text, seconds_text
+from attnspan.files import write_whole
+from attnspan.train.config import CheckpointError
 
-__all__ = ["MetricsLog", "Reporter", "metrics"]
+__all__ = ["Graphs", "MetricsLog", "Reporter", "Summary"]
 
 _LINE_SECONDS = 10.0
 _SMOOTHING = 0.9
-
-
-def metrics(step: int, result: StepResult, ceiling: float) -> dict[str, float]:
-    """Figures of one step.
-
-    Args:
-        step: Number of the step, from 1.
-        result: What it did.
-        ceiling: Measured FLOP/s of matrix products, which MFU refers to.
-
-    Returns:
-        loss in nats per token, tokens_per_second, attention_gflops (useful attention work per second of the
-        whole step), mfu in 0..1, peak_memory in bytes, and what else the result says; of all ranks together.
-
-    Example:
-        >>> from attnspan.train.model import StepFlops
-        >>> flops = StepFlops(3e9, 1e9)
-        >>> result = StepResult(2.0, 1.0, 1e-3, tokens=100, seconds=0.5, flops=flops, memory=2**30)
-        >>> figures = metrics(1, result, ceiling=16e9)
-        >>> figures["tokens_per_second"], figures["attention_gflops"], figures["mfu"]
-        (200.0, 2.0, 0.5)
-    """
-    return {
-        "step": step,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens / result.seconds,
-        "attention_gflops": result.flops.attention / result.seconds / 1e9,
-        "mfu": result.flops.total / result.seconds / ceiling,
-        "peak_memory": result.memory,
-    }
 
 
 class MetricsLog:
     """One JSON line per step, continued after a resume as if nothing had happened.
 
     Args:
-        path: File; made when missing.
+        path: File; made when missing. A damaged line of it raises a CheckpointError.
         step: Steps that are already taken; later lines are of a run that was cut off, and removed.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> for step in (0, 1, 1):
-        ...     with MetricsLog(path, step) as log:
-        ...         log.write({"step": step + 1})
-        >>> path.read_text()
-        '{"step": 1}\\n{"step": 2}\\n'
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = []
-        if path.is_file():
-            # The last line may be cut short: then it has no newline.
-            whole = path.read_bytes().split(b"\n")[:-1]
-            kept = [line for number, line in enumerate(whole, 1) if _step(line, number, path) <= step]
-        draft = path.with_suffix(".tmp")
-        draft.write_bytes(b"".join(line + b"\n" for line in kept))
-        draft.replace(path)
+        # The last line may be cut short: then it has no newline.
+        whole = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+        kept = [line for number, line in enumerate(whole, 1) if _step(line, number, path) <= step]
+        write_whole(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Append a line and hand it to the system, so that a killed process does not lose it.
-
-        Args:
-            figures: JSON values; must have "step".
-        """
+        """Append JSON values, "step" among them, and hand them to the system: a killed process keeps them."""
         self._file.write(json.dumps(figures) + "\n")
         self._file.flush()
 
@@ -95,111 +48,119 @@ class MetricsLog:
         """Let go of the file."""
         self._file.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def _step(line: bytes, number: int, path: Path) -> int:
     try:
-        figures = json.loads(line)
-    except ValueError:
-        figures = None
-    step = figures.get("step") if isinstance(figures, dict) else None
-    if not isinstance(step, int):
-        raise CheckpointError(
-            expected=f"line {number} of {path} to be a JSON object with a step",
-            got=repr(line[:80]),
-            remedy="remove that line, or move the file away; only the log of past steps is lost",
-        )
-    return step
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        step = None
+    wanted = f"line {number} of {path} to be a JSON object with a step"
+    remedy = "Remove that line, or move the file away; only the log of past steps is lost"
+    CheckpointError.unless(isinstance(step, int), wanted, repr(line[:80]), remedy)
+    return int(step)
 
 
 class Reporter:
-    """Shows and records the figures of a run.
-
-    Args:
-        console: Where people read.
-        folder: The run's folder: TensorBoard events and ``metrics.jsonl`` go there.
-        step: Steps already taken.
-        steps: Steps in all.
-
-    Example:
-        >>> import tempfile
-        >>> from attnspan.train.model import StepFlops
-        >>> result = StepResult(2.0, 1.0, 1e-3, 100, 0.5, StepFlops(3e9, 1e9), 2**30)
-        >>> figures = metrics(1, result, ceiling=16e9)
-        >>> with Reporter(Console(width=100), Path(tempfile.mkdtemp()), step=0, steps=1) as reporter:
-        ...     reporter.update(figures)  # doctest: +ELLIPSIS
-        step 1/1  loss 2.000  200 tok/s  attention 2 GFLOP/s  MFU 50%  ... GiB
-    """
+    """Shows and records the figures of a run, for people, TensorBoard and ``metrics.jsonl``."""
 
     def __init__(self, console: Console, folder: Path, step: int, steps: int) -> None:
         self._console, self._step, self._steps = console, step, steps
         self._log = MetricsLog(folder / "metrics.jsonl", step)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._smooth: dict[str, float] = {}
         self._last_line = 0.0
-        self._bar = Progress(
-            TextColumn("[bold]train"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        text, wide = TextColumn("{task.fields[text]}"), BarColumn(bar_width=None)
+        columns = TextColumn("[bold]train"), wide, MofNCompleteColumn(), text, TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("train", total=steps, completed=step, text="")
-
-    def __enter__(self) -> Reporter:
         self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave the terminal and the files."""
         self._bar.stop()
-        self._board.close()
+        self.board.close()
         self._log.close()
 
     def update(self, figures: dict[str, float]) -> None:
-        """Show and record one step.
-
-        Args:
-            figures: What `metrics` returned.
-        """
-        step = int(figures["step"])
+        """Show and record one step: "step", and what `StepResult.figures` returns."""
+        step, now = int(figures["step"]), self._smooth
         self._log.write(figures)
         for name, value in figures.items():
             if name != "step":
-                self._board.add_scalar(f"train/{name}", value, step)
-                before = self._smooth.get(name, value)
-                self._smooth[name] = _SMOOTHING * before + (1 - _SMOOTHING) * value
-        text = self._text()
+                self.board.add_scalar(f"train/{name}", value, step)
+                now[name] = _SMOOTHING * now.get(name, value) + (1 - _SMOOTHING) * value
+        speed = f"{now['tokens_per_second']:,.0f} tok/s  {rate_text(now['gflops'] * 1e9)}"
+        text = f"loss {now['loss']:.3f}  {speed}  {bytes_text(now['memory'])}"
         self._bar.update(self._task, completed=step, text=text)
         due = time.monotonic() - self._last_line > _LINE_SECONDS or step in (self._step + 1, self._steps)
         if not self._console.is_terminal and due:
             self._last_line = time.monotonic()
             self._console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}", soft_wrap=True)
 
-    def scalar(self, name: str, value: float, step: int) -> None:
-        """Record a figure for TensorBoard alone.
 
-        Args:
-            name: Tag, "group/name".
-            value: The figure.
-            step: Steps taken.
-        """
-        self._board.add_scalar(name, value, step)
+class Graphs(NamedTuple):
+    """What torch's compiler has done: graphs compiled, and graph breaks."""
 
-    def _text(self) -> str:
-        now = self._smooth
-        return (
-            f"loss {now['loss']:.3f}  {now['tokens_per_second']:,.0f} tok/s  "
-            f"attention {now['attention_gflops']:.0f} GFLOP/s  MFU {now['mfu']:.0%}  "
-            f"{now['peak_memory'] / 2**30:.1f} GiB"
-        )
+    compiled: int
+    breaks: int
+
+    @classmethod
+    def since(cls, compiled: int = 0, breaks: int = 0) -> Graphs:
+        """In this process, less what is given."""
+        now = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        return cls(now[0] - compiled, now[1] - breaks)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run has come to."""
+
+    bits_per_byte_start: float  # held-out score of the untrained model
+    bits_per_byte_end: float  # after the last step
+    steps: int
+    tokens_per_second: float  # median over the steps of this process
+    flops_per_second: float  # the same, of useful work
+    fastest: float  # largest FLOP/s of a step
+    ceiling: list[float]  # FLOP/s of each burst that measured what the cores can do; zeros where nobody knows
+    compile_seconds: float  # first forward and backward, compilation included
+    warm: Graphs | None  # up to the end of warm-up; None without compilation
+    later: Graphs | None  # after it: all of these are recompilations
+    peak_memory: float  # the sum over ranks, bytes
+    seconds: float  # wall time of this process's part of the run
+    ranks: str  # which took part, in words
+    text: str = ""  # sampled at the end
+
+    @property
+    def mfu(self) -> float | None:
+        """Median share of the ceiling, 0..1; None where there is none that every step of the run keeps."""
+        highest = max(self.ceiling)
+        return self.flops_per_second / highest if 0 < self.fastest <= highest else None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and texts of the table."""
+        score = f"{self.bits_per_byte_start:.3f} at the start, {self.bits_per_byte_end:.3f} at the end"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, {rate_text(self.flops_per_second)}"
+        rows = [("held-out bits per byte", score), ("speed", speed)]
+        if self.mfu is not None:
+            low, high = rate_text(min(self.ceiling)), rate_text(max(self.ceiling))
+            bursts = f"bursts of multiply-adds on registers: {low} to {high}"
+            rows.append(("MFU", f"{percent(self.mfu)} of {high} ({bursts})"))
+        if self.warm is not None and self.later is not None:
+            breaks, again = self.warm.breaks + self.later.breaks, self.later.compiled
+            counts = f"{self.warm.compiled} graph for all blocks, {breaks} breaks, {again} recompiles"
+            rows.append(("compile", f"{counts}; {seconds_text(self.compile_seconds)}"))
+        rows.append(("peak memory", bytes_text(self.peak_memory)))
+        return [*rows, ("wall time", f"{self.seconds:.0f} s"), ("ranks", self.ranks)]
+
+    def show(self, console: Console) -> None:
+        """Print the table and the text."""
+        table = Table(title=f"after {self.steps} steps", show_header=False, title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in self.rows():
+            table.add_row(name, text)
+        console.print(table)
+        if self.text:  # A terminal must not obey what a model writes.
+            clean = (char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in self.text)
+            shown = "".join(clean)
+            console.print(f"text of the model:\n{shown}", markup=False, highlight=False, soft_wrap=True)

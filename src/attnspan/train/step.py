@@ -4,183 +4,166 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
+from torch.optim import AdamW
 
-from attnspan.parallel.loss import sum_gradients, token_mean
+from attnspan.parallel.torch.loss import sum_gradients, token_mean
 from attnspan.train.config import TrainConfig
-from attnspan.train.deal import Dealer, Share
-from attnspan.train.hooks import UNOBSERVED, Observer
-from attnspan.train.machine import peak_memory
-from attnspan.train.model import Decoder, StepFlops, step_flops
-from attnspan.train.optimizer import build_optimizer, learning_rate
-from attnspan.train.packing import IGNORE, Batch
-from attnspan.train.ranks import ALONE, Ranks
+from attnspan.train.data import Batch, Part, make_batch, pack_once
+from attnspan.train.documents import Corpus
+from attnspan.train.model import StepFlops, token_loss
+from attnspan.train.parallelize import ALONE, Ranks, build_model
 
-__all__ = ["StepResult", "Stepper", "token_loss"]
+__all__ = ["UNOBSERVED", "StepResult", "Stepper", "Unobserved", "learning_rate"]
+
+T = TypeVar("T")
+
+
+class Unobserved:
+    """The places of a training loop that someone may want to time, as `attnspan.tools.bench.monitor` does."""
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """Pass on the batches; the time between asking and getting is the wait for data."""
+        return iter(batches)
+
+    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
+        """Surround one step, numbered from 1, on so many tokens."""
+        return nullcontext((number, tokens))
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Surround one part of a step: "forward", "backward", "optimizer" or "communication"."""
+        return nullcontext(name)
+
+
+UNOBSERVED: Any = Unobserved()
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Rate of a step, from 0: linear warm-up, then a cosine to ``min_lr`` of the peak at the last step.
+
+    Example:
+        >>> config = TrainConfig(lr=1.0, warmup=2, steps=11, min_lr=0.1)
+        >>> [round(learning_rate(step, config), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.lr * (config.min_lr + (1 - config.min_lr) * cosine)
 
 
 class StepResult(NamedTuple):
-    """What one step did, on all ranks together.
+    """What one step did, on all ranks together."""
 
-    Args:
-        loss: Mean loss per target, nats.
-        grad_norm: Norm of the whole gradient before clipping.
-        lr: Learning rate of the step.
-        tokens: Tokens of the step, padding included.
-        seconds: Wall time of the step, mask preparation included.
-        flops: What the step had to compute.
-        memory: Peak resident size so far, the sum of all ranks', bytes.
-
-    Example:
-        >>> StepResult(1.0, 0.5, 1e-3, 100, 0.5, StepFlops(1.0, 1.0), 2**30).tokens
-        100
-    """
-
-    loss: float
-    grad_norm: float
+    loss: float  # mean per target, nats
+    grad_norm: float  # of the whole gradient, before clipping
     lr: float
-    tokens: int
-    seconds: float
-    flops: StepFlops
-    memory: float
+    tokens: float  # padding included
+    seconds: float  # wall time
+    flops: StepFlops  # useful work
+    memory: float  # peak so far, the sum of all ranks', bytes
+
+    def figures(self) -> dict[str, float]:
+        """What is logged: rates instead of counts."""
+        same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
+        rates = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
+        rates = {name: value / self.seconds for name, value in rates.items()}
+        return same | rates | {"tokens_per_second": self.tokens / self.seconds, "memory": self.memory}
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of all targets that carry loss, nats; divide by their number for the mean.
+class Stepper(Stateful):
+    """A model with its optimizer, ready to take steps; as a state, what a checkpoint holds of them.
 
-    Args:
-        logits: (B, S, V), any floating dtype; the loss is computed in float32.
-        targets: (B, S) int64, `IGNORE` where there is none.
-
-    Example:
-        >>> round(float(token_loss(torch.zeros(1, 2, 4), torch.tensor([[3, IGNORE]]))), 4)
-        1.3863
-    """
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-
-
-class Stepper:
-    """A model with its optimizer, ready to take steps.
+    The optimizer is AdamW (Loshchilov and Hutter 2019); it decays matrices and leaves norms alone.
 
     Args:
         config: The run; its dtype must be resolved ("auto" is not a dtype).
         vocab_size: V.
         ranks: Who takes the steps together; by default this process alone.
-
-    Example:
-        >>> from attnspan.train.packing import Corpus, pack_once
-        >>> config = TrainConfig(
-        ...     dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, hidden=16,
-        ...     seq_len=8, batch_size=1, compile=False, dtype="float32", attention="sdpa",
-        ... )
-        >>> [batch] = pack_once(Corpus.from_documents([[1, 2]], end=3, num_bytes=2), seq_len=8, batch_size=1)
-        >>> stepper = Stepper(config, vocab_size=4)
-        >>> first = stepper.step(batch, 0).loss
-        >>> stepper.step(batch, 1).loss < first
-        True
     """
 
     def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
         self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
-        self._dealer = Dealer(config, ranks)
-        # The same weights on all ranks; those that are sharded are parts of these.
-        torch.manual_seed(config.seed)
-        self.model = Decoder(config, vocab_size)
-        if config.compile:
-            self.model.compile_blocks()
-        if ranks.everyone is not None and config.fsdp:
-            self.model.shard(ranks.everyone)
-        self.optimizer = build_optimizer(self.model, config)
+        self.model = build_model(config, vocab_size, ranks)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}]
+        groups.append({"params": vectors, "weight_decay": 0.0})
+        self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
-    def deal(self, batch: Batch) -> Share:
-        """What this rank computes of a batch.
-
-        Args:
-            batch: Packed rows, the same on all ranks of the replica.
-        """
-        return self._dealer.deal(batch)
-
-    def loss(self, share: Share, observer: Observer = UNOBSERVED) -> Tensor:
-        """Summed loss of this rank's targets.
-
-        Args:
-            share: What `deal` returned.
-            observer: Told of the forward pass.
-        """
+    def loss(self, part: Part, observer: Any = UNOBSERVED) -> Tensor:
+        """Summed loss of this rank's targets."""
+        part = self.ranks.place(part)
         with observer.phase("forward"):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-                logits = self.model(share.tokens, share.positions, share.mask)
-            return token_loss(logits, share.targets)
+            return token_loss(self.model(part.tokens, part.positions, part.mask), part.targets)
 
-    def step(self, batch: Batch, index: int, observer: Observer = UNOBSERVED) -> StepResult:
-        """Forward, backward, clip, update.
+    def step(self, batch: Batch, index: int, observer: Any = UNOBSERVED) -> StepResult:
+        """Forward and backward of each micro-batch, clip, update.
 
         Args:
-            batch: Packed rows of this rank's replica.
+            batch: This rank's.
             index: Steps taken before this one; it sets the learning rate.
-            observer: Told of the phases.
+            observer: Told of the phases (`Unobserved`).
         """
-        start = time.perf_counter()
-        lr = learning_rate(index, self.config)
+        start, config, ranks = time.perf_counter(), self.config, self.ranks
+        lr = learning_rate(index, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        share = self.deal(batch)
-        targets, pairs = self.ranks.sum([share.num_targets, share.pairs])
-        part = token_mean(self.loss(share, observer), int(targets))
-        with observer.phase("backward"):
-            torch.autograd.backward(part)
-        self._sum_gradients(observer)
+        tokens, targets, pairs = ranks.sum([batch.tokens, batch.targets, batch.pairs])
+        loss = torch.zeros((), device=ranks.device)
+        for part in batch.parts:
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(part is batch.parts[-1])
+            share = token_mean(self.loss(part, observer), round(targets))
+            with observer.phase("backward"):
+                torch.autograd.backward(share)
+            loss += share.detach()
+        if ranks.everyone is not None and not config.fsdp:  # Sharded parameters have it done during backward.
+            with observer.phase("communication"):
+                sum_gradients(self.model.parameters(), ranks.everyone)
         with observer.phase("optimizer"):
-            grad_norm = self._clip()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        loss, memory = self.ranks.sum([part.item(), float(peak_memory())])
-        tokens = batch.tokens.numel() * self.ranks.dp
-        seconds = time.perf_counter() - start
-        flops = step_flops(self.model, tokens, round(pairs))
-        return StepResult(loss, grad_norm, lr, tokens, seconds, flops, memory)
-
-    def _sum_gradients(self, observer: Observer) -> None:
-        """Over ranks, unless sharded parameters have it done already, during backward."""
-        if self.ranks.everyone is not None and not self.config.fsdp:
-            with observer.phase("communication"):
-                sum_gradients(self.model.parameters(), self.ranks.everyone)
-
-    def _clip(self) -> float:
-        """Clip the gradient of all ranks together; its norm before that."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total, memory = ranks.sum([loss.item(), float(ranks.peak_memory())])
+        flops = self.model.step_flops(round(tokens), round(pairs))
+        return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, flops, memory)
 
     def warm_up(self, batch: Batch) -> float:
-        """Compile by one forward and backward that changes no weight; seconds it took.
-
-        Args:
-            batch: Packed rows of the shape that training has.
-        """
+        """Forward and backward that change no weight; the first time they compile. Seconds they took."""
         start = time.perf_counter()
-        torch.autograd.backward(self.loss(self.deal(batch)))
+        for part in batch.parts:
+            torch.autograd.backward(self.loss(part))
         self.model.zero_grad(set_to_none=True)
         return time.perf_counter() - start
 
-    def bits_per_byte(self, batches: Sequence[Batch], num_bytes: int) -> float:
-        """Bits that the model needs for a byte of the text of all replicas' batches.
+    def bits_per_byte(self, held_out: Corpus) -> float:
+        """Bits that the model needs for a byte of the text.
 
         Gradients stay enabled, although none is taken: turning them off would compile every block once more.
-
-        Args:
-            batches: Packed held-out rows of this rank's replica, of the shape that training has.
-            num_bytes: Bytes of text in those of all replicas.
         """
-        nats = math.fsum(self.loss(self.deal(batch)).item() for batch in batches)
+        config, rank = self.config, self.ranks.number
+        batches = (make_batch(config, [rows], rank) for rows in pack_once(held_out, **config.row_shape(rank)))
+        nats = math.fsum(self.loss(part).item() for batch in batches for part in batch.parts)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # What backward would do: gathered weights are let go.
-        return self.ranks.sum([nats])[0] / math.log(2) / num_bytes
+        return self.ranks.sum([nats])[0] / math.log(2) / held_out.num_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)

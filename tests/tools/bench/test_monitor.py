@@ -28,7 +28,7 @@ from attnspan.tools.bench.monitor.probes import AttentionTotals, CpuProbe, CudaP
 from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results
 from attnspan.torch import attention
 from attnspan.train.config import TrainConfig
-from attnspan.train.run import train
+from attnspan.train.train import train
 
 
 class World:
@@ -442,12 +442,24 @@ def config(tmp_path: Path) -> TrainConfig:
     return TrainConfig(**shape, **how, data=str(data), threads=1, checkpoint_every=2)
 
 
+def test_a_resumed_training_goes_on_in_the_record(config: TrainConfig, tmp_path: Path) -> None:
+    def watched(**resume: Any) -> list[dict[str, Any]]:
+        folder, quiet = tmp_path / "run", Console(file=io.StringIO())
+        train(config, folder, sample=0, observe=partial(observe, folder), console=quiet, **resume)
+        return journal(folder)
+
+    first, again = watched(), watched(resume=True, from_step=2)
+    assert [line["step"] for line in first] == [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[:2] == first[:2]
+    assert again[2]["seconds"] != first[2]["seconds"]
+
+
 def test_training_is_the_same_to_the_bit_whether_watched_or_not(config: TrainConfig, tmp_path: Path) -> None:
     scores = []
     for name, watched in (("watched", True), ("alone", False)):
         folder = tmp_path / name
         made, quiet = partial(observe, folder) if watched else None, Console(file=io.StringIO())
-        summary = train(config, folder, against_sdpa=False, observe=made, console=quiet)
+        summary = train(config, folder, sample=0, observe=made, console=quiet)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         scores.append((summary.bits_per_byte_end, [(line["loss"], line["grad_norm"]) for line in lines]))
     assert scores[0] == scores[1]

@@ -15,9 +15,10 @@ from attnspan.errors import OptionError
 from attnspan.tools.bench import training
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.training import measure_training, steps_peak, training_peak
+from attnspan.tools.bench.training_comparison import RowStepper as Stepper
 from attnspan.train.config import TrainConfig
-from attnspan.train.packing import Batch
-from attnspan.train.step import Stepper, StepResult
+from attnspan.train.data import Rows as Batch
+from attnspan.train.step import StepResult
 
 SHAPE: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
 HOW: dict[str, Any] = {"seq_len": 48, "batch_size": 2, "dtype": "float32", "compile": False, "threads": 1}
@@ -135,7 +136,7 @@ def test_the_peak_leaves_out_what_compiling_needed(
 def test_a_process_that_fails_says_why(tiny: Tiny) -> None:
     peak, trouble = training_peak(tiny(data="/nowhere"))
     assert peak is None
-    assert trouble.startswith("no peak memory: attnspan.train.errors.DataError: data: expected")
+    assert trouble.startswith("no peak memory: attnspan.train.config.DataError: data: expected")
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from attnspan.tools.bench.resident import forget_peak, resident_peak, trim
 from attnspan.tools.bench.results import TrainingCell
 from attnspan.tools.bench.statistics import Samples, paired
 from attnspan.tools.bench.timing import LEAST_ROUNDS, orders
+from attnspan.tools.bench.training_comparison import RowStepper as Stepper
 from attnspan.train.config import CHOICES, TrainConfig
-from attnspan.train.documents import load_data
-from attnspan.train.machine import faster_dtype
-from attnspan.train.packing import PackedStream
-from attnspan.train.step import Stepper
-from attnspan.train.vocabulary import load_vocabulary
+from attnspan.train.data import PackedStream
+from attnspan.train.documents import load_data, load_vocabulary
+from attnspan.train.parallelize import faster_dtype
 
 __all__ = ["measure_training", "steps_peak", "training_peak"]
 

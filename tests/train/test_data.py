@@ -1,20 +1,24 @@
-"""Packing loses nothing, mixes nothing, and can be taken up anywhere."""
+"""Packing loses nothing, mixes nothing, and can be taken up anywhere; workers and ranks change no row."""
 
 from __future__ import annotations
 
-import numpy as np
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnspan.train.packing import IGNORE, PADDING, Batch, Corpus, PackedStream, pack_once
+from attnspan.train.config import TrainConfig
+from attnspan.train.data import IGNORE, PADDING, Batches, PackedStream, Rows, pack_once, settle_strategy
+from attnspan.train.documents import Corpus
 
 END = 99
 documents = st.lists(st.lists(st.integers(0, 98), min_size=1, max_size=30), min_size=1, max_size=12)
 
 
-def pieces(batch: Batch) -> list[tuple[list[int], list[int]]]:
+def pieces(batch: Rows) -> list[tuple[list[int], list[int]]]:
     """(inputs, targets) of every segment, and all promises about a row checked on the way."""
     found = []
     for tokens, targets, ids, positions in zip(
@@ -35,7 +39,7 @@ def pieces(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 def corpus_of(texts: list[list[int]], close: bool = True) -> Corpus:
-    return Corpus.from_documents(texts, end=END, num_bytes=sum(map(len, texts)), close=close)
+    return Corpus.of(texts, end=END, num_bytes=sum(map(len, texts)), close=close)
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,11 +48,11 @@ def test_one_pass_predicts_every_token_once_and_in_order(
     texts: list[list[int]], seq_len: int, batch_size: int, close: bool
 ) -> None:
     corpus = corpus_of(texts, close)
-    batches = pack_once(corpus, seq_len=seq_len, batch_size=batch_size)
+    batches = list(pack_once(corpus, seq_len=seq_len, batch_size=batch_size))
     found = [piece for batch in batches for piece in pieces(batch)]
     predicted = [token for _, targets in found for token in targets]
     assert predicted == [token for text in texts for token in [*text, *([END] if close else [])]]
-    assert sum(batch.num_targets for batch in batches) == corpus.num_targets
+    assert sum(int((batch.targets != IGNORE).sum()) for batch in batches) == len(corpus.tokens) - len(texts)
     # Inputs are the targets one step earlier: an end marker where a document begins, else the token before.
     seen = [token for inputs, _ in found for token in inputs]
     assert seen == [token for text in texts for token in [END, *(text if close else text[:-1])]]
@@ -93,12 +97,54 @@ def test_an_epoch_has_every_document_once_and_the_next_has_another_order() -> No
     assert first != list(range(50)), "shuffled"
 
 
-def test_tokens_beyond_sixteen_bits_are_kept() -> None:
-    corpus = Corpus.from_documents([[70_000, 5]], end=100_000, num_bytes=2)
-    assert corpus.tokens.tolist() == [100_000, 70_000, 5, 100_000]
-    assert corpus.tokens.dtype == np.uint32
+@pytest.mark.parametrize("end", [65_534, 65_535, 100_000])
+def test_tokens_fit_their_type(end: int) -> None:
+    corpus = Corpus.of([[end - 1, 5]], end=end, num_bytes=2)
+    assert corpus.tokens.tolist() == [end, end - 1, 5, end]
 
 
-@pytest.mark.parametrize("end", [65_534, 65_535])
-def test_the_end_marker_fits_its_type(end: int) -> None:
-    assert Corpus.from_documents([[1]], end=end, num_bytes=1).tokens[0] == end
+CONFIG = TrainConfig(seq_len=24, batch_size=1, heads=4, kv_heads=2, head_dim=8, workers=0, dtype="float32")
+TEXTS = [[index] * (index % 30 + 1) for index in range(60)]
+
+
+# Torch starts its workers by fork, about which newer Pythons warn.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_workers_make_the_same_batches_in_the_same_order(workers: int, accumulate: int) -> None:
+    config, corpus = replace(CONFIG, accumulate=accumulate), corpus_of(TEXTS)
+    alone = list(Batches(config, corpus, 0, 5).loader())
+    ahead = list(Batches(replace(config, workers=workers), corpus, 0, 5).loader())
+    again = list(Batches(config, corpus, 0, 3, alone[1].place).loader())
+    for expected, found in (*zip(alone, ahead, strict=True), *zip(alone[2:], again, strict=True)):
+        assert found[1:] == expected[1:]
+        assert len(found.parts) == accumulate
+        for mine, whole in zip(found.parts, expected.parts, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine[:3], whole[:3], strict=True))
+            assert torch.equal(mine.mask.lowered.bounds, whole.mask.lowered.bounds)
+
+
+@pytest.mark.parametrize("method", ["balanced", "contiguous", "zigzag"])
+@pytest.mark.parametrize("strategy", ["auto", "exchange", "ring", "ulysses"])
+def test_ranks_share_the_rows_of_one(strategy: str, method: str) -> None:
+    config = replace(CONFIG, cp=2, dp=2, strategy=strategy, method=method)
+    corpus = corpus_of(TEXTS)
+    [whole] = Batches(replace(CONFIG, batch_size=2), corpus, 0, 1)
+    batches = [next(iter(Batches(config, corpus, rank, 1))) for rank in range(4)]
+    for name in ("tokens", "targets", "pairs"):
+        assert sum(getattr(batch, name) for batch in batches) == getattr(whole, name)
+    for rank, batch in enumerate(batches):
+        [part] = batch.parts
+        sent = pickle.loads(pickle.dumps(part))
+        assert sent.mask.layout == sent.shared.layout == part.shared.layout
+        rows = sent.shared["q_index"][0]
+        for mine, theirs in zip(part[:3], whole.parts[0][:3], strict=True):
+            assert torch.equal(mine[0][rows >= 0], theirs[rank // 2][rows[rows >= 0]])
+
+
+def test_auto_is_decided_once() -> None:
+    config = settle_strategy(replace(CONFIG, cp=2), corpus_of(TEXTS))
+    assert config.strategy in ("exchange", "ring", "ulysses")
+    assert settle_strategy(config, corpus_of(TEXTS)) is config
+    assert config.moved(cp=4).strategy == "auto", "other ranks decide anew"
+    assert config.moved(dp=1).strategy == config.strategy
