@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup train test test-all test-torch test-xla lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup needed train test test-all test-torch test-xla lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text, on two ranks, five to nine minutes"
@@ -23,7 +23,8 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): $(NATIVE)
+# What no package brings: checked before anything is fetched.
+needed:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "attnspan needs Python 3.11 or newer as '$(PYTHON)'. Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || { \
@@ -31,6 +32,8 @@ $(STAMP): $(NATIVE)
 	  echo "Debian, Ubuntu: sudo apt-get install g++    Fedora: sudo dnf install gcc-c++    macOS: xcode-select --install"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "Python's venv module is missing. Debian, Ubuntu: sudo apt-get install python3-venv"; exit 1; }
+
+$(STAMP): $(NATIVE) | needed
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
@@ -62,7 +65,7 @@ test-all: setup
 
 # The wheel is tied to no version of torch: .venv compiles it, and other environments install it. Where only Python
 # files have changed, nothing is compiled again.
-WHEEL = $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(1) .
+WHEEL = $(1)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(2)/wheel .
 INSTALL := -m pip install --quiet --disable-pip-version-check
 SOURCES := $(NATIVE) $(shell find src -name '*.py')
 
@@ -75,7 +78,7 @@ $(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
 	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo 'torch==$(TORCH)' >> $(TORCH_VENV)/constraints.txt
 	rm -rf $(TORCH_VENV)/wheel
-	$(call WHEEL,$(TORCH_VENV)/wheel)
+	$(call WHEEL,$(VENV),$(TORCH_VENV))
 	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt "$$(echo $(TORCH_VENV)/wheel/attnspan-*.whl)[dev]"
 	$(TORCH_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(TORCH_VENV)/wheel/attnspan-*.whl
 	@touch $@
@@ -85,16 +88,17 @@ test-torch: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest tests/interop $(ARGS)
 
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
+# Nothing of .venv is used: the wheel is made by the Python that installs it.
 XLA_VENV := .venv-xla
 XLA_TESTS := PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla
 
-$(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | setup
+$(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | needed
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 	  echo "PyTorch/XLA needs Python 3.11 to 3.13 as '$(PYTHON)'. Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_VENV)/bin/python $(INSTALL) --requirement constraints-xla.txt
 	rm -rf $(XLA_VENV)/wheel
-	$(call WHEEL,$(XLA_VENV)/wheel)
+	$(call WHEEL,$(XLA_VENV),$(XLA_VENV))
 	$(XLA_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(XLA_VENV)/wheel/attnspan-*.whl
 	@touch $@
 

@@ -18,7 +18,8 @@ def _public_modules():
     """Dotted names and files of the modules no part of whose name begins with an underscore."""
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = [x for x in path.relative_to(PACKAGE).with_suffix("").parts if x != "__init__"]
-        if not any(part.startswith("_") for part in parts):
+        # What a package of backends has inside is for its front end alone.
+        if not any(part.startswith("_") for part in parts) and "backends" not in parts[:-1]:
             yield ".".join(["attnspan", *parts]), path
 
 

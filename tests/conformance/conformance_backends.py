@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from conformance_cases import DTYPES, OPTIONS, Problem
 
-from attnspan.jax import _pallas_gpu, _pallas_tpu
+from attnspan.jax.backends import pallas_gpu, pallas_tpu
 from attnspan.kernels import cpu
 from attnspan.torch import attention
 
@@ -100,7 +100,7 @@ PARTS = (
     "dropout by seeds",
     "alibi, indices given",
 )
-#: What plain JAX computes by ways of its own; tests/jax/test_blockwise.py and test_math_jax.py have the rest.
+#: What plain JAX computes by ways of its own; tests/jax/testxla.py and test_math_jax.py have the rest.
 OF_JAX = ("none", "distance table", "everything, indices given", "dense, per key, one for all")
 
 #: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
@@ -131,7 +131,7 @@ BACKENDS = {
         shapes="once",
         programs=("alibi, indices given",),
         few_shapes=0,
-        within=partial(_pallas_tpu.interpreting, simulated=False),
+        within=partial(pallas_tpu.interpreting, simulated=False),
     ),
     "jax:pallas_gpu": Backend(
         partial(conformance_jax.run, "pallas_gpu"),
@@ -140,6 +140,6 @@ BACKENDS = {
         shapes="once",
         programs=("alibi, indices given", "dense, per key, one for all"),
         few_shapes=0,
-        within=_pallas_gpu.interpreted,
+        within=pallas_gpu.interpreted,
     ),
 }

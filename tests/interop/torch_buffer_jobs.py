@@ -13,13 +13,14 @@ import torch
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnspan.jax import _ffi, from_torch
+from attnspan.jax import from_torch
+from attnspan.jax.backends.cpu import register
 from attnspan.kernels import cpu
 
 
 def bare():
     """Messages of the handler itself."""
-    _ffi.register()
+    register()
     call = jax.ffi.ffi_call("attnspan_callback", jax.ShapeDtypeStruct((2,), "float32"))
 
     def message(**attributes):

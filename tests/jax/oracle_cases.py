@@ -9,7 +9,7 @@ from closeness import error
 
 from attnspan import reference
 from attnspan._dropout import dropout_seeds
-from attnspan.jax._contract import Operands, Static
+from attnspan.jax.backends import Operands, Static
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
 KINDS = {"alibi": ALIBI, "signed alibi": SIGNED_ALIBI, "table": DISTANCE, "dense": DENSE, "": 0}

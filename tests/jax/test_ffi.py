@@ -108,12 +108,12 @@ def test_several_kernels_of_one_program_share_its_threads():
 
 
 def test_same_bits_whoever_runs_the_loops(monkeypatch):
-    from attnspan.jax import _ffi
+    from attnspan.jax.backends import cpu
 
     q, k, v = _qkv(heads=4, length=200)
     results = []
     for own in (0, 2, 1):
-        monkeypatch.setattr(_ffi, "OWN_THREADS", own)
+        monkeypatch.setattr(cpu, "OWN_THREADS", own)
         jax.clear_caches()
         results.append(jax.value_and_grad(lambda q: (attention(q, k, v, mask=causal()) ** 2).sum())(q))
     jax.clear_caches()
@@ -150,7 +150,7 @@ def test_without_the_compiled_module_xla_code_runs():
 
 
 def test_masks_in_other_words_share_a_program():
-    from attnspan.jax._ops import attend
+    from attnspan.jax.rules import attend
 
     q, k, v = _qkv(length=21)
     attention(q, k, v, mask=window(3))

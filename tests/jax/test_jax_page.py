@@ -8,7 +8,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from attnspan.jax import _ops  # noqa: E402
+from attnspan.jax import backends  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text(encoding="utf-8")
 
@@ -26,4 +26,4 @@ def test_the_examples_run_one_after_the_other() -> None:
 
 def test_the_table_has_every_back_end() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert sorted(rows) == sorted(_ops.MODULES)
+    assert sorted(rows) == sorted(backends.MODULES)

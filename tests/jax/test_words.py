@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnspan import _dropout
-from attnspan.jax import _words
+from attnspan.jax import dropout
 
 WORD = 2**32 - 1
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF]
@@ -22,7 +22,7 @@ def test_philox_on_random_words():
     words = np.random.default_rng(0).integers(0, 2**32, (6, 4096))
     want = _dropout.philox(tuple(words[:4]), tuple(words[4:]))
     given = [jnp.asarray(word.astype(np.uint32)) for word in words]
-    got = jax.jit(_words.philox)(tuple(given[:4]), tuple(given[4:]))
+    got = jax.jit(dropout.philox)(tuple(given[:4]), tuple(given[4:]))
     for left, right in zip(got, want, strict=True):
         assert left.dtype == jnp.uint32
         np.testing.assert_array_equal(np.asarray(left).astype(np.int64), right)
@@ -32,14 +32,14 @@ def test_philox_on_random_words():
 def test_seeds_of_batch_rows_and_heads(seed):
     want = _dropout.dropout_seeds(seed, 3, 5)
     low, high = _pair(np.int64(seed))
-    np.testing.assert_array_equal(_words.split_seeds(low, high, 3, 5), _pair(want))
+    np.testing.assert_array_equal(dropout.split_seeds(low, high, 3, 5), _pair(want))
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.999999])
 def test_kept_of_every_seed_and_index(p):
     seeds = np.random.default_rng(1).integers(-(2**63), 2**63, (2, 3))
     seeds[0] = SEEDS[:3]
-    got = jax.jit(lambda s, i, j: _words.kept(p, s, i, j))(_pair(seeds), INDICES[None], INDICES[None])
+    got = jax.jit(lambda s, i, j: dropout.kept(p, s, i, j))(_pair(seeds), INDICES[None], INDICES[None])
     want = _dropout.kept(p, seeds, INDICES[None].astype(np.int64), INDICES[None].astype(np.int64))
     np.testing.assert_array_equal(got, want)
 
@@ -51,5 +51,5 @@ def test_kept_by_tiles_and_batch_rows():
     rows, keys = random.integers(-(2**31), 2**31, (2, 70)), random.integers(-(2**31), 2**31, (2, 90))
     want = _dropout.kept(0.3, seeds, rows, keys)
     assert 0.6 < want.mean() < 0.8
-    tile = _words.kept(0.3, _pair(seeds), jnp.int32(rows[:, 10:40]), jnp.int32(keys[:, 33:]))
+    tile = dropout.kept(0.3, _pair(seeds), jnp.int32(rows[:, 10:40]), jnp.int32(keys[:, 33:]))
     np.testing.assert_array_equal(tile, want[:, :, 10:40, 33:])

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import DtypeError, ShapeError, expect
-from ..jax import _ffi
-from ..jax._varying import axes_of, axes_of_types, spread
+from ..jax.backends.cpu import register as register_targets
+from ..jax.varying import axes_of, axes_of_types, spread
 from ..kernels import cpu
 from ._convert import TYPES, as_arguments, check_layout, check_width, jax_dtype, torch_dtype
 
@@ -238,7 +238,7 @@ def _by_callback(*arrays: Any, function: _Function, results: Sequence[Any]) -> l
 def _lower_to_buffers(ctx: Any, *operands: Any, function: _Function, results: Sequence[Any]) -> Any:
     if cpu.core is None:
         return _lower_to_callback(ctx, *operands, function=function, results=results)
-    _ffi.register()
+    register_targets()
     cpu.core.set_xla_callback(_on_buffers)
     # The executable itself holds what it is made with, and no cache on disk takes it.
     ctx.module_context.add_host_callback(function)

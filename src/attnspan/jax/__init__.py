@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import _needs as _needs  # isort: skip  (first: without JAX it says what to install)
 from ..kernels import Explanation as Explanation
-from . import _pytrees as _pytrees  # registers the masks
-from ._attention import attention as attention
-from ._choice import SlowPathWarning as SlowPathWarning
-from ._dpa import dot_product_attention as dot_product_attention
-from ._explain import explain as explain
-from ._ops import SAVE_NAMES as SAVE_NAMES
-from ._options import dropout_seeds as dropout_seeds
+from ..kernels import SlowPathWarning as SlowPathWarning
+from .attention import attention as attention
+from .attention import explain as explain
+from .drop_in import dot_product_attention as dot_product_attention
+from .dropout import dropout_seeds as dropout_seeds
+from .rules import SAVE_NAMES as SAVE_NAMES
 
 if TYPE_CHECKING:
     from ..interop.from_torch import from_torch as from_torch

@@ -14,7 +14,11 @@ from typing import Any
 from ..call import Call, Problem
 from ..errors import BackendError, OptionError
 
-__all__ = ["Choice", "Explanation", "choose"]
+__all__ = ["Choice", "Explanation", "SlowPathWarning", "choose"]
+
+
+class SlowPathWarning(UserWarning):
+    """Attention runs on a slower backend than its device has."""
 
 
 @dataclass(frozen=True)

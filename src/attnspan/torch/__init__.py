@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
 from ..kernels import Explanation as Explanation
-from ._attention import SlowPathWarning as SlowPathWarning
+from ..kernels import SlowPathWarning as SlowPathWarning
 from ._attention import attention as attention
 from ._explain import explain as explain
 from ._module import Attention as Attention

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._mistakes import refuse_keywords
 from ..call import Call
-from ..kernels import Choice, choose, cpu
+from ..kernels import Choice, SlowPathWarning, choose, cpu
 from ..kernels import math as math_kernel
 from ..masks import Mask, Prepared, full
 from ..options import NO_OPTIONS, Bias, Given, Keywords
@@ -27,10 +27,6 @@ AnyMask = Mask | Prepared | Spans | ShardedMask
 
 _FULL = full()
 _warned: set[str] = set()
-
-
-class SlowPathWarning(UserWarning):
-    """Attention runs on a slower backend than its device has."""
 
 
 @overload

@@ -1,6 +1,6 @@
 """attnspan for PyTorch/XLA: the same attention on XLA tensors, lazily, compiled, and sharded by SPMD."""
 
 from . import _needs as _needs  # isort: skip  (first: without PyTorch/XLA it says what to install)
-from ._attention import attention as attention
+from .attention import attention as attention
 
 __all__ = ["attention"]

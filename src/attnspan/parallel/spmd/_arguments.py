@@ -9,7 +9,7 @@ from jax import Array
 
 from ..._mistakes import not_a_mask
 from ...errors import DtypeError, OptionError, ShapeError, expect
-from ...jax._sharded import ShardedMask
+from ...jax.front import ShardedMask
 from ...masks import Mask
 from ...options import Given
 from ...spans import Spans

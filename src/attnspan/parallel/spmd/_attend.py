@@ -12,11 +12,8 @@ from jax import numpy as jnp
 
 from ...call import Call, Problem
 from ...errors import ShapeError
-from ...jax._choice import choose_backend, static_for
-from ...jax._contract import MaskWords
-from ...jax._front import JaxFront, operands_of, static_of
-from ...jax._ops import module_of
-from ...jax._words_of_masks import words_of
+from ...jax.backends import MaskWords, choose_backend, module_of, static_for, words_of
+from ...jax.front import JaxFront, operands_of, static_of
 from ...masks import Prepared
 from ...options import Given
 from ._arguments import check_given, check_placed, check_rows

@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from ...jax._contract import Operands
-from ...jax._ops import SAVE_NAMES
+from ...jax.backends import Operands
+from ...jax.rules import SAVE_NAMES
 from ...options import DENSE, DISTANCE
 from ._axes import Axes
 from ._device import Done, Inputs, Work, backward, forward

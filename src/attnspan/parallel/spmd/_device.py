@@ -15,9 +15,8 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from ...jax._batching import batched
-from ...jax._contract import Operands, Static
-from ...jax._ops import MODULES, first_order
+from ...jax.backends import MODULES, Operands, Static
+from ...jax.rules import batched, first_order
 from ._axes import Axes
 from ._exchange import fetch, give_back, shift
 from ._route import Route

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...call import LAYOUTS
 from ...errors import OptionError
-from ...jax._sharded import ShardedMask
+from ...jax.front import ShardedMask
 from ...masks import Mask
 from ...spans import Spans
 from ..choose import Choice

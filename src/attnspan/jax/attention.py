@@ -1,0 +1,182 @@
+"""The public ``attention`` and ``explain`` of JAX: one call, the choice of its backend, the program."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from jax import Array
+
+from .._mistakes import refuse_keywords
+from ..call import Call, check_keywords, forwards_to
+from ..errors import DtypeError, expect
+from ..kernels import Explanation
+from ..masks import Mask, Prepared, full
+from ..options import Bias, Given
+from ..spans import Spans
+from .backends import Static, branches_of, candidates, choice_of, static_for, warn_if_slow, words_of
+from .front import JaxFront, ShardedMask, operands_of, static_of
+from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
+from .rules import How, attend
+
+__all__ = ["attention", "explain"]
+
+Layout = Literal["bhsd", "bshd", "thd"]
+AnyMask = Mask | Prepared | Spans | ShardedMask
+
+_FULL = full()
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: AnyMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Bias | Array | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Array | None = None,
+    q_index: Array | None = None,
+    k_index: Array | None = None,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    backend: str | None = None,
+    **mistaken: Any,
+) -> Any:
+    """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
+
+    The same function as `attnspan.torch.attention`: masks, options, numbers. It works under jit, grad, vmap,
+    scan and remat; a mask may be an argument of a jitted function, and new ids compile nothing. On CPU,
+    "bshd", the layout of projections, is read without a copy.
+
+    Args:
+        q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
+        k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
+        v: Same layout, as many heads and rows as ``k``, head dim Dv.
+        mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
+            ``mask.prepare(...)``, or under jit by ``mask.spans(...)``. Over several devices, what `shard`
+            makes.
+        scale: Factor of the scores; 1/sqrt(D) by default.
+        softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
+        bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
+            a floating array of shape (B|1, Hq|1, Sq|1, Sk), which may lack axes in front; with gradients to
+            its arrays. A dense -inf hides its key; a row of nothing else has output 0.
+        sinks: Shape (Hq,), floating: logits that take part in each row's softmax without a value of their
+            own; with gradient.
+        dropout_p: Share of the weights to drop, in [0, 1), as a multiple of 2**-16; needs ``dropout_seed``.
+        dropout_seed: Integer of shape (), a typed key of two words, or uint32 (B, Hq, 2), as `dropout_seeds`
+            makes them. What is dropped depends on it, batch row, head and the global indices of query and key
+            alone, and is what PyTorch drops.
+        q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the
+            keys.
+        k_index: Shape (Sk,), ascending integers: global indices of the keys. With a mask that is already
+            lowered, both are read by ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape
+            (B, Sk) and any order.
+        layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
+        return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
+        backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
+        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
+
+    Returns:
+        The output in q's layout with head dim Dv; with ``return_lse`` also ``lse``, float32 (float64 for
+        float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd"; it counts sinks, and knows no
+        dropout. A row that may see nothing has output 0 and lse -inf, or its sink.
+
+    Raises:
+        ValueError: Shapes, devices, shardings or options do not fit; no backend can run the call.
+        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
+        NotImplementedError: A second derivative is asked of a kernel.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from attnspan import causal, segments
+        >>> q, k, v = jnp.ones((1, 4, 6, 16)), jnp.ones((1, 2, 6, 16)), jnp.ones((1, 2, 6, 16))
+        >>> ids = jnp.array([[0, 0, 0, 1, 1, 1]])
+        >>> attention(q, k, v, mask=causal() & segments(ids)).shape
+        (1, 4, 6, 16)
+    """
+    if mistaken:
+        refuse_keywords(attention, mistaken)
+    mask = _FULL if mask is None else mask
+    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
+    if isinstance(mask, ShardedMask):
+        return mask.attention(q, k, v, **asked, **given.keywords())
+    run: Any = partial(_run, **asked)
+    sharding = explicit_sharding(q)
+    if sharding is None:
+        return run(q, k, v, mask, given)
+    check_sharding(layout, q=q, k=k, v=v)
+    check_devices(q, k, v, mask, given)
+    return in_auto_mode(run, sharding, layout, return_lse)(q, k, v, mask, given)
+
+
+def _lowered(
+    front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
+) -> tuple[Call, Static]:
+    """A call, checked, and the part of it that a program is compiled for; the front has q, k and v."""
+    call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
+    words = words_of(mask, call.problem, given.q_index is None and given.k_index is None)
+    return call, static_of(call, words, want_lse)
+
+
+def _run(
+    q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
+) -> Any:
+    front = JaxFront()
+    call, static = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
+    if backend is not None and not is_traced(*front.inputs):
+        choice_of(call.problem, static, backend)  # The platform is known: what does not run there raises now.
+    warn_if_slow(call.problem, static, backend)
+    branches = branches_of(call.problem, static, backend)
+    static = static_for([branch.backend for branch in branches], static)
+    how = How(static, branches, "bhsd" if layout == "bhsd" else "bshd")
+    out, lse = attend(*front.inputs, operands_of(call), how)
+    if layout == "thd":
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_lse else out
+
+
+@forwards_to(attention)
+def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
+    """Say what `attention` would do with the same arguments, without doing it.
+
+    Args:
+        q, k, v, **options: As for `attention`, with values. A mask made by `shard` has an ``explain`` of its
+            own.
+
+    Raises:
+        ValueError: As `attention` would, and for arrays that are being traced.
+        TypeError: As `attention` would.
+
+    Example:
+        >>> from attnspan import causal
+        >>> x = jax.numpy.ones((1, 2, 4, 8))
+        >>> explain(x, x, x, mask=causal(), backend="math").coverage
+        0.625
+    """
+    check_keywords(explain, options)
+    asked = {**(attention.__kwdefaults__ or {}), **options}
+    mask, scale, layout, return_lse, backend = (
+        asked.pop(name) for name in ("mask", "scale", "layout", "return_lse", "backend")
+    )
+    wanted, got = (
+        "the mask of a call on one device",
+        f"{type(mask).__name__}, which spreads a call over a mesh",
+    )
+    remedy, single = "Call sharded.explain() of what shard(...) made", not isinstance(mask, ShardedMask)
+    expect(single, "explain: mask", wanted, got, remedy, error=DtypeError)
+    mask = _FULL if mask is None else mask
+    call, static = _lowered(JaxFront(), q, k, v, mask, Given(**asked), scale, layout, return_lse)
+    p, bounds = call.problem, call.bounds
+    remedy, got = "Call it outside of jit, with arrays of the same shapes", "ones that are being traced"
+    expect(not is_traced(bounds), "explain", "arrays whose values can be read", got, remedy)
+    cost = int(Spans(np.asarray(bounds), p.k_len).cost().sum())  # NumPy always has 64 bits.
+    pairs = cost * (p.batch // bounds.shape[0]) * (p.q_heads // bounds.shape[1])
+    chosen = choice_of(p, static, backend).name
+    backends = candidates(static, unasked=backend is None)
+    return Explanation.of(call, backends, chosen, backend is not None, pairs)

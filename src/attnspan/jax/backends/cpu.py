@@ -1,0 +1,118 @@
+"""The backend "cpu": the compiled CPU kernel as XLA custom calls, on XLA's buffers and threads."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ... import _dropout as dropout
+from ...call import Problem
+from ...kernels import cpu
+from ..varying import axes_of, spread
+from . import Gradients, Operands, Static, result_dtype
+
+#: Takes q, k, v in either order of heads and rows, without a copy.
+LAYOUTS = ("bhsd", "bshd")
+
+# Bits of the attribute `given`, as csrc/xla.cc reads them.
+_BITS = {"bias": 1, "sinks": 2, "seeds": 4, "q_index": 8, "k_index": 16}
+_DLSE, _WANT_DBIAS = 32, 64
+
+#: 0 runs on XLA's threads; else on as many of the process's own, as torch's calls do. There is no difference
+#: that could be measured (docs/performance.md).
+OWN_THREADS = 0
+
+_registered = False
+
+
+def supports(problem: Problem, static: Static) -> str | None:
+    """None, or why the compiled kernel cannot run the problem."""
+    del static
+    return cpu.supports(problem)
+
+
+def forward(
+    q: Array, k: Array, v: Array, given: Operands, static: Static, layout: str = "bhsd"
+) -> tuple[Array, Array]:
+    """Out in the layout of q, and lse (B, H, Sq)."""
+    batch, heads, q_len = q.shape[:3] if layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), result_dtype(q, static))
+    lse = jax.ShapeDtypeStruct((batch, heads, q_len), np.float32)
+    arrays, bits = _arrays(given)
+    return _call("attnspan_forward", (out, lse), (q, k, v, given.bounds, *arrays), static, layout, bits)  # type: ignore[return-value]
+
+
+def backward(
+    dout: Array,
+    dlse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    given: Operands,
+    out: Array,
+    lse: Array,
+    static: Static,
+    want_dbias: bool,
+    layout: str = "bhsd",
+) -> Gradients:
+    """Gradients in the layout of q."""
+    arrays, bits = _arrays(given)
+    results = [jax.ShapeDtypeStruct(x.shape, result_dtype(x, static)) for x in (q, k, v)]
+    if want_dbias and given.bias is not None:
+        bits |= _WANT_DBIAS
+        results.append(jax.ShapeDtypeStruct(given.bias.shape, np.float32))
+    if given.sinks is not None:
+        results.append(jax.ShapeDtypeStruct(given.sinks.shape, np.float32))
+    if dlse is not None:
+        bits |= _DLSE
+        arrays = (*arrays, dlse)
+    operands = (dout, q, k, v, out, lse, given.bounds, *arrays)
+    found = list(_call("attnspan_backward", tuple(results), operands, static, layout, bits))
+    dsinks = found.pop() if given.sinks is not None else None
+    dbias = found.pop() if bits & _WANT_DBIAS else None
+    dq, dk, dv = found
+    return dq, dk, dv, dbias, dsinks
+
+
+def _arrays(given: Operands) -> tuple[tuple[Array, ...], int]:
+    """The arrays that are there, in the order of their bits."""
+    there = {name: getattr(given, name) for name in _BITS if getattr(given, name) is not None}
+    return tuple(there.values()), sum(_BITS[name] for name in there)
+
+
+def _call(
+    target: str,
+    results: tuple[Any, ...],
+    operands: tuple[Array, ...],
+    static: Static,
+    layout: str,
+    given: int,
+) -> tuple[Array, ...]:
+    register()
+    if 0 in operands[0].shape:  # No query, so nothing has a value or a gradient.
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in results)
+    axes = axes_of(*operands)
+    call = jax.ffi.ffi_call(target, results)
+    found: tuple[Array, ...] = call(  # type: ignore[assignment]
+        *spread(operands, axes),
+        scale=np.float32(static.scale),
+        softcap=np.float64(static.softcap),
+        bias_kind=np.int64(static.bias_kind),
+        dropout_threshold=np.int64(dropout.threshold(static.dropout_p) if static.dropout_p else 0),
+        given=np.int64(given),
+        bshd=np.int64(layout == "bshd"),
+        own_threads=np.int64(OWN_THREADS),
+    )
+    varying: tuple[Array, ...] = spread(tuple(found), axes)
+    return varying
+
+
+def register() -> None:
+    """Make the targets of the compiled module known to XLA."""
+    global _registered
+    if not _registered:
+        for name, handler in cpu.core.xla_handlers().items():
+            jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        _registered = True

@@ -1,0 +1,110 @@
+"""Backend "cudnn": NVIDIA's kernels, by `jax.nn.dot_product_attention`, for the few masks that they have.
+
+They give no lse that could be used: the one that JAX returns is rounded to q's dtype, and its gradient is
+dropped. So a call that asks for the lse goes elsewhere, and JAX differentiates its own function.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from ...call import Problem
+from . import Operands, Static
+
+#: JAX differentiates `forward` itself; there is no `backward` here.
+OWN_DERIVATIVE = True
+
+#: It has kernels for the masks that words say.
+READS_MASK = True
+
+MAX_HEAD_DIM = 128
+_WIDE_HEAD_DIM = 256  # from Hopper on
+
+
+def supports(problem: Problem, static: Static) -> str | None:
+    """None, or why cuDNN cannot run the problem."""
+    if problem.device != "gpu":
+        return f"it runs on GPUs, not on {problem.device}"
+    return _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
+
+
+def _lacks_option(static: Static) -> str | None:
+    lacks = {
+        "its lse is rounded to q's dtype and has no gradient": static.want_lse,
+        "it has no softcap": static.softcap,
+        "it has no position biases, and takes no dense bias that hides keys": static.bias_kind,
+        "it has no sinks": static.sinks,
+        "its dropout drops other weights": static.dropout_p,
+    }
+    return next((reason for reason, asked in lacks.items() if asked), None)
+
+
+def _lacks_mask(problem: Problem, static: Static) -> str | None:
+    if static.mask is None:
+        return "it needs a mask that is known when the call is traced: full, causal, or a window"
+    window, lengths = window_of(static), f"{problem.q_len} queries, {problem.k_len} keys"
+    if window is None:
+        return "its masks are full, causal, and windows without keys ahead"
+    # It counts from the first key; the last ones are the same where there are as many queries as keys.
+    differ = window[0] and problem.q_len != problem.k_len
+    return f"it aligns the first query and key, not the last: {lengths}" if differ else None
+
+
+def _lacks_size(problem: Problem) -> str | None:
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim != problem.v_dim:
+        return f"it takes one head dim for keys and values, not {problem.head_dim} and {problem.v_dim}"
+    if problem.head_dim % 8:
+        return f"it takes head dims that are multiples of 8, not {problem.head_dim}"
+    most = _WIDE_HEAD_DIM if _is_hopper() else MAX_HEAD_DIM
+    if problem.head_dim > most:
+        return f"it takes head dims up to {most} on this device, not {problem.head_dim}"
+    return "it takes no empty arrays" if min(problem.batch, problem.q_len, problem.k_len) == 0 else None
+
+
+def window_of(static: Static) -> tuple[bool, int | None] | None:
+    """The mask as cuDNN has it: whether it is causal, and how many keys before itself a query sees.
+
+    None where it is another mask.
+    """
+    if static.mask is None or static.mask == ("full",) or static.mask == ("window", None, None):
+        return None if static.mask is None else (False, None)
+    if static.mask == ("causal",):
+        return True, None
+    _, left, right = static.mask
+    assert not isinstance(left, str), static.mask
+    return (True, left) if right == 0 else None
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
+) -> tuple[jax.Array, None]:
+    """Out, differentiably by JAX, of a call that `supports` takes; no lse. The mask is that of ``static``."""
+    mask = window_of(static)
+    assert mask is not None, static.mask
+    assert all(x is None for x in (given.bias, given.sinks, given.seeds)), "options that would be ignored"
+    causal, left = mask
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    given_mask: Any = {"is_causal": causal, "local_window_size": None if left is None else (left, 0)}
+    out = jax.nn.dot_product_attention(q, k, v, scale=static.scale, implementation="cudnn", **given_mask)
+    return out.swapaxes(1, 2), None
+
+
+@cache
+def _is_hopper() -> bool:
+    """Whether the devices are Hopper or later, as JAX asks; not where there are none."""
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return False
+    major, _, _ = str(getattr(device, "compute_capability", "0")).partition(".")
+    return int(major) >= 9
+
+
+@cache
+def _missing() -> str | None:
+    there = any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin"))
+    return None if there else "JAX has no CUDA here: install jax[cuda13]"

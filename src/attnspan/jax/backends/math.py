@@ -1,0 +1,128 @@
+"""Backend "math": attention as plain JAX code, every score stored, every derivative there.
+
+Memory is O(q_len * k_len), so this is the backend for derivatives of higher order and forward mode. A NaN or
+inf of a key, a query or an incoming gradient reaches only what may see it.
+
+Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..._biases import HIDES
+from ..._dropout import scale_of_kept
+from ...call import Problem
+from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+from ..dropout import kept
+from . import Operands, Static, result_dtype
+from .products import pair_product, row_product
+from .tiles import capped, illegal_rows, positions_of
+
+#: JAX differentiates `forward` itself: there is no `backward` here.
+OWN_DERIVATIVE = True
+
+
+def supports(problem: Problem, static: Static) -> str | None:
+    """None: plain code runs everything that passed validation."""
+    del problem, static
+    return None
+
+
+def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tuple[Array, Array]:
+    """See `attnspan.jax.backends`; differentiable to any order and in both modes, bias and sinks too."""
+    batch, q_heads, q_len, _ = q.shape
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    fold = _Fold(q_heads, k.shape[1], q_len)
+    visible_bhms = fold(_visible(given.bounds, k.shape[2]))
+    scores_bhms = pair_product(fold(q.astype(wide) * static.scale), k.astype(wide), visible_bhms)
+    scores_bhms, _ = capped(scores_bhms, static.softcap)
+    base_bhm1: Any = 0
+    if static.bias_kind and k.shape[2]:
+        bias_bhms, base_bhm1, visible_bhms = _bias(given, static, fold, visible_bhms, wide)
+        scores_bhms = scores_bhms + bias_bhms
+    sink_bhm1 = None
+    if given.sinks is not None:
+        sink_bhm1 = fold(given.sinks.astype(wide)[None, :, None, None]) - base_bhm1
+    weights_bhms, lse_bhm1 = _softmax(jnp.where(visible_bhms, scores_bhms, -jnp.inf), visible_bhms, sink_bhm1)
+    if static.dropout_p:
+        assert given.seeds is not None, "dropout needs seeds"
+        positions = positions_of(given, q_len, k.shape[2])
+        keep_bhms = fold(kept(static.dropout_p, given.seeds, *positions))
+        weights_bhms = jnp.where(keep_bhms, weights_bhms * scale_of_kept(static.dropout_p), 0)
+    out_bhme = row_product(weights_bhms, v.astype(wide), visible_bhms)
+    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, static))
+    illegal = illegal_rows(given.bounds, k.shape[2])
+    lse = jnp.where(illegal, jnp.nan, (lse_bhm1 + base_bhm1).reshape(batch, q_heads, q_len))
+    return jnp.where(illegal[..., None], jnp.nan, out), lse
+
+
+class _Fold:
+    """(B|1, Hq|1, Sq|1, n) as (B|1, Hkv, m, n): query heads of one group become rows."""
+
+    def __init__(self, q_heads: int, kv_heads: int, q_len: int) -> None:
+        self.heads, self.kv_heads, self.rows = q_heads, kv_heads, q_len
+
+    def __call__(self, x: Array) -> Array:
+        x = jnp.broadcast_to(x, (x.shape[0], self.heads, self.rows, x.shape[3]))
+        return x.reshape(x.shape[0], self.kv_heads, self.heads // self.kv_heads * self.rows, x.shape[3])
+
+
+def _softmax(scores: Array, visible: Array, sink: Array | None) -> tuple[Array, Array]:
+    """The weights of each row, and the logarithm of its sum of exponentials."""
+    # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
+    top = lax.stop_gradient(scores).max(-1, keepdims=True, initial=-jnp.inf)
+    if sink is not None:
+        top = jnp.maximum(top, lax.stop_gradient(sink))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if sink is not None:
+        total = total + jnp.exp(sink - top)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    # Masked once more: with one NaN a row has nothing else, and would give it to keys that it does not see.
+    weights = jnp.where(visible, weights / total, 0)
+    return weights, jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def _visible(bounds: Array, k_len: int) -> Array:
+    """The dense mask, (B|1, Hq|1, Sq, Sk)."""
+    keys = jnp.arange(k_len, dtype=jnp.int32)
+    lo, hi = bounds[..., :1], bounds[..., 1:]
+    return ((lo <= keys) & (keys < hi)).any(-2)
+
+
+def _bias(
+    given: Operands, static: Static, fold: _Fold, visible: Array, wide: Any
+) -> tuple[Array, Array, Array]:
+    """What is added to the scores, (B|1, Hkv, m, Sk), less each row's largest one; that; and what is visible.
+
+    A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
+    the lse.
+    """
+    kind, bias, k_len = static.bias_kind, given.bias, visible.shape[3]
+    assert bias is not None, "a kind of bias needs its parameter"
+
+    def largest(x: Array) -> Array:
+        top = jnp.where(visible, lax.stop_gradient(x), -jnp.inf).max(-1, keepdims=True)
+        return jnp.where(top == -jnp.inf, 0, top)
+
+    if kind == DENSE:
+        bias_bhms = fold(bias.astype(wide))
+        visible = visible & ~(bias_bhms < HIDES)
+        return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
+    queries, keys = positions_of(given, fold.rows, k_len)
+    distance = keys[:, None, :] - queries[:, :, None]
+    if kind == DISTANCE:
+        reach = bias.shape[1] // 2
+        values = bias[:, jnp.clip(distance, -reach, reach) + reach].swapaxes(0, 1)
+        bias_bhms = fold(values.astype(wide))
+        return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
+    assert kind in (ALIBI, SIGNED_ALIBI), kind
+    factor = fold((distance if kind == SIGNED_ALIBI else -jnp.abs(distance))[:, None].astype(wide))
+    slope = fold(bias[:, :, None, None].astype(wide))
+    origin = jnp.where(slope < 0, -largest(-factor), largest(factor))
+    base = jnp.where(visible.any(-1, keepdims=True), slope * origin, 0)  # whatever the slope of no key is
+    return slope * (factor - origin), base, visible

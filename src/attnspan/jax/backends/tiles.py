@@ -1,0 +1,130 @@
+"""What backends share, of a tile of scores or of all of them: softcap, dropout, derivatives, bounds."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._dropout import scale_of_kept
+from ..dropout import row_words
+from . import Operands, Static
+
+#: Kernels for devices compute powers of two: their scores and lse are in units of log2.
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+
+
+class InBlocks:
+    """What is cut into tiles of ``block_q`` queries and ``block_k`` keys."""
+
+    q_len: int
+    k_len: int
+    block_q: int
+    block_k: int
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.k_len // self.block_k)
+
+
+def capped(x: Any, softcap: float) -> tuple[Any, Any]:
+    """The softcapped scores, and their derivative; None for 1."""
+    if not softcap:
+        return x, None
+    t = jnp.tanh(x / softcap)
+    y = softcap * t
+    if softcap > 1e4:  # Far below the cap tanh changes nothing, but the quotient may underflow.
+        y = jnp.where(jnp.abs(x) < 1e-4 * softcap, x, y)
+    return y, 1 - t * t
+
+
+def scores_of_products(products: Any, static: Static) -> tuple[Any, Any]:
+    """Scores of q . k in units of log2, and their derivative by scaled products; None for 1."""
+    if not static.softcap:
+        return products * np.float32(static.scale * LOG2E), None
+    t = jnp.tanh(products * np.float32(static.scale / static.softcap))
+    return t * np.float32(static.softcap * LOG2E), 1 - t * t
+
+
+def gradients_of_scores(
+    weights: Any, dweights: Any, common: Any, static: Static, *, visible: Any, keep: Any, slope: Any
+) -> tuple[Any, Any, Any]:
+    """The backward pass of a tile; see `attnspan.reference.backward` for the formulas.
+
+    Args:
+        weights: Of the softmax; anything where ``visible`` is False.
+        dweights: dout . v of each pair.
+        common: What the pairs of a row share: dlse minus the row's sum of dout * out.
+        static: The numbers of the call.
+        visible: Which pairs are seen; None for all.
+        keep: Which weights dropout keeps; None for all.
+        slope: Derivative of the softcap; None for 1.
+
+    Returns:
+        The weights that met the values, and the gradients of the scores after and before the softcap.
+    """
+    met = weights
+    if keep is not None:
+        factor = np.asarray(scale_of_kept(static.dropout_p), weights.dtype)
+        dweights, met = jnp.where(keep, dweights * factor, 0), jnp.where(keep, weights * factor, 0)
+    dx = weights * (dweights + common)
+    if visible is not None:
+        dx, met = jnp.where(visible, dx, 0), jnp.where(visible, met, 0)
+    ds = dx if slope is None else dx * slope
+    if visible is not None and slope is not None:
+        ds = jnp.where(visible, ds, 0)  # The slope of a hidden score may be NaN.
+    return met, dx, ds
+
+
+def common_of(dout: Any, out: Any, dlse: Any, alive: Any, wide: Any = jnp.float32) -> Any:
+    """What the gradients of a row's scores share: dlse minus the sum of dout * out, (B, H, Sq).
+
+    Of rows that see nothing, where ``alive`` is False, dout is not read.
+    """
+    common = jnp.where(alive, -(dout.astype(wide) * out.astype(wide)).sum(-1), 0)
+    return common if dlse is None else common + dlse.astype(wide)
+
+
+def sinks_gradient(sinks: Any, lse: Any, common: Any) -> Any:
+    """A sink is a key without a value: its weight times what its row's weights share."""
+    if sinks is None:
+        return None
+    sinks = sinks.astype(common.dtype)[:, None]
+    weight = jnp.where((sinks == -jnp.inf) | jnp.isnan(lse), 0, jnp.exp(sinks - lse))
+    return jnp.where(weight == 0, 0, weight * common).sum((0, 2))
+
+
+def positions_of(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, jax.Array]:
+    """Global indices of queries (B|1, Sq) and keys (B|1, Sk), int32."""
+    queries, keys = given.q_index, given.k_index
+    if queries is None:
+        queries = jnp.arange(k_len - q_len, k_len, dtype=jnp.int32)[None]
+    return queries, jnp.arange(k_len, dtype=jnp.int32)[None] if keys is None else keys
+
+
+def words_of_rows(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, jax.Array]:
+    """The two words of each query row that dropout hashes with its keys, uint32 (B, Hq, Sq)."""
+    assert given.seeds is not None, "dropout needs seeds"
+    rows = positions_of(given, q_len, k_len)[0]
+    return row_words(given.seeds[..., :1], given.seeds[..., 1:], rows[:, None, :])
+
+
+def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:
+    """Which rows (B|1, H|1, Sq) hold a span outside of the keys, or one that does not follow those before."""
+    lo, hi = bounds[..., 0], bounds[..., 1]
+    filled = lo < hi
+    end = lax.cummax(jnp.where(filled, hi, 0), axis=3)
+    before = jnp.pad(end, ((0, 0), (0, 0), (0, 0), (1, 0)))[..., :-1]
+    return ((lo < 0) | (lo > hi) | (hi > k_len) | (filled & (lo < before))).any(-1)
+
+
+def legal(bounds: jax.Array, k_len: int) -> jax.Array:
+    """Bounds whose illegal rows see nothing, marked by spans [-1, -1); empty spans of others are [0, 0)."""
+    found = jnp.where((bounds[..., 0] < bounds[..., 1])[..., None], bounds, 0)
+    return jnp.where(illegal_rows(bounds, k_len)[..., None, None], -1, found)

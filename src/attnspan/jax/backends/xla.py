@@ -1,0 +1,265 @@
+"""Backend "xla": attention by blocks in plain JAX, O(S) memory, on any device that XLA compiles for.
+
+FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithms 1 and 2) as loops of XLA: over blocks of queries, and
+within one over those blocks of keys that some of its rows see. How many those are is read from the bounds
+while the program runs, so a mask costs what it shows. All batch rows and heads share a tile.
+
+A NaN or inf reaches the rows that see its key, and others of the same tile; keys that no row of a tile sees
+do not matter to it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._biases import HIDES
+from ..._dropout import scale_of_kept
+from ...call import Problem
+from ...options import DENSE
+from ..varying import axes_of, spread
+from . import Gradients, Operands, Static, result_dtype
+from .tiles import capped, common_of, gradients_of_scores, illegal_rows, sinks_gradient
+from .xla_bias import Bias, bias_of
+from .xla_tiles import (
+    Keys,
+    Rows,
+    Sizes,
+    add_block,
+    grouped,
+    kept_of,
+    keys_of,
+    rows_of,
+    sizes_of,
+    ungrouped,
+)
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+#: Up to this size a float of an lse is as precise as weights are.
+_MOST_LSE = 128.0
+
+
+def supports(problem: Problem, static: Static) -> str | None:
+    """None, or why this backend cannot run a call: it runs all of them."""
+    del static
+    return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
+) -> tuple[jax.Array, jax.Array]:
+    """See `attnspan.jax.backends`."""
+    batch, q_heads, q_len, _ = q.shape
+    wide = _wide(q)
+    out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), result_dtype(q, static))
+    lse = jnp.full(out.shape[:3], -jnp.inf, wide)
+    if given.sinks is not None:
+        lse = jnp.broadcast_to(given.sinks.astype(wide)[:, None], lse.shape)
+    if lse.size and k.shape[2]:
+        loops = _Loops(q, k, v, given, static)
+        body = loops.forward_rows
+        start = (grouped(out, loops.sizes), grouped(lse, loops.sizes))
+        out, lse = map(ungrouped, loops.run(loops.sizes.q_blocks, body, start))
+    illegal = illegal_rows(given.bounds, k.shape[2])
+    return jnp.where(illegal[..., None], jnp.nan, out), jnp.where(illegal, jnp.nan, lse)
+
+
+def backward(
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    given: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    static: Static,
+    want_dbias: bool,
+) -> Gradients:
+    """See `attnspan.jax.backends`."""
+    wide = _wide(q)
+    alive = (given.bounds[..., 0] < given.bounds[..., 1]).any(-1)
+    common = common_of(dout, out, dlse, alive, wide)
+    dsinks = sinks_gradient(given.sinks, lse, common)
+    want_dbias = want_dbias and static.bias_kind != 0
+    if not (lse.size and k.shape[2]):
+        dbias = jnp.zeros(given.bias.shape, wide) if want_dbias and given.bias is not None else None
+        dq, dk, dv = (jnp.zeros(x.shape, result_dtype(x, static)) for x in (q, k, v))
+        return dq, dk, dv, dbias, dsinks
+    loops = _Loops(q, k, v, given, static)
+    rest = tuple(grouped(x, loops.sizes) for x in (dout, lse, common))
+    dbias = loops.bias.zeros() if want_dbias and loops.bias is not None else None
+    turned = (jnp.zeros(loops.k_t.shape, wide), jnp.zeros(loops.v_t.shape, wide))
+    start = (jnp.zeros(loops.q.shape, result_dtype(q, static)), *turned, dbias)
+    dq, dk_t, dv_t, dbias = loops.run(
+        loops.sizes.q_blocks, lambda i, state: loops.backward_rows(i, state, *rest), start
+    )
+    if dbias is not None and loops.bias is not None:
+        dbias = loops.bias.finish(dbias)
+    dk = (dk_t * static.scale).astype(result_dtype(k, static))
+    dv = dv_t.astype(result_dtype(v, static))
+    return ungrouped(dq), dk.swapaxes(2, 3), dv.swapaxes(2, 3), dbias, dsinks
+
+
+def _wide(q: jax.Array) -> Any:
+    return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+
+
+class _Given(NamedTuple):
+    """A block of queries and what comes back to it; `_t` has rows along the last axis.
+
+    A weight is exp(x - top) * factor.
+    """
+
+    rows: Rows
+    q: jax.Array
+    q_t: jax.Array
+    dout: jax.Array
+    dout_t: jax.Array
+    top: jax.Array
+    factor: jax.Array
+    common: jax.Array
+
+
+class _Loops:
+    """The bodies of both loops over blocks of queries, and of those over blocks of keys within."""
+
+    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static) -> None:
+        self.sizes: Sizes = sizes_of(q, k)
+        self.q, self.k, self.v = grouped(q, self.sizes), k, v
+        # Turned once and for all: turning blocks, or worse tiles, in the loops costs as much as a product.
+        self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
+        self.given, self.static = given, static
+        self.axes = axes_of(q, k, v, given)
+        self.wide = _wide(q)
+        # Weights and their gradients fit bfloat16's range, but not float16's.
+        self.narrow = q.dtype if q.dtype == jnp.bfloat16 else self.wide
+        self.bias: Bias | None = bias_of(given, static, self.sizes, self.wide)
+
+    def run(self, blocks: Any, body: Any, start: Any) -> Any:
+        """A loop over blocks; all that it carries varies, inside `shard_map`, as the arguments do."""
+        return lax.fori_loop(jnp.int32(0), jnp.int32(blocks), body, spread(start, self.axes))
+
+    def product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        """A product of two tiles, summed in float32 or wider."""
+        precision = lax.Precision.DEFAULT if self.narrow == jnp.bfloat16 else lax.Precision.HIGHEST
+        a, b = a.astype(self.narrow), b.astype(self.narrow)
+        return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.wide)
+
+    def scores(self, q: jax.Array, rows: Rows, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The scores of a tile, which pairs it sees, and the derivative of the softcap."""
+        raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
+        x, slope = capped(raw, self.static.softcap)
+        visible = keys.visible
+        if self.bias is not None:
+            bias = self.bias.tile(rows, keys)
+            x = x + bias
+            if self.static.bias_kind == DENSE:
+                visible = visible & ~(bias < HIDES)
+        return x, visible, slope
+
+    def block(self, x: jax.Array, keys: Keys, axis: int) -> jax.Array:
+        """A block of keys or values, with 0 for those that no row of the tile sees, whatever they hold."""
+        seen = keys.seen[..., None] if axis == 2 else keys.seen[:, :, None]
+        return jnp.where(seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.block_k, axis), 0)
+
+    def forward_rows(self, i: jax.Array, state: Any) -> Any:
+        """Attend from the i-th block of queries."""
+        out, lse = state
+        rows = rows_of(i, self.given, self.static, self.sizes)
+        q = lax.dynamic_slice_in_dim(self.q, rows.start, self.sizes.block_q, 3)
+        sums = jnp.zeros((*q.shape[:4], self.v.shape[3]), self.wide)
+        top, total, sums = self.run(
+            rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (*self.no_keys(q), sums)
+        )
+        factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
+        sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
+        logs = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
+        return self.write_rows(out, sums, rows), self.write_rows(lse, logs[..., 0], rows)
+
+    def no_keys(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The maximum and the sum of a block's rows before the first key: those of the sink."""
+        top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
+        if self.given.sinks is None:
+            return top, total
+        sinks = self.given.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
+        return jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
+
+    def sums_of_tile(self, state: Any, rows: Rows, keys: Keys, q: jax.Array) -> Any:
+        """The maximum and the sum with one tile more; its weights, and what becomes of those so far."""
+        top, total = state
+        x, visible, _ = self.scores(q, rows, keys)
+        x = jnp.where(visible, x, -jnp.inf)
+        new_top = jnp.maximum(top, x.max(-1, keepdims=True))
+        # A row that has seen nothing yet: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
+        finite_top = jnp.where(new_top == -jnp.inf, 0, new_top)
+        weights, fade = jnp.exp(x - finite_top), jnp.exp(top - finite_top)
+        return (new_top, total * fade + weights.sum(-1, keepdims=True)), weights, fade
+
+    def forward_tile(self, t: jax.Array, state: Any, rows: Rows, q: jax.Array) -> Any:
+        """One step of the online softmax; `top` is subtracted from all scores so far."""
+        *state, sums = state
+        keys = keys_of(t, rows, self.given, self.sizes)
+        (new_top, total), weights, fade = self.sums_of_tile(state, rows, keys, q)
+        if self.static.dropout_p:
+            weights = jnp.where(kept_of(rows, keys, self.static), weights, 0)
+        sums = sums * fade + self.product("bhgmn,bhne->bhgme", weights, self.block(self.v, keys, 2))
+        return new_top, total, sums
+
+    def backward_rows(
+        self, i: jax.Array, state: Any, dout: jax.Array, lse: jax.Array, common: jax.Array
+    ) -> Any:
+        """Add what the i-th block of queries contributes to every gradient."""
+        dq, *rest = state
+        rows = rows_of(i, self.given, self.static, self.sizes)
+        q, dout, lse, common = (
+            lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
+            for x in (self.q, dout, lse[..., None], common[..., None])
+        )
+        # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
+        q, dout = jnp.where(rows.alive, q, 0), jnp.where(rows.alive, dout, 0)
+        top, factor = self.normalizers(rows, q, lse)
+        given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), top, factor, common)
+        start = (jnp.zeros(q.shape, self.wide), *rest)
+        block, *rest = self.run(rows.blocks, lambda t, s: self.backward_tile(t, s, given), start)
+        block = (block * self.static.scale).astype(dq.dtype)
+        return self.write_rows(dq, block, rows), *rest
+
+    def normalizers(self, rows: Rows, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What makes weights of scores: the lse, or sums anew where it is too large to tell weights apart."""
+        large = rows.alive & (jnp.abs(lse) > _MOST_LSE) & jnp.isfinite(lse)
+
+        def tile(t: jax.Array, state: Any) -> Any:
+            keys = keys_of(t, rows, self.given, self.sizes)
+            return self.sums_of_tile(state, rows, keys, q)[0]
+
+        top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(q))
+        return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1)
+
+    def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:
+        """Add what one tile contributes."""
+        dq, dk_t, dv_t, dbias = state
+        rows = given.rows
+        keys = keys_of(t, rows, self.given, self.sizes)
+        x, visible, slope = self.scores(given.q, rows, keys)
+        weights = jnp.exp(x - given.top) * given.factor
+        dweights = self.product("bhgme,bhen->bhgmn", given.dout, self.block(self.v_t, keys, 3))
+        keep = kept_of(rows, keys, self.static) if self.static.dropout_p else None
+        rest: Any = {"visible": visible, "keep": keep, "slope": slope}
+        met, dx, ds = gradients_of_scores(weights, dweights, given.common, self.static, **rest)
+        if dbias is not None and self.bias is not None:
+            dbias = self.bias.add(dbias, rows, keys, dx)
+        dq = dq + self.product("bhgmn,bhnd->bhgmd", ds, self.block(self.k, keys, 2))
+        dk_t = add_block(dk_t, self.product("bhgdm,bhgmn->bhdn", given.q_t, ds), keys.start, 3)
+        dv_t = add_block(dv_t, self.product("bhgem,bhgmn->bhen", given.dout_t, met), keys.start, 3)
+        return dq, dk_t, dv_t, dbias
+
+    def write_rows(self, x: jax.Array, block: jax.Array, rows: Rows) -> jax.Array:
+        """`x` (B, Hkv, G, Sq, ...) with a block of queries in it, but for rows of the block before."""
+        if rows.own is not None:
+            old = lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
+            own = rows.own.reshape(-1, *[1] * (x.ndim - 4))
+            block = jnp.where(own, block, old)
+        return lax.dynamic_update_slice_in_dim(x, block, rows.start, 3)

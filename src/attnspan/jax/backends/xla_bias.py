@@ -1,0 +1,175 @@
+"""Biases of the blockwise backend, tile by tile, and their gradients.
+
+A bias has `tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty
+gradient, which `add(gradient, rows, keys, dx)` adds a tile to; and `finish(gradient)`, which has the shape of
+the parameter.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+from . import Operands, Static
+from .xla_tiles import Keys, Rows, Sizes, add_block, grouped, take, ungrouped
+
+
+class Bias(Protocol):
+    """What the loops ask of a bias."""
+
+    def tile(self, rows: Rows, keys: Keys) -> jax.Array: ...
+    def zeros(self) -> jax.Array: ...
+    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array: ...
+    def finish(self, gradient: jax.Array) -> jax.Array: ...
+
+
+def bias_of(given: Operands, static: Static, sizes: Sizes, wide: Any) -> Bias | None:
+    """The bias of a call, computed in `wide`."""
+    if static.bias_kind == 0:
+        return None
+    assert given.bias is not None, "a kind of bias needs its parameter"
+    if static.bias_kind == DENSE:
+        return _Dense(given.bias, sizes, wide)
+    if static.bias_kind == DISTANCE:
+        placed = given.q_index is not None or given.k_index is not None
+        return _Table(given.bias, sizes, wide) if placed else _Diagonals(given.bias, sizes, wide)
+    assert static.bias_kind in (ALIBI, SIGNED_ALIBI), static.bias_kind
+    return _Slopes(given.bias, sizes, wide, signed=static.bias_kind == SIGNED_ALIBI)
+
+
+def _distance(rows: Rows, keys: Keys) -> jax.Array:
+    """(B|1, m, n)."""
+    return keys.indices[:, None, :] - rows.indices[:, :, None]
+
+
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The sum over the axes that have one element in `shape`."""
+    return x.sum([axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+
+
+class _Slopes:
+    """ALiBi: a slope (B|1, Hkv, G) times a function of the distance."""
+
+    def __init__(self, slopes: jax.Array, sizes: Sizes, wide: Any, *, signed: bool) -> None:
+        self.slopes = grouped(slopes[..., None, None].astype(wide), sizes)
+        self.shape, self.signed = slopes.shape, signed
+
+    def _factor(self, rows: Rows, keys: Keys) -> jax.Array:
+        distance = _distance(rows, keys)[:, None, None]
+        return (distance if self.signed else -jnp.abs(distance)).astype(self.slopes.dtype)
+
+    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+        return self.slopes * self._factor(rows, keys)
+
+    def zeros(self) -> jax.Array:
+        return jnp.zeros_like(self.slopes)
+
+    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+        return gradient + _sum_to(dx * self._factor(rows, keys), gradient.shape)
+
+    def finish(self, gradient: jax.Array) -> jax.Array:
+        return gradient.reshape(self.shape)
+
+
+class _Dense:
+    """Values (B|1, Hkv|1, G|1, Sq|1, Sk)."""
+
+    def __init__(self, values: jax.Array, sizes: Sizes, wide: Any) -> None:
+        self.shape, self.wide, self.sizes = values.shape, wide, sizes
+        self.values = grouped(values, sizes)
+
+    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+        block = take(self.values, rows.start, self.sizes.block_q, 3)
+        return take(block, keys.start, self.sizes.block_k, 4).astype(self.wide)
+
+    def zeros(self) -> jax.Array:
+        return jnp.zeros(self.values.shape, self.wide)
+
+    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+        lead = self.values.shape[:4]
+        block = _sum_to(dx, (*lead, dx.shape[4]))
+        start = [jnp.int32(0)] * 3 + [rows.start if lead[3] > 1 else jnp.int32(0), keys.start]
+        old = lax.dynamic_slice(gradient, start, block.shape)
+        return lax.dynamic_update_slice(gradient, old + block, start)
+
+    def finish(self, gradient: jax.Array) -> jax.Array:
+        return gradient.reshape(self.shape)
+
+
+class _Table:
+    """Values by distance (Hq, 2L + 1) where indices are given: every pair looks up its own."""
+
+    def __init__(self, table: jax.Array, sizes: Sizes, wide: Any) -> None:
+        self.table, self.sizes = table.astype(wide), sizes
+
+    def _columns(self, rows: Rows, keys: Keys) -> jax.Array:
+        reach = self.table.shape[1] // 2
+        return jnp.clip(_distance(rows, keys), -reach, reach) + reach
+
+    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+        values = self.table[:, self._columns(rows, keys)]
+        return grouped(values.swapaxes(0, 1), self.sizes)
+
+    def zeros(self) -> jax.Array:
+        return jnp.zeros_like(self.table)
+
+    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+        columns = self._columns(rows, keys)
+        dx = _sum_to(dx, (columns.shape[0], *dx.shape[1:]))
+        return gradient.at[:, columns].add(ungrouped(dx).swapaxes(0, 1))
+
+    def finish(self, gradient: jax.Array) -> jax.Array:
+        return gradient
+
+
+class _Diagonals:
+    """Values by distance where indices count: a diagonal of a tile has one value, and nothing is looked up.
+
+    Distances run from 1 - k_len to q_len - 1. A vector of period m + n, laid out in rows of m + n - 1, moves
+    one element to the right with every row: that is a tile by diagonals, and read backwards the sum of each.
+    """
+
+    def __init__(self, table: jax.Array, sizes: Sizes, wide: Any) -> None:
+        self.sizes, self.reach = sizes, table.shape[1] // 2
+        distance = np.arange(1 - sizes.k_len, sizes.q_len)
+        columns = np.clip(distance, -self.reach, self.reach) + self.reach
+        self.values = table.astype(wide)[:, columns].reshape(sizes.kv_heads, sizes.group, len(distance))
+
+    def _start(self, rows: Rows, keys: Keys) -> jax.Array:
+        """Where the distances of a tile begin: those of its last query and first key."""
+        return keys.start - rows.start + np.int32(self.sizes.q_len - self.sizes.block_q)
+
+    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+        m, n = self.sizes.block_q, self.sizes.block_k
+        values = lax.dynamic_slice_in_dim(self.values, self._start(rows, keys), m + n - 1, 2)
+        period = jnp.concatenate([values[..., m - 1 :], values[..., :1], values[..., : m - 1]], -1)
+        lead = values.shape[:2]
+        flat = jnp.broadcast_to(period[:, :, None], (*lead, m, m + n)).reshape(*lead, m * (m + n))
+        return flat[..., : m * (m + n - 1)].reshape(1, *lead, m, m + n - 1)[..., :n]
+
+    def zeros(self) -> jax.Array:
+        return jnp.zeros_like(self.values)
+
+    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+        m, n = self.sizes.block_q, self.sizes.block_k
+        lead = gradient.shape[:2]
+        wide = jnp.pad(dx.sum(0), [(0, 0)] * 3 + [(0, m - 1)]).reshape(*lead, m * (m + n - 1))
+        period = jnp.pad(wide, [(0, 0)] * 2 + [(0, m)]).reshape(*lead, m, m + n).sum(2)
+        sums = jnp.concatenate([period[..., n + 1 :], period[..., :n]], -1)
+        return add_block(gradient, sums, self._start(rows, keys), 2)
+
+    def finish(self, gradient: jax.Array) -> jax.Array:
+        """The sums by distance as sums by column, whose first and last take all that is further away."""
+        reach, zero = self.reach, self.sizes.k_len - 1  # the place of distance 0
+        gradient = gradient.reshape(-1, gradient.shape[2])
+        if reach == 0:
+            return gradient.sum(1, keepdims=True)
+        behind, ahead = min(reach - 1, zero), min(reach - 1, self.sizes.q_len - 1)
+        near = gradient[:, zero - behind : zero + ahead + 1]
+        near = jnp.pad(near, [(0, 0), (reach - 1 - behind, reach - 1 - ahead)])
+        first = gradient[:, : max(zero - reach + 1, 0)].sum(1, keepdims=True)
+        last = gradient[:, zero + reach :].sum(1, keepdims=True)
+        return jnp.concatenate([first, near, last], 1)

@@ -1,0 +1,188 @@
+"""A drop-in for ``jax.nn.dot_product_attention``.
+
+Axes as there: B batch, T queries, S keys, N query heads, K key heads, H head dim.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import is_bool
+from ..errors import DtypeError, ShapeError, expect
+from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
+from ..spans import Spans
+from .attention import attention
+
+__all__ = ["dot_product_attention"]
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """JAX's function of this name, with its top-left alignment of rows and keys, on attnspan's kernels.
+
+    Args:
+        query: Shape (B, T, N, H) or (T, N, H); floating.
+        key: Shape (B, S, K, H) or (S, K, H) with K a divisor of N; dtype of ``query``.
+        value: As ``key``; its head dim may be another one.
+        bias: Floating, broadcasts to (B, N, T, S), added to the scaled scores; differentiable. A -inf hides
+            its key, but that work is done nevertheless: prefer a mask there.
+        mask: Boolean, broadcasts to (B, N, T, S), True where a query may see a key; or a mask of attnspan. A
+            boolean array is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
+            Under ``jit`` its rows may have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)``
+            for more.
+        scale: Factor of the scores; 1/sqrt(H) by default.
+        is_causal: Query i sees keys 0..i, also where T != S.
+        query_seq_lengths: int32 (B,): queries from there on are padding; their output is 0.
+        key_value_seq_lengths: int32 (B,): keys from there on are padding that nobody sees.
+        local_window_size: (left, right), or one int for both: query i sees keys i - left to i + right.
+        implementation: Name of a backend of `attention`; None for the fastest that can run the call.
+        return_residual: Also return the logarithm of each row's sum of exponentials, without gradient.
+
+    Returns:
+        The output, in the shape of ``query`` with the head dim of ``value``; with ``return_residual`` also
+        the residual, (B, T, N) or (T, N), in the dtype of ``key``. A row that sees nothing has output 0 and
+        residual -inf.
+
+    What JAX's own function takes or gives otherwise:
+        A row that sees nothing has there the mean of all values and a large negative residual.
+        ``scale`` may be an array there; here multiply ``query`` by it.
+        ``bias`` may be of integers there; here convert it to a floating dtype.
+        A side of ``local_window_size`` may be negative there, which shifts the window off the diagonal; here
+        pass such a window as a boolean ``mask``.
+        ``implementation`` names its backends there, and those of `attention` here.
+
+    Raises:
+        ValueError: Sizes or options do not fit.
+        TypeError: Element types do not fit.
+
+    Example:
+        >>> q = jax.random.normal(jax.random.key(0), (1, 6, 4, 16))
+        >>> k = jax.random.normal(jax.random.key(1), (1, 8, 2, 16))
+        >>> ours = dot_product_attention(q, k, k, is_causal=True)
+        >>> bool(jnp.allclose(ours, jax.nn.dot_product_attention(q, k, k, is_causal=True), atol=1e-5))
+        True
+    """
+    q, k, v = (_four_dims(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    aligned = _aligned(is_causal, local_window_size)
+    wanted = "no is_causal and no local_window_size with a mask of attnspan"
+    remedy = "Combine masks with causal() & mask, and pass the result as mask"
+    expect(not (aligned and isinstance(mask, Mask | Spans)), "mask", wanted, "both", remedy)
+    padding = _padding(query_seq_lengths, key_value_seq_lengths, shape)
+    options: dict[str, Any] = {} if bias is None else {"bias": _bias(bias, shape)}
+    if aligned and shape[2] != shape[3]:
+        options["q_index"] = jnp.arange(shape[2], dtype=jnp.int32)
+    out: jax.Array
+    found = attention(
+        *(q, k, v),
+        mask=_joined([*_given(mask, shape), *aligned, *padding]),
+        scale=scale,
+        layout="bshd",
+        return_lse=return_residual,
+        backend=implementation,
+        **options,
+    )
+    out, lse = found if return_residual else (found, found)
+    lead = np.shape(query)[:-1]
+    out = out.reshape(*lead, out.shape[-1])
+    if not return_residual:
+        return out
+    residual: jax.Array = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(k.dtype)
+    return out, residual.reshape(lead)
+
+
+def _four_dims(name: str, x: Any) -> jax.Array:
+    known = isinstance(x, jax.Array | np.ndarray)
+    expect(known, name, "a JAX or NumPy array", type(x).__name__, "Convert it first", error=DtypeError)
+    wanted = "(batch, length, heads, head_dim) or (length, heads, head_dim)"
+    expect(x.ndim in (3, 4), name, wanted, f"shape {x.shape}", "Add or drop axes", error=ShapeError)
+    return jnp.asarray(x if x.ndim == 4 else x[None])
+
+
+def _aligned(is_causal: bool, local_window_size: int | tuple[int, int] | None) -> list[Mask]:
+    """The masks that compare row numbers with key numbers, both counted from 0."""
+    masks: list[Mask] = [causal()] if is_causal else []
+    if local_window_size is not None:
+        sides = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+        masks.append(window(*sides))
+    return masks
+
+
+def _padding(query_lengths: Any, key_lengths: Any, shape: tuple[int, ...]) -> list[Mask]:
+    batch, _, q_len, k_len = shape
+    masks = []
+    if query_lengths is not None:
+        lengths = _lengths("query_seq_lengths", query_lengths, batch)
+        ends = jnp.where(jnp.arange(q_len) < lengths[:, None], k_len, 0).astype(jnp.int32)
+        masks.append(spans(jnp.stack([jnp.zeros_like(ends), ends], -1)[:, None, :, None]))
+    if key_lengths is not None:
+        lengths = _lengths("key_value_seq_lengths", key_lengths, batch)
+        masks.append(key_padding(lengths.clip(0, k_len)))
+    return masks
+
+
+def _lengths(name: str, given: Any, batch: int) -> jax.Array:
+    x: jax.Array = jnp.asarray(given)
+    integers, remedy = jnp.issubdtype(x.dtype, jnp.integer), "Pass a length for each batch row"
+    expect(integers, name, "int32", str(x.dtype), "Convert it", error=DtypeError)
+    expect(x.shape == (batch,), name, f"({batch},)", f"shape {x.shape}", remedy, error=ShapeError)
+    return x
+
+
+def _given(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
+    if mask is None:
+        return []
+    if isinstance(mask, Mask | Spans):
+        return [mask]
+    known = isinstance(mask, jax.Array | np.ndarray) and is_bool(mask)
+    got = str(mask.dtype) if hasattr(mask, "dtype") else type(mask).__name__
+    wanted, remedy = (
+        "a boolean array or a mask of attnspan",
+        "Pass numbers that are added to the scores as bias",
+    )
+    expect(known, "mask", wanted, got, remedy, error=DtypeError)
+    return [from_dense(_whole("mask", mask, shape, (2, 3)))]
+
+
+def _bias(bias: Any, shape: tuple[int, ...]) -> jax.Array:
+    known = isinstance(bias, jax.Array | np.ndarray)
+    expect(known, "bias", "an array", type(bias).__name__, "Convert it first", error=DtypeError)
+    return _whole("bias", bias, shape, (3,))
+
+
+def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+    """`x` in four axes, those of `axes` in full, the others as they are."""
+    x = jnp.asarray(x)
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    fits = x.ndim == 4 and all(a in (1, b) for a, b in zip(x.shape, shape, strict=True))
+    wanted, remedy = (
+        f"a shape that broadcasts to (B, N, T, S) = {shape}",
+        "Its last axes are queries and keys",
+    )
+    expect(fits, name, wanted, f"{x.shape}", remedy, error=ShapeError)
+    size = tuple(full if i in axes else own for i, (own, full) in enumerate(zip(x.shape, shape, strict=True)))
+    return jnp.broadcast_to(x, size)
+
+
+def _joined(masks: list[Mask | Spans]) -> Mask | Spans:
+    if len(masks) == 1:
+        return masks[0]
+    joined: Mask = full()
+    for mask in masks:
+        joined = joined & (spans(mask) if isinstance(mask, Spans) else mask)
+    return joined

@@ -1,0 +1,131 @@
+"""What JAX adds to the checks of a call: arrays of NumPy, tracers, masks over meshes, pytrees."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .._mistakes import OneMask
+from .._pytrees import register_pytrees
+from ..arrays import own
+from ..call import Call, Front, lower_mask
+from ..errors import DtypeError
+from ..masks import Prepared
+from ..options import Given, Options
+from ..spans import Spans
+from . import dropout
+from .backends import MaskWords, Operands, Static
+from .placement import check_devices, check_sharding, is_traced, platform_of
+
+__all__ = ["JaxFront", "ShardedMask", "operands_of", "static_of"]
+
+
+def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+    jax.tree_util.register_pytree_node(cls, flatten, lambda context, children: unflatten(children, context))
+
+
+# Masks, spans and biases pass through jit, vmap and scan as arguments.
+register_pytrees(_register)
+jax.tree_util.register_dataclass(
+    Given,
+    data_fields=["bias", "sinks", "dropout_seed", "q_index", "k_index"],
+    meta_fields=["softcap", "dropout_p"],
+)
+
+
+class ShardedMask(OneMask):
+    """A mask together with which device holds which part of the problem: `attention` hands its calls to it.
+
+    `attnspan.jax.shard` makes one.
+    """
+
+    def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
+        """The result of `attnspan.jax.attention` for global arrays, with its keywords but ``mask``."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its parts are computed")
+
+
+class JaxFront(Front):
+    """Arrays of JAX or NumPy. The call is checked on the shapes of q, k and v in (B, H, S, D) order.
+
+    Attributes:
+        inputs: q, k and v as arrays of JAX, with a batch dim, else in the layout of the call.
+    """
+
+    expected = "a JAX or NumPy array"
+    convert = (
+        "Convert it by jnp.asarray (of a torch tensor: jax.dlpack.from_dlpack), or call the attention of its "
+        "own framework"
+    )
+    seed = "an integer array or a jax.random.key"
+    new_seed = "Pass another one for each layer and step, such as jax.random.fold_in(key, step)"
+    inputs: tuple[Array, Array, Array]
+
+    def takes(self, x: Any) -> bool:
+        return isinstance(x, jax.Array | np.ndarray)
+
+    def kind(self, x: Any) -> str:
+        return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
+
+    def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
+        q, k, v = map(jnp.asarray, (q, k, v))
+        _refuse_tensors(mask, given)
+        check_sharding(layout, q=q, k=k, v=v)
+        check_devices(q, k, v, mask, given)
+        self.device = platform_of(q, k, v)
+        return self.shapes(q, k, v, layout)
+
+    def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
+        """Keep the inputs, and return their shapes in (B, H, S, D) order: eager arrays are not transposed."""
+        self.inputs = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
+        order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
+        shapes: Any = [jax.ShapeDtypeStruct([x.shape[i] for i in order], x.dtype) for x in self.inputs]
+        return tuple(shapes)  # type: ignore[return-value]
+
+    def like(self, q: Any) -> Array:
+        del q
+        return self.inputs[0]
+
+    def lower_seed(self, seed: Any, batch: int, heads: int) -> Array:
+        dropout.check_seed(seed, (batch, heads, 2))
+        return dropout.lower_seed(seed, batch, heads)
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
+        if isinstance(mask, Prepared | Spans):
+            return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
+        # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
+        # program, where a constant of the size of the bounds would be copied into it.
+        like = self.inputs[0] if is_traced(self.inputs[0]) else None
+        return lower_mask(mask, q, k, given, like), given
+
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Array, None]:
+        del mask, q
+        return jnp.asarray(own(placed.lowered.bounds)), None
+
+
+def _refuse_tensors(mask: Any, given: Given) -> None:
+    """Raise where the mask or an option holds a torch tensor: JAX or NumPy would copy it without a word."""
+    torch = sys.modules.get("torch")
+    for name, x in (("mask", mask), *vars(given).items()) if torch is not None else ():
+        if x is not None and any(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(x)):  # type: ignore[union-attr]
+            wanted, got = "arrays of JAX or NumPy, as q, k and v", "a torch.Tensor"
+            remedy = "Convert it by jax.dlpack.from_dlpack, or call attnspan.torch.attention"
+            raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+
+
+def operands_of(call: Call) -> Operands:
+    """The arrays of a call other than q, k and v."""
+    o = call.options or Options()
+    return Operands(call.bounds, o.bias, o.sinks, o.dropout_seed, o.q_index, o.k_index)
+
+
+def static_of(call: Call, words: MaskWords | None, want_lse: bool = True, wide: bool = False) -> Static:
+    """The part of a call that a program is compiled for; `words` is the mask, where words say it."""
+    o, sinks = call.options or Options(), call.options is not None and call.options.sinks is not None
+    numbers = float(call.scale), float(o.softcap), o.bias_kind, float(o.dropout_p)
+    return Static(*numbers, words, want_lse, sinks, wide)

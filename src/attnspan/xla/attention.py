@@ -1,0 +1,148 @@
+"""The public ``attention`` on XLA tensors: lowering of the mask, specs of all tensors, the call."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import Call, check_keywords
+from ..errors import DeviceError, expect
+from ..masks import Prepared
+from ..options import Given, Options
+from ..torch import attention as torchs
+from ..torch._front import TorchFront, autocast, from_bhsd, to_bhsd
+from .lowering import lower_all
+from .ops import forward_op, split_seeds_op
+from .places import Places, places_of
+
+__all__ = ["attention"]
+
+_WORD = 0xFFFFFFFF
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    partition_spec: tuple[Any, ...] | None = None,
+    specs: Mapping[str, tuple[Any, ...]] | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attnspan.torch.attention` on XLA tensors, as a part of the XLA graph that torch_xla builds.
+
+    Arguments, results and their meaning are those of `attnspan.torch.attention`; here is what differs. Values
+    are not read when the graph is built, so what the others refuse by value (ids in more runs than promised,
+    illegal bounds) makes the rows concerned NaN. Calls that differ in values only share a trace.
+
+    With ``partition_spec`` each device computes its own batch rows and heads, and nothing of q, k and v is
+    gathered. Every other tensor (segment ids, bounds, biases, sinks, seeds, indices) is split as q is, on the
+    axes that it shares with q. Heads that share keys may be split further than the keys' heads.
+
+    Args:
+        q: Shape (B, Hq, Sq, D) in layout "bhsd"; on an XLA device.
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        mesh: A mesh of ``torch_xla.distributed.spmd``; by default the global one.
+        partition_spec: For each dim of q, a mesh axis by name or number, a tuple of them, or None. Batch and
+            heads may be split.
+        specs: Where other tensors than q, k and v lie, by name: keywords of this function, or names of the
+            mask's and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
+        **options: Keywords of `attnspan.torch.attention` but ``backend``. Arrays of the mask are XLA tensors
+            or of NumPy; the function of ``from_predicate`` is given XLA tensors. ``layout`` is also the order
+            of ``partition_spec``.
+
+    Returns:
+        The output in q's layout; with ``return_lse`` also ``lse``, shape (B, Hq, Sq), or (Hq, T) in "thd".
+
+    Raises:
+        ValueError: Shapes, devices, options or specs do not fit; a spec splits the sequence or the head dim.
+        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
+
+    Example:
+        >>> import torch, torch_xla
+        >>> from attnspan import causal, segments
+        >>> q, k = torch.randn(1, 4, 6, 16, device="xla"), torch.randn(1, 2, 6, 16, device="xla")
+        >>> ids = torch.tensor([[0, 0, 0, 1, 1, 1]], device="xla")
+        >>> attention(q, k, k, mask=causal() & segments(ids)).shape
+        torch.Size([1, 4, 6, 16])
+    """
+    check_keywords(attention, options)
+    return _run(_Front(mesh, partition_spec, specs or {}), q, k, v, **options)  # type: ignore[no-any-return]
+
+
+# What it takes, for `check_keywords` and its remedies.
+_OWN = attention.__kwdefaults__ or {}
+attention.__kwdefaults__ = {**(torchs.__kwdefaults__ or {}), **_OWN}
+del attention.__kwdefaults__["backend"]
+
+
+def _run(
+    front: "_Front",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    call = Call.of(front, q, k, v, Given(**options), mask=mask, scale=scale, layout=layout)
+    k, v, places = call.k, call.v, front.spots
+    if places is not None:
+        k, v = (_heads_for(x, places.head_parts) for x in (k, v))
+    o = call.options or Options()
+    seeds = None if o.dropout_seed is None else _seeds(o.dropout_seed, call.q)
+    given = (call.bounds, o.bias, o.sinks, seeds, o.q_index, o.k_index)
+    static = (float(call.scale), float(o.softcap), o.bias_kind, float(o.dropout_p))
+    out, lse = forward_op(call.q, k, v, *given, *static, "" if places is None else places.text())
+    return from_bhsd(out, lse, layout, return_lse)
+
+
+class _Front(TorchFront):
+    """XLA tensors, which lie where specs say."""
+
+    spots: Places | None = None
+
+    def __init__(self, mesh: Any, partition_spec: Any, specs: Mapping[str, tuple[Any, ...]]) -> None:
+        self.spec, self.specs = (mesh, partition_spec), specs
+
+    def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
+        del mask, given
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            got, remedy = f"one on {x.device}", 'Move it by .to("xla"), or call attnspan.torch.attention'
+            expect(x.device.type == "xla", name, "an XLA tensor", got, remedy, error=DeviceError)
+        self.spots = places_of(q, *self.spec, layout)
+        q, k, v = (to_bhsd(x, layout) for x in autocast(q, k, v))
+        return q, k, v
+
+    def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
+        given, placed = lower_all(mask, q, k, given, self.spots, self.specs)
+        return placed, given
+
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, None]:
+        del mask, q
+        return placed.lowered.bounds, None
+
+
+def _seeds(seed: Tensor, q: Tensor) -> Tensor:
+    """Low and high words of the seeds of batch rows and heads, as int32 of the same bits, (B, H, 2)."""
+    low = seed & _WORD
+    # torch_xla shifts as if it divided, and rounds negative numbers up: what it shifts must divide.
+    high = (seed - low) >> 32
+    low = low - ((low >> 31) << 32)
+    words = torch.stack([low, high], -1).to(torch.int32)
+    return split_seeds_op(words, q.shape[0], q.shape[1]) if seed.dim() == 0 else words
+
+
+def _heads_for(x: Tensor, parts: int) -> Tensor:
+    """Keys or values with each head repeated, so that every device has the heads that its queries use."""
+    heads = x.shape[1]
+    times = 1
+    while heads * times % parts != 0:
+        times += 1
+    return x if times == 1 else x.repeat_interleave(times, 1)

@@ -1,0 +1,155 @@
+"""From a mask and options as given to bounds and indices on XLA devices, each where its spec says."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
+from ..call import check_k_len, lower_mask
+from ..errors import DeviceError, DtypeError, OptionError, expect
+from ..masks import Prepared
+from ..options import Bias, Given
+from ..spans import Spans
+from .ops import lower_op, place_op
+from .places import Places, check_spec, default_spec, mesh_of, spec_text
+from .recipe import OpaqueError, encode
+
+__all__ = ["Specs", "lower_all"]
+
+Specs = Mapping[str, tuple[Any, ...]]
+
+#: Options that are tensors, by their keywords.
+_OPTIONS = ("sinks", "dropout_seed", "q_index", "k_index")
+
+
+def lower_all(
+    mask: Any, q: Tensor, k: Tensor, given: Given, places: Places | None, specs: Specs
+) -> tuple[Given, Prepared]:
+    """Lower the mask of a call, after its tensors and those of its options are where the specs say.
+
+    Args:
+        mask: A mask, prepared or not, or spans.
+        q: Shape (B, H, Sq, D).
+        k: Shape (B, Hkv, Sk, D).
+        given: The options.
+        places: How q is split.
+        specs: Specs by name, in place of those that follow from q's.
+
+    Returns:
+        The options with tensors in their places, and the mask as bounds with indices.
+
+    Raises:
+        OptionError: A spec does not fit, or has the name of no tensor of the call.
+        DeviceError: An array of the mask is on another device.
+    """
+    words, arrays, names = _worded(mask)
+    _check_names(specs, places, [*names, *_names(given)])
+    given = _place_options(given, places, specs)
+    if words == "":
+        return given, lower_mask(mask, q, k, given, like=q)
+    arrays = [_moved(x, name, q) for x, name in zip(arrays, names, strict=True)]
+    if places is not None:
+        arrays = [
+            _place(x, specs.get(name) or default_spec(x, places, name, q.shape[0], q.shape[1]), name, places)
+            for x, name in zip(arrays, names, strict=True)
+        ]
+    if isinstance(mask, (Prepared, Spans)):
+        return given, _fitting(mask, dict(zip(names, arrays, strict=True)), k.shape[2])
+    return given, _lower(words, arrays, q, k, given)
+
+
+def _worded(mask: Any) -> tuple[str, list[Any], list[str]]:
+    """The mask in words, or no words where it holds a function: that one is called on XLA tensors."""
+    if isinstance(mask, (Prepared, Spans)):
+        named = {"bounds": mask.bounds if isinstance(mask, Spans) else mask.lowered.bounds}
+        if not isinstance(mask, Spans):
+            named.update(q_index=mask.q_index, k_index=mask.k_index)
+        names = [name for name in named if named[name] is not None]
+        return "lowered", [named[name] for name in names], names
+    try:
+        return encode(mask)
+    except OpaqueError:
+        return "", [], []
+
+
+def _lower(words: str, arrays: list[Tensor], q: Tensor, k: Tensor, given: Given) -> Prepared:
+    q_len, k_len = q.shape[2], k.shape[2]
+    indices = [_moved(getattr(given, name), name, q) for name in ("q_index", "k_index")]
+    # An operator without tensors would have no device.
+    arrays = arrays or [torch.zeros((), dtype=torch.int32, device=q.device)]
+    bounds, *others = lower_op(arrays, words, [q_len, k_len, q.shape[0], q.shape[1]], *indices)
+    k_index = None if given.k_index is None else others.pop()
+    return Prepared(Spans(bounds, k_len), others[0] if others else None, k_index)
+
+
+def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
+    """A lowered mask with its arrays in their places."""
+    lowered = mask if isinstance(mask, Spans) else mask.lowered
+    check_k_len(lowered.k_len, k_len)
+    bare = isinstance(mask, Spans) or mask.bare
+    return Prepared(Spans(arrays["bounds"], k_len), arrays.get("q_index"), arrays.get("k_index"), bare)
+
+
+def _moved(x: Any, name: str, q: Tensor) -> Any:
+    """An array as an XLA tensor of a dtype that JAX has without 64 bits; any other value as it is."""
+    if isinstance(x, Tensor) and x.device != q.device:
+        wanted, remedy = f"device {q.device} (as q)", 'Move it by .to("xla")'
+        raise DeviceError(name, expected=wanted, got=str(x.device), remedy=remedy)
+    if not isinstance(x, (Tensor, np.ndarray)):
+        if is_array(x):
+            wanted, got = "an XLA tensor, or an array of NumPy", f"one of {arrays_for([x]).name}"
+            remedy = 'Convert it by torch.from_dlpack, and move it by .to("xla")'
+            raise DtypeError(f"mask: {name}", expected=wanted, got=got, remedy=remedy)
+        return x
+    if is_integer(x):
+        return TorchArrays(q.device).to_int32(x)
+    return torch.as_tensor(x, device=q.device) if is_bool(x) else x
+
+
+def _fields(bias: Any) -> list[str]:
+    """Names of the fields of a bias that has any."""
+    return [field.name for field in fields(bias)] if isinstance(bias, Bias) else []  # type: ignore[arg-type]
+
+
+def _names(given: Given) -> list[str]:
+    """Names of the tensors among the options."""
+    found = [name for name in _OPTIONS if getattr(given, name) is not None]
+    found += ["bias"] if isinstance(given.bias, Tensor) else []
+    return found + [name for name in _fields(given.bias) if isinstance(getattr(given.bias, name), Tensor)]
+
+
+def _check_names(specs: Specs, places: Places | None, known: list[str]) -> None:
+    """Raise for specs of tensors that the call does not have, and for specs without one of q."""
+    fits, remedy = not specs or places is not None, "Pass q's partition_spec first"
+    expect(fits, "specs", "partition_spec with it", "None", remedy)
+    for name in specs:
+        if name not in known:
+            wanted = f"tensors of this call ({', '.join(known) or 'it has none other than q, k, v'})"
+            remedy = "Name an array of the mask or the bias, or an option by its keyword"
+            raise OptionError("specs", expected=wanted, got=f"{name!r}", remedy=remedy)
+
+
+def _place_options(given: Given, places: Places | None, specs: Specs) -> Given:
+    """The options, where specs of their own say; without, they follow q when they are used."""
+    if places is None or not specs:
+        return given
+
+    def placed(x: Any, names: Any) -> dict[str, Any]:
+        return {name: _place(getattr(x, name), specs[name], name, places) for name in names if name in specs}
+
+    bias = given.bias
+    if isinstance(bias, Bias):
+        bias = replace(bias, **placed(bias, _fields(bias)))  # type: ignore[type-var]
+        return replace(given, bias=bias, **placed(given, _OPTIONS))
+    return replace(given, **placed(given, (*_OPTIONS, "bias")))
+
+
+def _place(x: Any, spec: Any, name: str, places: Places) -> Any:
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        return x
+    check_spec(f"specs: {name}", spec, x.dim(), mesh_of(places.key))
+    return place_op(x, places.key, spec_text(spec))

@@ -1,0 +1,160 @@
+"""The JAX functions that become a part of the XLA graph, and the call of one on XLA tensors.
+
+torch_xla keys what it has traced by the identity of the function, and keeps it forever. So each function here
+is made once for what is static about it, and its arguments are arrays only.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..options import DISTANCE
+
+if TYPE_CHECKING:
+    from ..jax.backends import Operands, Static
+
+__all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
+
+Program = Callable[..., Any]
+
+# torch_xla notes the arguments of a call on an object that all calls of one function share.
+_lock = threading.Lock()
+
+
+def call(program: Program, *args: Any) -> list[Tensor]:
+    """The results of a program of this module: lazy tensors, traced once for each set of shapes.
+
+    ``args`` are XLA tensors, None, or nested sequences of them.
+    """
+    import torch_xla.core.xla_builder as xb
+
+    with _lock, _wide(args):
+        return list(xb.call_jax(program, args))
+
+
+def shapes(program: Program, *args: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and names of the dtypes of a program's results; nothing is computed."""
+    jax = jax_of_xla()
+
+    def abstract(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return jax.ShapeDtypeStruct(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        return None if x is None else [abstract(part) for part in x]
+
+    with _wide(args):
+        results = jax.eval_shape(program, *map(abstract, args))
+    return [(result.shape, str(result.dtype)) for result in results]
+
+
+def jax_of_xla() -> Any:
+    """JAX, imported after torch_xla has its devices: the other way round, TPUs would be JAX's."""
+    from torch_xla._internal.jax_workarounds import jax_env_context, jax_import_guard
+
+    jax_import_guard()
+    with jax_env_context():
+        import jax
+
+        return jax
+
+
+def _wide(args: Sequence[Any]) -> Any:
+    """JAX's mode of 64 bits where a tensor has float64."""
+    flat = (x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,)))
+    if not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in flat):
+        return nullcontext()
+    jax_of_xla()
+    from jax.experimental import enable_x64  # type: ignore[attr-defined]
+
+    return enable_x64()
+
+
+@cache
+def lowering(recipe: str, sizes: tuple[int, int, int, int]) -> Program:
+    """Lower a mask: ``program(arrays, q_index, k_index)``.
+
+    Args:
+        recipe: The text of `attnspan.xla.recipe.encode`.
+        sizes: q_len, k_len, batch and heads.
+
+    Returns:
+        A function whose results are the bounds, the rows' indices where those are not the last of the keys,
+        and ``k_index`` where it is given.
+    """
+    from .recipe import decode
+
+    q_len, k_len, batch, heads = sizes
+
+    def program(arrays: Sequence[Any], q_index: Any, k_index: Any) -> list[Any]:
+        import jax.numpy as jnp
+
+        indices = {"q_index": q_index, "k_index": k_index}
+        like = jnp.zeros((), jnp.int32)
+        placed = decode(recipe, arrays).spans(q_len, k_len, batch=batch, heads=heads, like=like, **indices)
+        results = (placed.lowered.bounds, placed.q_index, placed.k_index)
+        return [jnp.asarray(x) for x in results if x is not None]
+
+    return program
+
+
+@cache
+def splitting(batch: int, heads: int) -> Program:
+    """The seeds of all batch rows and heads: ``program(words)``, int32 (2,) to int32 (B, H, 2)."""
+
+    def program(words: Any) -> list[Any]:
+        from jax.lax import bitcast_convert_type
+
+        from ..jax.dropout import split_seeds
+
+        low, high = bitcast_convert_type(words, "uint32")
+        return [bitcast_convert_type(split_seeds(low, high, batch, heads), "int32")]
+
+    return program
+
+
+@cache
+def forward(static: "Static") -> Program:
+    """``program(q, k, v, given)`` with the results out and lse; ``given`` has seeds of int32."""
+
+    def program(q: Any, k: Any, v: Any, given: Sequence[Any]) -> list[Any]:
+        from ..jax.backends import xla
+
+        return list(xla.forward(q, k, v, _operands(given), static))
+
+    return program
+
+
+@cache
+def backward(static: "Static", want_dbias: bool) -> Program:
+    """``program(dout, dlse, q, k, v, given, out, lse)`` with the results dq, dk, dv, dbias, dsinks.
+
+    The last two have axes for batch rows and heads in front, of size 1 where they are sums over them; one
+    that does not exist is left out.
+    """
+
+    def program(
+        dout: Any, dlse: Any, q: Any, k: Any, v: Any, given: Sequence[Any], out: Any, lse: Any
+    ) -> list[Any]:
+        from ..jax.backends import xla
+
+        found = xla.backward(dout, dlse, q, k, v, _operands(given), out, lse, static, want_dbias)
+        *results, dbias, dsinks = found
+        if want_dbias:
+            results.append(dbias[None] if static.bias_kind == DISTANCE else dbias)
+        return results if dsinks is None else [*results, dsinks[None]]
+
+    return program
+
+
+def _operands(given: Sequence[Any]) -> "Operands":
+    from jax.lax import bitcast_convert_type
+
+    from ..jax.backends import Operands
+
+    bounds, bias, sinks, seeds, q_index, k_index = given
+    seeds = None if seeds is None else bitcast_convert_type(seeds, "uint32")
+    return Operands(bounds, bias, sinks, seeds, q_index, k_index)

@@ -1,0 +1,80 @@
+"""Masks in words and arrays: what crosses an operator, which takes tensors and strings only.
+
+A mask becomes the text of a Python literal, in which its arrays have numbers, and the list of those. An array
+that is used twice has one number: masks compare their arrays by identity.
+"""
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from .._pytrees import register_pytrees
+from ..arrays import Array, is_array
+from ..masks import Mask
+from ..spans import Spans
+
+__all__ = ["OpaqueError", "decode", "encode"]
+
+#: Name of each class of masks -> how one is put together from its fields.
+_CLASSES: dict[str, Callable[..., Any]] = {}
+
+
+def _register(cls: type, _: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+    _CLASSES[cls.__name__] = unflatten
+
+
+register_pytrees(_register)
+
+
+class OpaqueError(Exception):
+    """A mask with a part that has no words: a function, or a class of masks of the user's own."""
+
+
+def encode(mask: Mask) -> tuple[str, list[Array], list[str]]:
+    """A mask as a text, its arrays, and the names of the fields that hold those; or an OpaqueError.
+
+    Example:
+        >>> from attnspan import causal, segments
+        >>> text, arrays, names = encode(causal() & segments([0, 0, 1]))
+        >>> names, decode(text, arrays)
+        (['q_ids'], causal() & segments(int64[3]))
+    """
+    arrays: list[Array] = []
+    names: list[str] = []
+    return _words(mask, "", arrays, names), arrays, names
+
+
+def decode(text: str, arrays: Sequence[Array]) -> Mask:
+    """The mask of a text of `encode`, with these arrays in place of its own."""
+    return _value(literal_eval(text), arrays)  # type: ignore[no-any-return]
+
+
+def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
+    if isinstance(x, (Mask, Spans)) and type(x).__name__ in _CLASSES:
+        values = [(field.name, getattr(x, field.name)) for field in fields(x) if field.init]  # type: ignore[arg-type]
+        parts = [f"{field!r}: {_words(value, field, arrays, names)}, " for field, value in values]
+        return f"{{'': {type(x).__name__!r}, " + "".join(parts) + "}"
+    if isinstance(x, tuple):
+        return "(" + "".join([_words(part, name, arrays, names) + "," for part in x]) + ")"
+    if is_array(x):
+        for number, known in enumerate(arrays):
+            if known is x:
+                return f"[{number}]"
+        arrays.append(x)
+        names.append(name)
+        return f"[{len(arrays) - 1}]"
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return f"{x!r}"
+    raise OpaqueError(type(x).__name__)
+
+
+def _value(x: Any, arrays: Sequence[Array]) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_value(part, arrays) for part in x)
+    if isinstance(x, list):
+        return arrays[x[0]]
+    if isinstance(x, dict):
+        names = tuple(name for name in x if name)
+        return _CLASSES[x[""]]([_value(x[name], arrays) for name in names], (names, ()))
+    return x

@@ -1,0 +1,291 @@
+"""What every backend but the compiled kernel promises, against the oracle, in many small tiles."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import everything, few
+from oracle_cases import Case, Problem, causal_window, check, make, oracle, random_bounds
+
+import attnspan as a
+from attnspan.jax.backends import Operands, Static, module_of, pallas_gpu, pallas_tpu, xla, xla_tiles
+
+#: A problem of several tiles, the last ones ragged.
+BASE = {
+    "xla": Case(),
+    "math": Case(),
+    "pallas_gpu": Case(q_len=75, k_len=90, head_dim=16, v_dim=24, lead=(2, 1)),
+    "pallas": Case(q_len=150, k_len=300, head_dim=16, v_dim=24, lead=(2, 1)),
+}
+KERNELS = ("xla", "pallas_gpu", "pallas")
+# Programs run once or twice here: optimising them would take most of the time.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
+ALL = {"softcap": 2.0, "sinks": True, "dropout_p": 0.3, "placed": True}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla_tiles, "_Q_BLOCK", 8)
+    monkeypatch.setattr(xla_tiles, "_K_BLOCK", 16)
+    tiling = pallas_gpu._Tiling(32, 16, 4)
+    monkeypatch.setattr(pallas_gpu, "_tiling", lambda *_, **__: tiling)
+    monkeypatch.setattr(pallas_tpu, "default", lambda *_: (128, 128))
+
+
+def _interpreted(name: str) -> AbstractContextManager[None]:
+    known = {
+        "pallas_gpu": pallas_gpu.interpreted,
+        "pallas": partial(pallas_tpu.interpreting, simulated=False),
+    }
+    return known.get(name, nullcontext)()
+
+
+@cache
+def _program(name: str, static: Static) -> Any:
+    module = module_of(name)
+
+    def by_backward(arrays: Any, given: Operands) -> Any:
+        q, k, v = (arrays[n] for n in "qkv")
+        out, lse = module.forward(q, k, v, given, static)
+        dlse = jnp.where(jnp.isfinite(lse) | (given.sinks is not None), arrays["dlse"], jnp.nan)
+        dlse = dlse if name == "xla" else jnp.where(jnp.isfinite(lse), arrays["dlse"], 0)
+        return out, lse, *module.backward(arrays["dout"], dlse, q, k, v, given, out, lse, static, True)
+
+    def by_jax(arrays: Any, given: Operands) -> Any:
+        def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+            return module.forward(q, k, v, given._replace(bias=bias, sinks=sinks), static)
+
+        (out, lse), pull = jax.vjp(attend, *(arrays[n] for n in "qkv"), given.bias, given.sinks)
+        return out, lse, *pull((arrays["dout"], jnp.where(jnp.isfinite(lse), arrays["dlse"], 0)))
+
+    own = getattr(module, "OWN_DERIVATIVE", False)
+    return jax.jit(by_jax if own else by_backward, compiler_options=QUICKLY)
+
+
+def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
+    """Results and gradients, in their dtypes, whatever is not there left out."""
+    with _interpreted(name):
+        found = _program(name, problem.case.static)(problem.arrays, problem.given)
+    results = {n: x for n, x in zip(NAMES, found, strict=True) if x is not None}
+    wide = problem.arrays["dlse"].dtype
+    for n, x in results.items():
+        assert (
+            x.dtype == (problem.case.dtype if n in ("out", "dq", "dk", "dv") else wide) or name == "math"
+        ), n
+    return {n: np.asarray(x) for n, x in results.items()}
+
+
+# Of each backend, the first cases hold what the others do.
+CASES: dict[str, list[dict[str, Any]]] = {
+    "xla": [
+        {**ALL, "bias": "table"},
+        {"bias": "table", "reach": 60, "q_len": 40, "k_len": 17, "runs": 3, "dtype": "bfloat16"},
+        {
+            "lead": (1, 4),
+            "bias": "dense",
+            "bias_shape": (2, 1, 21, 37),
+            "dtype": "float16",
+            "wide_bias": True,
+        },
+    ],
+    "math": [
+        {**ALL, "lead": (1, 4), "bias": "table"},
+        {"lead": (2, 1), "bias": "dense", "bias_shape": (2, 1, 21, 37), "runs": 3, "dtype": "bfloat16"},
+    ],
+    "pallas_gpu": [{**ALL, "bias": "dense", "bias_shape": (1, 4, 75, 90)}],
+    "pallas": [{**ALL, "bias": "signed alibi", "bias_shape": (2, 4)}],
+}
+MORE: dict[str, list[dict[str, Any]]] = {
+    "xla": [
+        {},
+        {"lead": (2, 4), "bias": "signed alibi", "bias_shape": (2, 4), "placed": True},
+        {"bias": "table", "reach": 0, "sinks": True, "kv_heads": 4},
+        {"bias": "dense", "bias_shape": (2, 4, 21, 37), "softcap": 2.0, "sinks": True, "dropout_p": 0.3},
+        {"bias": "dense", "bias_shape": (1, 4, 1, 37), "dtype": "bfloat16", "kv_heads": 1, "dropout_p": 0.5},
+    ],
+    "math": [
+        {},
+        {"lead": (2, 1), "softcap": 1.5, "sinks": True, "dtype": "bfloat16"},
+        {"lead": (2, 4), "bias": "signed alibi", "bias_shape": (2, 4), "placed": True},
+        {"bias": "table", "runs": 3, "dtype": "float16"},
+        {"bias": "dense", "bias_shape": (1, 4, 1, 37), "kv_heads": 1},
+    ],
+    "pallas_gpu": [
+        {**ALL, "bias": "signed alibi", "bias_shape": (2, 4)},
+        {"dtype": "bfloat16", "kv_heads": 1, "head_dim": 37, "v_dim": 53, "runs": 3, "bias": "alibi"},
+        {"dtype": "float16", "heads": 3, "kv_heads": 3, "bias": "dense", "bias_shape": (2, 1, 1, 90)},
+    ],
+    "pallas": [
+        {**ALL, "bias": "dense", "bias_shape": (1, 4, 150, 300)},
+        {"dtype": "bfloat16", "kv_heads": 4, "head_dim": 37, "v_dim": 21, "runs": 11, "bias": "alibi"},
+        {"runs": 11, "k_len": 600, "bias": "dense", "bias_shape": (2, 1, 1, 600)},
+        {"bias": "table"},
+    ],
+}
+
+
+def _cells() -> list[Any]:
+    short = [(name, case) for name, cases in CASES.items() for case in cases]
+    long = [(name, case) for name, cases in MORE.items() for case in cases] * everything()
+    return [
+        pytest.param(n, replace(BASE[n], **c), id=f"{n}-{replace(BASE[n], **c)}") for n, c in short + long
+    ]
+
+
+@pytest.mark.parametrize(("name", "case"), _cells())
+def test_against_the_oracle(name: str, case: Case) -> None:
+    for bounds in (causal_window(case), random_bounds(case)):
+        problem = make(case, bounds)
+        check(problem, run(name, problem))
+
+
+MASKS = {
+    "full": a.full(),
+    "causal": a.causal(),
+    "window": a.causal() & a.window(9),
+    "documents": a.causal() & a.segments(np.repeat(np.arange(4), [20, 1, 29, 40])),
+    "global and window": a.causal() & (a.window(3) | a.global_keys(5)),
+    "prefix": a.causal() | a.prefix(np.array([40, 7])),
+    "nothing in one row of the batch": a.key_padding(np.array([60, 0])),
+}
+
+
+def _bounds_of(mask: a.Mask, case: Case, q_len: int, k_len: int) -> np.ndarray:
+    """Of a mask over fewer rows and keys than the case has, in one shape for all; other rows see nothing."""
+    bounds = np.asarray(mask.spans(q_len, k_len, batch=case.batch, heads=case.heads).bounds)
+    bounds = np.broadcast_to(bounds, (case.batch, *bounds.shape[1:]))
+    return np.pad(bounds, [(0, 0)] * 2 + [(0, case.q_len - q_len), (0, 2 - bounds.shape[3]), (0, 0)])
+
+
+@pytest.mark.parametrize("mask", few(MASKS, 3))
+@pytest.mark.parametrize("name", ["pallas_gpu", "pallas"])
+def test_masks(name: str, mask: str) -> None:
+    case = BASE[name]
+    wide = mask in ("full", "causal", "window", "global and window")
+    sizes = (case.q_len, case.k_len) if wide else (75, 90)
+    problem = make(case, _bounds_of(MASKS[mask], case, *sizes))
+    check(problem, run(name, problem))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_no_row_of_a_tile_sees_may_hold_anything(name: str) -> None:
+    """Keys behind the last visible one, in the middle of a tile that is computed; rows that see nothing."""
+    case = BASE[name]
+    bounds = np.zeros((2, 1, case.q_len, 2, 2), np.int32)
+    rows, lengths = np.arange(case.q_len), (case.k_len - 12, case.k_len - 5)
+    for b, length in enumerate(lengths):
+        bounds[b, 0, :, 0, 1] = np.minimum(rows + case.k_len - case.q_len, length)
+    bounds[:, :, 7] = 0
+    problem = make(replace(case, lead=(2, 1)), bounds)
+    clean = run(name, problem)
+    assert (clean["out"][:, :, 7] == 0).all()
+    assert (clean["lse"][:, :, 7] == -np.inf).all()
+    for b, length in enumerate(lengths):
+        problem.arrays["k"][b, :, length:] = np.nan
+        problem.arrays["v"][b, :, length:] = np.inf
+    if name != "pallas_gpu":
+        problem.arrays["q"][:, :, 7] = problem.arrays["dout"][:, :, 7] = np.nan
+    found = run(name, problem)
+    for n, x in clean.items():
+        assert np.isfinite(x).all() or n == "lse", n
+        np.testing.assert_array_equal(x, found[n], err_msg=n)
+
+
+ILLEGAL = [
+    [[-1, 5], [0, 0]],
+    [[4, 3], [0, 0]],
+    [[0, 0], [3, 10**6]],
+    [[2, 6], [5, 8]],
+    [[7, 9], [1, 2]],
+    [[0, -1], [0, -1]],
+    [[-(2**31), 2**31 - 1], [0, 0]],
+]
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
+    case = BASE[name]
+    bounds, rows = causal_window(case).copy(), np.arange(len(ILLEGAL)) * 3
+    bounds[..., rows, :, :] = 0
+    problem = make(case, bounds.copy())
+    exact, _ = oracle(problem)
+    problem.bounds[:, :, rows] = ILLEGAL
+    found, others = run(name, problem), np.setdiff1d(np.arange(case.q_len), rows)
+    for n in ("out", "lse"):
+        assert np.isnan(found[n][:, :, rows]).all()
+        np.testing.assert_allclose(found[n][:, :, others], exact[n][:, :, others], atol=2e-5)
+    for n in () if name in ("xla", "math") else ("dq", "dk", "dv"):
+        assert np.linalg.norm(found[n] - exact[n]) < 1e-5 * np.linalg.norm(exact[n]), n
+
+
+@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"k_len": 0}, {"batch": 0}], ids=str)
+@pytest.mark.parametrize("name", ["xla", "math"])
+def test_nothing_to_do(name: str, sizes: dict[str, int]) -> None:
+    case = Case(**sizes, sinks=True, bias="table")
+    problem = make(case, np.zeros((1, 1, case.q_len, 2, 2), np.int32))
+    got = run(name, problem)
+    assert got["out"].shape == problem.arrays["dout"].shape
+    assert (got["lse"] == problem.arrays["sinks"][:, None]).all()
+    assert not any(got[n].any() for n in ("out", "dq", "dk", "dv", "dbias"))
+    # A sink alone is the lse of its row.
+    alone = problem.arrays["dlse"].sum((0, 2)) * (problem.arrays["sinks"] > -np.inf)
+    np.testing.assert_allclose(got["dsinks"], alone, rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["xla", "math"])
+def test_float64(name: str) -> None:
+    with jax.enable_x64(True):
+        case = Case(dtype="float64", lead=(2, 1), softcap=2.0, bias="alibi", dropout_p=0.2)
+        problem = make(case, random_bounds(case))
+        check(problem, run(name, problem))
+
+
+def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
+    case = Case(lead=(2, 4), k_len=150, q_len=24)
+    bounds = causal_window(case)
+    sizes = xla_tiles.sizes_of(jnp.zeros((2, 4, 24, 8)), jnp.zeros((2, 2, 150, 8)))
+    keys = np.arange(160)
+    seen = ((keys >= bounds[..., :1]) & (keys < bounds[..., 1:])).any((0, 1, 3))
+    want = seen.reshape(3, 8, 10, 16).any((1, 3))
+    assert not want.all()
+    for i in range(3):
+        rows = xla_tiles.rows_of(jnp.int32(i), Operands(jnp.asarray(bounds)), Static(1.0), sizes)
+        assert rows.order[: int(rows.blocks)].tolist() == np.flatnonzero(want[i]).tolist()
+
+
+def _step(q: Any, k: Any, v: Any, dout: Any, bounds: Any) -> Any:
+    given, static = Operands(bounds), Static(0.25)
+    out, lse = xla.forward(q, k, v, given, static)
+    return out, xla.backward(dout, None, q, k, v, given, out, lse, static, True)[:3]
+
+
+def _shapes(length: int, dtype: Any = jnp.float32) -> list[jax.ShapeDtypeStruct]:
+    x = jax.ShapeDtypeStruct((1, 1, length, 16), dtype)
+    return [x] * 4 + [jax.ShapeDtypeStruct((1, 1, length, 1, 2), jnp.int32)]
+
+
+def test_memory_of_xla_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 65,536 the scores alone would take 16 GiB."""
+    monkeypatch.undo()
+    half, whole = (
+        jax.jit(_step).lower(*_shapes(length)).compile().memory_analysis().temp_size_in_bytes
+        for length in (32768, 65536)
+    )
+    assert half < whole <= 2 * half
+    assert whole < 16 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_xla_lowers_for_every_platform(dtype: Any) -> None:
+    exported = jax.export.export(jax.jit(_step), platforms=["cpu", "cuda", "tpu"])(*_shapes(100, dtype))
+    assert "custom_call" not in exported.mlir_module()
+    assert exported.platforms == ("cpu", "cuda", "tpu")
