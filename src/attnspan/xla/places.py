@@ -24,7 +24,7 @@ _MESHES: dict[str, Any] = {}
 
 _PLANS = (
     "A device would see a part of the keys, and be wrong without any error: split the batch or the heads, or "
-    "share rows by a plan with attnspan.parallel.ContextParallel or attnspan.jax.shard"
+    "share rows by a plan with attnspan.parallel.Layout"
 )
 
 
@@ -135,35 +135,6 @@ def _parts_of(axes: Axes, mesh: Any) -> int:
     return count
 
 
-<<<<<<< HEAD:src/attnspan/xla/_places.py
-def _refuse_split(dim: str, axes: Axes, mesh: Any) -> None:
-    if parts_of(axes, mesh) == 1:
-        return
-    remedies = {
-        "head_dim": "A score needs all elements of a query and a key: split the batch or the heads",
-        "length": "A device would see a part of the keys, and be wrong without any error: split the batch or "
-        "the heads, or share rows by a plan with attnspan.parallel.Layout",
-    }
-    raise OptionError(
-        f"partition_spec: {dim}",
-        expected="None: this dim cannot be split without a plan of who needs which keys",
-        got=f"{axes if len(axes) > 1 else axes[0]!r}",
-        remedy=remedies.get(dim, remedies["length"]),
-    )
-
-
-def _check_divides(dim: str, size: int, parts: int) -> None:
-    if size % parts != 0:
-        raise OptionError(
-            f"partition_spec: {dim}",
-            expected=f"a size that {parts} devices can share, a multiple of {parts}",
-            got=str(size),
-            remedy="Pad it, or split another dim",
-        )
-
-
-=======
->>>>>>> jax:src/attnspan/xla/places.py
 def _known(mesh: Any) -> tuple[str, Any]:
     """The key of a mesh, and the mesh."""
     import torch_xla.distributed.spmd as xs
