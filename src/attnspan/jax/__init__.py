@@ -13,7 +13,7 @@ from .rules import SAVE_NAMES as SAVE_NAMES
 
 if TYPE_CHECKING:
     from ..interop.from_torch import from_torch as from_torch
-    from ..parallel.spmd import shard as shard
+    from ..parallel.jax import shard as shard
 
 __all__ = [
     "SAVE_NAMES",
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
         return from_torch
     if name == "shard":
-        from ..parallel.spmd import shard
+        from ..parallel.jax import shard
 
         return shard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

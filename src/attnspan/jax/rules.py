@@ -24,7 +24,7 @@ from .backends import Branch, Operands, Static, module_of
 from .partitioning import partitioned
 from .varying import axes_of, spread
 
-__all__ = ["SAVE_NAMES", "How", "attend", "batched", "first_order"]
+__all__ = ["SAVE_NAMES", "How", "attend", "batched", "differentiable", "first_order"]
 
 #: What `jax.checkpoint` has to keep, by the names of its policies, so that no kernel runs twice.
 SAVE_NAMES = ("attnspan.out", "attnspan.lse")
@@ -90,32 +90,42 @@ ad.deflinear2(_refusal, lambda cotangent, _, **__: [cotangent])
 batching.primitive_batchers[_refusal] = lambda args, dims, **words: (_refusal.bind(*args, **words), dims[0])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: How, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array]:
-    return _forward(how)(q, k, v, given)  # type: ignore[no-any-return]
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """`forward` with `backward` as its derivative.
+
+    Args:
+        forward: ``(how, q, k, v, given, *rest)`` gives out and lse; `how` is hashable, and the rest has no
+            gradient.
+        backward: ``(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
+    """
+
+    def attend_forward(how: Any, *primals: Any) -> tuple[Any, Any]:
+        # With symbolic zeros each argument says whether its gradient is wanted: a dense bias's is expensive.
+        wanted = primals[3].bias is not None and primals[3].bias.perturbed
+        primals = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
+        found = zip(forward(how, *primals), SAVE_NAMES, strict=True)
+        out, lse = (checkpoint_name(x, name) for x, name in found)
+        return (out, lse), (primals, out, lse, _Flag(wanted))
+
+    def attend_backward(how: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+        (q, k, v, given, *rest), out, lse, wanted = saved
+        dout, dlse = (None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
+        dout = jnp.zeros_like(out) if dout is None else dout
+        found = backward(how, wanted.on, dout, dlse, q, k, v, given, out, lse, *rest)
+        dq, dk, dv, dbias, dsinks = found
+        # A dense bias may have q's dtype; its gradient is summed in float32.
+        dbias = None if dbias is None else dbias.astype(given.bias.dtype)
+        dgiven = Operands(None, dbias, dsinks, None, None, None)  # type: ignore[arg-type]
+        return dq, dk, dv, dgiven, *(None for _ in rest)
+
+    attend = jax.custom_vjp(forward, nondiff_argnums=(0,))
+    attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
+    return attend
 
 
-def _attend_forward(how: How, q: Any, k: Any, v: Any, given: Any) -> tuple[Any, Any]:
-    # With symbolic zeros each argument says whether its gradient is wanted: a dense bias's is expensive.
-    wanted = given.bias is not None and given.bias.perturbed
-    q, k, v = (x.value for x in (q, k, v))
-    given = jax.tree.map(lambda x: x.value, given, is_leaf=lambda x: hasattr(x, "perturbed"))
-    found = zip(_forward(how)(q, k, v, given), SAVE_NAMES, strict=True)
-    out, lse = (checkpoint_name(x, name) for x, name in found)
-    return (out, lse), (q, k, v, given, out, lse, _Flag(wanted))
-
-
-def _attend_backward(how: How, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, given, out, lse, wanted = saved
-    dout, dlse = (None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
-    dout = jnp.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dbias, dsinks = _backward(how, wanted.on)(dout, dlse, q, k, v, given, out, lse)
-    # A dense bias may have q's dtype; its gradient is summed in float32.
-    dbias = None if dbias is None else dbias.astype(given.bias.dtype)
-    return dq, dk, dv, Operands(None, dbias, dsinks, None, None, None)  # type: ignore[arg-type]
-
-
-_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+_attend = differentiable(
+    lambda how, *args: _forward(how)(*args), lambda how, want_dbias, *args: _backward(how, want_dbias)(*args)
+)
 
 
 @jax.tree_util.register_static

@@ -14,7 +14,7 @@ from .chunks import Chunks
 from .intervals import Ints, covered, union
 from .layout import Layout
 
-__all__ = ["Holders", "Needs", "Pieces", "foreign", "lent", "needs_of", "pieces"]
+__all__ = ["Holders", "Needs", "Pieces", "Traffic", "foreign", "lent", "needs_of", "pieces", "traffic"]
 
 
 class Needs(NamedTuple):
@@ -176,4 +176,51 @@ def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: 
         held_by[place],
         np.maximum(lo[need], held_lo[place]),
         np.minimum(hi[need], held_hi[place]),
+    )
+
+
+class Traffic(NamedTuple):
+    """What an exchange moves, in counts of all groups.
+
+    Attributes:
+        counts: int64 (parts, r, r), the keys that the second group receives from the first one.
+        keys: The most keys of a plane that a group needs, its own among them.
+        readers: The most groups that need one key.
+    """
+
+    counts: Ints
+    keys: int
+    readers: int
+
+
+def traffic(needs: Needs, holders: Holders, planes: int, k_len: int, parts: int = 1) -> Traffic:
+    """Count an exchange without listing its keys. O(m log m + parts * r * r).
+
+    Args:
+        needs: of all groups.
+        holders: of all groups.
+        planes: batch rows that are told apart.
+        k_len: keys of a plane.
+        parts: into how many parts the planes are split, each with an exchange of its own.
+
+    Example:
+        >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
+        >>> holders = Holders(np.array([0, 2]), np.array([2, 4]), np.array([0, 1]))
+        >>> found = traffic(needs, holders, planes=1, k_len=4)
+        >>> found.counts.tolist(), found.keys, found.readers
+        ([[[0, 2], [0, 0]]], 4, 2)
+    """
+    groups, k_len = needs.groups, max(k_len, 1)
+    found = pieces(needs, holders)
+    part = found.lo // k_len // (planes // parts)
+    at = (part * groups + found.source) * groups + found.group
+    counts = np.bincount(at, weights=found.hi - found.lo, minlength=parts * groups * groups)
+    plane = np.tile(np.arange(planes, dtype=np.int64) * k_len, groups)
+    family = np.repeat(np.arange(groups), planes)
+    keys = covered(*needs, family, plane, plane + k_len)
+    ends = np.concatenate([needs.hi, needs.lo])  # Of equal numbers, ends come before starts.
+    sign = np.where(np.argsort(ends, kind="stable") < len(needs.hi), -1, 1)
+    readers = np.cumsum(sign).max(initial=0)
+    return Traffic(
+        counts.astype(np.int64).reshape(parts, groups, groups), int(keys.max(initial=0)), int(readers)
     )

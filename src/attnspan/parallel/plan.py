@@ -24,7 +24,7 @@ from .intervals import Ints, expand
 from .layout import Layout, digest, lower
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .machine import Machine
-from .needs import Holders, Needs, Pieces, needs_of, pieces
+from .needs import Holders, Needs, Pieces, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows, tiled
 from .strategy import Strategy
 
@@ -244,8 +244,8 @@ class Plan:
             mesh: The ranks: a DeviceMesh of one dimension, or of two (nodes, ranks of a node); or a JAX mesh.
             **options: For torch ``rows`` (a batch of `Layout.shard` that this plan is used with: another
                 layout's raises), ``check`` (compare the ranks' plans, one step late; True by default) and
-                ``dtensor_rows``; for JAX ``sequence``, ``batch`` and ``heads``, the mesh axes that split
-                these.
+                ``dtensor_rows``; for JAX those of `attnspan.parallel.jax.place`: ``sequence``, ``batch`` and
+                ``heads``, the mesh axes that split these, ``rows`` and ``like``.
         """
         if type(mesh).__module__.startswith("jax"):
             from .jax import place
@@ -254,6 +254,26 @@ class Plan:
         from .torch.comm import group_of
 
         return self.local(group_of(mesh).rank()).on(mesh, **options)
+
+    def of_planes(self, part: int, parts: int) -> Plan:
+        """The plan of some of the batch rows, where these are split into parts: the same owners of their rows."""
+        if parts == 1:
+            return self
+        each = self.planes // parts
+        at = slice(part * each, (part + 1) * each)
+
+        def some(x: Any, axis: int = 0) -> Any:
+            whole = x is None or x.shape[axis] == 1
+            return x if whole else x[(slice(None),) * axis + (at,)]
+
+        layouts = {x: Layout(x.q_len, some(x.rows, 1)) for x in {self.layout, self.keys}}
+        mask = Prepared(Spans(some(self.bounds), self.k_len), some(self.mask.q_index))
+        sizes = self.sizes._replace(batch=self.sizes.batch // parts)
+        return Plan(layouts[self.layout], layouts[self.keys], mask, self.strategy, sizes)
+
+    def traffic(self, parts: int = 1) -> Traffic:
+        """What the exchange moves, counted for each part of the batch rows."""
+        return traffic(*self._needs_and_holders, self.planes, self.k_len, parts)
 
     def tables(self, rank: int) -> Tables:
         """What the operator of one rank reads; tables of the members of a group differ in `rank` only."""

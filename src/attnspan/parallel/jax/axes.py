@@ -1,0 +1,148 @@
+"""Which axes of a mesh split which dims of q, k and v."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ...errors import DtypeError, ShapeError, expect
+from ...jax.placement import is_traced
+
+__all__ = ["Axes", "AxisNames"]
+
+#: One axis of a mesh, several (the first is the outermost), or none.
+AxisNames = str | Sequence[str] | None
+
+#: The dims that axes may split, and their names in errors.
+_WORDS = {"batch": "batch rows", "heads": "heads", "sequence": "the sequence", None: "head_dim"}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh by what they split; each is a tuple of names, empty where nothing is split.
+
+    Attributes:
+        mesh: All devices.
+        batch: Axes that split batch rows.
+        heads: Axes that split heads.
+        sequence: Axes that split rows and keys.
+
+    Example:
+        >>> axes = Axes.of(jax.make_mesh((1, 1), ("data", "model")), batch="data", heads="model")
+        >>> tuple(axes.spec("batch", None, "sequence"))
+        ('data', None, None)
+    """
+
+    mesh: Mesh
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh, **given: AxisNames) -> Axes:
+        """Check names against the mesh.
+
+        Raises:
+            DtypeError: The mesh is no mesh, or a name is no string.
+            OptionError: The mesh lacks an axis, or an axis would split two dims.
+        """
+        remedy = "Make one by jax.make_mesh((2, 2), ('data', 'model'))"
+        is_mesh, kind = isinstance(mesh, Mesh), type(mesh).__name__
+        expect(is_mesh, "mesh", "a jax.sharding.Mesh", kind, remedy, error=DtypeError)
+        named = {dim: _names(mesh, dim, names) for dim, names in given.items()}
+        seen: dict[str, str] = {}
+        for dim, names in named.items():
+            for name in names:
+                got, remedy = f"{name!r}, which splits {seen.get(name)} already", "Leave one of them out"
+                expect(name not in seen, dim, "axes that split one dim each", got, remedy)
+                seen[name] = dim
+        return cls(mesh, **named)
+
+    def names(self, dim: str | None) -> tuple[str, ...]:
+        """The axes that split a dim, "batch", "heads" or "sequence"; none for any other."""
+        return () if dim is None or dim not in _WORDS else getattr(self, dim)
+
+    def size(self, dim: str | None) -> int:
+        """Into how many parts a dim is split."""
+        return math.prod(self.mesh.shape[name] for name in self.names(dim))
+
+    def spec(self, *dims: str | None) -> PartitionSpec:
+        """The spec of an array with these dims; None for a dim that is whole everywhere."""
+        every = map(self.names, dims)
+        return PartitionSpec(*(None if not x else x[0] if len(x) == 1 else x for x in every))
+
+    def sharding(self, *dims: str | None) -> NamedSharding:
+        """The sharding of an array with these dims."""
+        return NamedSharding(self.mesh, self.spec(*dims))
+
+    @property
+    def explicit(self) -> bool:
+        """Whether shardings are part of the types of arrays."""
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def place(self, x: Any, *dims: str | None) -> jax.Array:
+        """The array on the mesh, with these dims split; traceable and differentiable.
+
+        Raises:
+            ShapeError: The axes do not divide a size.
+        """
+        self.check_dims(x.shape, dims)
+        return self.put(x, self.spec(*dims))
+
+    def put(self, x: Any, spec: PartitionSpec) -> jax.Array:
+        """The array with a sharding."""
+        sharding = NamedSharding(self.mesh, spec)
+        if not is_traced(x):
+            return jax.device_put(x, sharding)  # type: ignore[no-any-return]
+        if self.explicit:
+            return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
+        return jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-any-return]
+
+    def check_dims(self, shape: Sequence[int], dims: Sequence[str | None]) -> None:
+        """Raise unless an array can be split evenly."""
+        for length, dim in zip(shape, dims, strict=True):
+            self.check_divides(f"{dim} of an array of shape {tuple(shape)}", length, dim)
+
+    def check_divides(self, what: str, length: int, dim: str | None) -> None:
+        """Raise unless a length can be split evenly."""
+        wanted = f"a multiple of {self.size(dim)}, the devices of mesh axis {self.words(dim)}"
+        remedy = "Pad it, or split that dim over fewer devices"
+        expect(length % self.size(dim) == 0, what, wanted, length, remedy, error=ShapeError)
+
+    def check_placed(self, name: str, x: Any, dims: Sequence[str | None]) -> None:
+        """Raise for an array that is split over other axes: nothing is gathered silently.
+
+        What is whole on all devices passes: each takes its part. Of tracers on meshes whose axes are not
+        explicit the sharding is unknown.
+        """
+        sharding = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return
+        for dim, entry in zip(dims, sharding.spec, strict=False):
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            names = tuple(n for n in names if sharding.mesh.shape[n] > 1)
+            mine = tuple(n for n in self.names(dim) if self.mesh.shape[n] > 1)
+            wanted = f"{_WORDS[dim]} {f'split over {mine}' if mine else 'whole'}"
+            remedy = "Place it by the mask's shard(...) or spec(...)"
+            if dim == "sequence" and not mine:
+                remedy = f"Plan the exchange of keys: layout.plan(...).on(mesh, sequence={names[:1]})"
+            expect(not names or names == mine, f"sharding of {name}", wanted, f"{sharding.spec}", remedy)
+
+    def words(self, dim: str | None) -> str:
+        """The axes of a dim for messages."""
+        return " x ".join(map(repr, self.names(dim)))
+
+
+def _names(mesh: Mesh, dim: str, given: AxisNames) -> tuple[str, ...]:
+    names = tuple(given) if isinstance(given, tuple | list) else () if given is None else (given,)
+    for name in names:
+        wanted, remedy = "the name of a mesh axis, a tuple of names, or None", "Pass names, not numbers"
+        expect(isinstance(name, str), dim, wanted, repr(given), remedy, error=DtypeError)
+        wanted = f"axes of the mesh, {', '.join(map(repr, mesh.axis_names))}"
+        expect(name in mesh.axis_names, dim, wanted, repr(name), "Name one of them")
+    return names  # type: ignore[return-value]

@@ -1,0 +1,240 @@
+"""What one device computes, forward and backward, with the collectives between the parts of the sequence.
+
+Shapes of one device: B batch rows, H query heads, G key heads as they are held and g as they are attended
+to, N rows, S keys that it holds, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax import numpy as jnp
+
+from ...jax.backends import Operands, Static, module_of
+from ...jax.rules import batched, first_order
+from .axes import Axes
+from .exchange import fetch, give_back, shift
+from .route import Route
+
+__all__ = ["Work", "backward", "forward"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is known of a call when it is traced; hashable.
+
+    Attributes:
+        axes: Who holds what.
+        backend: Name of the backend that attends.
+        static: What it is told.
+        groups: Query heads of one key head.
+        split_kv: Key heads are split as the query heads are; else each device holds all of them.
+        piece: Most rows between two parts of the sequence.
+    """
+
+    axes: Axes
+    backend: str
+    static: Static
+    groups: int
+    split_kv: bool
+    piece: int
+
+    @property
+    def has_derivative(self) -> bool:
+        """Whether JAX differentiates the backend itself."""
+        return bool(getattr(module_of(self.backend), "OWN_DERIVATIVE", False))
+
+
+def forward(
+    work: Work, q: Array, k: Array, v: Array, given: Operands, route: Route | None
+) -> tuple[Array, Array]:
+    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
+    k, v = (_take_heads(work, x, q.shape[1]) for x in (k, v))
+    if route is not None:
+        if route.exchange is None:
+            return _forward_ring(work, q, k, v, given, route)
+        given = _at_stage(work, given, route, 0, route.exchange.keys)
+        k, v = fetch(k, v, route.exchange, work.piece, work.axes.sequence)
+    out, lse = _attended(work, q, k, v, given)
+    return out.astype(q.dtype), lse
+
+
+def backward(
+    work: Work,
+    want_dbias: bool,
+    bias_axes: tuple[str, ...],
+    dout: Array,
+    dlse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    given: Operands,
+    out: Array,
+    lse: Array,
+    route: Route | None,
+) -> Any:
+    """`Gradients` of `forward`, summed over devices; that of the bias over `bias_axes`, if it is wanted."""
+    if route is not None:
+        # Else a compiler may find that forward has fetched these keys already, and keep them until now.
+        k, v, dout, out, lse = lax.optimization_barrier((k, v, dout, out, lse))
+    held = k, v
+    k, v = (_take_heads(work, x, q.shape[1]) for x in held)
+
+    def differentiate(k: Array, v: Array, given: Operands) -> Any:
+        def run(*args: Any) -> Any:
+            return module_of(work.backend).backward(*args, work.static, want_dbias)
+
+        mapped = batched(run, work.static, sums=True, want_dbias=want_dbias)
+        return mapped(dout, dlse, q, k, v, given, out, lse)
+
+    if route is None:
+        dq, dk, dv, dbias, dsinks = differentiate(k, v, given)
+    elif route.exchange is None:
+        dq, dk, dv, dbias = _backward_ring(work, differentiate, q, k, v, given, route)
+        dsinks = None if given.sinks is None else _sink_gradients(given.sinks, dout, dlse, out, lse)
+    else:
+        lists, axis = route.exchange, work.axes.sequence
+        stage = fetch(k, v, lists, work.piece, axis)
+        dq, dk, dv, dbias, dsinks = differentiate(*stage, _at_stage(work, given, route, 0, lists.keys))
+        dk, dv = give_back(dk, dv, k.shape[2], lists, work.piece, axis)
+    dk, dv = (_put_heads(work, grad, like, q.shape[1]) for grad, like in zip((dk, dv), held, strict=True))
+    dbias = _sum(dbias, bias_axes) if want_dbias else None
+    dsinks = None if dsinks is None else _sum(dsinks, (*work.axes.batch, *work.axes.sequence))
+    return dq.astype(q.dtype), dk, dv, dbias, dsinks
+
+
+def _take_heads(work: Work, x: Array, q_heads: int) -> Array:
+    """The key heads that a device's query heads read, each as often as the kernels' groups need it."""
+    return x if work.split_kv else jnp.take(x, _kv_map(work, q_heads), axis=1, mode="clip")
+
+
+def _put_heads(work: Work, grad: Array, like: Array, q_heads: int) -> Array:
+    """The gradient of what `_take_heads` was given, in its dtype, summed over all that read a head."""
+    if work.split_kv:
+        return grad.astype(like.dtype)
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    reads = jnp.arange(like.shape[1])[:, None] == _kv_map(work, q_heads)
+    total = jnp.where(reads[:, :, None, None], wide[:, None], 0).sum(2)
+    return _sum(total, work.axes.heads).astype(like.dtype)
+
+
+def _kv_map(work: Work, q_heads: int) -> Array:
+    # Query heads of one key head must be as many for all, so a key head may be taken more than once.
+    each = math.gcd(work.groups, q_heads)
+    first = lax.axis_index(work.axes.heads) * q_heads
+    return (first + each * jnp.arange(q_heads // each)) // work.groups
+
+
+def _attended(work: Work, q: Array, k: Array, v: Array, given: Operands) -> Any:
+    def run(q: Array, k: Array, v: Array, given: Operands) -> Any:
+        return module_of(work.backend).forward(q, k, v, given, work.static)
+
+    if work.has_derivative:
+        return run(q, k, v, given)
+    return first_order(work.backend, batched(run, work.static))(q, k, v, given)
+
+
+def _at_stage(work: Work, given: Operands, route: Route, stage: Any, keys: Array) -> Operands:
+    """What the backend is given for the keys of a stage."""
+    given = given._replace(bounds=route.bounds[stage])
+    if work.static.dropout_p == 0 and work.static.bias_kind == 0:
+        return given
+    return given._replace(q_index=route.q_index, k_index=keys)
+
+
+def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array, route: Route) -> Any:
+    """Keys go round once: while one part of them is worked on, the next ones travel.
+
+    Args:
+        work: What is known of the call.
+        step: ``(total, grads, stage, k, v, places)`` gives another total, and grads, which travel on with
+            their keys.
+        total: What it starts from, and the first grads.
+        k, v: Own keys and values.
+        route: Of the device.
+    """
+
+    def passed(tree: Any) -> Any:
+        parts = work.axes.size("sequence")
+        return jax.tree.map(lambda x: shift(x, parts, work.axes.sequence), tree)
+
+    def turn(carry: Any, stage: Array) -> tuple[Any, None]:
+        (total, grads), keys = carry
+        coming = passed(keys)
+        total, grads = step(total, grads, stage, *keys)
+        return ((total, passed(grads)), coming), None
+
+    last = work.axes.size("sequence") - 1
+    keys = k, v, jnp.maximum(route.keys, 0)
+    ((total, grads), keys), _ = lax.scan(turn, (total, keys), jnp.arange(last))
+    total, grads = step(total, grads, last, *keys)
+    return total, passed(grads)
+
+
+def _forward_ring(
+    work: Work, q: Array, k: Array, v: Array, given: Operands, route: Route
+) -> tuple[Array, Array]:
+    bare = given._replace(sinks=None)  # They join once: at the end.
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+
+    def step(total: Any, none: None, stage: Any, k: Array, v: Array, places: Array) -> Any:
+        found = _attended(work, q, k, v, _at_stage(work, bare, route, stage, places))
+        return _merge(*total, *found), none
+
+    start = jnp.zeros((*q.shape[:3], v.shape[3]), wide), jnp.full(q.shape[:3], -jnp.inf, wide)
+    (out, lse), _ = _round(work, step, (start, None), k, v, route)
+    if given.sinks is not None:
+        sinks = jnp.broadcast_to(given.sinks[:, None], lse.shape)
+        out, lse = _merge(out, lse, jnp.zeros_like(out), sinks)
+    return out.astype(q.dtype), lse
+
+
+def _backward_ring(
+    work: Work, differentiate: Any, q: Array, k: Array, v: Array, given: Operands, route: Route
+) -> Any:
+    """dq, dk, dv and dbias; the sums of dk and dv go round with their keys, and come home at last."""
+    bare = given._replace(sinks=None)
+
+    def step(sums: Any, grads: Any, stage: Any, k: Array, v: Array, places: Array) -> Any:
+        dq, dk, dv, dbias, _ = differentiate(k, v, _at_stage(work, bare, route, stage, places))
+        add = partial(jax.tree.map, lambda total, x: total + x.astype(total.dtype))
+        return add(sums, (dq, dbias)), add(grads, (dk, dv))
+
+    def zeros(x: Array | None) -> Any:
+        return None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    *_, dbias, _ = jax.eval_shape(differentiate, k, v, _at_stage(work, bare, route, 0, route.keys))
+    start = (zeros(q), zeros(dbias)), (zeros(k), zeros(v))
+    (dq, dbias), (dk, dv) = _round(work, step, start, k, v, route)
+    return dq, dk, dv, dbias
+
+
+def _merge(out: Array, lse: Array, more: Array, its_lse: Array) -> tuple[Array, Array]:
+    """Two parts of a softmax over disjoint keys as one; Milakov and Gimelshein 2018, section 3.1."""
+    total = jnp.logaddexp(lse, its_lse.astype(lse.dtype))
+    return out * _weight(lse, total) + more * _weight(its_lse, total), total
+
+
+def _weight(part: Array, total: Array) -> Array:
+    """exp(part - total) as (B, H, N, 1); 0 for parts of nothing, whose difference may be NaN."""
+    nothing = part == -jnp.inf
+    # The second `where` keeps that NaN from derivatives as well.
+    return jnp.where(nothing, 0.0, jnp.exp(jnp.where(nothing, 0.0, part - total)))[..., None]
+
+
+def _sink_gradients(sinks: Array, dout: Array, dlse: Array | None, out: Array, lse: Array) -> Array:
+    """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
+    slack = -(dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
+    slack = slack if dlse is None else slack + dlse
+    share = _weight(jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape), lse)[..., 0]
+    return (share * slack).sum((0, 2)).astype(sinks.dtype)
+
+
+def _sum(x: Array, axis: tuple[str, ...]) -> Array:
+    return lax.psum(x, axis) if axis else x

@@ -1,0 +1,133 @@
+"""The keys that a device attends to, fetched from those that hold them, and their gradients given back.
+
+Shapes of one device: B batch rows, p planes (B or 1), h key heads, m keys that it holds, K keys of a stage of
+each plane, D and Dv head dims, C parts of the sequence, N room for rows on their way. A row that travels
+holds the key and the value of all heads: (B / p, h, D + Dv).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jax import Array, lax
+from jax import numpy as jnp
+
+from .route import NOWHERE, Exchange
+
+__all__ = ["fetch", "give_back", "shift", "travel"]
+
+
+def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]) -> tuple[Array, Array]:
+    """The keys of the stage.
+
+    Args:
+        k: Shape (B, h, m, D).
+        v: Shape (B, h, m, Dv).
+        lists: Of this device.
+        piece: Most rows between two parts.
+        axis: Mesh axes that split the sequence.
+
+    Returns:
+        Shapes (B, h, K, D) and (B, h, K, Dv); 0 where a stage has fewer keys than room.
+    """
+    batch, _, held, dim = k.shape
+    planes = lists.own.shape[-1] // held
+    rows = _to_rows(jnp.concatenate([k, v], -1), planes)
+    send, receive, there, _ = lists.counts.reshape(4, -1)
+    received = travel(_take(rows, lists.send.reshape(-1)), send, receive, there, piece, axis)
+    stage = _take(jnp.concatenate([rows, received]), lists.source.reshape(-1))
+    both = _from_rows(stage, planes, batch)
+    return both[..., :dim], both[..., dim:]
+
+
+def give_back(
+    dk: Array, dv: Array, held: int, lists: Exchange, piece: int, axis: tuple[str, ...]
+) -> tuple[Array, Array]:
+    """The gradients of the keys that a device holds: the sums over all stages, in the order of the parts.
+
+    Args:
+        dk: Shape (B, h, K, D).
+        dv: Shape (B, h, K, Dv).
+        held: m.
+        lists, piece, axis: As for `fetch`.
+
+    Returns:
+        Shapes (B, h, m, D) and (B, h, m, Dv), float32 (float64 for float64).
+    """
+    batch, dim = dk.shape[0], dk.shape[3]
+    planes = lists.own.shape[-1] // held
+    both = jnp.concatenate([dk, dv], -1)
+    stage = _to_rows(both.astype(jnp.promote_types(both.dtype, jnp.float32)), planes)
+    send, receive, _, back = lists.counts.reshape(4, -1)
+    returned = travel(_take(stage, lists.place.reshape(-1)), receive, send, back, piece, axis)
+    # Each key gathers its parts and sums them: no scatter, whose order of additions devices do not fix.
+    total = _take(returned, lists.back.reshape(lists.back.shape[-2:])).sum(1)
+    found = _from_rows(_take(stage, lists.own.reshape(-1)) + total, planes, batch)
+    return found[..., :dim], found[..., dim:]
+
+
+def travel(
+    rows: Array, send: Array, receive: Array, there: Array, piece: int, axis: tuple[str, ...]
+) -> Array:
+    """Rows by destination, each with those of the part before it, exchanged for rows by source.
+
+    TPUs and GPUs send as many as there are; on other platforms pieces are padded to the largest one.
+
+    Args:
+        rows: Shape (N, ...).
+        send: int32 (C,), how many go to each part.
+        receive: int32 (C,), how many come from each part.
+        there: int32 (C,), where this part's rows begin among those that each part receives.
+        piece: Most rows between two parts.
+        axis: Mesh axes that split the sequence.
+
+    Returns:
+        Shape (N, ...); 0 behind the last row.
+    """
+    ragged, padded = partial(_ragged, axis), partial(_padded, piece, axis)
+    platforms = {"tpu": ragged, "cuda": ragged, "rocm": ragged}
+    return lax.platform_dependent(rows, send, receive, there, default=padded, **platforms)  # type: ignore[no-any-return]
+
+
+def _ragged(axis: tuple[str, ...], rows: Array, send: Array, receive: Array, there: Array) -> Array:
+    begins = jnp.cumsum(send) - send
+    room = jnp.zeros_like(rows)
+    return lax.ragged_all_to_all(rows, room, begins, send, there, receive, axis_name=axis)
+
+
+def _padded(
+    piece: int, axis: tuple[str, ...], rows: Array, send: Array, receive: Array, there: Array
+) -> Array:
+    del there
+    at = jnp.arange(piece)
+    begins = jnp.cumsum(send) - send
+    index = jnp.where(at < send[:, None], begins[:, None] + at, NOWHERE)
+    pieces = lax.all_to_all(_take(rows, index.reshape(-1)), axis, 0, 0, tiled=True)
+    ends, place = jnp.cumsum(receive), jnp.arange(rows.shape[0])
+    source = jnp.searchsorted(ends, place, side="right")
+    inside = place - (ends - receive)[source]
+    return _take(pieces, jnp.where(place < ends[-1], source * piece + inside, NOWHERE))
+
+
+def shift(x: Array, parts: int, axis: tuple[str, ...]) -> Array:
+    """What the part before this one has; the first one gets that of the last."""
+    return x if parts == 1 else lax.ppermute(x, axis, [(i, (i + 1) % parts) for i in range(parts)])
+
+
+def _take(rows: Array, index: Array) -> Array:
+    """Rows by number, 0 for a number beyond the end."""
+    return rows.at[index].get(mode="fill", fill_value=0)
+
+
+def _to_rows(x: Array, planes: int) -> Array:
+    """(B, h, S, E) as (p * S, B / p, h, E)."""
+    batch, heads, length, width = x.shape
+    x = x.reshape(planes, batch // planes, heads, length, width).transpose(0, 3, 1, 2, 4)
+    return x.reshape(planes * length, batch // planes, heads, width)
+
+
+def _from_rows(rows: Array, planes: int, batch: int) -> Array:
+    """(p * S, B / p, h, E) as (B, h, S, E)."""
+    flat, inner, heads, width = rows.shape
+    x = rows.reshape(planes, flat // planes, inner, heads, width).transpose(0, 2, 3, 1, 4)
+    return x.reshape(batch, heads, flat // planes, width)

@@ -1,0 +1,132 @@
+"""Rows of global arrays in the order in which devices hold them, and back.
+
+Shapes: L batch rows that are partitioned one by one (1 where they share rows), C * n rows of all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from ...errors import DtypeError, ShapeError, expect
+from ..errors import PlanMismatchError
+from ..layout import Layout
+from ..rows import Rows, fill_of, marked
+from .axes import Axes
+from .route import flat_rows
+
+__all__ = ["Placing", "check_marked", "shard", "unshard"]
+
+# A marked batch is an argument of compiled functions, which see a dict: marks differ between steps.
+jax.tree_util.register_pytree_node(
+    Rows,
+    lambda x: (list(x.values()), tuple(x)),  # type: ignore[arg-type, return-value]
+    lambda names, values: dict(zip(names, values, strict=True)),  # type: ignore[arg-type, return-value]
+)
+
+
+class Placing(NamedTuple):
+    """Where rows go.
+
+    Attributes:
+        axes: Which axes of the mesh split what.
+        rows: int32 (L, C * n), the number of each row of the devices; None where rows stay.
+        length: S; 0 where rows stay.
+        layout: Of the rows; None where only the devices know them.
+    """
+
+    axes: Axes
+    rows: Any = None
+    length: int = 0
+    layout: Layout | None = None
+
+
+def check_marked(rows: Any, layout: Layout) -> None:
+    """Raise unless a batch is one of a layout."""
+    remedy = "Pass the batch that placed.shard(...) or layout.shard(...) gave"
+    expect(isinstance(rows, Rows), "rows", "a marked batch", type(rows).__name__, remedy, error=DtypeError)
+    wanted, got = f"rows of layout {layout.fingerprint}", f"layout {rows.layout}"
+    remedy, mine = "Use the plan with the batch of the layout that made it", rows.layout == layout.fingerprint
+    expect(mine, "rows with a plan", wanted, got, remedy, error=PlanMismatchError)
+
+
+def shard(x: Any, axis: int, batch_axis: int | None, fill: Any, placing: Placing) -> Any:
+    """See `Sharded.shard`."""
+    axes, rows, length, layout = placing
+    if isinstance(x, Mapping):
+        found = {name: shard(y, axis, batch_axis, fill_of(name, fill), placing) for name, y in x.items()}
+        if rows is None:
+            return found
+        remedy = "Name it otherwise: attention's q_index of these rows goes there"
+        expect("q_index" not in x, "shard: x", "no entry 'q_index'", "one", remedy)
+        found["q_index"] = rows
+        return found if layout is None else marked(found, layout.fingerprint, rank=-1)
+    axis, dims = _dims("shard: x", x, axis, batch_axis, rows, length)
+    if rows is None:
+        return axes.place(x, *dims)
+    if layout is None or not isinstance(x, np.ndarray):
+        x = _filled(jnp, _whole(axes, jnp.asarray(x)), _whole(axes, rows), axis, fill)
+        return axes.place(x, *dims)
+    # NumPy's rows are taken on the host, by each host those of its own devices.
+    table = flat_rows(layout)
+
+    def part(index: Any) -> Any:
+        own = tuple(slice(None) if at == axis else of for at, of in enumerate(index))
+        planes = index[0] if len(table) > 1 else slice(None)
+        return _filled(np, x[own], table[planes, index[axis]], axis, fill)
+
+    shape = (*x.shape[:axis], table.shape[1], *x.shape[axis + 1 :])
+    axes.check_dims(shape, dims)
+    return jax.make_array_from_callback(shape, axes.sharding(*dims), part)
+
+
+def unshard(x: Any, axis: int, batch_axis: int | None, placing: Placing) -> Any:
+    """See `Sharded.unshard`."""
+    axes, rows, length, _ = placing
+    axis, dims = _dims("unshard: x", x, axis, batch_axis, rows, 0 if rows is None else rows.shape[1])
+    if rows is not None:
+        rows = _whole(axes, rows)
+        order = jnp.argsort(jnp.where(rows < 0, length, rows), axis=1, stable=True)
+        x = _filled(jnp, _whole(axes, jnp.asarray(x)), order[:, :length], axis, 0)
+    dims[axis] = None
+    return axes.place(x, *dims)
+
+
+def _filled(xp: Any, x: Any, rows: Any, axis: int, fill: Any) -> Any:
+    """Rows of an array by number, (L, m), with a value for those of -1; axis 0 is that of the planes."""
+    shape = [rows.shape[1] if at == axis else 1 for at in range(x.ndim)]
+    if len(rows) > 1:
+        shape[0] = len(rows)
+    index = rows.reshape(shape)
+    if len(rows) == 1:
+        found = xp.take(x, xp.maximum(rows[0], 0), axis=axis)
+    else:
+        found = xp.take_along_axis(x, xp.maximum(index, 0), axis=axis)
+    return xp.where(index >= 0, found, xp.asarray(fill, dtype=found.dtype))
+
+
+def _whole(axes: Axes, x: Any) -> Any:
+    # Where shardings are types, rows cannot be taken along a dim that is split.
+    return axes.place(x, *([None] * x.ndim)) if axes.explicit else x
+
+
+def _dims(what: str, x: Any, axis: int, batch_axis: int | None, rows: Any, length: int) -> tuple[int, Any]:
+    """The axis of the rows, counted from 0, and what splits each dim."""
+    is_array, kind = hasattr(x, "shape") and hasattr(x, "dtype"), type(x).__name__
+    expect(is_array, what, "an array", kind, "Leave it out of the batch", error=DtypeError)
+    fits = -x.ndim <= axis < x.ndim and (rows is None or x.shape[axis] == length)
+    wanted = f"{length or 'any number of'} rows along axis {axis}"
+    expect(fits, what, wanted, tuple(x.shape), "Pass the axis of the rows", error=ShapeError)
+    dims: list[str | None] = [None] * x.ndim
+    if batch_axis is not None:
+        dims[batch_axis] = "batch"
+    dims[axis] = "sequence"
+    planes = 1 if rows is None else rows.shape[0]
+    fits = planes == 1 or (dims[0] == "batch" and x.shape[0] == planes)
+    wanted, remedy = f"{planes} batch rows as axis 0, each with rows of its own", "Pass the whole batch"
+    expect(fits, what, wanted, tuple(x.shape), remedy, error=ShapeError)
+    return axis % x.ndim, dims
