@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from attnspan.errors import OptionError
 from attnspan.tools.bench.training_comparison import (
     Parity,
     RankTimes,
     RowStepper,
     attention_share,
     measure_ranks,
-    step_times,
 )
-from attnspan.errors import OptionError
 from attnspan.train.config import TrainConfig
 from attnspan.train.data import PackedStream
 from attnspan.train.documents import load_data, load_vocabulary
@@ -38,26 +37,6 @@ def tiny(tmp_path: Path) -> Tiny:
 def stream(config: TrainConfig) -> PackedStream:
     corpus = load_data(config, load_vocabulary(None)).train
     return PackedStream(corpus, seq_len=config.seq_len, batch_size=config.batch_size, seed=0)
-
-
-def test_kinds_start_from_the_same_weights_and_leave_them(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[float] = []
-    real = RowStepper.step
-
-    def step(self: RowStepper, rows: Any, index: int) -> Any:
-        seen.append(float(real(self, rows, index).loss))
-        return real(self, rows, index)._replace(seconds=1.0)
-
-    monkeypatch.setattr(RowStepper, "step", step)
-    trained = RowStepper(tiny(), 257)
-    before = trained.model.head.weight.detach().clone()
-    times = step_times(trained, stream(tiny()), 3, ("attnspan", "sdpa", "sdpa-documents"))
-    assert times == dict.fromkeys(("attnspan", "sdpa", "sdpa-documents"), [1.0] * 3)
-    assert len(seen) == 12
-    assert seen[0] == pytest.approx(seen[1]) == pytest.approx(seen[2])
-    assert torch.equal(trained.model.head.weight, before)
 
 
 @pytest.mark.parametrize("kind", ["attnspan", "sdpa"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from attnspan.console import Column, numbers, print_table, seconds_text, stdout, words
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
+
+    from attnspan.train.config import TrainConfig
 
 __all__ = ["execute", "plan_of", "run_bench"]
 
@@ -140,10 +143,30 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
     console.print("training steps")
     config = TrainConfig(threads=plan.threads or 0)
     try:
+        if options.ranks > 1:
+            _show_ranks(replace(config, cp=options.ranks), options.rounds, console)
         training = measure_training(config, options.rounds, memory=plan.memory)
     except KeyboardInterrupt:
         return replace(results, complete=False)
     return replace(results, training=training)
+
+
+def _show_ranks(config: TrainConfig, rounds: int, console: Console) -> None:
+    """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
+    from attnspan.tools.bench.training_comparison import measure_ranks
+
+    times = measure_ranks(config, rounds)
+    rows = [
+        (f"{config.cp} ranks", times.all_ranks),
+        ("1 rank", times.one_rank),
+        ("1 rank, SDPA", times.sdpa),
+    ]
+    columns = [Column("steps of", words=True), Column("median"), Column("over the ranks'")]
+    base = median(times.all_ranks)
+    cells = [[name, seconds_text(median(x)), f"{median(x) / base:.2f}"] for name, x in rows]
+    print_table(console, f"training on {config.cp} ranks, {rounds} steps each in turn", columns, cells)
+    far = f"losses {times.parity.loss:.1e}, norms of gradients {times.parity.grad_norm:.1e}"
+    console.print(f"largest relative differences of the first {times.parity.steps} steps from one rank: {far}")
 
 
 @contextmanager

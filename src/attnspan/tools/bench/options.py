@@ -43,6 +43,7 @@ class BenchOptions:
     cold: bool | None = _how("empty the caches first; default: for decoding", "--cold/--warm", default=None)
     memory: bool | None = _how("peak memory of each peer too", "--memory/--no-memory", default=None)
     rounds: int = _how("steps of each kind of attention in training, 9 or more", default=20)
+    ranks: int = _how("ranks that share a sequence in training, next to one", default=1)
 
     json: Path | None = _where("raw samples; written after every cell; .gz compresses", default=None)
     html: Path | None = _where("a page of figures that needs nothing else", default=None)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ from attnspan.train.documents import load_data, load_vocabulary
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks
 from attnspan.train.step import Stepper, StepResult
 
-__all__ = ["Parity", "RankTimes", "RowStepper", "Share", "attention_share", "measure_ranks", "step_times"]
+__all__ = ["Parity", "RankTimes", "RowStepper", "Share", "attention_share", "measure_ranks"]
 
 _FLASH = "aten::_scaled_dot_product_flash_attention"
 _SDPA = {f"{_FLASH}{which}" for which in ("", "_backward", "_for_cpu", "_for_cpu_backward")}
@@ -61,32 +61,6 @@ class RowStepper(Stepper):
         """Micro-batches of the rows of a step."""
         size = self.config.batch_size
         return [Rows(*(x[at : at + size] for x in rows)) for at in range(0, len(rows.tokens), size)]
-
-
-def step_times(
-    trained: Stepper, rows: Iterator[Rows], rounds: int, kinds: Iterable[str]
-) -> dict[str, list[float]]:
-    """Seconds of the same steps with several kinds of attention, in turn, from the same weights.
-
-    Args:
-        trained: Model to start from; it is left as it is.
-        rows: Source of ``rounds`` batches, and one more for compilation.
-        rounds: Steps of each kind.
-        kinds: Values of `TrainConfig.attention`.
-    """
-    rivals = {}
-    for kind in kinds:
-        rivals[kind] = RowStepper(replace(trained.config, attention=kind), trained.vocab_size)
-        rivals[kind].model.load_state_dict(trained.model.state_dict())
-    first = next(rows)
-    for rival in rivals.values():
-        rival.warm_up(first)
-        rival.step(first, trained.config.steps - 1)
-    seconds: dict[str, list[float]] = {kind: [] for kind in rivals}
-    for _, batch in zip(range(rounds), rows, strict=False):
-        for kind, rival in rivals.items():
-            seconds[kind].append(rival.step(batch, trained.config.steps - 1).seconds)
-    return seconds
 
 
 @dataclass(frozen=True)
