@@ -29,7 +29,7 @@ from .rows import fill_of, marked, take
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Runs", "digest", "lower"]
+__all__ = ["Layout", "Runs", "Source", "digest", "lower"]
 
 #: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
 _MOST_REMEMBERED = 16
