@@ -265,8 +265,8 @@ def test_spans_are_wrapped_before_they_are_combined(other):
 )
 def test_a_sharded_mask_is_made_of_one_mask(use):
     pytest.importorskip("jax")
-    from attnspan.parallel.torch.attention import MeshPlan
     from attnspan.parallel.spmd._sharded import Sharded
+    from attnspan.parallel.torch.attention import MeshPlan
 
     for kind in (MeshPlan, Sharded):
         remedy = r"Combine masks by & and \| before they are sharded; .* by `mask is None`"
