@@ -1,4 +1,4 @@
-"""Context parallelism against one process: P ranks of one thread each, beside one rank of P threads.
+"""Context parallelism against one process: P ranks of one thread each, compared with one rank of P threads.
 
     python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json.gz
 
@@ -148,7 +148,9 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path 
     )
     parser.add_argument("--q-len", type=int, default=16384, help="rows in all")
     parser.add_argument("--rounds", type=int, default=7, help="calls of each contestant that are timed")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks, and threads of the one rank beside them")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks, and threads of the one rank they are compared with"
+    )
     parser.add_argument(
         "--cases", default="causal,documents,window", help="causal, documents, documents:SEED, window"
     )
@@ -156,7 +158,9 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path 
     parser.add_argument("--heads", default="8/8,8/2", help="query heads/key heads")
     parser.add_argument("--head-dims", default="64", help="D")
     parser.add_argument("--modes", default="forward,forward+backward", help="what a call is")
-    parser.add_argument("--only", default="", help="contestants to take part beside one rank; default: all")
+    parser.add_argument(
+        "--only", default="", help="contestants that join one rank, with semicolons between; default: all"
+    )
     parser.add_argument(
         "--calibrate", type=float, default=6.0, help='seconds to measure rates for "auto"; 0: it counts bytes'
     )

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from .chunks import Chunks
 
+__all__ = ["document_edges", "share_documents"]
+
 _TRIED = 8  # documents that are looked at when one is wanted whose last chunks weigh just enough
 
 

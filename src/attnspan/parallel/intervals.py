@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = ["Ints", "covered", "expand", "union"]
+
 Ints = NDArray[np.int64]
 
 

@@ -29,7 +29,7 @@ from .rows import fill_of, marked, take
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Runs", "digest", "lower"]
+__all__ = ["Layout", "Runs", "Source", "digest", "lower"]
 
 #: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
 _MOST_REMEMBERED = 16
@@ -323,8 +323,11 @@ class Layout:
             >>> layout.plan(causal() & window(8), heads=(4, 2), strategy="exchange")
             Plan(exchange on 2 ranks, q_len=64, k_len=64, heads=(4, 2))
         """
+        from .machine import Machine
         from .plan import make_plan
 
+        if options.get("strategy", "auto") == "auto" and options.get("machine") is None:
+            options["machine"] = Machine.default()  # The environment may name another one at the next call.
         # The layout's own mask, or one without data; what an array holds may change.
         same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
         key = (same, heads, *options.items()) if same is not None and isinstance(heads, tuple) else None

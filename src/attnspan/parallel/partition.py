@@ -21,7 +21,7 @@ from .documents import document_edges, share_documents
 from .intervals import Ints
 from .search import Assignment
 
-__all__ = ["Method", "Owner", "chunk_size", "owners"]
+__all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "zigzag"]
 
 Method = Literal["balanced", "contiguous", "zigzag"]
 Owner = NDArray[np.int32]

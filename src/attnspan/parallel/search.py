@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from .chunks import Chunks
 from .intervals import Ints, covered, union
 
+__all__ = ["Assignment"]
+
 #: With few heavy groups, each looks at many partners; with many, rounds would be too many: one of 64 groups a
 #: round.
 _AT_ONCE = 64

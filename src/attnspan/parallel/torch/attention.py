@@ -24,7 +24,7 @@ from .comm import Ranks
 from .dtensor import attend
 from .ops import sharded_forward
 
-__all__ = ["MeshPlan"]
+__all__ = ["Frame", "MeshPlan"]
 
 _SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads"
 

@@ -26,6 +26,7 @@ from ...errors import DtypeError, expect
 from ..errors import CommunicationError, PlanMismatchError
 
 __all__ = [
+    "Agreement",
     "Counts",
     "Pending",
     "Ranks",

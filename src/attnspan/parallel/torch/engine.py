@@ -19,6 +19,8 @@ from .heads import Team, fold_heads, repeat_heads
 from .kernel import Call, attend, differentiate
 from .keys import Route, from_rows, pass_on, to_rows, unsorted, whole
 
+__all__ = ["Done", "Given", "Gradients", "backward", "bias_at", "forward", "merged", "options_of"]
+
 
 class Given(NamedTuple):
     """What a rank is to compute.

@@ -14,6 +14,19 @@ from ..local import Numbers
 from ..strategy import HeadSlice
 from .comm import Pending, Ranks, Scratch, exchange
 
+__all__ = [
+    "Gathered",
+    "Scattered",
+    "Team",
+    "Which",
+    "fold_heads",
+    "gather",
+    "key_heads",
+    "query_heads",
+    "repeat_heads",
+    "scatter",
+]
+
 Which = Callable[[HeadSlice], slice]
 
 

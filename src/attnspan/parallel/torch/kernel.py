@@ -13,6 +13,8 @@ from ...kernels import math as math_kernel
 from ...options import Options
 from ...torch._attention import BACKENDS, warn_if_slow
 
+__all__ = ["Call", "attend", "differentiate"]
+
 
 class Call(NamedTuple):
     """Arguments that forward and backward share.

@@ -22,6 +22,8 @@ from .comm import Ranks, Scratch
 from .engine import Done, Given, backward, bias_at, forward, options_of
 from .heads import Team, gather, key_heads, query_heads, scatter
 
+__all__ = ["sharded_backward", "sharded_forward"]
+
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # A captured graph would replay the exchanges of one step's plan.
 _TAGS = (
