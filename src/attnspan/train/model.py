@@ -9,6 +9,7 @@ H query heads, G key/value heads, D head dimension, V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ __all__ = [
 IGNORE = -100  # target that carries no loss; torch's own default for cross entropy
 
 
-class Pieces(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pieces:  # No tuple: a compiler would look into it, and compile anew for other numbers.
     """Where the segments of each row lie, (start, stop), for attention by one call of SDPA per segment."""
 
     rows: list[list[tuple[int, int]]]

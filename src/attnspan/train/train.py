@@ -276,6 +276,7 @@ def _introduce(run: Run, console: Console) -> None:
     _say(console, "model", f"{weights / 1e6:.2f} M parameters, {shape}")
     _say(console, "how", f"{config.attention} attention, {config.dtype}, {where}, {_in_words(config)}")
     _say(console, "run", str(run.folder) + (f", resumed at step {run.done}" if run.done else ""))
+    _say(console, "", f"{'compiling, ' * config.compile}scoring{', timing steps' * (not config.steps)} ...")
 
 
 def _in_words(config: TrainConfig) -> str:
