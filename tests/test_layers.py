@@ -47,7 +47,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 # Public names that a front end shows and a higher room implements; looked up when they are asked for.
 FACADES = {
     ("jax/__init__.py", "attnspan.interop.from_torch"),
-    ("jax/__init__.py", "attnspan.parallel.spmd"),
+    ("jax/__init__.py", "attnspan.parallel.jax"),
     ("masks.py", "attnspan.library"),
     ("torch/__init__.py", "attnspan.interop.call_jax"),
     ("torch/__init__.py", "attnspan.interop.wrap"),

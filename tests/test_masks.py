@@ -226,7 +226,7 @@ def test_parse(text, want):
     ("text", "got"),
     [
         ("causal &", "got invalid syntax at column"),
-        ("casual", "expected one of full, causal, .* got casual"),
+        ("casual", "expected the name of a mask, got casual. Write causal"),
         ("window", r"expected arguments that window\(\) takes"),
         ("window(-1)", "window: left: expected 0 to"),
         ("__import__('os')", "got __import__"),

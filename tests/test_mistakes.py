@@ -265,12 +265,10 @@ def test_spans_are_wrapped_before_they_are_combined(other):
 )
 def test_a_sharded_mask_is_made_of_one_mask(use):
     pytest.importorskip("jax")
-    from attnspan.parallel.spmd._sharded import Sharded
-    from attnspan.parallel.torch.attention import MeshPlan
+    from attnspan.parallel import MeshPlan
+    from attnspan.parallel.jax import PlacedPlan, Sharded
 
-    from attnspan.parallel.torch.attention import MeshPlan
-
-    for kind in (MeshPlan, Sharded):
+    for kind in (MeshPlan, Sharded, PlacedPlan):
         remedy = r"Combine masks by & and \| before they are sharded; .* by `mask is None`"
         with pytest.raises(TypeError, match=f"{kind.__name__}: expected one mask, .*{remedy}"):
             use(object.__new__(kind))

@@ -30,7 +30,7 @@ class TestRemedies:
 
     def test_explaining_what_is_spread(self) -> None:
         sharded = shard(jax.make_mesh((1,), ("data",)), batch="data", mask=a.causal())
-        message = r"explain: mask: expected .* got Sharded, which .*Call sharded\.explain\(\)"
+        message = r"explain: mask: expected .* got Sharded, which .*Call explain\(\) of the mask"
         with pytest.raises(TypeError, match=message):
             explain(Q, Q, Q, mask=sharded)
 

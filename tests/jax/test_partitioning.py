@@ -46,7 +46,7 @@ def test_what_needs_keys_of_other_devices_is_refused(found):
     for name, text in found["refused"].items():
         axis = name[-1]
         assert f"got axis {axis} over 'x'" in text, (name, text)
-        assert "attnspan.jax.shard(mesh, sequence=...)" in text, (name, text)
+        assert "layout.plan(...).on(mesh, sequence=...)" in text, (name, text)
 
 
 def test_arrays_on_two_devices_are_refused(found):

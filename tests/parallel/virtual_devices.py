@@ -1,7 +1,7 @@
 """Four devices for tests of JAX: a process of its own, whose CPU is four devices, runs jobs by name.
 
     def job(scale: float) -> float: ...                # in a module of this folder
-    devices().run("spmd_jobs:job", 0.5)
+    devices().run("jax_jobs:job", 0.5)
 
 How many devices there are is decided before JAX starts, so the tests' own process cannot have them. A job
 that raises fails the test with its traceback.

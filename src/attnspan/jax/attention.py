@@ -146,7 +146,7 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     """Say what `attention` would do with the same arguments, without doing it.
 
     Args:
-        q, k, v, **options: As for `attention`, with values. A mask made by `shard` has an ``explain`` of its
+        q, k, v, **options: As for `attention`, with values. A mask over a mesh has an ``explain`` of its
             own.
 
     Raises:
@@ -168,7 +168,7 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
         "the mask of a call on one device",
         f"{type(mask).__name__}, which spreads a call over a mesh",
     )
-    remedy, single = "Call sharded.explain() of what shard(...) made", not isinstance(mask, ShardedMask)
+    remedy, single = "Call explain() of the mask", not isinstance(mask, ShardedMask)
     expect(single, "explain: mask", wanted, got, remedy, error=DtypeError)
     mask = _FULL if mask is None else mask
     call, static = _lowered(JaxFront(), q, k, v, mask, Given(**asked), scale, layout, return_lse)

@@ -42,7 +42,7 @@ jax.tree_util.register_dataclass(
 class ShardedMask(OneMask):
     """A mask together with which device holds which part of the problem: `attention` hands its calls to it.
 
-    `attnspan.jax.shard` makes one.
+    `attnspan.jax.shard` makes one, and `attnspan.parallel.Plan.on` of a JAX mesh.
     """
 
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A kernel is one opaque operation to XLA's partitioner, which would gather its arguments on every device
 without a word. With this rule each device runs the kernel on its batch rows and heads; what would need keys
-of other devices is refused by name, as `attnspan.jax.shard` plans that.
+of other devices is refused by name: a plan of `attnspan.parallel` fetches them.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def refuse(shape: tuple[int, ...], axis: int, mesh_axes: Any, name: str = "an ar
         f"sharding of {name} of shape {tuple(shape)}",
         expected="batch rows and heads over the devices of a mesh, and no other axis",
         got=f"axis {axis} over {mesh_axes!r}",
-        remedy="Plan the exchange of keys by attnspan.jax.shard(mesh, sequence=...), or reshard the array",
+        remedy="Plan the exchange of keys, mask=layout.plan(...).on(mesh, sequence=...), or reshard the array",
     )
 
 

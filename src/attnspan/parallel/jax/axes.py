@@ -76,6 +76,10 @@ class Axes:
         every = map(self.names, dims)
         return PartitionSpec(*(None if not x else x[0] if len(x) == 1 else x for x in every))
 
+    def spec_of(self, x: Any, *dims: str | None) -> PartitionSpec:
+        """The spec of an array with these first dims; one of size 1, which all share, is whole everywhere."""
+        return self.spec(*(dim if size > 1 else None for dim, size in zip(dims, x.shape, strict=False)))
+
     def sharding(self, *dims: str | None) -> NamedSharding:
         """The sharding of an array with these dims."""
         return NamedSharding(self.mesh, self.spec(*dims))

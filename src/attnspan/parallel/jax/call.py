@@ -48,31 +48,20 @@ class Specs(NamedTuple):
     def of(cls, work: Work, given: Operands, route: Route | None) -> Specs:
         """The specs of a call."""
         axes = work.axes
+        dims: Any = {"sinks": ("heads",), "q_index": ("batch",), "k_index": ("batch",)}
+        if work.static.bias_kind == DISTANCE:
+            dims["bias"] = ("heads",)
+
+        def split(name: str, x: Any) -> Any:
+            return None if x is None else axes.spec_of(x, *dims.get(name, ("batch", "heads")))
+
         return cls(
             axes.spec("batch", "heads", "sequence", None),
             axes.spec("batch", "heads" if work.split_kv else None, "sequence", None),
             axes.spec("batch", "heads", "sequence"),
-            _given_specs(axes, given, work.static.bias_kind),
+            Operands(*map(split, given._fields, given)),
             None if route is None else route.specs(axes),
         )
-
-
-def _given_specs(axes: Axes, given: Operands, kind: int) -> Operands:
-    def some(x: Array | None, *dims: str | None) -> Any:
-        # A dim of 1 that all batch rows or heads share is whole everywhere.
-        if x is None:
-            return None
-        return axes.spec(*(dim if size > 1 else None for dim, size in zip(dims, x.shape, strict=False)))
-
-    bias = ("heads",) if kind == DISTANCE else ("batch", "heads")
-    return Operands(
-        some(given.bounds, "batch", "heads"),
-        some(given.bias, *bias),
-        some(given.sinks, "heads"),
-        some(given.seeds, "batch", "heads"),
-        some(given.q_index, "batch"),
-        some(given.k_index, "batch"),
-    )
 
 
 def _bias_axes(axes: Axes, bias: Array | None, kind: int) -> tuple[str, ...]:

@@ -120,22 +120,8 @@ class Route(NamedTuple):
 
     def specs(self, axes: Axes) -> Route:
         """How its arrays are split: as q, k and v are."""
-        lists, heads = self.exchange is not None, self.bounds.shape[2] > 1
-        rows, keys = (("batch" if len(x) > 1 else None, "sequence") for x in (self.rows, self.keys))
-        dims = _dims(self.planes > 1, heads=heads, lists=lists)._replace(rows=rows, keys=keys)
-        return jax.tree.map(lambda x: axes.spec(*x), dims, is_leaf=_is_dims)  # type: ignore[no-any-return]
-
-
-def _dims(planes: bool, *, heads: bool, lists: bool) -> Route:
-    """What splits the dims of a route's arrays; trailing dims are left out."""
-    batch = "batch" if planes else None
-    exchange = Exchange(*[(batch, "sequence")] * len(Exchange._fields)) if lists else None
-    bounds = None, batch, "heads" if heads else None, "sequence"
-    return Route(bounds, (batch, "sequence"), None, None, exchange)
-
-
-def _is_dims(x: Any) -> bool:
-    return type(x) is tuple
+        bounds = axes.spec_of(self.bounds, None, "batch", "heads", "sequence")
+        return jax.tree.map(lambda x: axes.spec_of(x, "batch", "sequence"), self)._replace(bounds=bounds)  # type: ignore[no-any-return]
 
 
 def flat_rows(layout: Layout) -> Ints:
@@ -163,35 +149,33 @@ def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes
         counts = None if traffic is None else traffic.counts[part]
         return _of_device(of_part(part), rank, sizes, counts)
 
-    def place(dims: tuple[str | None, ...], at: int, own: Any) -> jax.Array:
-        whole = [axes.size(dim) if dim in ("batch", "sequence") else 1 for dim in dims]
-        whole += [1] * (own.ndim - len(dims))
-        shape = tuple(size * n for size, n in zip(own.shape, whole, strict=True))
-
-        def shard(index: tuple[slice, ...]) -> Any:
-            place = dict(zip(dims, index, strict=False))
-            part, rank = (
-                (place[dim].start or 0) // own.shape[dims.index(dim)] if dim in place else 0
-                for dim in ("batch", "sequence")
-            )
-            found = jax.tree.leaves(of_device(part, rank))[at]
-            return found[:, :, index[2]] if "heads" in dims else found
-
-        return jax.make_array_from_callback(shape, axes.sharding(*dims), shard)
-
-    def place_rows(layout: Layout) -> jax.Array:
-        rows = flat_rows(layout)
-        sharding = axes.sharding("batch" if layout.planes > 1 else None, "sequence")
-        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
-
     # Shapes are those of any device; this host makes those of its own.
     grid = axes.sharding("batch" if parts > 1 else None, "sequence")
     local = next(iter(grid.addressable_devices_indices_map((parts, ranks)).values()))
-    first = of_device(*(at.start or 0 for at in local or ()))
-    dims = _dims(plan.planes > 1, heads=plan.bounds.shape[1] > 1, lists=traffic is not None)
-    every = jax.tree.leaves(dims, is_leaf=_is_dims)
-    own, tree = jax.tree.flatten(first)
-    route = tree.unflatten(place(x, at, y) for at, (x, y) in enumerate(zip(every, own, strict=True)))
+    own, tree = jax.tree.flatten(of_device(*(at.start or 0 for at in local or ())))
+    dims = [(1, 3), *[(0, 1)] * (len(own) - 1)]  # Where planes and rows are; the bounds come first.
+
+    def whole(x: Any, planes: int, rows: int) -> Any:
+        each = {planes: parts, rows: ranks}
+        return jax.ShapeDtypeStruct([n * each.get(i, 1) for i, n in enumerate(x.shape)], x.dtype)
+
+    def place(at: int, shape: Any, spec: Any) -> jax.Array:
+        def shard(index: Any) -> Any:
+            part, rank = ((index[i].start or 0) // own[at].shape[i] for i in dims[at])
+            found = jax.tree.leaves(of_device(part, rank))[at]
+            return found[:, :, index[2]] if at == 0 else found
+
+        sharding = jax.sharding.NamedSharding(axes.mesh, spec)
+        return jax.make_array_from_callback(shape.shape, sharding, shard)
+
+    def place_rows(layout: Layout) -> jax.Array:
+        rows = flat_rows(layout)
+        sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(rows, "batch", "sequence"))
+        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+    shapes = [whole(x, *at) for x, at in zip(own, dims, strict=True)]
+    specs = jax.tree.leaves(tree.unflatten(shapes).specs(axes))
+    route = tree.unflatten(map(place, range(len(own)), shapes, specs))
     return route._replace(rows=place_rows(plan.layout), keys=place_rows(plan.keys)), sizes
 
 
