@@ -97,21 +97,10 @@ class Sharded(ShardedMask):
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
         """`attnspan.jax.attention` of global arrays, each device with its part; inside or outside of jit.
 
-        Args:
-            q: Shape (B, Hq, rows of all devices, D) in layout "bhsd".
-            k, v: Shape (B, Hkv, keys of all devices, D), and the same with Dv.
-            **options: Keywords of `attnspan.jax.attention`, without ``mask``. Seeds, slopes, sinks and tables
-                are those of all batch rows and heads. Where a plan splits the sequence, ``k_index`` and a
-                dense bias are not taken, and ``q_index`` is that of `shard`: of rows of another layout the
-                output is NaN.
-
-        Returns:
-            The output, split as q is; with ``return_lse=True`` also the lse (B, Hq, rows). Padding rows see
-            nothing: their output is 0.
-
-        Raises:
-            ValueError: Shapes, options or shardings do not fit.
-            TypeError: Element types do not fit.
+        q, k and v have the rows of all devices, and the output is split as q is. Seeds, slopes, sinks and
+        tables are those of all batch rows and heads. Where a plan splits the sequence, ``k_index`` and a
+        dense bias are not taken, and ``q_index`` is that of `shard`: of rows of another layout the output is
+        NaN. Padding rows see nothing: their output is 0.
         """
         return attention(self, q, k, v, **options)
 
