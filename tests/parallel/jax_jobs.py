@@ -54,7 +54,7 @@ class Split:
             sizes = {"ranks": self.sequence, "rows_per_chunk": 2}
             zigzag = Layout.of(q_len=q_len, method="zigzag", **sizes)
             k_len = options.get("k_len")
-            whole = {"q_len": q_len, "k_len": k_len, "batch": BATCH, **sizes}
+            whole = {"q_len": q_len, "k_len": k_len, "batch": BATCH, "heads": self.num_heads[0], **sizes}
             options["layout"] = zigzag if self.shared else Layout.of(mask, **whole)
         layout = options.pop("layout")
         keywords = {"heads": self.num_heads, "batch": BATCH, "strategy": self.strategy}
@@ -221,6 +221,14 @@ def cross(split: Split, by_key: bool, q_len: int = 13, k_len: int = 22) -> None:
     given = inputs(split.num_heads, q_len, k_len)
     sharded = split.place(mask, q_len, k_len=k_len, keys=keys if by_key else None)
     check(on_devices(sharded, given, backend=split.backend), oracle(given, mask))
+
+
+def by_head(split: Split, length: int = 21) -> None:
+    """Each head has a mask of its own, of batch rows that share it or not."""
+    mask = attnspan.from_predicate(lambda _, h, q, k: (k <= q) & (k + 3 * h + 2 >= q))
+    given = inputs(split.num_heads, length, length)
+    for each in (mask, mask & packed(5, length)):
+        check(on_devices(split.place(each, length), given), oracle(given, each))
 
 
 def packed(seed: int, length: int) -> Any:

@@ -95,7 +95,7 @@ def wrong_rows(length: int = 24) -> None:
     loader = plans[1].layout.shard({"tokens": np.zeros((BATCH, length), int)}, rank=0)
     for batch in (rows[1], loader):
         plans[1].on(split.mesh, rows=batch, **axes)
-        with pytest.raises(PlanMismatchError, match="rows with a plan: expected rows of layout .*, got"):
+        with pytest.raises(PlanMismatchError, match=r"rows with a plan: expected rows of layout .*, got"):
             plans[0].on(split.mesh, rows=batch, **axes)
     with pytest.raises(DtypeError, match=r"rows: expected a marked batch, got dict"):
         plans[0].on(split.mesh, rows=dict(rows[0]), **axes)

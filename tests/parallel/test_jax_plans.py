@@ -73,6 +73,13 @@ def test_cross_attention(split: Split, by_key: bool) -> None:
     run("cross", split, by_key)
 
 
+@pytest.mark.parametrize(
+    "split", [Split(heads=2, sequence=2), long(replace(RING, num_heads=(4, 2)))], ids=str
+)
+def test_masks_of_single_heads(split: Split) -> None:
+    run("by_head", split)
+
+
 def test_two_axes_split_the_sequence_and_auto_decides() -> None:
     run("several_axes")
 

@@ -124,6 +124,7 @@ def attention(
 
 def _marked(found: Any, claimed: Any, route: Any) -> Any:
     """The results, if q's rows are those of the plan; else NaN."""
+    claimed = jnp.asarray(claimed)
     what, wanted = "q_index with a split sequence", f"the rows of the plan's layout, {route.rows.shape}"
     fits, remedy = claimed.shape == route.rows.shape, "Pass rows['q_index'] of placed.shard(...)"
     expect(fits, what, wanted, claimed.shape, remedy, error=ShapeError)

@@ -153,7 +153,7 @@ def shard(
     return Sharded(axes, mask)
 
 
-class Frame(NamedTuple):
+class _Frame(NamedTuple):
     """What of a `PlacedPlan` a program is compiled for, other than shapes; hashable."""
 
     axes: Axes
@@ -184,7 +184,7 @@ class PlacedPlan(Sharded):
         (1, 9, 4, 16)
     """
 
-    def __init__(self, frame: Frame, route: Route, plan: Plan | None = None) -> None:
+    def __init__(self, frame: _Frame, route: Route, plan: Plan | None = None) -> None:
         super().__init__(frame.axes, None)
         self.frame, self.route, self._plan = frame, route, plan
         self.heads, self.piece = frame.heads, frame.sizes.piece
@@ -254,7 +254,7 @@ def place(
     if rows is not None:
         check_marked(rows, plan.layout)
     route, sizes = make_route(plan, axes, None if like is None else like.frame.sizes)
-    return PlacedPlan(Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes), route, plan)
+    return PlacedPlan(_Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes), route, plan)
 
 
 def _between_groups(plan: Plan) -> Plan:
