@@ -59,7 +59,7 @@ def attention(
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
         mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
             ``mask.prepare(...)``, or under jit by ``mask.spans(...)``. Over several devices, what `shard`
-            makes.
+            or a plan's ``on(mesh)`` makes.
         scale: Factor of the scores; 1/sqrt(D) by default.
         softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
         bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
@@ -155,7 +155,7 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
 
     Example:
         >>> from attnspan import causal
-        >>> x = jax.numpy.ones((1, 2, 4, 8))
+        >>> x = np.ones((1, 2, 4, 8), np.float32)
         >>> explain(x, x, x, mask=causal(), backend="math").coverage
         0.625
     """

@@ -48,7 +48,7 @@ def attend(q: Array, k: Array, v: Array, given: Operands, how: How) -> tuple[Arr
     q, k, v, given = spread((q, k, v, given), axes_of(q, k, v, given))
     own = {b.backend for b in how.branches if getattr(module_of(b.backend), "OWN_DERIVATIVE", False)}
     if not own:
-        return _attend(how, q, k, v, given)
+        return _attend(how, q, k, v, given)  # type: ignore[no-any-return]
     rest = tuple(branch for branch in how.branches if branch.backend not in own)
 
     def run(backend: str, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array | None]:
@@ -123,11 +123,6 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     return attend
 
 
-_attend = differentiable(
-    lambda how, *args: _forward(how)(*args), lambda how, want_dbias, *args: _backward(how, want_dbias)(*args)
-)
-
-
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Flag:
@@ -172,6 +167,11 @@ def _backward_of(how: How, want_dbias: bool, backend: str, *args: Any) -> Any:
     dout, q, k, v, out = (_to_bhsd(x, how.layout) for x in (dout, q, k, v, out))
     found = module.backward(dout, dlse, q, k, v, given, out, lse, *rest)
     return (*(_to_bhsd(x, how.layout) for x in found[:3]), *found[3:])
+
+
+_attend: Any = differentiable(
+    lambda how, *args: _forward(how)(*args), lambda how, want_dbias, *args: _backward(how, want_dbias)(*args)
+)
 
 
 def first_order(backend: str, run: Any) -> Any:

@@ -256,7 +256,7 @@ class Plan:
         return self.local(group_of(mesh).rank()).on(mesh, **options)
 
     def of_planes(self, part: int, parts: int) -> Plan:
-        """The plan of one part of the batch rows: the same owners of their rows."""
+        """The plan of one of several equal parts of the batch rows."""
         if parts == 1:
             return self
         each = self.planes // parts

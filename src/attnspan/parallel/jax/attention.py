@@ -1,23 +1,30 @@
-"""A call of sharded attention: checked, in the form of the devices' programs, and back."""
+"""A call of sharded attention: checked, run by `shard_map` on all devices, forward and backward.
+
+The gradient is written down and not left to JAX: what a device keeps of a call is its own q, k, v and output,
+never the keys that it fetched; and sums over devices are taken where parts of a gradient are, and nowhere
+else.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax import Array
 from jax import numpy as jnp
 
 from ...call import Call, Problem
 from ...errors import ShapeError, expect
-from ...jax.backends import choose_backend, static_for, words_of
+from ...jax.backends import Operands, choose_backend, static_for, words_of
 from ...jax.front import JaxFront, operands_of, static_of
+from ...jax.rules import differentiable, first_order
 from ...masks import Prepared
-from ...options import Given
+from ...options import DENSE, DISTANCE, Given
 from .axes import Axes
-from .call import Specs, attend
-from .device import Work
+from .device import Work, backward, forward
 from .route import Route
 
 if TYPE_CHECKING:
@@ -104,10 +111,9 @@ def attention(
     work = Work(axes, chosen, static, call.problem.group_size, split_kv, sharded.piece)
     arrays: Any = (q, k, v, operands_of(call), route)
     if axes.explicit:  # Arrays get the shardings of the types that are asked for: what is whole is cut.
-        specs = Specs.of(work, *arrays[3:])
-        wanted = specs.q, specs.kv, specs.kv, specs.given, specs.route
-        arrays = jax.tree.map(axes.put, arrays, wanted)
-    found = attend(work, *arrays)
+        q_spec, kv_spec, _, *rest = _specs(work, *arrays[3:])
+        arrays = jax.tree.map(axes.put, arrays, (q_spec, kv_spec, kv_spec, *rest))
+    found = _attend(work, *arrays)
     out, lse = found if claimed is None else _marked(found, claimed, route)
     if layout == "thd":
         out, lse = out.swapaxes(1, 2)[0], lse[0]
@@ -118,6 +124,7 @@ def attention(
 
 def _marked(found: Any, claimed: Any, route: Any) -> Any:
     """The results, if q's rows are those of the plan; else NaN."""
+    claimed = jnp.asarray(claimed)
     what, wanted = "q_index with a split sequence", f"the rows of the plan's layout, {route.rows.shape}"
     fits, remedy = claimed.shape == route.rows.shape, "Pass rows['q_index'] of placed.shard(...)"
     expect(fits, what, wanted, claimed.shape, remedy, error=ShapeError)
@@ -137,3 +144,55 @@ def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
     return replace(
         local, q_len=whole.q_len // parts, k_len=keys.shape[1] // parts, runs=route.bounds.shape[4]
     )
+
+
+# Eager calls then find the compiled program.
+@partial(jax.jit, static_argnums=0)
+def _attend(work: Work, *args: Any) -> tuple[Array, Array]:
+    """out and lse of q, k, v, the other operands, and the route, if there is one."""
+    # A backend that JAX can differentiate has all derivatives, and so have collectives.
+    found: tuple[Array, Array] = (_run if work.has_derivative else _run_once)(work, *args)
+    return found
+
+
+def _specs(work: Work, given: Operands, route: Route | None) -> tuple[Any, ...]:
+    """How q, k and v, lse, and all that goes with them are split: as those are, by construction."""
+    axes = work.axes
+    dims: Any = {"sinks": ("heads",), "q_index": ("batch",), "k_index": ("batch",)}
+    if work.static.bias_kind == DISTANCE:
+        dims["bias"] = ("heads",)
+
+    def split(name: str, x: Any) -> Any:
+        return None if x is None else axes.spec_of(x.shape, *dims.get(name, ("batch", "heads")))
+
+    return (
+        axes.spec("batch", "heads", "sequence"),
+        axes.spec("batch", "heads" if work.split_kv else None, "sequence"),
+        axes.spec("batch", "heads", "sequence"),
+        Operands(*map(split, given._fields, given)),
+        None if route is None else route.specs(axes),
+    )
+
+
+def _run(work: Work, *args: Any) -> Any:
+    q, kv, lse, *rest = _specs(work, *args[3:])
+    how: Any = {"mesh": work.axes.mesh, "in_specs": (q, kv, kv, *rest), "out_specs": (q, lse)}
+    return jax.shard_map(partial(forward, work), **how, check_vma=False)(*args)
+
+
+def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
+    dlse, bias, axes = args[1], args[5].bias, work.axes
+    q, kv, lse, given, route = _specs(work, args[5], args[8])
+    # The axes over whose devices a bias is the same: each finds a part of its gradient.
+    over: tuple[str, ...] = axes.sequence
+    if bias is not None and (work.static.bias_kind == DISTANCE or bias.shape[0] == 1):
+        over += axes.batch
+    if bias is not None and work.static.bias_kind == DENSE and bias.shape[1] == 1:
+        over += axes.heads
+    in_specs = q, None if dlse is None else lse, q, kv, kv, given, q, lse, route
+    out_specs = q, kv, kv, given.bias if want_dbias else None, given.sinks
+    how: Any = {"mesh": axes.mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+    return first_order(work.backend, jax.shard_map(partial(backward, work, want_dbias, over), **how))(*args)
+
+
+_run_once = differentiable(_run, _differentiate)

@@ -24,13 +24,7 @@ _WORDS = {"batch": "batch rows", "heads": "heads", "sequence": "the sequence", N
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh by what they split; each is a tuple of names, empty where nothing is split.
-
-    Attributes:
-        mesh: All devices.
-        batch: Axes that split batch rows.
-        heads: Axes that split heads.
-        sequence: Axes that split rows and keys.
+    """The axes of a mesh by what they split: batch rows, heads, or rows and keys.
 
     Example:
         >>> axes = Axes.of(jax.make_mesh((1, 1), ("data", "model")), batch="data", heads="model")
@@ -45,12 +39,7 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: Mesh, **given: AxisNames) -> Axes:
-        """Check names against the mesh.
-
-        Raises:
-            DtypeError: The mesh is no mesh, or a name is no string.
-            OptionError: The mesh lacks an axis, or an axis would split two dims.
-        """
+        """Check names against the mesh; raises where it lacks one, or one would split two dims."""
         remedy = "Make one by jax.make_mesh((2, 2), ('data', 'model'))"
         is_mesh, kind = isinstance(mesh, Mesh), type(mesh).__name__
         expect(is_mesh, "mesh", "a jax.sharding.Mesh", kind, remedy, error=DtypeError)
@@ -76,9 +65,9 @@ class Axes:
         every = map(self.names, dims)
         return PartitionSpec(*(None if not x else x[0] if len(x) == 1 else x for x in every))
 
-    def spec_of(self, x: Any, *dims: str | None) -> PartitionSpec:
+    def spec_of(self, shape: Sequence[int], *dims: str | None) -> PartitionSpec:
         """The spec of an array with these first dims; one of size 1, which all share, is whole everywhere."""
-        return self.spec(*(dim if size > 1 else None for dim, size in zip(dims, x.shape, strict=False)))
+        return self.spec(*(dim if size > 1 else None for dim, size in zip(dims, shape, strict=False)))
 
     def sharding(self, *dims: str | None) -> NamedSharding:
         """The sharding of an array with these dims."""
@@ -90,11 +79,7 @@ class Axes:
         return AxisType.Explicit in self.mesh.axis_types
 
     def place(self, x: Any, *dims: str | None) -> jax.Array:
-        """The array on the mesh, with these dims split; traceable and differentiable.
-
-        Raises:
-            ShapeError: The axes do not divide a size.
-        """
+        """The array on the mesh, with these dims split; traceable and differentiable."""
         self.check_dims(x.shape, dims)
         return self.put(x, self.spec(*dims))
 

@@ -19,7 +19,7 @@ from jax import numpy as jnp
 from ...jax.backends import Operands, Static, module_of
 from ...jax.rules import batched, first_order
 from .axes import Axes
-from .exchange import fetch, give_back, shift
+from .exchange import fetch, give_back
 from .route import Route
 
 __all__ = ["Work", "backward", "forward"]
@@ -151,18 +151,15 @@ def _at_stage(work: Work, given: Operands, route: Route, stage: Any, keys: Array
 def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array, route: Route) -> Any:
     """Keys go round once: while one part of them is worked on, the next ones travel.
 
-    Args:
-        work: What is known of the call.
-        step: ``(total, grads, stage, k, v, places)`` gives another total, and grads, which travel on with
-            their keys.
-        total: What it starts from, and the first grads.
-        k, v: Own keys and values.
-        route: Of the device.
+    ``step(total, grads, stage, k, v, places)`` gives another total, and grads, which travel on with their
+    keys; `total` is what both start from.
     """
 
+    parts, axis = work.axes.size("sequence"), work.axes.sequence
+    turned = [(i, (i + 1) % parts) for i in range(parts)]
+
     def passed(tree: Any) -> Any:
-        parts = work.axes.size("sequence")
-        return jax.tree.map(lambda x: shift(x, parts, work.axes.sequence), tree)
+        return jax.tree.map(lambda x: x if parts == 1 else lax.ppermute(x, axis, turned), tree)
 
     def turn(carry: Any, stage: Array) -> tuple[Any, None]:
         (total, grads), keys = carry
@@ -170,7 +167,7 @@ def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array,
         total, grads = step(total, grads, stage, *keys)
         return ((total, passed(grads)), coming), None
 
-    last = work.axes.size("sequence") - 1
+    last = parts - 1
     keys = k, v, jnp.maximum(route.keys, 0)
     ((total, grads), keys), _ = lax.scan(turn, (total, keys), jnp.arange(last))
     total, grads = step(total, grads, last, *keys)

@@ -14,11 +14,11 @@ from jax import numpy as jnp
 
 from .route import NOWHERE, Exchange
 
-__all__ = ["fetch", "give_back", "shift", "travel"]
+__all__ = ["fetch", "give_back"]
 
 
 def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]) -> tuple[Array, Array]:
-    """The keys of the stage.
+    """The keys of the stage, (B, h, K, D), and their values; 0 where a stage has fewer keys than room.
 
     Args:
         k: Shape (B, h, m, D).
@@ -26,15 +26,12 @@ def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]
         lists: Of this device.
         piece: Most rows between two parts.
         axis: Mesh axes that split the sequence.
-
-    Returns:
-        Shapes (B, h, K, D) and (B, h, K, Dv); 0 where a stage has fewer keys than room.
     """
     batch, _, held, dim = k.shape
     planes = lists.own.shape[-1] // held
     rows = _to_rows(jnp.concatenate([k, v], -1), planes)
     send, receive, there, _ = lists.counts.reshape(4, -1)
-    received = travel(_take(rows, lists.send.reshape(-1)), send, receive, there, piece, axis)
+    received = _travel(_take(rows, lists.send.reshape(-1)), send, receive, there, piece, axis)
     stage = _take(jnp.concatenate([rows, received]), lists.source.reshape(-1))
     both = _from_rows(stage, planes, batch)
     return both[..., :dim], both[..., dim:]
@@ -43,56 +40,46 @@ def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]
 def give_back(
     dk: Array, dv: Array, held: int, lists: Exchange, piece: int, axis: tuple[str, ...]
 ) -> tuple[Array, Array]:
-    """The gradients of the keys that a device holds: the sums over all stages, in the order of the parts.
+    """The gradients of the keys that a device holds, (B, h, m, D), and of their values; float32 or wider.
 
-    Args:
-        dk: Shape (B, h, K, D).
-        dv: Shape (B, h, K, Dv).
-        held: m.
-        lists, piece, axis: As for `fetch`.
-
-    Returns:
-        Shapes (B, h, m, D) and (B, h, m, Dv), float32 (float64 for float64).
+    They are the sums over the stages of all devices, in the order of these. Arguments are as for `fetch`.
     """
     batch, dim = dk.shape[0], dk.shape[3]
     planes = lists.own.shape[-1] // held
     both = jnp.concatenate([dk, dv], -1)
     stage = _to_rows(both.astype(jnp.promote_types(both.dtype, jnp.float32)), planes)
     send, receive, _, back = lists.counts.reshape(4, -1)
-    returned = travel(_take(stage, lists.place.reshape(-1)), receive, send, back, piece, axis)
+    returned = _travel(_take(stage, lists.place.reshape(-1)), receive, send, back, piece, axis)
     # Each key gathers its parts and sums them: no scatter, whose order of additions devices do not fix.
     total = _take(returned, lists.back.reshape(lists.back.shape[-2:])).sum(1)
     found = _from_rows(_take(stage, lists.own.reshape(-1)) + total, planes, batch)
     return found[..., :dim], found[..., dim:]
 
 
-def travel(
+def _travel(
     rows: Array, send: Array, receive: Array, there: Array, piece: int, axis: tuple[str, ...]
 ) -> Array:
-    """Rows by destination, each with those of the part before it, exchanged for rows by source.
+    """Rows by destination, (N, ...), in the order of the parts, exchanged for rows by source; 0 behind them.
 
     TPUs and GPUs send as many as there are; on other platforms pieces are padded to the largest one.
 
     Args:
-        rows: Shape (N, ...).
-        send: int32 (C,), how many go to each part.
-        receive: int32 (C,), how many come from each part.
+        rows: To send.
+        send, receive: int32 (C,), how many go to and come from each part.
         there: int32 (C,), where this part's rows begin among those that each part receives.
-        piece: Most rows between two parts.
-        axis: Mesh axes that split the sequence.
-
-    Returns:
-        Shape (N, ...); 0 behind the last row.
+        piece, axis: As for `fetch`.
     """
     ragged, padded = partial(_ragged, axis), partial(_padded, piece, axis)
     platforms = {"tpu": ragged, "cuda": ragged, "rocm": ragged}
-    return lax.platform_dependent(rows, send, receive, there, default=padded, **platforms)  # type: ignore[no-any-return]
+    found: Array = lax.platform_dependent(rows, send, receive, there, default=padded, **platforms)
+    return found
 
 
 def _ragged(axis: tuple[str, ...], rows: Array, send: Array, receive: Array, there: Array) -> Array:
     begins = jnp.cumsum(send) - send
     room = jnp.zeros_like(rows)
-    return lax.ragged_all_to_all(rows, room, begins, send, there, receive, axis_name=axis)
+    found: Array = lax.ragged_all_to_all(rows, room, begins, send, there, receive, axis_name=axis)
+    return found
 
 
 def _padded(
@@ -107,11 +94,6 @@ def _padded(
     source = jnp.searchsorted(ends, place, side="right")
     inside = place - (ends - receive)[source]
     return _take(pieces, jnp.where(place < ends[-1], source * piece + inside, NOWHERE))
-
-
-def shift(x: Array, parts: int, axis: tuple[str, ...]) -> Array:
-    """What the part before this one has; the first one gets that of the last."""
-    return x if parts == 1 else lax.ppermute(x, axis, [(i, (i + 1) % parts) for i in range(parts)])
 
 
 def _take(rows: Array, index: Array) -> Array:

@@ -97,21 +97,10 @@ class Sharded(ShardedMask):
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
         """`attnspan.jax.attention` of global arrays, each device with its part; inside or outside of jit.
 
-        Args:
-            q: Shape (B, Hq, rows of all devices, D) in layout "bhsd".
-            k, v: Shape (B, Hkv, keys of all devices, D), and the same with Dv.
-            **options: Keywords of `attnspan.jax.attention`, without ``mask``. Seeds, slopes, sinks and tables
-                are those of all batch rows and heads. Where a plan splits the sequence, ``k_index`` and a
-                dense bias are not taken, and ``q_index`` is that of `shard`: of rows of another layout the
-                output is NaN.
-
-        Returns:
-            The output, split as q is; with ``return_lse=True`` also the lse (B, Hq, rows). Padding rows see
-            nothing: their output is 0.
-
-        Raises:
-            ValueError: Shapes, options or shardings do not fit.
-            TypeError: Element types do not fit.
+        q, k and v have the rows of all devices, and the output is split as q is. Seeds, slopes, sinks and
+        tables are those of all batch rows and heads. Where a plan splits the sequence, ``k_index`` and a
+        dense bias are not taken, and ``q_index`` is that of `shard`: of rows of another layout the output is
+        NaN. Padding rows see nothing: their output is 0.
         """
         return attention(self, q, k, v, **options)
 
@@ -164,7 +153,7 @@ def shard(
     return Sharded(axes, mask)
 
 
-class Frame(NamedTuple):
+class _Frame(NamedTuple):
     """What of a `PlacedPlan` a program is compiled for, other than shapes; hashable."""
 
     axes: Axes
@@ -195,7 +184,7 @@ class PlacedPlan(Sharded):
         (1, 9, 4, 16)
     """
 
-    def __init__(self, frame: Frame, route: Route, plan: Plan | None = None) -> None:
+    def __init__(self, frame: _Frame, route: Route, plan: Plan | None = None) -> None:
         super().__init__(frame.axes, None)
         self.frame, self.route, self._plan = frame, route, plan
         self.heads, self.piece = frame.heads, frame.sizes.piece
@@ -265,7 +254,7 @@ def place(
     if rows is not None:
         check_marked(rows, plan.layout)
     route, sizes = make_route(plan, axes, None if like is None else like.frame.sizes)
-    return PlacedPlan(Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes), route, plan)
+    return PlacedPlan(_Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes), route, plan)
 
 
 def _between_groups(plan: Plan) -> Plan:

@@ -37,10 +37,8 @@ class Sizes(NamedTuple):
 
     Attributes:
         runs: Spans of a row.
-        keys: K.
-        rows: N.
+        keys, rows, readers: K, N and D.
         piece: Most rows between two parts of the sequence.
-        readers: D.
     """
 
     runs: int
@@ -120,8 +118,13 @@ class Route(NamedTuple):
 
     def specs(self, axes: Axes) -> Route:
         """How its arrays are split: as q, k and v are."""
-        bounds = axes.spec_of(self.bounds, None, "batch", "heads", "sequence")
-        return jax.tree.map(lambda x: axes.spec_of(x, "batch", "sequence"), self)._replace(bounds=bounds)  # type: ignore[no-any-return]
+        rest = jax.tree.map(lambda x: axes.spec_of(x.shape, *_ROWS), self)
+        return rest._replace(bounds=axes.spec_of(self.bounds.shape, *_BOUNDS))  # type: ignore[no-any-return]
+
+
+# What splits the first dims of bounds, and of all other arrays.
+_BOUNDS = (None, "batch", "heads", "sequence")
+_ROWS = ("batch", "sequence")
 
 
 def flat_rows(layout: Layout) -> Ints:
@@ -149,34 +152,35 @@ def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes
         counts = None if traffic is None else traffic.counts[part]
         return _of_device(of_part(part), rank, sizes, counts)
 
-    # Shapes are those of any device; this host makes those of its own.
-    grid = axes.sharding("batch" if parts > 1 else None, "sequence")
-    local = next(iter(grid.addressable_devices_indices_map((parts, ranks)).values()))
-    own, tree = jax.tree.flatten(of_device(*(at.start or 0 for at in local or ())))
-    dims = [(1, 3), *[(0, 1)] * (len(own) - 1)]  # Where planes and rows are; the bounds come first.
+    def place(at: int, own: Any) -> jax.Array:
+        dims = _BOUNDS if at == 0 else _ROWS  # The bounds come first.
+        planes, rows = map(dims.index, _ROWS)
+        shape = list(own.shape)
+        shape[planes], shape[rows] = shape[planes] * parts, shape[rows] * ranks
 
-    def whole(x: Any, planes: int, rows: int) -> Any:
-        each = {planes: parts, rows: ranks}
-        return jax.ShapeDtypeStruct([n * each.get(i, 1) for i, n in enumerate(x.shape)], x.dtype)
-
-    def place(at: int, shape: Any, spec: Any) -> jax.Array:
         def shard(index: Any) -> Any:
-            part, rank = ((index[i].start or 0) // own[at].shape[i] for i in dims[at])
-            found = jax.tree.leaves(of_device(part, rank))[at]
+            starts = ((index[i].start or 0) // own.shape[i] for i in (planes, rows))
+            found = jax.tree.leaves(of_device(*starts))[at]
             return found[:, :, index[2]] if at == 0 else found
 
-        sharding = jax.sharding.NamedSharding(axes.mesh, spec)
-        return jax.make_array_from_callback(shape.shape, sharding, shard)
+        return _from_callback(axes, tuple(shape), dims, shard)
 
     def place_rows(layout: Layout) -> jax.Array:
         rows = flat_rows(layout)
-        sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(rows, "batch", "sequence"))
-        return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+        return _from_callback(axes, rows.shape, _ROWS, lambda index: rows[index])
 
-    shapes = [whole(x, *at) for x, at in zip(own, dims, strict=True)]
-    specs = jax.tree.leaves(tree.unflatten(shapes).specs(axes))
-    route = tree.unflatten(map(place, range(len(own)), shapes, specs))
+    # Shapes are those of any device; this host makes those of its own.
+    grid = jax.sharding.NamedSharding(axes.mesh, axes.spec_of((parts, ranks), *_ROWS))
+    local = next(iter(grid.addressable_devices_indices_map((parts, ranks)).values()))
+    tree: Any
+    own, tree = jax.tree.flatten(of_device(*(at.start or 0 for at in local or ())))
+    route = tree.unflatten(map(place, range(len(own)), own))
     return route._replace(rows=place_rows(plan.layout), keys=place_rows(plan.keys)), sizes
+
+
+def _from_callback(axes: Axes, shape: tuple[int, ...], dims: tuple[str | None, ...], shard: Any) -> jax.Array:
+    sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(shape, *dims))
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def _of_device(plan: Plan, rank: int, sizes: Sizes, counts: Any) -> Route:

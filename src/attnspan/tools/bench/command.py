@@ -166,7 +166,8 @@ def _show_ranks(config: TrainConfig, rounds: int, console: Console) -> None:
     cells = [[name, seconds_text(median(x)), f"{median(x) / base:.2f}"] for name, x in rows]
     print_table(console, f"training on {config.cp} ranks, {rounds} steps each in turn", columns, cells)
     far = f"losses {times.parity.loss:.1e}, norms of gradients {times.parity.grad_norm:.1e}"
-    console.print(f"largest relative differences of the first {times.parity.steps} steps from one rank: {far}")
+    steps = times.parity.steps
+    console.print(f"largest relative differences of the first {steps} steps from one rank: {far}")
 
 
 @contextmanager
