@@ -64,7 +64,7 @@ class Sharded(ShardedMask):
         dims = (_SPLIT[dim] for dim in LAYOUTS[layout])
         return self.axes.spec(*(None if dim == "heads" and not split_heads else dim for dim in dims))
 
-    def shard(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = 0) -> Any:
+    def shard(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = None) -> Any:
         """Whole inputs as the devices hold them, one device's rows after the other's, padding included.
 
         Do this once, at the start of a model; everything but attention works on rows one by one. Inside and
@@ -86,7 +86,7 @@ class Sharded(ShardedMask):
         """
         return row_order.shard(x, axis, batch_axis, fill, self._queries)
 
-    def shard_keys(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = 0) -> Any:
+    def shard_keys(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = None) -> Any:
         """`shard` of what keys are made of in cross attention; `shard` itself in self-attention."""
         return row_order.shard(x, axis, batch_axis, fill, self._keys)
 

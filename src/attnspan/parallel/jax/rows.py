@@ -106,7 +106,7 @@ def _filled(xp: Any, x: Any, rows: Any, axis: int, fill: Any) -> Any:
         found = xp.take(x, xp.maximum(rows[0], 0), axis=axis)
     else:
         found = xp.take_along_axis(x, xp.maximum(index, 0), axis=axis)
-    return xp.where(index >= 0, found, xp.asarray(fill, dtype=found.dtype))
+    return xp.where(index >= 0, found, xp.asarray(0 if fill is None else fill, dtype=found.dtype))
 
 
 def _whole(axes: Axes, x: Any) -> Any:
