@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from library_samples import BATCH, HEADS, IDS, SAMPLES
+from library_samples import BATCH, HEADS, LIBRARY
 
 from attnspan.torch import attention
 
@@ -14,11 +14,14 @@ def _run(sample, inputs, dout, **options):
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+@pytest.mark.parametrize("sample", LIBRARY, ids=lambda sample: sample.name)
 def test_kernel_and_plain_code_agree(sample):
-    rows = sample.keys if sample.rows is None else sample.rows
     generator = torch.Generator().manual_seed(0)
-    shapes = ((BATCH, HEADS, rows, 16), *[(BATCH, HEADS, sample.keys, 16)] * 2, (BATCH, HEADS, rows, 16))
+    shapes = (
+        (BATCH, HEADS, sample.q_len, 16),
+        *[(BATCH, HEADS, sample.keys, 16)] * 2,
+        (BATCH, HEADS, sample.q_len, 16),
+    )
     *inputs, dout = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
     exact = _run(sample, inputs, dout, backend="math")
     plain = _run(sample, [x.float() for x in inputs], dout.float(), backend="math")

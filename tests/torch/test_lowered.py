@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_samples import SAMPLES as LIBRARY
+from library_samples import LIBRARY
 from mask_samples import BATCH, KEYS, SAMPLES
 from test_masks_trees import Tree
 from torch import Tensor
@@ -173,7 +173,7 @@ def test_a_copy_has_a_memory_of_its_own() -> None:
 @pytest.mark.parametrize("sample", [*SAMPLES, *LIBRARY], ids=lambda sample: sample.name)
 @pytest.mark.parametrize("convert", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 def test_it_is_what_the_general_way_lowers(sample: Any, convert: Any) -> None:
-    keys = getattr(sample, "keys", KEYS)
+    keys = sample.keys
     for q_len in (keys, 7, 1):
         mask = sample.mask(convert)
         q, k = torch.zeros(BATCH, 4, q_len, 8), torch.zeros(BATCH, 4, keys, 8)
