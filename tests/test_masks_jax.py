@@ -140,12 +140,6 @@ def test_what_a_predicate_raises_under_jit_has_its_name(fn):
         jax.jit(lambda like: mask.spans(3, 3, like=like).bounds)(jnp.zeros(1))
 
 
-def test_masks_prepared_outside_are_used_under_jit():
-    prepared = a.from_predicate(lambda b, h, q, k: q >= k).prepare(3, 3, like=jnp.zeros(1))
-    bounds = jax.jit(lambda mask: (mask & a.global_keys(2)).spans(3, 3).bounds)(prepared)
-    assert bounds[0, 0, :, 0].tolist() == [[0, 1], [0, 2], [0, 2]]
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
 def test_arrays_that_a_jitted_function_closes_over(wide):
     with jax.enable_x64(wide):
@@ -154,18 +148,3 @@ def test_arrays_that_a_jitted_function_closes_over(wide):
         want = mask.spans(4, 4, batch=2, like=like)
         got = jax.jit(lambda like: mask.spans(4, 4, batch=2, like=like).bounds)(like)
     np.testing.assert_array_equal(a.Spans(got, 4).dense(), want.dense())
-
-
-def test_a_prepared_mask_beside_other_rows_is_refused_or_illegal():
-    prepared = a.causal().prepare(16, 24, like=jnp.zeros(1))
-    first = jnp.arange(16)
-
-    def lower(mask, q_index):
-        return (mask & a.window(3)).spans(16, 24, q_index=q_index).bounds
-
-    for own in (prepared, a.causal().prepare(16, 24, q_index=first + 8)):
-        with pytest.raises(ValueError, match="q_index of a prepared mask: expected the rows that it was"):
-            lower(own, first)
-        assert (jax.jit(lower)(own, first) == jnp.array([0, -1])).all()
-        want = (a.causal() & a.window(3)).spans(16, 24).bounds
-        np.testing.assert_array_equal(jax.jit(lower)(own, first + 8), want)

@@ -64,20 +64,25 @@ def test_same_bits_every_time_and_from_several_threads_at_once(dtype: torch.dtyp
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
-def test_a_non_finite_value_reaches_what_may_see_it_and_nothing_else(where: str, value: float) -> None:
-    arrays = make(Case(q_len=150, k_len=300, kv_heads=1, runs=2))
+@pytest.mark.parametrize("q_len", [150, 12, 3])
+def test_a_non_finite_value_reaches_what_may_see_it_and_nothing_else(
+    q_len: int, where: str, value: float
+) -> None:
+    arrays = make(Case(q_len=q_len, k_len=300, kv_heads=1, runs=2))
     clean = arrays.run()
-    at = 71  # the row of q and dout, the key of k and v
     keys = torch.arange(300)
     spans = arrays.bounds[0, 0]
     sees = ((spans[..., 0, None] <= keys) & (keys < spans[..., 1, None])).any(1)
+    by_row = where in ("q", "dout")
+    # A row that sees keys, or a key that some rows see.
+    at = int((sees.any(1) if by_row else sees.any(0) & ~sees.all(0)).nonzero()[-1])
     getattr(arrays, where)[0, 0, at, 3] = value
     got = arrays.run()
     touched = {
         name: (got[name] != clean[name]).flatten(3).any(-1)[0, 0] for name in ("out", "dq", "dk", "dv")
     }
-    if where in ("q", "dout"):
-        query, key = torch.arange(150) == at, sees[at]
+    if by_row:
+        query, key = torch.arange(q_len) == at, sees[at]
         assert query[at]
         assert key.any()
     else:
@@ -89,7 +94,7 @@ def test_a_non_finite_value_reaches_what_may_see_it_and_nothing_else(where: str,
     if where in ("q", "v") or (where == "k" and value != value):  # a score of -inf is a probability of 0
         assert torch.equal(bad["out"], query)
     assert not bad["dq"][~query].any()
-    seen_by_bad_rows = key if where in ("q", "dout") else sees[query].any(0)
+    seen_by_bad_rows = key if by_row else sees[query].any(0)
     assert not bad["dk"][~seen_by_bad_rows].any()
     assert not bad["dv"][~seen_by_bad_rows].any()
     assert bad["dq"].any() or bad["dv"].any()

@@ -148,19 +148,6 @@ def test_positions_come_from_the_mask(place: str, option: str, backend: str) -> 
     assert relative_error(run(prepared, **told), within) > 1e-3
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", POSITIONAL)
-def test_keys_in_any_order_are_who_they_are(option: str, backend: str) -> None:
-    q, k, v = _qkv()
-    options = {**OPTIONS[option](B, H, S, S), "backend": backend}
-    wanted = attention(q, k, v, **options)
-    order = torch.stack([torch.randperm(S), torch.randperm(S)])
-    rows = torch.arange(B)[:, None]
-    shuffled = [x[rows, :, order].transpose(1, 2) for x in (k, v)]
-    got = attention(q, *shuffled, mask=full().spans(S, S, like=q), k_index=order, **options)
-    assert relative_error(got, wanted) <= 24 * EPS
-
-
 def test_a_prepared_mask_is_placed_once() -> None:
     mask = causal() & attnspan.cache(torch.tensor([24, 13]))
     assert causal().prepare(S, S).q_index is None

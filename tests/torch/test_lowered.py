@@ -17,9 +17,9 @@ from mask_samples import BATCH, KEYS, SAMPLES
 from test_masks_trees import Tree
 from torch import Tensor
 
-from attnspan import Mask, causal, from_predicate, library, segments, window
+from attnspan import Mask, causal, from_predicate, segments, window
 from attnspan.torch import attention
-from attnspan.torch._lowered import _memory, _static, lowered
+from attnspan.torch._lowered import _memory, lowered
 
 S = 16
 
@@ -115,16 +115,6 @@ def test_a_mask_prepared_in_numpy_is_converted_once(monkeypatch: pytest.MonkeyPa
     mask.lowered.bounds[..., 3, :, :] = 0  # a row that sees nothing
     assert (attention(q, k, v, mask=mask)[:, :, 3] == 0).all()
     assert lowered(mask, q, k) is not first
-
-
-@pytest.mark.parametrize("make", [causal, lambda: causal() & segments(_ids().numpy())])
-def test_like_decides_the_framework(make: Callable[[], Mask]) -> None:
-    for found in (
-        make().spans(S, S, batch=2, like=torch.zeros(1)),
-        make().prepare(S, S, batch=2, like=torch.zeros(1)).lowered,
-    ):
-        assert isinstance(found.bounds, Tensor)
-    assert isinstance(make().spans(S, S, batch=2).bounds, np.ndarray)
 
 
 def test_layers_share_a_lowering_under_autocast_and_a_profiler_too() -> None:
@@ -272,9 +262,3 @@ def test_threads_share_the_memory_of_masks_without_arrays() -> None:
     finally:
         sys.setswitchinterval(before)
     assert not errors
-
-
-def test_a_large_mask_of_the_library_is_not_kept() -> None:
-    kept = set(_static)
-    attention(q := torch.randn(1, 1, 64, 8), q, q, mask=library.dilated(8, 2))
-    assert set(_static) == kept

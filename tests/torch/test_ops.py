@@ -8,9 +8,8 @@ import torch
 from covering import everything
 from samples import OPTIONS, counted_kernel_calls, make_sample
 
-from attnspan import Spans, full
+from attnspan import full
 from attnspan.kernels import cpu
-from attnspan.torch import attention
 from attnspan.torch.ops import backward_op, forward_op
 
 #: Shapes, dtypes and masks; each value of a factor comes once or more. The last ones are for the long run.
@@ -157,19 +156,6 @@ def test_forward_mode_raises_by_name(differentiable: bool) -> None:
 
     with pytest.raises(NotImplementedError, match=r'forward-mode.*backend="math"'):
         torch.func.jvp(call, (sample.q,), (torch.ones_like(sample.q),))
-
-
-ILLEGAL = [[[0, -1]], [[3, 2]], [[0, 10]], [[-1, 3]], [[4, 6], [0, 2]], [[0, 3], [2, 5]]]
-
-
-@pytest.mark.parametrize("row", ILLEGAL, ids=str)
-@pytest.mark.parametrize("backend", ["cpu", "math"])
-def test_illegal_bounds_raise(row: list[list[int]], backend: str) -> None:
-    x = torch.randn(1, 2, 3, 8)
-    bounds = torch.zeros(1, 1, 3, len(row), 2, dtype=torch.int32)
-    bounds[:, :, 1] = torch.tensor(row)
-    with pytest.raises(ValueError, match="row 1"):
-        attention(x, x, x, mask=Spans(bounds, 3), backend=backend)
 
 
 def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
