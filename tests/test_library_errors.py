@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
-from torch._dynamo.testing import CompileCounter
 
 import attnspan as a
 from attnspan import library as lib
@@ -192,27 +190,3 @@ def test_default_rows_of_a_mixture():
     with pytest.raises(OptionError, match="at most 2, got 3"):
         lib.tree([-1, 0, 0], prefix=3).spans(3, 5)
     assert both.spans(2, 5, heads=2).bounds[0, :, :, 0].tolist() == [[[0, 2], [0, 3]], [[0, 2], [0, 3]]]
-
-
-def test_one_compilation_for_new_data():
-    def lowered(parents, chosen, cu):
-        tree = lib.tree(parents, 4, depth=3)
-        spans = [tree.spans(4, 8), lib.selected_blocks(chosen, 4).spans(8, 8, heads=2)]
-        spans.append(
-            (lib.per_document(lib.global_sliding(1, 2), cu) & lib.natten((2, 4), (1, 3))).spans(8, 8)
-        )
-        return [x.bounds for x in spans]
-
-    counter = CompileCounter()
-    compiled = torch.compile(lowered, fullgraph=True, backend=counter)
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        arrays = [
-            np.array([-1, 0, rng.integers(2), rng.integers(2)]),
-            rng.integers(2, size=(1, 2, 2, 1)),
-            np.array([0, *np.sort(rng.integers(9, size=2)), 8]),
-        ]
-        arrays = [torch.from_numpy(x) for x in arrays]
-        for got, want in zip(compiled(*arrays), lowered(*arrays), strict=True):
-            assert torch.equal(got, want)
-    assert counter.frame_count == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Case, budget, error, make
+from kernel_cases import Case, budget, check, error, exponential, make, walk
 
 from attnspan.kernels import cpu
 
@@ -43,18 +43,22 @@ def test_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
     arrays = make(case)
     got, exact = arrays.run(), arrays.oracle()
-    allowed = budget(case, exact)
-    # Sums are accumulated in float32, whose roundings walk at random over as many terms as there are rows.
-    walk = 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
-    exponential = 3.3e-6 if dtype == BF16 else 6.5e-8  # of its polynomial, see csrc/softmax.h
-    for name in exact:
-        bound = 3 * (allowed[name] + walk + exponential)
-        assert error(got[name], exact[name]) <= bound, (name, error(got[name], exact[name]), bound)
+    allowed, rounding = budget(case, exact), walk(case) + exponential(dtype)
+    check(got, exact, {name: 3 * (allowed[name] + rounding) for name in exact})
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
-def test_same_bits_every_time_and_from_several_threads_at_once(dtype: torch.dtype) -> None:
-    arrays = make(Case(q_len=200, k_len=500, group=2, kv_heads=3, dtype=dtype))
+REPEATED = [("float32",), ("bfloat16",)]
+REPEATED += [
+    ("float32", "dense of rows", "dropout"),
+    ("float32", "table", "sinks"),
+    ("float32", "alibi", "softcap"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(x, tuple(rest)) for x, *rest in REPEATED])
+def test_same_bits_every_time_and_from_several_threads_at_once(dtype: str, options: tuple[str, ...]) -> None:
+    case = Case(q_len=300, k_len=500, group=2, kv_heads=3, dtype=getattr(torch, dtype), options=options)
+    arrays = make(case)
     first = arrays.run()
     with ThreadPoolExecutor(4) as pool:
         others = list(pool.map(lambda _: arrays.run(), range(8)))

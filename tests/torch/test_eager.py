@@ -176,28 +176,6 @@ def test_without_the_exchange_table_the_ordinary_way_is_left(
     assert taken == [True, False]
 
 
-def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Core:
-        def attend(self, *args: Any) -> Any:
-            asked.append(args[6])
-            return core.attend(*args)
-
-    core, asked = cpu.core, list[int]()
-    monkeypatch.setattr(cpu, "core", Core())
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    attention(*_qkv())
-    assert asked == [7]
-
-
-def test_a_mask_lowered_in_inference_mode_serves_training() -> None:
-    q, k, v = _qkv()
-    mask = window(11)
-    with torch.inference_mode():
-        attention(q, k, v, mask=mask)
-    attention(q.requires_grad_(), k, v, mask=mask).sum().backward()
-    assert q.grad is not None
-
-
 def test_batched_gradients_take_the_operator() -> None:
     x = torch.randn(1, 1, 4, 8, requires_grad=True)
     out = attention(x, x, x)

@@ -10,6 +10,7 @@ from samples import OPTIONS, counted_kernel_calls, make_sample
 
 from attnspan import full
 from attnspan.kernels import cpu
+from attnspan.torch import attention
 from attnspan.torch.ops import backward_op, forward_op
 
 #: Shapes, dtypes and masks; each value of a factor comes once or more. The last ones are for the long run.
@@ -158,10 +159,22 @@ def test_forward_mode_raises_by_name(differentiable: bool) -> None:
         torch.func.jvp(call, (sample.q,), (torch.ones_like(sample.q),))
 
 
-def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.mark.parametrize("short", [True, False])
+def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
+    asked: list[int] = []
+
+    class Core:
+        def attend(self, *args: Any) -> Any:
+            asked.append(args[6])
+            return core.attend(*args)
+
+    core = cpu.core
+    monkeypatch.setattr(cpu, "core", Core())
     monkeypatch.setattr(cpu, "forward", lambda *_, num_threads, **__: asked.append(num_threads))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     x = torch.randn(1, 1, 2, 8)
-    forward_op(x, x, x, full().prepare(2, 2, like=x).lowered.bounds, 0.25)
+    if short:
+        attention(x, x, x)
+    else:
+        forward_op(x, x, x, full().prepare(2, 2, like=x).lowered.bounds, 0.25)
     assert asked == [7]
