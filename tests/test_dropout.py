@@ -200,24 +200,5 @@ def test_the_oracle_and_the_math_backend_drop_the_same(seed):
     ]
     np.testing.assert_array_equal(weights.numpy() > 0, want)
     np.testing.assert_array_equal(exact > 0, want)
-    torch.testing.assert_close(weights, torch.tensor(want) * plain * scale_of_kept(0.4), rtol=1e-12, atol=0)
-
-
-def test_sharded_calls_drop_what_the_whole_call_drops():
-    q, k, v, bounds = _problem()
-    seeds = torch.tensor(dropout_seeds(9, 2, 4))
-    rows, keys = torch.tensor([4, 1]), torch.tensor([30, 3, 17, 16, 0])
-    whole, _ = math_kernel.forward(
-        q, k, v, bounds, scale=0.5, options=Options(dropout_p=0.4, dropout_seed=torch.tensor(9))
-    )
-    options = Options(
-        dropout_p=0.4,
-        dropout_seed=seeds[1:, 2:],
-        q_index=(rows + 34).int()[None],
-        k_index=keys.int()[None],
-    )
-    some = torch.tensor([0, 5], dtype=torch.int32).expand(1, 1, 2, 1, 2)
-    part, _ = math_kernel.forward(
-        q[1:, 2:, rows], k[1:, 1:, keys], v[1:, 1:, keys][..., keys], some, scale=0.5, options=options
-    )
-    assert torch.equal(part > 0, (whole > 0)[1:, 2:][:, :, rows][..., keys])
+    for got in (weights, torch.from_numpy(exact)):
+        torch.testing.assert_close(got, torch.tensor(want) * plain * scale_of_kept(0.4), rtol=1e-12, atol=0)

@@ -1,4 +1,6 @@
-"""Score functions and masks of attention-gym and of FlexAttention's documents, beside their originals.
+"""Score functions of attention-gym and of FlexAttention's documents, compared with their originals.
+
+Their masks are in library_definitions.py.
 
 Each original is written anew as it stands there, in the signature of FlexAttention. It is applied twice: by
 FlexAttention itself, forward, and by a plain softmax that autograd differentiates. Everything is float64.
@@ -17,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnspan as a
-from attnspan import library as lib
 from attnspan.torch import attention
 
 # FlexAttention is the judge here, not what is measured.
@@ -274,81 +275,7 @@ def test_a_factor_by_class_of_pair_is_one_call_for_each_class():
     _close(ours()[0].detach(), flex(*inputs, checkerboard), "FlexAttention")
 
 
-IMAGE_OF = torch.tensor([0] * 3 + [1] * 3 + [2] * 3)
-INTERVALS = torch.tensor([[0, 7], [1, 7], [7, 12]])
 OFFSETS = torch.tensor([9, 17])
-LENGTHS = torch.tensor([11, 24])
-PADDED = torch.arange(S) < LENGTHS[:, None]
-
-
-def natten_mask(b, h, i, j):
-    """FlexAttention, walkthrough: NATTEN on a square canvas."""
-    rows = abs((i // 5).clamp(1, 3) - j // 5) <= 1
-    return rows & (abs((i % 5).clamp(1, 3) - j % 5) <= 1)
-
-
-def tiled(p):
-    """FlexAttention, walkthrough: row and column of place p in tiles of 2 x 3 on a canvas of 4 x 6."""
-    tile, offset = p // 6, p % 6
-    return tile // 2 * 2 + offset // 3, tile % 2 * 3 + offset % 3
-
-
-def tiled_natten_mask(b, h, i, j):
-    (y, x), (v, u) = tiled(i), tiled(j)
-    return (abs(y.clamp(1, 2) - v) <= 1) & (abs(x.clamp(1, 4) - u) <= 1)
-
-
-MASKS = {
-    "causal": (causal, a.causal, S, S),
-    "sliding window": (lambda b, h, i, j: (i >= j) & (i - j <= 5), lambda: a.window(5), S, S),
-    # The walkthrough's prefix includes key PREFIX_LENGTH itself.
-    "prefix-LM": (lambda b, h, i, j: (j <= 6) | (i >= j), lambda: lib.prefix_lm(7), S, S),
-    "documents by id": (
-        lambda b, h, i, j: (i >= j) & (SEQUENCE[i] == SEQUENCE[j]),
-        lambda: a.causal() & a.segments(SEQUENCE),
-        S,
-        S,
-    ),
-    "jagged": (
-        lambda b, h, i, j: (SEQUENCE[i] == SEQUENCE[j]) & (i - CU[SEQUENCE[i]] >= j - CU[SEQUENCE[j]]),
-        lambda: lib.per_document(a.causal(), CU),
-        S,
-        S,
-    ),
-    "local 2-D": (
-        lambda b, h, i, j: (abs(i // 5 - j // 5) <= 1) & (abs(i % 5 - j % 5) <= 1),
-        lambda: lib.sasa((5, 5), 1),
-        25,
-        25,
-    ),
-    "NATTEN": (natten_mask, lambda: lib.natten((5, 5), 3), 25, 25),
-    "tiled NATTEN": (tiled_natten_mask, lambda: lib.tiled_natten((4, 6), 3, (2, 3)), S, S),
-    "images": (
-        lambda b, h, i, j: (i >= INTERVALS[IMAGE_OF[j], 0]) & (i < INTERVALS[IMAGE_OF[j], 1]),
-        lambda: lib.vision_cross_attention(INTERVALS, 3),
-        12,
-        9,
-    ),
-    "padding by tensor": (lambda b, h, i, j: PADDED[b, j], lambda: a.key_padding(LENGTHS), S, S),
-    "full by head, window by head": (
-        lambda b, h, i, j: (i >= j) & ((h % 2 == 0) | (i - j <= 3)),
-        lambda: lib.per_head([a.causal(), a.window(3)] * 2),
-        S,
-        S,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MASKS.values(), ids=MASKS)
-def test_mask_function(case):
-    mask_mod, build, rows, keys = case
-    inputs = _inputs(rows, keys)
-
-    def ours():
-        return attention(*inputs, mask=build(), return_lse=True, backend="math")
-
-    _check(ours, lambda: plain(*inputs, mask_mod=mask_mod), inputs)
-    _close(ours()[0].detach(), flex(*inputs, mask_mod=mask_mod), "FlexAttention")
 
 
 def test_decoding_with_an_offset_by_row_is_an_index():

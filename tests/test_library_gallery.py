@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from library_samples import SAMPLES
+from library_samples import LIBRARY
 
 import attnspan
 from attnspan import library
@@ -53,7 +53,7 @@ def test_the_page_names_it(name):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_it_has_a_definition(name):
-    assert any(sample.function == name for sample in SAMPLES), f"add {name} to tests/library_samples.py"
+    assert any(sample.function == name for sample in LIBRARY), f"add {name} to tests/library_samples.py"
 
 
 @pytest.mark.parametrize("name", pictures.README)

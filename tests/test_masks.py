@@ -1,54 +1,69 @@
-"""Each mask against its definition, pair by pair, in every way it can be lowered."""
+"""Each mask, the library's too, against its definition, pair by pair, in every way to lower it."""
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 import numpy as np
 import pytest
 import torch
-from mask_samples import BATCH, IDS, KEYS, SAMPLES
+from library_samples import LIBRARY
+from mask_samples import BATCH, KEYS, SAMPLES
 
 import attnspan as a
+import attnspan.torch
 from attnspan.arrays import Arrays
 
-ALL_KEYS = np.arange(KEYS)
+# Their R is read from data.
+BY_DATA = {"reordered", "tiled_natten", "morton_natten"}
+# Their formulas mean something for a row before the first key, as `window`'s does.
+BY_FORMULA = {"dilated", "global_sliding", "prefix_lm", "spatial_heads"}
+EACH = pytest.mark.parametrize("sample", [*SAMPLES, *LIBRARY], ids=lambda sample: sample.name)
 
 
 def _check(spans, want):
     """The spans are legal, and their dense form is the wanted one."""
     spans.validate()
     assert "int32" in str(spans.bounds.dtype)
-    got = np.asarray(spans.dense())
-    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
+    np.testing.assert_array_equal(np.broadcast_to(np.asarray(spans.dense()), want.shape), want)
 
 
-@pytest.mark.parametrize("q_len", [KEYS, 5, 1, KEYS + 6])
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_equals_its_definition(sample, q_len):
-    spans = sample.mask().spans(q_len, KEYS, batch=BATCH)
-    _check(spans, sample.dense(sample.default_q_index(q_len), ALL_KEYS))
-    assert spans.runs == sample.runs
+def _rows(sample, q_len):
+    """The last rows and how to ask for them: the library's masks tell rows from keys by their indices."""
+    if sample in SAMPLES:
+        return sample.default_q_index(q_len), {}
+    rows = np.arange(sample.q_len)[-q_len:]
+    return rows, {"q_index": rows}
 
 
-@pytest.mark.parametrize(
-    "q_index", [[3, 0, 23, 7], [[1, 2, 22, 3], [23, 23, 0, -1]]], ids=["shared", "per row"]
-)
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_rows_by_global_index(sample, q_index):
-    q_index = np.array(q_index)
-    spans = sample.mask().spans(4, KEYS, batch=BATCH, q_index=q_index)
-    _check(spans, sample.dense(np.broadcast_to(q_index, (BATCH, 4)), ALL_KEYS))
+@EACH
+def test_equals_its_definition(sample):
+    for q_len in (sample.q_len, 5, 1, *([KEYS + 6] if sample in SAMPLES else [])):
+        rows, given = _rows(sample, q_len)
+        spans = sample.mask().spans(q_len, sample.keys, **given, **sample.sizes)
+        _check(spans, sample.dense(rows, np.arange(sample.keys)))
+        assert sample.runs is None or spans.runs == sample.runs
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_some_of_the_keys(sample):
-    q_index, k_index = np.array([23, 4, 11]), np.array([0, 1, 4, 9, 10, 15, 22, 23])
-    mask = sample.mask()
+@EACH
+def test_rows_by_global_index(sample):
+    outside, last = 7 if sample.function in BY_FORMULA else -1, sample.q_len - 1
+    shared, own = [3, 0, last, outside, 3], [[1, 2, last - 1, 3, 3], [last, last, 0, outside, 4]]
+    for q_index in (shared, own) if sample in SAMPLES else (shared,):
+        spans = sample.mask().spans(5, sample.keys, q_index=np.array(q_index), **sample.sizes)
+        _check(spans, sample.dense(q_index, np.arange(sample.keys)))
+
+
+@EACH
+def test_some_of_the_rows_and_keys(sample):
+    q_index, k_index = np.array([5, 1, sample.q_len - 1]), np.flatnonzero(np.arange(sample.keys) % 5 != 1)
+    want, whole = sample.dense(q_index, k_index), np.arange(sample.q_len)
+    spans = sample.mask().spans(sample.q_len, sample.keys, q_index=whole, **sample.sizes)
+    _check(spans.take_queries(q_index).take_keys(k_index), want)
+    mask, given = sample.mask(), {"q_index": q_index, "k_index": k_index, **sample.sizes}
     if "left" in sample.name:
         # It is counted from the end of the global sequence, whose length only other masks' arrays can give.
         with pytest.raises(ValueError, match="key_padding: expected the length of the global key sequence"):
-            mask.spans(3, len(k_index), batch=BATCH, q_index=q_index, k_index=k_index)
+            mask.spans(3, len(k_index), **given)
         mask = mask & a.segments(np.zeros(KEYS, int))
-    spans = mask.spans(3, len(k_index), batch=BATCH, q_index=q_index, k_index=k_index)
-    _check(spans, sample.dense(np.broadcast_to(q_index, (BATCH, 3)), k_index))
+    _check(mask.spans(3, len(k_index), **given), want)
 
 
 def test_rows_default_to_the_last_of_the_keys_that_are_here():
@@ -56,35 +71,56 @@ def test_rows_default_to_the_last_of_the_keys_that_are_here():
     assert spans.bounds[0, 0, :, 0].tolist() == [[0, 2], [0, 3]]
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_torch_gives_the_same_spans(sample):
-    want = sample.mask().spans(7, KEYS, batch=BATCH)
-    got = sample.mask(torch.from_numpy).spans(7, KEYS, batch=BATCH, like=torch.zeros(1))
-    assert isinstance(got.bounds, torch.Tensor)
-    assert got.bounds.dtype == torch.int32
-    np.testing.assert_array_equal(got.bounds.numpy(), want.bounds)
+@EACH
+def test_torch_and_values_that_nobody_can_read_give_the_same_spans(sample, monkeypatch):
+    for q_len in (sample.q_len, 7):
+        _, given = _rows(sample, q_len)
+        given |= sample.sizes
+        want = sample.mask().spans(q_len, sample.keys, **given)
+        tensors = {**given, "q_index": torch.from_numpy(given["q_index"])} if "q_index" in given else given
+        got = sample.mask(torch.from_numpy).spans(q_len, sample.keys, like=torch.zeros(1), **tensors)
+        assert got.bounds.dtype == torch.int32
+        np.testing.assert_array_equal(got.bounds.numpy(), want.bounds)
+        mask = sample.mask()
+        with monkeypatch.context() as patch:
+            patch.setattr(Arrays, "concrete", lambda *_: False)
+            if sample.function in BY_DATA:
+                with pytest.raises(ValueError, match=r"reordered: expected values.*prepare"):
+                    mask.spans(q_len, sample.keys, **given)
+                continue
+            got = mask.spans(q_len, sample.keys, **given)
+        np.testing.assert_array_equal(got.bounds, want.bounds)
 
 
-@pytest.mark.parametrize("q_len", [KEYS, 7])
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_values_need_not_be_readable(sample, q_len, monkeypatch):
-    want = sample.mask().spans(q_len, KEYS, batch=BATCH)
-    monkeypatch.setattr(Arrays, "concrete", lambda self, x: False)
-    got = sample.mask().spans(q_len, KEYS, batch=BATCH)
-    np.testing.assert_array_equal(got.bounds, want.bounds)
-
-
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+@EACH
 def test_prepared_is_the_same_mask(sample):
-    q_index = sample.default_q_index(6)
-    prepared = sample.mask().prepare(6, KEYS, batch=BATCH)
-    spans = prepared.spans(6, KEYS, batch=BATCH)
-    _check(spans, sample.dense(q_index, ALL_KEYS))
-    assert spans.runs <= sample.runs
+    rows, given = _rows(sample, 6)
+    prepared, every = sample.mask().prepare(6, sample.keys, **given, **sample.sizes), np.arange(sample.keys)
+    spans = prepared.spans(6, sample.keys, **sample.sizes)
+    _check(spans, sample.dense(rows, every))
+    assert sample.runs is None or spans.runs <= sample.runs
     assert spans.bounds.flags.c_contiguous
-    assert prepared.spans(6, KEYS, batch=BATCH) is spans
-    half = prepared & a.global_keys(12)
-    _check(half.spans(6, KEYS, batch=BATCH), sample.dense(q_index, ALL_KEYS) & (ALL_KEYS < 12))
+    assert prepared.spans(6, sample.keys, **sample.sizes) is spans
+    if sample in SAMPLES:
+        half = prepared & a.global_keys(12)
+        _check(half.spans(6, KEYS, batch=BATCH), sample.dense(rows, every) & (every < 12))
+
+
+@EACH
+def test_pytrees_round_trip(sample):
+    arrays = [torch.from_numpy(x) for x in sample.arrays]
+    mask, (rows, given) = sample.build(*arrays), _rows(sample, 5)
+    given = {"q_index": torch.from_numpy(rows)} if given else {}
+    prepared = mask.prepare(5, sample.keys, **given, **sample.sizes)
+    for x, own in ((mask, given), (prepared, {})):
+        leaves, spec = torch.utils._pytree.tree_flatten(x)
+        hash(spec)
+        again = torch.utils._pytree.tree_unflatten(leaves, spec)
+        assert repr(again) == repr(x)
+        want, got = (y.spans(5, sample.keys, **own, **sample.sizes) for y in (x, again))
+        np.testing.assert_array_equal(got.bounds, want.bounds)
+        if x is mask:
+            assert {id(y) for y in arrays} <= {id(y) for y in leaves}
 
 
 def test_separate_ids_for_rows_and_keys():
@@ -173,30 +209,6 @@ def test_empty_problems():
     assert nothing.cost().sum() == 0
     assert nothing.coverage() == 0
     assert a.from_predicate(lambda b, h, q, k: q >= k).spans(0, 4).q_len == 0
-
-
-@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
-def test_pytrees_round_trip(sample):
-    registered = {}
-    a.masks.register_pytrees(lambda cls, flatten, unflatten: registered.update({cls: (flatten, unflatten)}))
-    # One tensor for one array: offsets shared by two masks are recognised by identity.
-    tensors = {}
-
-    def rebuild(x):
-        if type(x) is tuple:
-            return tuple(map(rebuild, x))
-        if type(x) not in registered:
-            return tensors.setdefault(id(x), torch.from_numpy(x))
-        flatten, unflatten = registered[type(x)]
-        children, context = flatten(x)
-        hash(context)
-        return unflatten(tuple(map(rebuild, children)), context)
-
-    mask = sample.mask()
-    for x in (mask, mask.prepare(5, KEYS, batch=BATCH)):
-        got = rebuild(x).spans(5, KEYS, batch=BATCH, like=torch.zeros(1)).bounds
-        assert isinstance(got, torch.Tensor)
-        np.testing.assert_array_equal(got.numpy(), x.spans(5, KEYS, batch=BATCH).bounds)
 
 
 def test_masks_are_immutable():

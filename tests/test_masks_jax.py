@@ -5,7 +5,8 @@
 import numpy as np
 import pytest
 from covering import everything, few
-from mask_samples import BATCH, KEYS, SAMPLES
+from library_samples import LIBRARY
+from mask_samples import SAMPLES
 
 import attnspan as a
 
@@ -16,33 +17,55 @@ pytestmark = pytest.mark.slow
 
 
 Q_LEN = 7
+BY_DATA = {"reordered", "tiled_natten", "morton_natten", "tree"}  # A tree's depth decides R too.
+# One of each function of the library: a compilation takes a while.
+LAST = {sample.function: sample for sample in LIBRARY}
+TRACED = [*SAMPLES, *(sample for name, sample in LAST.items() if name not in BY_DATA)]
 EAGER = few(SAMPLES, 5)  # each operation is a program of its own
+EAGER += [LAST[name] for name in sorted(BY_DATA)] if everything() else []
 
 
-def _lower(masks, like):
-    return [mask.spans(Q_LEN, KEYS, batch=BATCH, like=like).bounds for mask in masks]
+def _array(x):
+    return jnp.asarray(x if x.dtype == bool else x.astype(np.int32))
+
+
+def _lower(masks, samples, like, rows):
+    return [
+        mask.spans(
+            Q_LEN,
+            sample.keys,
+            like=like,
+            **sample.sizes,
+            **({} if sample in SAMPLES else {"q_index": rows}),
+        ).bounds
+        for mask, sample in zip(masks, samples, strict=True)
+    ]
+
+
+def _numpys(samples):
+    return _lower([sample.mask() for sample in samples], samples, None, np.arange(Q_LEN))
 
 
 def test_eager_gives_numpys_spans():
-    for sample in EAGER:
-        (got,) = _lower([sample.mask(jnp.asarray)], jnp.zeros(1))
+    found = _lower([sample.mask(_array) for sample in EAGER], EAGER, jnp.zeros(1), jnp.arange(Q_LEN))
+    for sample, got, want in zip(EAGER, found, _numpys(EAGER), strict=True):
         assert isinstance(got, jax.Array)
-        np.testing.assert_array_equal(got, _lower([sample.mask()], None)[0], err_msg=sample.name)
+        np.testing.assert_array_equal(got, want, err_msg=sample.name)
 
 
 @pytest.mark.parametrize("way", WAYS := ["an argument", "holds NumPy's", "holds JAX's"])
 def test_jit_gives_numpys_spans(way):
     # One program for all; in the ordinary run each sample goes one way.
-    samples = SAMPLES if everything() else SAMPLES[WAYS.index(way) :: 3]
-    own = [sample.mask() for sample in samples]
-    masks = own if way == "holds NumPy's" else [sample.mask(jnp.asarray) for sample in samples]
+    samples = TRACED if everything() else TRACED[WAYS.index(way) :: 3]
+    masks = [sample.mask(np.asarray if way == "holds NumPy's" else _array) for sample in samples]
+    given = jnp.zeros(1), jnp.arange(Q_LEN)
     if way == "an argument":
-        found = jax.jit(_lower)(masks, jnp.zeros(1))
+        found = jax.jit(lambda masks, *given: _lower(masks, samples, *given))(masks, *given)
     else:
-        found = jax.jit(lambda like: _lower(masks, like))(jnp.zeros(1))
-    for sample, got, want in zip(samples, found, _lower(own, None), strict=True):
+        found = jax.jit(lambda *given: _lower(masks, samples, *given))(*given)
+    for sample, got, want in zip(samples, found, _numpys(samples), strict=True):
         # Offsets shared by two masks are two arguments under jit, so R may be larger there.
-        seen, wanted = (np.asarray(a.Spans(x, KEYS).compact().bounds) for x in (np.asarray(got), want))
+        seen, wanted = (np.asarray(a.Spans(x, sample.keys).compact().bounds) for x in (np.asarray(got), want))
         np.testing.assert_array_equal(seen, wanted, err_msg=sample.name)
 
 
@@ -117,12 +140,6 @@ def test_what_a_predicate_raises_under_jit_has_its_name(fn):
         jax.jit(lambda like: mask.spans(3, 3, like=like).bounds)(jnp.zeros(1))
 
 
-def test_masks_prepared_outside_are_used_under_jit():
-    prepared = a.from_predicate(lambda b, h, q, k: q >= k).prepare(3, 3, like=jnp.zeros(1))
-    bounds = jax.jit(lambda mask: (mask & a.global_keys(2)).spans(3, 3).bounds)(prepared)
-    assert bounds[0, 0, :, 0].tolist() == [[0, 1], [0, 2], [0, 2]]
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
 def test_arrays_that_a_jitted_function_closes_over(wide):
     with jax.enable_x64(wide):
@@ -131,18 +148,3 @@ def test_arrays_that_a_jitted_function_closes_over(wide):
         want = mask.spans(4, 4, batch=2, like=like)
         got = jax.jit(lambda like: mask.spans(4, 4, batch=2, like=like).bounds)(like)
     np.testing.assert_array_equal(a.Spans(got, 4).dense(), want.dense())
-
-
-def test_a_prepared_mask_beside_other_rows_is_refused_or_illegal():
-    prepared = a.causal().prepare(16, 24, like=jnp.zeros(1))
-    first = jnp.arange(16)
-
-    def lower(mask, q_index):
-        return (mask & a.window(3)).spans(16, 24, q_index=q_index).bounds
-
-    for own in (prepared, a.causal().prepare(16, 24, q_index=first + 8)):
-        with pytest.raises(ValueError, match="q_index of a prepared mask: expected the rows that it was"):
-            lower(own, first)
-        assert (jax.jit(lower)(own, first) == jnp.array([0, -1])).all()
-        want = (a.causal() & a.window(3)).spans(16, 24).bounds
-        np.testing.assert_array_equal(jax.jit(lower)(own, first + 8), want)

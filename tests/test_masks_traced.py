@@ -56,55 +56,6 @@ def test_masks_lower_through_functionalisation():
     _check_in_one_graph(combined, (5,), backend="aot_eager")
 
 
-def test_a_new_mask_at_every_step_is_one_compilation():
-    torch._dynamo.reset()
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs)
-    def step(q, ids, cu):
-        mask = (a.causal() & a.segments(ids)) | (a.groups(ids - 2) & a.documents(cu))
-        return mask.spans(q.shape[0], q.shape[0], like=q).bounds
-
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
-        ids = torch.from_numpy(np.sort(rng.integers(0, 6, 40)))
-        cu = torch.from_numpy(np.concatenate([[0], np.sort(rng.integers(0, 40, 4)), [40]]))
-        q = torch.zeros(40)
-        mask = (a.causal() & a.segments(ids)) | (a.groups(ids - 2) & a.documents(cu))
-        assert torch.equal(step(q, ids, cu), mask.spans(40, 40).bounds)
-    assert graphs.count == 1
-
-
-def test_lengths_may_be_dynamic():
-    torch._dynamo.reset()
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
-    def step(q, ids):
-        return (a.causal() & a.segments(ids)).spans(q.shape[0], q.shape[0], like=q).bounds
-
-    for length in (5, 17, 64):
-        ids = torch.arange(length) // 4
-        assert torch.equal(
-            step(torch.zeros(length), ids), (a.causal() & a.segments(ids)).spans(length, length).bounds
-        )
-    assert graphs.count == 1
-
-
-def test_a_mask_made_outside_may_be_lowered_inside():
-    torch._dynamo.reset()
-    graphs = Graphs()
-    lower = torch.compile(lambda q, mask: mask.spans(8, 8, like=q).bounds, fullgraph=True, backend=graphs)
-    for seed in range(3):
-        ids = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, 3, 8)))
-        mask = a.causal() & a.segments(ids)
-        assert torch.equal(lower(torch.zeros(8), mask), mask.spans(8, 8).bounds)
-        prepared = mask.prepare(8, 8)
-        assert torch.equal(lower(torch.zeros(8), prepared), mask.spans(8, 8).bounds)
-    # One for each kind of mask.
-    assert graphs.count == 2
-
-
 def test_broken_promises_are_illegal_spans_when_traced():
     torch._dynamo.reset()
 

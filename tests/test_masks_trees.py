@@ -1,6 +1,7 @@
 """Random mask trees, with lengths of each batch row on both sides, against their dense definitions."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,11 @@ class Tree:
     def q_index(self, rows: str | None, q_len: int) -> np.ndarray:
         return _ROWS[rows or self.default_rows() or "last"](q_len)
 
+    def most_runs(self) -> int:
+        """The largest R that the structure allows."""
+        each = [(x.runs or 0) if isinstance(x, Sample) else x.most_runs() for x in self.operands]
+        return sum(each) - (len(each) - 1) * (self.kind == "&")
+
     def _leaves(self) -> list[str]:
         """Names of the leaves that are not prepared."""
         if self.kind == "prepare":
@@ -180,7 +186,11 @@ def _check_traced(bounds: object, tree: Tree, rows: str | None, q_len: int) -> N
 def test_trees_are_their_definitions(convert: Convert, q_len: int) -> None:
     for tree in _trees(seed=q_len):
         mask, want = tree.mask(convert), tree.dense(_last_rows(q_len))
-        _check(mask.spans(q_len, KEYS, batch=BATCH), want)
+        spans = mask.spans(q_len, KEYS, batch=BATCH)
+        assert spans.runs <= tree.most_runs()
+        _check(spans, want)
+        some = np.flatnonzero(np.arange(KEYS) % 3 != q_len % 3)
+        _check(spans.take_keys(convert(some)).compact(), want[..., some])
         _check(mask.prepare(q_len, KEYS, batch=BATCH).lowered, want)
 
 
@@ -227,6 +237,18 @@ def test_trees_in_a_program_that_is_traced(framework: str) -> None:
         found = torch.compile(lower, backend="eager", fullgraph=True)(given)
     for bounds, (tree, rows) in zip(found, trees, strict=True):
         _check_traced(bounds, tree, rows, 5)
+
+
+def test_illegal_rows_are_illegal_in_every_expression() -> None:
+    broken = a.segments(np.array([1, 0, 1, *[2] * (KEYS - 3)]))
+    trees = [tree.mask(np.asarray) for tree in _trees(seed=3)]
+    for left, right in pairwise(trees):
+        for mask in (broken & left, left | broken, (left | broken) & right, left & broken | right):
+            bounds = np.asarray(mask.spans(KEYS, KEYS, batch=BATCH).bounds)
+            assert (bounds[:, :, [0, 2]] == [0, -1]).all()
+            a.Spans(bounds[:, :, [1, *range(3, KEYS)]], KEYS).validate()
+            with pytest.raises(ValueError, match=r"\(0, -1\) marks a row whose mask data break a promise"):
+                mask.prepare(KEYS, KEYS, batch=BATCH)
 
 
 _LENGTHS = np.array([2, 4])

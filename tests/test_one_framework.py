@@ -140,8 +140,3 @@ def test_neither_the_compiler_nor_dtensors_are_loaded_before_they_are_used() -> 
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'sympy'}"
     done = python(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))")
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_hiding_hides() -> None:
-    done = python("hide('json')\nsys.modules.pop('json', None)\nimport json")
-    assert "ModuleNotFoundError: No module named 'json'" in done.stderr

@@ -8,7 +8,6 @@ import torch
 
 import attnspan as a
 from attnspan.errors import DtypeError, OptionError, ShapeError
-from attnspan.masks import register_pytrees
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 SIZES = {"batch": 2, "heads": 4, "q_len": 3, "k_len": 5}
@@ -141,33 +140,12 @@ def test_jax():
     assert isinstance(a.alibi(a.alibi_slopes(4)).lower(**SIZES, like=table)[0], jax.Array)
 
 
-def test_pytrees():
-    functions = {}
-    register_pytrees(lambda cls, flatten, unflatten: functions.update({cls: (flatten, unflatten)}))
-    for bias in (
-        a.alibi(np.ones(4), signed=True),
-        a.relative(np.ones((4, 3)), np.zeros(5, int)),
-        a.relative(np.ones((4, 3))),
-        a.dense_bias(np.ones((3, 5))),
-    ):
-        flatten, unflatten = functions[type(bias)]
-        children, context = flatten(bias)
-        hash(context)
-        again = unflatten(tuple(2 * child for child in children), context)
-        assert repr(again) == repr(bias)
-        lowered, kind = again.lower(**SIZES)
-        assert kind == bias.lower(**SIZES)[1]
-        np.testing.assert_array_equal(lowered, 2 * bias.lower(**SIZES)[0])
-
-
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
         (lambda: a.alibi(np.arange(4)), DtypeError, "alibi: slopes: expected a floating array, got int64"),
         (lambda: a.alibi(0.5), DtypeError, "alibi: slopes: expected a floating array, got float"),
         (lambda: a.alibi(np.ones((1, 2, 4))), ShapeError, r"1 or 2 axes, got \(1, 2, 4\)"),
-        (lambda: a.alibi(np.ones(3)).lower(**SIZES), ShapeError, r"\(4,\) or \(2, 4\).*got \(3,\)"),
-        (lambda: a.alibi(np.ones((3, 4))).lower(**SIZES), ShapeError, r"\(4,\) or \(2, 4\).*got \(3, 4\)"),
         (lambda: a.alibi_slopes(0), OptionError, "alibi_slopes: heads: expected 1 to"),
         (lambda: a.alibi_slopes(2.0), DtypeError, "alibi_slopes: heads: expected an int"),
         (lambda: a.relative(np.ones(4)), ShapeError, "relative: table: expected 2 axes"),
@@ -197,14 +175,11 @@ def test_pytrees():
         (lambda: a.t5_buckets(33), OptionError, "t5_buckets: expected .* even number"),
         (lambda: a.t5_buckets(32, 8), OptionError, "max_distance beyond the 8 distances .*max_distance=8"),
         (lambda: a.dense_bias(np.ones(5)), ShapeError, "dense_bias: expected 2 or 3 or 4 axes"),
-        (lambda: a.dense_bias(np.ones((3, 5), bool)), DtypeError, "dense_bias: expected a floating array"),
         (
             lambda: a.dense_bias(np.ones((3, 4))).lower(**SIZES),
             ShapeError,
             r"dense bias: expected \(B\|1, H\|1, q_len\|1, k_len\) with B=2, H=4, .*, got \(3, 4\)",
         ),
-        (lambda: a.dense_bias(np.ones((3, 1))).lower(**SIZES), ShapeError, r"got \(3, 1\)"),
-        (lambda: a.dense_bias(np.ones((2, 2, 3, 5))).lower(**SIZES), ShapeError, r"got \(2, 2, 3, 5\)"),
     ],
 )
 def test_what_is_refused(make, error, text):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from attnspan import causal, from_dense, full, segments, window
-from attnspan._dropout import dropout_seeds, kept
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.reference import backward, forward
 
@@ -48,51 +47,6 @@ def test_equals_torch_in_float64(mask, kv_heads):
         assert _norm_error(got, tensor.grad.numpy()) < tolerance
 
 
-def test_lse_is_the_logarithm_of_the_sum():
-    q, k, v = _problem(heads=1, kv_heads=1, batch=1)
-    spans = causal().spans(5, 7)
-    scores = np.where(spans.dense(), 0.5 * q @ k.swapaxes(-1, -2), -np.inf)
-    _, lse = forward(q, k, v, spans.bounds, scale=0.5)
-    np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=1e-13)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gradients_equal_finite_differences(seed):
-    rng = np.random.default_rng(seed)
-    inputs = _problem(seed)
-    bounds = _random_bounds(rng, 5, 7, batch=2, heads=4).bounds
-    dout, dlse = rng.standard_normal((2, 4, 5, 4)), rng.standard_normal((2, 4, 5))
-
-    def loss(*qkv):
-        out, lse = forward(*qkv, bounds, scale=0.9)
-        return (out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum()
-
-    grads = backward(dout, dlse, *inputs, bounds, scale=0.9)
-    step = 1e-5
-    for which, grad in enumerate(grads):
-        direction = rng.standard_normal(grad.shape)
-        ahead, behind = list(inputs), list(inputs)
-        ahead[which] = inputs[which] + step * direction
-        behind[which] = inputs[which] - step * direction
-        slope = (loss(*ahead) - loss(*behind)) / (2 * step)
-        # Exact to O(step**2) times third derivatives of order one, and to eps / step of rounding.
-        assert abs(slope - (grad * direction).sum()) < 100 * step**2 * np.linalg.norm(direction) ** 2
-
-
-def test_a_row_that_sees_nothing_is_zero_and_contributes_nothing():
-    rng = np.random.default_rng(0)
-    q, k, v = _problem()
-    spans = _random_bounds(rng, 5, 7)
-    out, lse = forward(q, k, v, spans.bounds, scale=1.0)
-    assert (out[:, :, 1] == 0).all()
-    assert (lse[:, :, 1] == -np.inf).all()
-    assert np.isfinite(lse[:, :, [0, 2, 3, 4]]).all()
-    dout, dlse = np.zeros_like(out), np.zeros_like(lse)
-    dout[:, :, 1], dlse[:, :, 1] = 1.0, 1.0
-    for grad in backward(dout, dlse, q, k, v, spans.bounds, scale=1.0):
-        assert (grad == 0).all()
-
-
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_nan_reaches_exactly_the_rows_that_may_see_it(poison):
     q, k, v = _problem(heads=1, kv_heads=1, batch=1)
@@ -104,14 +58,6 @@ def test_nan_reaches_exactly_the_rows_that_may_see_it(poison):
     np.testing.assert_array_equal(~np.isfinite(out[0, 0]).all(-1), sees)
     dq, _, _ = backward(np.ones_like(out), None, q, k, v, spans.bounds, scale=1.0)
     np.testing.assert_array_equal(~np.isfinite(dq[0, 0]).all(-1), sees)
-
-
-def test_large_logits_do_not_overflow():
-    q, k, v = _problem()
-    bounds = causal().spans(5, 7).bounds
-    out, lse = forward(1e4 * q, k, v, bounds, scale=1.0)
-    assert np.isfinite(out).all()
-    assert np.isfinite(lse).all()
 
 
 def test_bad_input_is_named():
@@ -141,6 +87,7 @@ def _normal(*shape):
 
 
 OPTIONS = {
+    "none": Options(),
     "softcap": Options(softcap=1.5),
     "sinks": Options(sinks=_normal(HEADS)),
     "alibi": Options(bias=_normal(1, HEADS), bias_kind=ALIBI),
@@ -168,7 +115,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_of_options_equal_finite_differences(name):
+def test_gradients_equal_finite_differences(name):
     options = OPTIONS[name]
     rng = np.random.default_rng(3)
     q, k, v = _problem(3)
@@ -237,45 +184,22 @@ def test_options_mean_what_they_say():
         np.testing.assert_allclose(lse, np.log(total)[..., 0], rtol=1e-12, atol=1e-14, err_msg=name)
 
 
-def test_dropout_scales_what_it_keeps_and_leaves_lse():
-    q, k, v = _problem(heads=4, kv_heads=4)
-    bounds = full().spans(Q_LEN, K_LEN).bounds
-    options = Options(dropout_p=0.5, dropout_seed=np.array(5))
-    _, want_lse = forward(q, k, v, bounds, 0.7)
-    weights, lse = forward(q, k, np.broadcast_to(np.eye(K_LEN), (2, 4, 7, 7)), bounds, 0.7, options)
-    probabilities = np.exp(0.7 * q @ k.swapaxes(-1, -2) - want_lse[..., None])
-    keep = kept(0.5, dropout_seeds(5, 2, 4), np.arange(2, 7)[None], np.arange(7)[None])
-    assert 0.3 < keep.mean() < 0.7
-    np.testing.assert_allclose(weights, 2 * keep * probabilities, rtol=1e-12)
-    np.testing.assert_array_equal(lse, want_lse)
-
-
-def test_a_row_that_sees_nothing_falls_into_its_sink():
+@pytest.mark.parametrize("hidden", ["by spans", "by its bias"])
+@pytest.mark.parametrize("sinks", [None, _normal(HEADS)], ids=["plain", "sinks"])
+def test_a_row_that_sees_nothing_is_zero_or_falls_into_its_sink(sinks, hidden):
     q, k, v = _problem()
-    spans = _random_bounds(np.random.default_rng(0), 5, 7)
-    sinks = _normal(HEADS)
-    options = Options(sinks=sinks)
+    spans, options = _random_bounds(np.random.default_rng(0), 5, 7), Options(sinks=sinks)
+    if hidden == "by its bias":
+        spans, bias = full().spans(5, 7), np.zeros((1, 1, 5, 7))
+        bias[0, 0, 1] = -np.inf
+        options = options._replace(bias=bias, bias_kind=DENSE)
     out, lse = forward(q, k, v, spans.bounds, 1.0, options)
     assert (out[:, :, 1] == 0).all()
-    assert (lse[:, :, 1] == sinks).all()
+    assert (lse[:, :, 1] == (-np.inf if sinks is None else sinks)).all()
+    assert np.isfinite(lse[:, :, [0, 2, 3, 4]]).all()
     dout, dlse = np.zeros_like(out), np.zeros_like(lse)
-    dout[:, :, 1] = 1.0
-    for grad in backward(dout, dlse, q, k, v, spans.bounds, 1.0, options):
-        assert (grad == 0).all()
-    dlse[:, :, 1] = 1.0
-    *others, dsinks = backward(dout, dlse, q, k, v, spans.bounds, 1.0, options)
-    assert all((grad == 0).all() for grad in others)
-    np.testing.assert_array_equal(dsinks, np.full(HEADS, 2.0))  # lse is the sink, in two batch rows
-
-
-def test_a_row_whose_bias_hides_every_key_sees_nothing():
-    q, k, v = _problem()
-    bounds = full().spans(5, 7).bounds
-    bias = np.zeros((1, 1, 5, 7))
-    bias[0, 0, 3] = -np.inf
-    options = Options(bias=bias, bias_kind=DENSE)
-    out, lse = forward(q, k, v, bounds, 1.0, options)
-    assert (out[:, :, 3] == 0).all()
-    assert (lse[:, :, 3] == -np.inf).all()
-    for grad in backward(np.ones_like(out), np.ones_like(lse), q, k, v, bounds, 1.0, options):
-        assert np.isfinite(grad).all()
+    dout[:, :, 1], dlse[:, :, 1] = 1.0, 1.0
+    *others, dsinks = (*backward(dout, dlse, q, k, v, spans.bounds, 1.0, options), None, None)[:5]
+    assert all(grad is None or (grad == 0).all() for grad in others)
+    if sinks is not None:
+        np.testing.assert_array_equal(dsinks, np.full(HEADS, 2.0))  # lse is the sink, in two batch rows

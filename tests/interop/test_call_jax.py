@@ -2,14 +2,12 @@
 
 # ruff: noqa: ARG005  (functions of a fixed signature, some of which need a part of it)
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attnspan.errors import BackendError, DeviceError, DtypeError, OptionError
 from attnspan.torch import call_jax
@@ -30,12 +28,6 @@ def _mix(x: Any, w: Any) -> Any:
 
 def _randn(*shape: int, seed: int = 0, **given: Any) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **given)
-
-
-@pytest.fixture
-def wide() -> Any:
-    with jax.enable_x64(True):
-        yield
 
 
 def test_results_are_those_of_jax() -> None:
@@ -75,15 +67,6 @@ def test_integers_pass_between_gradients() -> None:
     assert x.grad[:, 0].tolist() == [1, 0, 0, 0, 2, 0]
 
 
-def test_complex_gradients_follow_torch(wide: None) -> None:
-    z = _randn(4, dtype=torch.complex128, requires_grad=True)
-    want = torch.autograd.grad((z * z * (2 + 1j)).sum().abs(), z)[0]
-    got = torch.autograd.grad(call_jax(lambda z: jnp.abs(jnp.sum(z * z * (2 + 1j))), z), z)[0]
-    torch.testing.assert_close(got, want)
-    times_sine = lambda z: jnp.sin(z) * z  # noqa: E731
-    assert torch.autograd.gradcheck(lambda z: call_jax(times_sine, z), z)
-
-
 def test_structures_go_in_and_come_out() -> None:
     x, y = _randn(2), _randn(2, seed=1)
 
@@ -114,10 +97,16 @@ def test_dtypes_and_shapes() -> None:
         assert torch.equal(out.reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8)), (dtype, shape)
 
 
-def test_64_bits(wide: None) -> None:
+def test_64_bits_and_complex_gradients_follow_torch() -> None:
     x, at = _randn(4, dtype=torch.float64, requires_grad=True), torch.tensor([1, 2])
-    taken = lambda x, i: jnp.sin(x[i]) * x[0]  # noqa: E731
-    assert torch.autograd.gradcheck(lambda x: call_jax(taken, x, at), x)
+    z = _randn(4, dtype=torch.complex128, requires_grad=True)
+    taken, times_sine = (lambda x, i: jnp.sin(x[i]) * x[0]), (lambda z: jnp.sin(z) * z)
+    with jax.enable_x64(True):
+        assert torch.autograd.gradcheck(lambda x: call_jax(taken, x, at), x)
+        assert torch.autograd.gradcheck(lambda z: call_jax(times_sine, z), z)
+        got = torch.autograd.grad(call_jax(lambda z: jnp.abs(jnp.sum(z * z * (2 + 1j))), z), z)[0]
+    want = torch.autograd.grad((z * z * (2 + 1j)).sum().abs(), z)[0]
+    torch.testing.assert_close(got, want)
 
 
 STRIDES = {
@@ -203,15 +192,6 @@ def test_changes_of_what_backward_needs_are_found() -> None:
     y.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant: bool) -> None:
-    x, w = _randn(5, 3, requires_grad=True), _randn(3, 3, seed=1, requires_grad=True)
-    run = partial(call_jax, lambda x, w: jnp.tanh(x @ w))
-    want = torch.autograd.grad(run(x, w).square().sum(), (x, w))
-    checkpoint(run, x, w, use_reentrant=reentrant).square().sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip((x.grad, w.grad), want, strict=True))
 
 
 # Derivatives of other kinds.

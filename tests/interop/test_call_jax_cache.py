@@ -179,20 +179,6 @@ def test_programs_die_with_their_function() -> None:
     assert not functions._programs
 
 
-def test_an_id_that_is_taken_again_is_another_function() -> None:
-    seen: set[int] = set()
-    again = 0
-    for i in range(300):
-        fn = scale_by(float(i))
-        again += id(fn) in seen
-        seen.add(id(fn))
-        assert functions.programs_of(fn).name.endswith("scaled")
-        if i % 100 == 0:
-            assert call_jax(fn, X)[1] == i
-        del fn
-    assert again, "ids were taken again"
-
-
 def test_fresh_closures_leave_nothing_behind() -> None:
     x = X.clone().requires_grad_()
     weak: list[weakref.ref[Any]] = []

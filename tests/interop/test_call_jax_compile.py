@@ -89,57 +89,48 @@ def test_a_compiler_that_tells_no_functions_apart_is_refused(monkeypatch: pytest
         step(_randn(5))
 
 
-class Holder(nn.Module):
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return call_jax(self.fn, x)
-
-
-@compiles
-def test_functions_of_one_code_are_told_apart() -> None:
-    x, module = _randn(5), Holder(scale_by(2.0))
-    step = torch.compile(lambda x, fn: call_jax(fn, x), fullgraph=True, backend="aot_eager")
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for s in (2.0, 3.0, 2.0, 5.0):
-        module.fn = scale_by(s)
-        torch.testing.assert_close(step(x, module.fn), x * s)
-        torch.testing.assert_close(compiled(x), x * s)
-
-
 class Scaled(nn.Module):
-    def __init__(self, s: float) -> None:
-        super().__init__()
-        self.s = s
+    """Calls the function that it holds."""
 
-    def fn(self, x: Any) -> Any:
+    def __init__(self, s: float, fn: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.s, self.fn = s, fn or self.method
+
+    def method(self, x: Any) -> Any:
         return x * self.s
 
     def forward(self, x: Tensor) -> Tensor:
         return call_jax(self.fn, x)
 
 
+FORMS: dict[str, Callable[[float], Callable[[Any], Any]]] = {
+    "closure": scale_by,
+    "partial": lambda s: partial(jnp.multiply, s),
+    "partial of a method": lambda s: partial(Scaled(s).method),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@compiles
+def test_functions_of_one_code_are_told_apart(form: str) -> None:
+    x, module = _randn(5, requires_grad=True), Scaled(1.0)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    step = torch.compile(lambda x, fn: call_jax(fn, x), fullgraph=True, backend="aot_eager")
+    for s in (2.0, 3.0, 2.0, 5.0):
+        module.fn = FORMS[form](s)
+        for out in (step(x, module.fn), compiled(x)):
+            torch.testing.assert_close(out, x * s)
+            torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.full((5,), s))
+
+
 @compiles
 def test_methods_in_a_graph() -> None:
-    x, chain = _randn(5, requires_grad=True), nn.Sequential(Scaled(2.0), Scaled(3.0))
-    out = torch.compile(chain, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(out, x * 6)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.full((5,), 6.0))
-    step = torch.compile(lambda x, of: call_jax(of.fn, x), fullgraph=True, backend="aot_eager")
+    x = _randn(5, requires_grad=True)
+    chain = torch.compile(nn.Sequential(Scaled(2.0), Scaled(3.0)), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(chain(x).sum(), x)[0], torch.full((5,), 6.0))
+    step = torch.compile(lambda x, of: call_jax(of.method, x), fullgraph=True, backend="aot_eager")
     for s in (2.0, 3.0):
         torch.testing.assert_close(step(x, Scaled(s)), x * s)
-
-
-@compiles
-def test_partials_in_a_graph() -> None:
-    x, halve = _randn(5, requires_grad=True), partial(jnp.multiply, 0.5)
-    step = torch.compile(lambda x, fn: call_jax(fn, x), fullgraph=True, backend="aot_eager")
-    for fn, factor in ((halve, 0.5), (partial(Scaled(3.0).fn), 3.0)):
-        out = step(x, fn)
-        torch.testing.assert_close(out, x * factor)
-        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], torch.full((5,), factor))
 
 
 @compiles
@@ -333,7 +324,9 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("way", ["none", "full", "selective", pytest.param("compiled", marks=compiles)])
+@pytest.mark.parametrize(
+    "way", ["none", "full", "reentrant", "selective", pytest.param("compiled", marks=compiles)]
+)
 def test_checkpointing(way: str) -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
     want = torch.autograd.grad(_step(x, w), (x, w))
@@ -341,13 +334,16 @@ def test_checkpointing(way: str) -> None:
     options = {"context_fn": contexts} if way == "selective" else {}
 
     def run(x: Tensor, w: Tensor) -> Any:
-        return _step(x, w) if way == "none" else checkpoint(_step, x, w, use_reentrant=False, **options)
+        if way == "none":
+            return _step(x, w)
+        return checkpoint(_step, x, w, use_reentrant=way == "reentrant", **options)
 
     if way == "compiled":
         got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(x, w), (x, w))
     else:
         with Calls() as calls:
-            got = torch.autograd.grad(run(x, w), (x, w))
+            run(x, w).backward()  # The only way that the reentrant kind knows.
+        got = (x.grad, w.grad)
         assert calls.names.count("call_jax_vjp") == (2 if way == "full" else 1)
         assert calls.names.count("call_jax_backward") == 1
     for a, b in zip(got, want, strict=True):

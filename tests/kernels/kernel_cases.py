@@ -49,7 +49,10 @@ class Arrays:
     dlse: Tensor
     options: Options | None = None
 
-    def run(self, config: dict[str, int] | None = None) -> dict[str, Tensor]:
+    def run(
+        self, config: dict[str, int] | None = None, backward: dict[str, int] | None = None
+    ) -> dict[str, Tensor]:
+        """Both directions; without one of its own, backward has the configuration with square blocks."""
         case = self.case
         heads = case.kv_heads * case.group
         out = _stored_bshd(case, heads, case.q_len, case.v_dim).fill_(torch.nan)
@@ -59,9 +62,10 @@ class Arrays:
         call = {"scale": case.scale, "num_threads": case.threads, "options": self.options, "config": config}
         cpu.forward(self.q, self.k, self.v, self.bounds, out, lse, **call)
         given = (self.dout, self.dlse, self.q, self.k, self.v, out, lse, self.bounds)
-        square = {**config, "block_q": config["block_k"]} if config else None
+        if config and backward is None:
+            backward = {**config, "block_q": config["block_k"]}
         extra = self._option_gradients()
-        cpu.backward(*given, *grads.values(), **{**call, "config": square}, **extra)
+        cpu.backward(*given, *grads.values(), **{**call, "config": backward}, **extra)
         return {"out": out, "lse": lse, **grads, **extra}
 
     def _option_gradients(self) -> dict[str, Tensor]:
@@ -221,3 +225,19 @@ def budget(case: Case, exact: dict[str, Tensor]) -> dict[str, float]:
     dlse = arrays.dlse + noise(arrays.dout.double() * exact["out"]).sum(-1)
     near = replace(arrays, **moved, dlse=dlse).oracle()
     return {name: error(near[name], x) for name, x in exact.items()}
+
+
+def exponential(dtype: torch.dtype, half: float = 6.5e-8) -> float:
+    """The error of the polynomial, see csrc/softmax.h."""
+    return {torch.bfloat16: 3.3e-6, torch.float16: half}.get(dtype, 6.5e-8)
+
+
+def walk(case: Case) -> float:
+    """Sums are in float32, whose roundings walk at random over as many terms as there are rows."""
+    return 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
+
+
+def check(got: dict[str, Tensor], exact: dict[str, Tensor], bounds: dict[str, float]) -> None:
+    for name, x in got.items():
+        found = error(x, exact[name])
+        assert found <= bounds[name], (name, found, bounds[name])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Arrays, Case, budget, error, make
+from kernel_cases import Case, budget, check, exponential, make, walk
 
 from attnspan.call import Problem
 from attnspan.kernels import cpu, tuned
@@ -114,33 +114,35 @@ def test_a_bad_file_is_one_line_in_the_log_and_nothing_else(
     assert re.search(message, caplog.text), caplog.text
 
 
-def test_a_path_that_cannot_be_read_is_one_too(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Refuses(Core):
+    """The table is the compiled module's, which knows the levels; or the level is illegal."""
+
+    def __init__(self, level: bool = False) -> None:
+        self.level = level
+
+    def active_isa(self) -> str:
+        if self.level:
+            raise ValueError("ATTNSPAN_ISA: expected one of the levels")
+        return super().active_isa()
+
+    def set_tuned(self, rows: list[Any]) -> None:
+        assert cpu.core is not None
+        cpu.core.set_tuned(rows)
+
+
+def test_a_folder_and_an_illegal_level_are_one_too(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.mkdir()
     assert not loaded()
-    assert "Is a directory" in caplog.text
+    tuned.load(Refuses(level=True))
+    assert [name in caplog.text for name in ("Is a directory", "ATTNSPAN_ISA")] == [True] * 2
 
 
 @COMPILED
 def test_what_the_core_refuses_is_one_too(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_bytes(content(entry(isa="avx1024")))
-
-    class Real(Core):
-        def set_tuned(self, rows: list[Any]) -> None:
-            assert cpu.core is not None
-            cpu.core.set_tuned(rows)
-
-    tuned.load(Real())
+    tuned.load(Refuses())
     assert "isa: expected one of" in caplog.text
     assert "got 'avx1024'" in caplog.text
-
-
-def test_an_illegal_level_is_one_too(caplog: pytest.LogCaptureFixture) -> None:
-    class Refusing(Core):
-        def active_isa(self) -> str:
-            raise ValueError("ATTNSPAN_ISA: expected one of the levels")
-
-    tuned.load(Refusing())
-    assert "ATTNSPAN_ISA" in caplog.text
 
 
 @COMPILED
@@ -255,14 +257,10 @@ CASES = [
 def test_a_configuration_changes_nothing_but_rounding(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
     arrays = make(case)
-    exact, walk = arrays.oracle(), 2**-24 * max(case.k_len, case.q_len * case.group) ** 0.5
-    exponential = 3.3e-6 if dtype == torch.bfloat16 else 6.5e-8  # of its polynomial, see csrc/softmax.h
-    allowed = budget(case, exact)
-    for forward, backward in random_configs(case, 6):
-        got = run(arrays, forward, backward)
-        for name in exact:
-            bound = 3 * (allowed[name] + walk + exponential)
-            assert error(got[name], exact[name]) <= bound, (forward, backward, name)
+    exact = arrays.oracle()
+    allowed, rounding = budget(case, exact), walk(case) + exponential(dtype)
+    for configs in random_configs(case, 6):
+        check(arrays.run(*configs), exact, {name: 3 * (allowed[name] + rounding) for name in exact})
 
 
 def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -276,20 +274,6 @@ def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[st
     return [(choice.choice(spaces[0]), choice.choice(spaces[1])) for _ in range(count)]
 
 
-def run(arrays: Arrays, forward: dict[str, int], backward: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Both directions with explicit configurations; what they do not write stays NaN."""
-    case = arrays.case
-    out = torch.full((*arrays.q.shape[:3], case.v_dim), torch.nan, dtype=case.dtype)
-    lse = torch.full(arrays.q.shape[:3], torch.nan)
-    inputs = {"dq": arrays.q, "dk": arrays.k, "dv": arrays.v}
-    grads = {name: torch.full_like(x, torch.nan) for name, x in inputs.items()}
-    given, options = (arrays.q, arrays.k, arrays.v), {"scale": case.scale, "num_threads": case.threads}
-    cpu.forward(*given, arrays.bounds, out, lse, **options, config=forward)
-    grad = (arrays.dout, arrays.dlse)
-    cpu.backward(*grad, *given, out, lse, arrays.bounds, *grads.values(), **options, config=backward)
-    return {"out": out, "lse": lse, **grads}
-
-
 @COMPILED
 def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
     arrays = make(Case(q_len=64, k_len=300, mask="full"))
@@ -300,8 +284,8 @@ def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
     backward = {"block_q": 96, "block_k": 96, "threads": 0}
     table = [("forward", *place, *forward.values()), ("backward", *place, *backward.values())]
     real_table.set_tuned(table)
-    looked_up, explicit = arrays.run(), run(arrays, forward, backward)
-    own_choice = run(arrays, {"threads": 2}, {"threads": 2})
+    looked_up, explicit = arrays.run(), arrays.run(forward, backward)
+    own_choice = arrays.run({"threads": 2}, {"threads": 2})
     for name in ("out", "dq"):
         assert torch.equal(looked_up[name], explicit[name]), name
         assert not torch.equal(looked_up[name], plain[name]), name

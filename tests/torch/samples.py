@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from mask_samples import BATCH, SAMPLES
+from mask_samples import KEYS as K_LEN
 from torch import Tensor
 
 import attnspan
@@ -15,13 +18,7 @@ from attnspan.options import Given, Options
 from attnspan.torch import dropout_seeds
 from attnspan.torch._front import PLAIN
 
-BATCH, Q_LEN, K_LEN = 2, 24, 24
-
-
-def _ids(lengths: list[list[int]]) -> Tensor:
-    return torch.stack(
-        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
-    )
+Q_LEN = K_LEN
 
 
 def _blocks(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -42,19 +39,22 @@ def _own_spans() -> Tensor:
 
 #: Every kind of mask, for BATCH rows of Q_LEN == K_LEN tokens; a new one at each call.
 MASKS: dict[str, Callable[[], attnspan.Mask]] = {
-    "full": attnspan.full,
-    "causal": attnspan.causal,
-    "window": lambda: attnspan.window(5, 2),
-    "segments": lambda: attnspan.causal() & attnspan.segments(_ids([[9, 15], [3, 21]])),
-    "documents": lambda: (
-        attnspan.causal() & attnspan.documents(torch.tensor([0, 7, 11, 24], dtype=torch.int32))
-    ),
-    "prefix": lambda: attnspan.causal() | attnspan.prefix(torch.tensor([4, 9])),
-    "groups": lambda: attnspan.causal() | attnspan.groups(_ids([[4, 6, 14], [12, 2, 10]])),
-    "key_padding": lambda: attnspan.key_padding(torch.tensor([20, 0])),
-    "keys": lambda: attnspan.keys(torch.arange(24) % 5 > torch.tensor([[1], [7]])),
-    "cache": lambda: attnspan.causal() & attnspan.cache(torch.tensor([24, 13])),
-    "global_keys": lambda: attnspan.causal() & (attnspan.window(3) | attnspan.global_keys(2)),
+    sample.function: partial(sample.mask, torch.from_numpy)
+    for sample in SAMPLES
+    if sample.name
+    in {
+        *("full", "causal", "window, both sides", "segments, per batch row", "causal documents", "prefix-LM"),
+        *(
+            "groups",
+            "images in text",
+            "key_padding",
+            "keys, per batch row",
+            "causal cache",
+            "window and sinks",
+        ),
+    }
+}
+MASKS |= {
     "spans": lambda: attnspan.spans(_own_spans()),
     "from_predicate": lambda: attnspan.from_predicate(_blocks),
     "from_dense": lambda: attnspan.from_dense(_dense()),

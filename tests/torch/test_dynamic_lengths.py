@@ -132,13 +132,19 @@ def test_one_compilation_where_axes_are_marked(group: Sequence[Program]) -> None
 def test_strict_export(multiple: int) -> None:
     module = Several([x for x in EXPORTED if x.multiple == multiple or not everything()])
     inputs, others = (module.inputs(s) for s in PROBLEMS[:2])
+    shapes = dynamic_shapes(inputs, others, multiple)
+    exported = torch.export.export(module, (inputs,), dynamic_shapes=shapes, strict=True).module()
+    for problem in PROBLEMS[1:4]:
+        module.check(exported, module.inputs(problem))
+
+
+def dynamic_shapes(inputs: Any, others: Any, multiple: int = 4) -> torch.export.ShapesCollection:
+    """The axes of the first problem's inputs that are of another size in the second's."""
     shapes = torch.export.ShapesCollection()
     for x, dims in _varying(inputs, others):
         if dims:
             shapes[x] = {d: _dim(sizes, multiple) for d, sizes in dims.items()}
-    exported = torch.export.export(module, (inputs,), dynamic_shapes=shapes, strict=True).module()
-    for problem in PROBLEMS[1:4]:
-        module.check(exported, module.inputs(problem))
+    return shapes
 
 
 def _dim(sizes: tuple[int, int], multiple: int) -> Any:

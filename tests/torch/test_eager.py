@@ -1,17 +1,18 @@
 """The short way of eager calls: the same results, taken only where nothing would miss the operator."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from closeness import relative_error
+from samples import OPTIONS, parameters
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnspan import Mask, causal, full, global_keys, segments, window
+from attnspan import causal, full, global_keys, segments, window
 from attnspan.kernels import cpu
 from attnspan.torch import _eager, attention
 
@@ -42,24 +43,38 @@ def _ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+#: A mask and the name of an option in `samples.OPTIONS`.
+CALLS = {name: (make, "") for name, make in MASKS.items()} | {name: (causal, name) for name in OPTIONS}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_both_ways_give_the_same_bits_and_strides(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str, layout: Any, return_lse: bool
+    monkeypatch: pytest.MonkeyPatch,
+    taken: list[bool],
+    dtype: torch.dtype,
+    name: str,
+    layout: Any,
+    return_lse: bool,
 ) -> None:
-    mask: Mask = MASKS[name]()
+    make, option = CALLS[name]
 
     def run() -> list[Tensor]:
         inputs = [x.to(dtype).requires_grad_() for x in _qkv()]
         q, k, v = (x if layout == "bhsd" else x.transpose(1, 2).contiguous() for x in inputs)
-        found = attention(q, k, v, mask=mask, layout=layout, return_lse=return_lse)
+        torch.manual_seed(1)
+        options = {"mask": make(), "layout": layout, **(OPTIONS[option](2, 4, 24, 24) if option else {})}
+        found = attention(q, k, v, return_lse=return_lse, **options)
         outs = list(found) if return_lse else [found]
-        sum(x.float().square().sum() for x in outs).backward()
-        return [*outs, *(x.grad for x in inputs)]
+        with torch.no_grad():
+            apart = attention(q, k, v, **options)
+        loss = sum(x.float().square().sum() for x in outs)
+        return [*outs, apart, *torch.autograd.grad(loss, [*inputs, *parameters(options)])]
 
     short = run()
+    assert taken == [True, True]
     with _ordinary(monkeypatch):
         ordinary = run()
     for a, b in zip(short, ordinary, strict=True):
@@ -115,12 +130,6 @@ def test_a_watcher_of_the_backward_pass_sees_the_operator() -> None:
     assert "attnspan.backward.default" in mode.seen
 
 
-def test_autocast_is_obeyed(taken: list[bool]) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert attention(*_qkv()).dtype == torch.bfloat16
-    assert taken == [False]
-
-
 def test_a_lazily_negated_tensor_is_read_with_its_sign() -> None:
     q, k, v = _qkv()
     negated = torch._neg_view(v)  # as the imaginary part of a conjugate is, but with a unit last stride
@@ -135,33 +144,6 @@ def test_lazily_negated_options_are_read_with_their_sign(gradient: bool) -> None
     wanted = attention(q, k, v, sinks=-sinks, bias=-bias)
     assert torch.equal(attention(q, k, v, sinks=torch._neg_view(sinks), bias=-bias), wanted)
     assert torch.equal(attention(q, k, v, sinks=-sinks, bias=torch._neg_view(bias)), wanted)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda q, k, v: attention(q, k, v, mask=full().prepare(24, 23)),
-        lambda q, k, v: attention(q[0], k, v),
-        lambda q, k, v: attention(q, k[..., :8], v),
-        lambda q, k, v: attention(q, k, v.double()),
-        lambda q, k, v: attention(q, k[:, :, :20], v),
-        lambda q, k, v: attention(q[:, :3], k, v),
-        lambda q, k, v: attention(q, k, v, scale=float("nan")),
-        lambda q, k, v: attention(q, k, v, layout="sbhd"),
-        lambda q, k, v: attention(q.numpy(), k, v),
-        lambda q, k, v: attention(q, k, v, mask=3),
-        lambda q, k, v: attention(q, k, v, mask=full().prepare(23, 24)),
-    ],
-)
-def test_errors_are_those_of_the_ordinary_way(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[..., Tensor]
-) -> None:
-    with pytest.raises((ValueError, TypeError)) as short:
-        call(*_qkv())
-    with _ordinary(monkeypatch), pytest.raises((ValueError, TypeError)) as ordinary:
-        call(*_qkv())
-    assert str(short.value) == str(ordinary.value)
-    assert type(short.value) is type(ordinary.value)
 
 
 def test_strided_inputs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,28 +174,6 @@ def test_without_the_exchange_table_the_ordinary_way_is_left(
     monkeypatch.setattr(_eager, "_READABLE", False)
     assert torch.equal(attention(*_qkv()), wanted)
     assert taken == [True, False]
-
-
-def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Core:
-        def attend(self, *args: Any) -> Any:
-            asked.append(args[6])
-            return core.attend(*args)
-
-    core, asked = cpu.core, list[int]()
-    monkeypatch.setattr(cpu, "core", Core())
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    attention(*_qkv())
-    assert asked == [7]
-
-
-def test_a_mask_lowered_in_inference_mode_serves_training() -> None:
-    q, k, v = _qkv()
-    mask = window(11)
-    with torch.inference_mode():
-        attention(q, k, v, mask=mask)
-    attention(q.requires_grad_(), k, v, mask=mask).sum().backward()
-    assert q.grad is not None
 
 
 def test_batched_gradients_take_the_operator() -> None:

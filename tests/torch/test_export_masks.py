@@ -8,9 +8,8 @@ import pytest
 import torch
 from covering import everything, few
 from length_samples import MASKS, PROBLEMS, Sample, Sizes
+from test_dynamic_lengths import dynamic_shapes
 from torch import Tensor, nn
-from torch.export import Dim
-from torch.utils._pytree import tree_leaves
 
 import attnspan as a
 from attnspan.torch import attention
@@ -40,17 +39,6 @@ def _inputs(form: str, s: Sizes) -> tuple[Tensor, Tensor, Any]:
     return torch.randn(s.batch, 4, s.length, 8), torch.randn(s.batch, 2, s.length, 8), FORMS[form](s)
 
 
-def _dynamic(inputs: Any, others: Any) -> torch.export.ShapesCollection:
-    dims = {(3, 5): Dim("batch", min=2, max=512), (20, 28): Dim("length", min=4, max=512)}
-    shapes = torch.export.ShapesCollection()
-    for x, y in zip(tree_leaves(inputs), tree_leaves(others), strict=True):
-        pairs = enumerate(zip(x.shape, y.shape, strict=True)) if isinstance(x, Tensor) else ()
-        varying = {d: dims[pair] for d, pair in pairs if pair[0] != pair[1]}
-        if varying:
-            shapes[x] = varying
-    return shapes
-
-
 CELLS = [("expression", "fixed"), ("prepared", "fixed"), ("spans", "varying"), ("expression", "not strict")]
 
 
@@ -60,7 +48,7 @@ CELLS = [("expression", "fixed"), ("prepared", "fixed"), ("spans", "varying"), (
 )
 def test_a_mask_is_an_input_of_an_exported_program_that_is_saved(form: str, kind: str) -> None:
     inputs, stored = _inputs(form, PROBLEMS[0]), io.BytesIO()
-    shapes = _dynamic(inputs, _inputs(form, PROBLEMS[1])) if kind == "varying" else None
+    shapes = dynamic_shapes(inputs, _inputs(form, PROBLEMS[1])) if kind == "varying" else None
     program = torch.export.export(Attend(), inputs, dynamic_shapes=shapes, strict=kind != "not strict")
     torch.export.save(program, stored)
     stored.seek(0)

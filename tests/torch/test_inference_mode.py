@@ -16,12 +16,21 @@ _IDS = torch.tensor([[0, 0, 1, 1, 1, 1]])
 CPU = {"backend": "cpu"}
 COMPILED = ("prepared", "spans", "of inference ids", "dropout_seed", "dropout_seeds")
 
+
+def _used(mask: a.Mask) -> a.Mask:
+    """A mask that a call has lowered before."""
+    q = torch.ones(1, 2, LENGTH, 8)
+    attention(q, q, q, mask=mask)
+    return mask
+
+
 #: Makes the keywords of a call.
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "prepared": lambda: {"mask": (a.causal() & a.segments(_IDS)).prepare(LENGTH, LENGTH)},
     "spans": lambda: {"mask": (a.causal() & a.segments(_IDS)).spans(LENGTH, LENGTH)},
     "ids": lambda: {"mask": a.segments(_IDS.clone())},
     "of inference ids": lambda: {"mask": a.segments(_IDS.clone()).prepare(LENGTH, LENGTH)},
+    "lowered by a call": lambda: {"mask": _used(a.window(11))},
     "rows": lambda: {"mask": a.segments(_IDS).spans(LENGTH, LENGTH).take_queries(torch.arange(LENGTH))},
     "options": lambda: {"mask": a.causal().prepare(LENGTH, LENGTH, like=_IDS), "softcap": 3.0},
     "q_index": lambda: {

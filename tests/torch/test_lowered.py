@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_samples import SAMPLES as LIBRARY
+from library_samples import LIBRARY
 from mask_samples import BATCH, KEYS, SAMPLES
 from test_masks_trees import Tree
 from torch import Tensor
 
-from attnspan import Mask, causal, from_predicate, library, segments, window
+from attnspan import Mask, causal, from_predicate, segments, window
 from attnspan.torch import attention
-from attnspan.torch._lowered import _memory, _static, lowered
+from attnspan.torch._lowered import _memory, lowered
 
 S = 16
 
@@ -117,16 +117,6 @@ def test_a_mask_prepared_in_numpy_is_converted_once(monkeypatch: pytest.MonkeyPa
     assert lowered(mask, q, k) is not first
 
 
-@pytest.mark.parametrize("make", [causal, lambda: causal() & segments(_ids().numpy())])
-def test_like_decides_the_framework(make: Callable[[], Mask]) -> None:
-    for found in (
-        make().spans(S, S, batch=2, like=torch.zeros(1)),
-        make().prepare(S, S, batch=2, like=torch.zeros(1)).lowered,
-    ):
-        assert isinstance(found.bounds, Tensor)
-    assert isinstance(make().spans(S, S, batch=2).bounds, np.ndarray)
-
-
 def test_layers_share_a_lowering_under_autocast_and_a_profiler_too() -> None:
     q, k, v = _qkv()
     mask = causal() & segments(_ids())
@@ -173,7 +163,7 @@ def test_a_copy_has_a_memory_of_its_own() -> None:
 @pytest.mark.parametrize("sample", [*SAMPLES, *LIBRARY], ids=lambda sample: sample.name)
 @pytest.mark.parametrize("convert", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 def test_it_is_what_the_general_way_lowers(sample: Any, convert: Any) -> None:
-    keys = getattr(sample, "keys", KEYS)
+    keys = sample.keys
     for q_len in (keys, 7, 1):
         mask = sample.mask(convert)
         q, k = torch.zeros(BATCH, 4, q_len, 8), torch.zeros(BATCH, 4, keys, 8)
@@ -272,9 +262,3 @@ def test_threads_share_the_memory_of_masks_without_arrays() -> None:
     finally:
         sys.setswitchinterval(before)
     assert not errors
-
-
-def test_a_large_mask_of_the_library_is_not_kept() -> None:
-    kept = set(_static)
-    attention(q := torch.randn(1, 1, 64, 8), q, q, mask=library.dilated(8, 2))
-    assert set(_static) == kept

@@ -1,6 +1,9 @@
-"""{attention alone, compile alone, both} x checkpointing x every mask: equal results, counted calls."""
+"""A block of attention: {eager, compiled} x checkpointing x masks and options; export; no copies."""
 
+import re
 from itertools import product
+from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -9,54 +12,64 @@ from closeness import relative_error
 from covering import cells, few
 from samples import K_LEN, MASKS, Q_LEN, counted_kernel_calls
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
-from attnspan import Mask
+from attnspan import Mask, causal, relative
+from attnspan.kernels import cpu
 from attnspan.torch import attention
 
-WIDTH, HEADS, KV_HEADS = 32, 4, 2
+WIDTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 8
+SPLIT = (HEADS, KV_HEADS, KV_HEADS)
 
 #: (with attention, compiled). "compile alone" is the same block with the attention taken out.
 MODES = {"attention": (True, False), "compile": (False, True), "both": (True, True)}
 
+# Imported by inductor.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
 
 class Block(nn.Module):
-    def __init__(self, attend: bool) -> None:
+    """Attention on a fused projection, under a mask, or causal with every option and a seed."""
+
+    def __init__(self, attend: bool = True, options: bool = False) -> None:
         super().__init__()
         self.attend = attend
-        dim = WIDTH // HEADS
-        self.norm = nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * dim, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.qkv = nn.Linear(WIDTH, sum(SPLIT) * DIM, bias=False)
+        self.out = nn.Linear(HEADS * DIM, WIDTH, bias=False)
+        if options:
+            self.table = nn.Parameter(torch.randn(HEADS, 9))
+            self.sinks = nn.Parameter(torch.randn(HEADS))
 
-    def forward(self, x: Tensor, mask: Mask) -> Tensor:
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (HEADS + 2 * KV_HEADS, -1))
-        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
-        mixed = attention(q, k, v, mask=mask, layout="bshd") if self.attend else q.sin()
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (sum(SPLIT), -1)).split(SPLIT, 2)
+        options: dict[str, Any] = {"mask": given}
+        if hasattr(self, "table"):
+            options = {"mask": causal(), "softcap": 5.0, "bias": relative(self.table), "sinks": self.sinks}
+            options |= {"dropout_p": 0.25, "dropout_seed": given}
+        mixed = attention(q, k, v, layout="bshd", **options) if self.attend else q.sin()
         return x + self.out(mixed.flatten(2))  # type: ignore[no-any-return]
 
 
-class Model(nn.Module):
-    """One block under one kind of activation checkpointing."""
-
-    def __init__(self, attend: bool, ac: str) -> None:
+class Checkpointed(nn.Module):
+    def __init__(self, ac: str, *of_block: bool) -> None:
         super().__init__()
-        self.block, self.ac = Block(attend), ac
+        self.block, self.ac = Block(*of_block), ac
 
-    def forward(self, x: Tensor, mask: Mask) -> Tensor:
-        return checkpointed(self.ac, self.block, x, mask)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return checkpointed(self.ac, self.block, x, given)  # type: ignore[no-any-return]
 
 
 def _run(
-    mode: str, ac: str, mask: Mask, backend: str = "aot_eager", compiled: bool | None = None
+    mode: str, ac: str, given: Any, backend: str = "aot_eager", compiled: bool | None = None
 ) -> tuple[list[Tensor], list[str]]:
     attend, compile_it = MODES[mode]
     torch.manual_seed(0)
-    model = Model(attend, ac)
+    model = Checkpointed(ac, attend, isinstance(given, Tensor))
     x = torch.randn(2, Q_LEN, WIDTH, requires_grad=True)
     if compile_it if compiled is None else compiled:
         model.compile(fullgraph=True, backend=backend)
     with counted_kernel_calls() as calls:
-        out = model(x, mask)
+        out = model(x, given)
         out.square().sum().backward()
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())], calls
 
@@ -65,18 +78,19 @@ def _mask(name: str) -> Mask:
     return MASKS[name]().prepare(Q_LEN, K_LEN, batch=2, heads=HEADS, like=torch.empty(0))
 
 
-def _assert_cell(mode: str, ac: str, mask: Mask, backend: str = "aot_eager") -> None:
-    got, calls = _run(mode, ac, mask, backend)
-    wanted, _ = _run(mode, "none", mask, compiled=False)
-    attend, _ = MODES[mode]
-    assert calls.count("forward") == (FORWARD_CALLS[ac] if attend else 0)
-    assert calls.count("backward") == (1 if attend else 0)
+def _close(got: list[Tensor], wanted: list[Tensor]) -> None:
     for a, b in zip(got, wanted, strict=True):
         # Sums over at most BATCH * Q_LEN * WIDTH products, in another order: a few roundings each.
         assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
 
 
-CELLS = [(mode, ac, name) for mode in MODES for ac in FORWARD_CALLS for name in MASKS]
+def _assert_cell(mode: str, ac: str, given: Any, backend: str = "aot_eager") -> None:
+    got, calls = _run(mode, ac, given, backend)
+    wanted, _ = _run(mode, "none", given, compiled=False)
+    attend, _ = MODES[mode]
+    assert calls.count("forward") == (FORWARD_CALLS[ac] if attend else 0)
+    assert calls.count("backward") == (1 if attend else 0)
+    _close(got, wanted)
 
 
 # Masks come prepared, so that a mask is no more than its spans to either factor: each has one cell.
@@ -85,7 +99,13 @@ def test_cell(kind: tuple[str, str], name: str) -> None:
     _assert_cell(*kind, _mask(name))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # imported by inductor
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("mode", ["attention", "both"])
+@pytest.mark.parametrize("ac", FORWARD_CALLS)
+def test_what_is_recomputed_drops_the_same(mode: str, ac: str) -> None:
+    _assert_cell(mode, ac, torch.tensor(9))
+
+
 @pytest.mark.parametrize("ac", few(["selective", "none", "full"], 1))
 def test_cell_under_inductor(ac: str) -> None:
     _assert_cell("both", ac, _mask("segments"), backend="inductor")
@@ -93,23 +113,65 @@ def test_cell_under_inductor(ac: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # from torch 2.15 on
 def test_cells_are_distinct() -> None:
-    assert len(set(CELLS)) == len(MODES) * len(FORWARD_CALLS) * len(MASKS)
-    assert len(set(MODES.values())) == len(MODES)
     # No two masks show the same pairs, so no two columns are one.
     pictures = {name: _mask(name).spans(Q_LEN, K_LEN, batch=2, heads=HEADS).dense() for name in MASKS}
     seen = {tuple(p.expand(2, HEADS, -1, -1).flatten().tolist()) for p in pictures.values()}
     assert len(seen) == len(MASKS)
-    # Checkpointing differs in what it keeps from the forward pass.
+    # Checkpointing differs in what it keeps from the forward pass, or in what it runs again.
     kept = {}
     for ac in FORWARD_CALLS:
-        sizes = []
+        sizes: list[Any] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, sizes=sizes: sizes.append(x.shape) or x, lambda x: x
         ):
-            model = Model(True, ac)
-            model(torch.randn(2, Q_LEN, WIDTH, requires_grad=True), _mask("causal"))
+            Checkpointed(ac)(torch.randn(2, Q_LEN, WIDTH, requires_grad=True), _mask("causal"))
         kept[ac] = len(sizes)
     assert kept["full"] < kept["none"]
-    _, calls = _run("attention", "selective", _mask("causal"))
-    _, all_calls = _run("attention", "full", _mask("causal"))
-    assert calls != all_calls
+
+
+def test_export_keeps_one_node() -> None:
+    block = Block(options=True).eval()
+    length = torch.export.Dim("length", min=2, max=4096)
+    example = (torch.randn(2, 24, WIDTH), torch.tensor(3))
+    program = torch.export.export(block, example, dynamic_shapes=({1: length}, None))
+    nodes = [node for node in program.graph.nodes if "attnspan" in str(node.target)]
+    assert [node.target for node in nodes] == [torch.ops.attnspan.forward.default]
+    x, seed = torch.randn(2, 31, WIDTH), torch.tensor(8)
+    torch.testing.assert_close(program.module()(x, seed), block(x, seed))
+
+
+def test_the_program_copies_nothing_and_stores_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v are read where the projection wrote them, and no buffer has q_len * k_len elements."""
+    length, block = 331, Block(options=True)
+    offsets: list[tuple[int, ...]] = []
+    original = cpu.forward
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> None:
+        offsets.append(tuple(x.storage_offset() for x in (q, k, v)))
+        assert len({x.untyped_storage().data_ptr() for x in (q, k, v)}) == 1 or len(offsets) > 1
+        original(q, k, v, *rest, **options)
+
+    monkeypatch.setattr(cpu, "forward", spy)
+    x, seed = torch.randn(2, length, WIDTH, requires_grad=True), torch.tensor(1)
+
+    def step(run: Any) -> list[Tensor]:
+        out = run(x, seed)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
+
+    found, programs = run_and_get_code(step, torch.compile(block, fullgraph=True, backend="inductor"))
+    _close(found, step(block))
+    assert offsets[:1] == [(0, HEADS * DIM, (HEADS + KV_HEADS) * DIM)]
+    assert len(programs) == 2
+    buffers = [
+        tuple(map(int, shape.strip("(,) ").split(",")))
+        for program in programs
+        for shape in re.findall(r"= empty_strided_cpu\((\([^)]*\)),", program)
+    ]
+    assert (2 * length, 64) in buffers  # the projection: the pattern does find buffers
+    assert max(map(prod, buffers)) < length**2
+    for program in programs:
+        assert not re.search(r"aten\.(clone|copy|constant_pad_nd)|contiguous", program)
+    (call,) = re.findall(r"torch\.ops\.attnspan\.forward\.default\((.*)\)", programs[0])
+    views = re.findall(r"reinterpret_tensor\((buf\d+), \(2, [42], 331, 8\), \(\d+, 8, 64, 1\)", call)
+    assert len(views) == 3
+    assert len(set(views)) == 1

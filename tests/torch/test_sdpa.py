@@ -16,8 +16,8 @@ from attnspan import causal, from_dense, window
 from attnspan.errors import ShapeError
 from attnspan.torch import attention
 from attnspan.torch import scaled_dot_product_attention as ours
-from attnspan.torch._sdpa import _mask
 
+_FOUR, _FIVE = ((2, 4, 9, 16), (2, 4, 7, 16)), ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16))
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "plain": ((2, 4, 9, 16), (2, 4, 9, 16), {}),
     "causal": ((2, 4, 9, 16), (2, 4, 9, 16), {"is_causal": True}),
@@ -49,58 +49,48 @@ def _run(function: Callable[..., Tensor], inputs: list[Tensor], options: dict) -
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_parity(name: str) -> None:
-    q_shape, k_shape, options = CASES[name]
-    torch.manual_seed(0)
-    inputs = [torch.randn(shape) for shape in (q_shape, k_shape, k_shape)]
-    options = dict(options)
-    if "attn_mask" in options:
-        # One key of each row stays, as torch's own versions differ on rows without any.
-        mask = torch.rand(options["attn_mask"]) < 0.5
-        mask[..., 0] = True
-        options["attn_mask"] = mask
-    for got, wanted in zip(_run(ours, inputs, options), _run(torchs, inputs, options), strict=True):
-        # Each is within a few roundings of the exact result, per product of at most 16 terms.
-        assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
-
-
 BIASES = {
-    "bias": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 9, 7)),
-    "bias of two dims": ((2, 4, 9, 16), (2, 4, 7, 16), (9, 7)),
-    "bias per head": ((2, 4, 9, 16), (2, 4, 7, 16), (4, 1, 7)),
-    "bias per row": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 1, 9, 1)),
+    "bias": (*_FOUR, (2, 4, 9, 7)),
+    "bias of two dims": (*_FOUR, (9, 7)),
+    "bias per head": (*_FOUR, (4, 1, 7)),
+    "bias per row": (*_FOUR, (2, 1, 9, 1)),
     "bias, three dims": ((3, 9, 16), (3, 7, 16), (3, 9, 7)),
     "bias of two dims, three dims": ((3, 9, 16), (3, 7, 16), (9, 7)),
-    "bias, five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (2, 1, 4, 9, 7)),
-    "shared bias, five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (1, 1, 4, 1, 7)),
-    "bias of two dims, five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (9, 7)),
+    "bias, five dims": (*_FIVE, (2, 1, 4, 9, 7)),
+    "shared bias, five dims": (*_FIVE, (1, 1, 4, 1, 7)),
+    "bias of two dims, five dims": (*_FIVE, (9, 7)),
+}
+PROBLEMS = {name: (*case, False) for name, case in CASES.items()}
+PROBLEMS |= {name: (q, k, {"attn_mask": bias}, False) for name, (q, k, bias) in BIASES.items()}
+PROBLEMS |= {
+    f"{name}, hiding": (q, k, {"attn_mask": bias}, True)
+    for name, (q, k, bias) in BIASES.items()
+    if bias[-1] > 1
 }
 
 
-@pytest.mark.parametrize("hiding", [False, True])
-@pytest.mark.parametrize("name", BIASES)
-def test_parity_of_additive_masks(name: str, hiding: bool) -> None:
-    q_shape, k_shape, shape = BIASES[name]
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_parity(name: str) -> None:
+    q_shape, k_shape, options, hiding = PROBLEMS[name]
     torch.manual_seed(0)
-    inputs = [torch.randn(shape) for shape in (q_shape, k_shape, k_shape, shape)]
-    if hiding and shape[-1] > 1:
-        inputs[3][..., 2:4] = -torch.inf
-
-    def run(function: Callable[..., Tensor]) -> list[Tensor]:
-        q, k, v, bias = (x.clone().requires_grad_() for x in inputs)
-        out = function(q, k, v, attn_mask=bias)
-        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))]
-
-    *got, got_bias = run(ours)
-    *wanted, wanted_bias = run(torchs)
-    if shape[-1] > 1:
-        got.append(got_bias)
-        wanted.append(wanted_bias)
-    else:  # What is added to all scores of a row cancels.
-        assert got_bias.abs().max() < 1e-4
-    for a, b in zip(got, wanted, strict=True):
-        assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
+    inputs, options = [torch.randn(shape) for shape in (q_shape, k_shape, k_shape)], dict(options)
+    shape = options.pop("attn_mask", None)
+    if "bias" in name:
+        inputs.append(torch.randn(shape))
+        if hiding:
+            inputs[3][..., 2:4] = -torch.inf
+    elif shape is not None:
+        # One key of each row stays, as torch's own versions differ on rows without any.
+        options["attn_mask"] = torch.rand(shape) < 0.5
+        options["attn_mask"][..., 0] = True
+    for i, (got, wanted) in enumerate(
+        zip(_run(ours, inputs, options), _run(torchs, inputs, options), strict=True)
+    ):
+        if i == 4 and shape[-1] == 1:  # What is added to all scores of a row cancels.
+            assert got.abs().max() < 1e-4
+        else:
+            # Each is within a few roundings of the exact result, per product of at most 16 terms.
+            assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
 
 
 def test_a_row_of_nothing_but_minus_infinity_is_zero() -> None:
@@ -159,30 +149,6 @@ def test_mask_expressions_are_taken() -> None:
     )
 
 
-def test_bad_input() -> None:
-    q = torch.randn(1, 2, 8, 16)
-    with pytest.raises(ValueError, match=r"attn_mask: expected a shape that broadcasts .*\(1, 2, 8, 8\)"):
-        ours(q, q, q, attn_mask=torch.zeros(8, 7))
-    with pytest.raises(ValueError, match="attn_mask: expected a shape that broadcasts"):
-        ours(q, q, q, attn_mask=torch.zeros(1, 1, 2, 8, 8))
-    with pytest.raises(TypeError, match=r"attn_mask: expected torch.bool, a floating .*, got torch.int64"):
-        ours(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match="attn_mask: expected a shape that broadcasts"):
-        ours(q, q, q, attn_mask=torch.ones(8, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match="is_causal: expected no attn_mask with it"):
-        ours(q, q, q, attn_mask=causal(), is_causal=True)
-    with pytest.raises(ValueError, match="enable_gqa=True"):
-        ours(q, q[:, :1], q[:, :1])
-    with pytest.raises(TypeError, match=r"key: expected a torch.Tensor, got ndarray. Convert it"):
-        ours(q, q.numpy(), q)
-    with pytest.raises(ValueError, match="the same number of dims, at least 3"):
-        ours(q, q[0], q[0])
-    with pytest.raises(ValueError, match="expected batch dims that broadcast"):
-        ours(q.expand(3, 2, 8, 16), q.expand(2, 2, 8, 16), q)
-    with pytest.raises(ValueError, match=r"dropout_p: expected at least 0 and below 1, got 1\.5"):
-        ours(q, q, q, dropout_p=1.5)
-
-
 @pytest.mark.parametrize("shape", [(8, 9), (2, 1, 8, 9), (2, 8, 9), (1, 9)])
 def test_a_dense_mask_in_a_compiled_function(shape: tuple[int, ...]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -204,17 +170,6 @@ def test_a_dense_mask_with_many_runs_in_a_compiled_function() -> None:
     torch.testing.assert_close(
         compiled(q, q, q, attn_mask=mask), torchs(q, q, q, attn_mask=visible.expand(20, 20))
     )
-
-
-def test_what_heads_share_is_encoded_once() -> None:
-    q, k, visible = torch.randn(3, 4, 8, 16), torch.randn(3, 4, 9, 16), torch.ones(8, 9, dtype=torch.bool)
-    for mask, shape in (
-        (visible, (1, 1, 8, 9)),
-        (visible[:1], (1, 1, 8, 9)),
-        (visible[None, None], (1, 1, 8, 9)),
-    ):
-        assert _mask(mask, q, k, q.shape[:-2]).visible.shape == shape
-    assert _mask(visible.expand(3, 1, 8, 9), q, k, q.shape[:-2]).visible.shape == (3, 1, 8, 9)
 
 
 @pytest.mark.skipif(
