@@ -266,7 +266,6 @@ def test_spans_are_wrapped_before_they_are_combined(other):
 def test_a_sharded_mask_is_made_of_one_mask(use):
     pytest.importorskip("jax")
     from attnspan.parallel.context import ContextParallel
-
     from attnspan.parallel.spmd._sharded import Sharded
 
     for kind in (ContextParallel, Sharded):
