@@ -133,6 +133,7 @@ def edge_values(table: Tensor) -> Tensor:
     return edge_bias(table, b, h, i, j)
 
 
+CAUSAL: dict[str, Any] = {"mask_mod": causal, "mask": a.causal()}
 SCORES = [
     Score("noop", lambda: unchanged, dict),
     Score(
@@ -163,8 +164,7 @@ SCORES = [
         lambda slopes: lambda x, b, h, i, j: x + slopes[h] * (j - i),
         lambda slopes: {"bias": a.alibi(slopes)},
         (SLOPES,),
-        causal,
-        a.causal(),
+        **CAUSAL,
     ),
     Score(
         "ALiBi of jagged tensors",  # FlexAttention, walkthrough: nested indices
@@ -178,9 +178,7 @@ SCORES = [
         "tanh softcap",  # attention-gym, softcapping; Gemma 2
         lambda: lambda x, b, h, i, j: 2.0 * torch.tanh(x / 2.0),
         lambda: {"softcap": 2.0},
-        (),
-        causal,
-        a.causal(),
+        **CAUSAL,
     ),
     Score(
         "softcap, then ALiBi",
@@ -193,8 +191,7 @@ SCORES = [
         lambda table: lambda x, b, h, i, j: x + table[h, j - i + (S - 1)],
         lambda table: {"bias": a.relative(table)},
         (sandwich_table(S - 1),),
-        causal,
-        a.causal(),
+        **CAUSAL,
     ),
     Score(
         "T5",
@@ -219,8 +216,7 @@ SCORES = [
         lambda values: lambda x, b, h, i, j: x + values[b, h, i, j],
         lambda values: {"bias": values},
         (_normal(B, H, S, S, seed=6),),
-        causal,
-        a.causal(),
+        **CAUSAL,
     ),
 ]
 

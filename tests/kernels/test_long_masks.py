@@ -3,15 +3,18 @@
 Rows and keys are then worked on in parts that each pack what they see, which must not tread on each other.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from kernel_cases import Case, check, make
 from torch import Tensor
 
 from attnspan.kernels import cpu
 
-LENGTH, HEADS, KV_HEADS, DIM, SCALE = 1500, 4, 2, 64, 0.125
-#: Beside float64; what rounding the results to the dtype alone gives is about half of it.
+LENGTH, HEADS, KV_HEADS, DIM = 1500, 4, 2, 64
+#: Relative to float64; what rounding the results to the dtype alone gives is about half of it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 
 
@@ -38,34 +41,19 @@ def _bounds(name: str) -> Tensor:
     return torch.stack(heads).view(1, HEADS, LENGTH, 1, 2)
 
 
-def _oracle(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, dout: Tensor) -> list[Tensor]:
-    key = torch.arange(LENGTH)
-    visible = ((bounds[..., 0, None] <= key) & (key < bounds[..., 1, None])).any(-2)
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    wide = [x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v)]
-    scores = (q @ wide[0].transpose(-1, -2) * SCALE).masked_fill(~visible, -torch.inf)
-    out = torch.softmax(scores, -1).nan_to_num(0) @ wide[1]
-    return [out, *torch.autograd.grad(out, (q, k, v), dout.double())]
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "name", ["window", "documents", "global and window", "a window for each head", "opposite ends"]
 )
 def test_against_float64_on_any_number_of_threads(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    q = torch.randn(1, LENGTH, HEADS, DIM).to(dtype).transpose(1, 2)
-    k, v = (torch.randn(1, KV_HEADS, LENGTH, DIM).to(dtype) for _ in range(2))
-    dout, bounds = torch.randn(1, HEADS, LENGTH, DIM).to(dtype), _bounds(name)
-    wanted = _oracle(q, k, v, bounds, dout)
+    case = Case(kv_heads=KV_HEADS, group=HEADS // KV_HEADS, q_len=LENGTH, k_len=LENGTH, dtype=dtype)
+    arrays = make(case)
+    arrays.bounds, arrays.dlse[:] = _bounds(name), 0.0
+    exact = arrays.oracle()
     for threads in (1, 2, 3):
-        out, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
-        lse = torch.full((1, HEADS, LENGTH), torch.nan)
-        cpu.forward(q, k, v, bounds, out, lse, scale=SCALE, num_threads=threads)
-        cpu.backward(dout, None, q, k, v, out, lse, bounds, dq, dk, dv, scale=SCALE, num_threads=threads)
-        for got, right in zip((out, dq, dk, dv), wanted, strict=True):
-            assert (got.double() - right).norm() <= TOLERANCE[dtype] * right.norm()
+        got = replace(arrays, case=replace(case, threads=threads)).run()
+        check({x: got[x] for x in ("out", "dq", "dk", "dv")}, exact, dict.fromkeys(exact, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
