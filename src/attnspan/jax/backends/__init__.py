@@ -179,8 +179,10 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
     """
     problems = {platform: replace(problem, device=platform) for platform in DEFAULTS}
     if requested is None:
-        chosen = {p: choice_of(x, static, None).name for p, x in problems.items()}
-        last = Branch("", "xla")
+        chosen = {p: _first(x, static) for p, x in problems.items()}
+        if not any(chosen.values()):
+            choice_of(problem, static, None)  # which says why
+        last = Branch("", "xla", module_of("xla").supports(problem, static) or "")
     else:
         if requested not in MODULES:
             choice_of(problem, static, requested)  # which says so
@@ -196,6 +198,12 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
         for name in _XLA_NAMES[platform]
     ]
     return (*own, last)
+
+
+def _first(problem: Problem, static: Static) -> str:
+    """The default backend of a platform; empty where none runs the call."""
+    known = candidates(static, DEFAULTS[problem.device])
+    return next((name for name, each in known.items() if each.supports(problem) is None), "")
 
 
 def static_for(backends: Any, static: Static) -> Static:

@@ -42,8 +42,10 @@ _MOST_LSE = 128.0
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None, or why this backend cannot run a call: it runs all of them."""
+    """None, or why this backend cannot run a call."""
     del static
+    if not (isinstance(problem.q_len, int) and isinstance(problem.k_len, int)):
+        return "its blocks need lengths that are numbers, not symbols"
     return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
 
 
