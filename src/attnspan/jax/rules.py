@@ -68,7 +68,8 @@ def _by_platform(branches: tuple[Branch, ...], run: Callable[..., Any], *args: A
     if not own and not last.refusal:
         return run(last.backend, *args)
     runs = {branch.backend: partial(run, branch.backend) for branch in branches}
-    other = partial(_refused, runs[last.backend], last) if last.refusal else runs[last.backend]
+    # What the refused backend cannot trace has the shapes that another one gives.
+    other = partial(_refused, runs[branches[0].backend], last) if last.refusal else runs[last.backend]
     return lax.platform_dependent(*args, default=other, **{b.platform: runs[b.backend] for b in own})
 
 
