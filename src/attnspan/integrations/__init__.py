@@ -1,0 +1,1 @@
+"""attnspan inside models that others wrote: one module per library, imported by its name."""
