@@ -1,0 +1,207 @@
+"""Checks of other people's models: does a packed document see another?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ._installed import require
+from .errors import OptionError, ShapeError, expect
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Isolation", "assert_isolated", "probe"]
+
+# What a batch may call its tokens, before the embedding or after it.
+_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What `probe` found; ``print`` it.
+
+    Attributes:
+        documents: How many documents were changed, one at a time.
+        leaks: For each document that others see: its number, the first module where rows of another document
+            change, and those rows as (batch row, token).
+    """
+
+    documents: int
+    leaks: tuple[Leak, ...] = ()
+
+    @property
+    def isolated(self) -> bool:
+        """Whether no document sees another."""
+        return not self.leaks
+
+    def __str__(self) -> str:
+        if self.isolated:
+            return f"{self.documents} documents, none sees another"
+        return "\n".join(map(str, self.leaks))
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A document that others see."""
+
+    document: int
+    module: str
+    rows: tuple[tuple[int, int], ...]
+    change: float = field(compare=False)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"({b}, {s})" for b, s in self.rows[:4]) + ", ..." * (len(self.rows) > 4)
+        return (
+            f"document {self.document} is seen by {len(self.rows)} tokens of others, first in {self.module}: "
+            f"(batch row, token) {shown}; they change by {self.change:.1e} of their size"
+        )
+
+
+def probe(
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    documents: Tensor,
+    *,
+    within: float = 1e-4,
+    call: Callable[..., Any] | None = None,
+) -> Isolation:
+    """Change the tokens of one document after the other and see whose results change.
+
+    The model runs in evaluation mode without gradients, once for each document and once more; any model and
+    any attention will do. A token's results are the rows of every tensor (B, S, ...) that a module returns.
+
+    Args:
+        model: Called as ``model(**batch)``.
+        batch: Its arguments. The tokens are the first of "input_ids" (integer, (B, S)), "inputs_embeds",
+            "hidden_states" and "x" (floating, (B, S, ...)).
+        documents: Integer (B, S) or (S,): the number of each token's document, within its batch row; negative
+            for padding, whose results do not count.
+        within: Largest change that counts as rounding, as a fraction of the largest result.
+        call: What to call instead of the model, such as its compiled form: then only final results are seen.
+
+    Raises:
+        ValueError: No tokens in the batch, or ``documents`` of another shape.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+        >>> tokens = torch.arange(6)[None]
+        >>> print(probe(model, {"input_ids": tokens}, tokens // 3, call=lambda input_ids: model(input_ids)))
+        2 documents, none sees another
+    """
+    torch = require("torch", "attnspan.testing", "torch")
+    name = next((x for x in _INPUTS if x in batch), None)
+    got, remedy = ", ".join(batch) or "nothing", "Name the tokens so"
+    if name is None:
+        raise OptionError("batch", expected=f"one of {', '.join(_INPUTS)}", got=got, remedy=remedy)
+    tokens = batch[name]
+    documents = torch.as_tensor(documents, device=tokens.device).expand(tokens.shape[:2])
+    fits, remedy = documents.shape == tokens.shape[:2], "Give one number for each token"
+    expect(fits, "documents", "shape {}", tuple(documents.shape), remedy, tuple(tokens.shape[:2]), error=ShapeError)
+    run = _Runner(model, batch, name, call)
+    before = run(tokens)
+    numbers = [int(n) for n in documents.unique() if n >= 0]
+    leaks = []
+    for n in numbers:
+        own = documents == n
+        found = _first_change(before, run(_changed(tokens, own)), (documents >= 0) & ~own, within)
+        leaks += [Leak(n, *found)] if found else []
+    return Isolation(len(numbers), tuple(leaks))
+
+
+def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], documents: Tensor, **options: Any) -> None:
+    """Raise an AssertionError that names the first module and the rows where a document sees another.
+
+    Args:
+        model, batch, documents, **options: As of `probe`.
+
+    Example:
+        >>> import torch
+        >>> class Mean(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x + x.mean(1, keepdim=True)
+        >>> assert_isolated(Mean(), {"x": torch.ones(1, 4, 2)}, torch.tensor([0, 0, 1, 1]))
+        Traceback (most recent call last):
+        AssertionError: document 0 is seen by 2 tokens of others, first in Mean: (batch row, token) (0, 2), \
+(0, 3); they change by 2.0e-01 of their size
+        ...
+    """
+    found = probe(model, batch, documents, **options)
+    if not found.isolated:
+        raise AssertionError(str(found))
+
+
+class _Runner:
+    """Runs the model and keeps what each of its modules returns for tokens, in order."""
+
+    def __init__(
+        self, model: Any, batch: Mapping[str, Any], name: str, call: Callable[..., Any] | None
+    ) -> None:
+        self.model, self.batch, self.name, self.call = model, dict(batch), name, call
+
+    def __call__(self, tokens: Tensor) -> list[tuple[str, Tensor]]:
+        import torch
+
+        found: list[tuple[str, Tensor]] = []
+
+        def keep(name: str, out: Any) -> None:
+            for x in _tensors(out):
+                if x.shape[:2] == tokens.shape[:2] and x.is_floating_point():
+                    found.append((name, x.detach().clone()))
+
+        named = list(self.model.named_modules()) if self.call is None else []
+        hooks = [
+            module.register_forward_hook(lambda _, __, out, name=name or type(module).__name__: keep(name, out))
+            for name, module in named
+        ]
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                out = (self.call or self.model)(**{**self.batch, self.name: tokens})
+            keep("the result", out)
+        finally:
+            self.model.train(training)
+            for hook in hooks:
+                hook.remove()
+        remedy = "Pass a batch for which the model returns one row of results per token"
+        expect(found, "model", "results of shape {} and more", "none", remedy, (*tokens.shape[:2],), error=ShapeError)
+        return found
+
+
+def _tensors(out: Any) -> list[Any]:
+    """The tensors of a result: one, or those of a tuple, list or mapping."""
+    if hasattr(out, "is_floating_point"):
+        return [out]
+    parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, (tuple, list)) else ()
+    return [x for part in parts for x in _tensors(part)]
+
+
+def _changed(tokens: Tensor, own: Tensor) -> Tensor:
+    """Other tokens in the places of one document; of integers, others that stand in the batch."""
+    import torch
+
+    if not tokens.is_floating_point():
+        # Another number that the embedding is sure to have.
+        most = int(tokens.max())
+        other = torch.where(tokens > 0, tokens - 1, min(most, 1))
+        return torch.where(own, other, tokens)
+    mask = own.reshape(*own.shape, *[1] * (tokens.dim() - 2))
+    return torch.where(mask, -tokens - 1, tokens)
+
+
+def _first_change(
+    before: list[tuple[str, Tensor]], after: list[tuple[str, Tensor]], others: Tensor, within: float
+) -> tuple[str, tuple[tuple[int, int], ...], float] | None:
+    """The first module that changes rows of ``others``, these rows, and by how much; None if none does."""
+    for (name, x), (_, y) in zip(before, after, strict=True):
+        size = float(x[others].abs().max()) if bool(others.any()) else 0.0
+        change = (x.double() - y.double()).abs().flatten(2).amax(-1) if x.dim() > 2 else (x - y).abs().double()
+        rows = others & ~(change <= within * max(size, 1e-30))
+        if bool(rows.any()):
+            at = tuple((int(b), int(s)) for b, s in rows.nonzero().tolist())
+            return name, at, float(change[rows].max()) / max(size, 1e-30)
+    return None
