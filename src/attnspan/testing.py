@@ -120,14 +120,13 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], documents:
 
     Example:
         >>> import torch
-        >>> class Mean(torch.nn.Module):
+        >>> class Shift(torch.nn.Module):
         ...     def forward(self, x):
-        ...         return x + x.mean(1, keepdim=True)
-        >>> assert_isolated(Mean(), {"x": torch.ones(1, 4, 2)}, torch.tensor([0, 0, 1, 1]))
+        ...         return x.roll(1, 1)
+        >>> assert_isolated(Shift(), {"x": torch.ones(1, 4, 2)}, torch.tensor([-1, 0, 1, 1]))
         Traceback (most recent call last):
-        AssertionError: document 0 is seen by 2 tokens of others, first in Mean: (batch row, token) (0, 2), \
-(0, 3); they change by 2.0e-01 of their size
-        ...
+        AssertionError: document 0 is seen by 1 tokens of others, first in Shift: (batch row, token) (0, 2); \
+they change by 3.0e+00 of their size
     """
     found = probe(model, batch, documents, **options)
     if not found.isolated:
@@ -161,7 +160,7 @@ class _Runner:
         self.model.eval()
         try:
             with torch.no_grad():
-                out = (self.call or self.model)(**{**self.batch, self.name: tokens})
+                out = (self.model if self.call is None else self.call)(**{**self.batch, self.name: tokens})
             keep("the result", out)
         finally:
             self.model.train(training)
