@@ -6,13 +6,15 @@ to spans in O(S), once for each kind of layer and step, inside compiled code too
 evaluated on all pairs, which is said once.
 """
 
-import inspect
+import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._installed import require
 from ..errors import DtypeError, OptionError, ShapeError, expect
@@ -25,7 +27,12 @@ from ..torch._watched import constant_when_traced
 
 require("transformers", "attnspan.integrations.transformers", "transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+)
 
 __all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask"]
 
@@ -328,10 +335,66 @@ def _read(
     return found if packed is None else found & packed, None
 
 
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
 def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
-    return documents(cu_q) if cu_k is None or cu_k is cu_q else documents(cu_q, cu_k)
+    """One mask for all layers that are given one tensor: a mask remembers how it was lowered."""
+    if cu_k is not None and cu_k is not cu_q:
+        return documents(cu_q, cu_k)
+    if torch.compiler.is_compiling():
+        return documents(cu_q)
+    if cu_q not in _known:
+        _known[cu_q] = documents(cu_q)
+    found: Mask = _known[cu_q]
+    return found
+
+
+def _give_offsets(model: PreTrainedModel) -> None:
+    """Let encoders of packed images and sound call this attention once, with offsets.
+
+    They do so for flash-attn alone, and else loop over the parts, whose lengths they read on the host. They ask
+    by a function that each module imported by name.
+    """
+    for name in {type(part).__module__ for part in model.modules()}:
+        module = sys.modules.get(name)
+        asked = getattr(module, "is_flash_attention_requested", None)
+        if asked is not None and not hasattr(asked, "attnspan") and _takes_offsets(module):
+            module.is_flash_attention_requested = _also_ours(asked)  # type: ignore[union-attr]
+
+
+def _takes_offsets(module: Any) -> bool:
+    classes = [x for x in vars(module).values() if isinstance(x, type) and "forward" in vars(x)]
+    constants = [c for x in classes for c in getattr(x.forward, "__code__", _also_ours.__code__).co_consts]
+    return any(isinstance(c, tuple) and "cu_seq_lens_q" in c for c in constants)
+
+
+def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+    ) -> bool:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return (name == NAME and version is None) or asked(config, requested_attention_implementation, version)
+
+    is_flash_attention_requested.attnspan = True  # type: ignore[attr-defined]
+    return is_flash_attention_requested
+
+
+def _after_making_a_model() -> None:
+    post_init = PreTrainedModel.post_init
+    if hasattr(post_init, "attnspan"):
+        return
+
+    @functools.wraps(post_init)
+    def and_give_offsets(self: PreTrainedModel) -> None:
+        post_init(self)
+        _give_offsets(self)
+
+    and_give_offsets.attnspan = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = and_give_offsets
 
 
 _say_what_they_are()
+_after_making_a_model()
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
