@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,12 +19,16 @@ import pytest
 import torch
 from covering import everything
 from rich.console import Console
+from torch.distributed import run as torchrun
 
+from attnspan.cli import build_app
+from attnspan.errors import OptionError
 from attnspan.train import train as training
 from attnspan.train.config import CheckpointError, ConfigError, TrainConfig
 from attnspan.train.parallelize import peak_flops
 from attnspan.train.progress import Graphs, Summary
 from attnspan.train.sample import generate
+from attnspan.train.step import Stepper
 
 Tiny = Callable[..., TrainConfig]
 
@@ -210,6 +215,59 @@ def test_a_run_is_resumed_only_on_its_own_data(tiny: Tiny, tmp_path: Path, chang
         train(config, folder, resume=True)
 
 
+@pytest.mark.parametrize("figure", ["loss", "grad_norm"])
+def test_a_diverged_step_stops_the_run_and_its_weights_replace_no_checkpoint(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: str
+) -> None:
+    step = Stepper.step
+
+    def diverging(self: Stepper, batch: Any, index: int, *rest: Any) -> Any:
+        result = step(self, batch, index, *rest)
+        return result._replace(**{figure: float("nan")}) if index == 3 else result
+
+    monkeypatch.setattr(Stepper, "step", diverging)
+    with pytest.raises(ConfigError, match=r"a finite loss and gradient norm at step 4, got .*lower --lr"):
+        train(tiny(checkpoint_every=1), tmp_path)
+    kept = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert kept == ["step-00000002", "step-00000003"]
+
+
+def test_folders_that_cannot_be_written_are_said_before_the_first_step(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for changes, folder in (({}, "file/run"), ({"profile": str(tmp_path / "file" / "trace")}, "run")):
+        with pytest.raises(ConfigError, match=r"folders that can be written, got .*--runs-dir and --profile"):
+            train(tiny(**changes), tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [
+        ("runs/a", "--name a"),
+        ("runs/a/b", "--runs-dir runs/a --name b"),
+        ("x y/a", "--runs-dir 'x y' --name a"),
+    ],
+)
+def test_what_to_try_next_names_this_very_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, options: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    console = Console(file=io.StringIO(), width=80)
+    train(tiny(steps=1), Path(folder), console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"attnspan train --resume {options} --steps 2 " in said
+    assert f"attnspan sample {shlex.quote(folder)} " in said
+
+
+def test_ranks_are_started_on_the_folder_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Else it is set for good.
+    monkeypatch.setattr(torchrun, "run", started.append)
+    monkeypatch.setattr(sys, "argv", ["attnspan", "train", "--cp", "2", "--name", "a/b"])
+    build_app()(prog_name="attnspan", standalone_mode=False)
+    [args] = started
+    assert args.training_script_args[-4:] == ["--runs-dir", "runs/a", "--name", "b"]
+
+
 def test_what_is_no_run_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"expected a run configuration, got .*config\.json"):
@@ -225,6 +283,10 @@ def test_what_is_no_run_cannot_be_read(tmp_path: Path) -> None:
         ({"ac": "some"}, r"--ac to be one of none, selective, full, got 'some'"),
         ({"method": "fair"}, r"--method to be one of balanced, contiguous, zigzag"),
         ({"minutes": 0.0}, r"--minutes of at least 0\.1, got 0\.0"),
+        ({"minutes": float("inf")}, r"a finite --minutes of at least 0\.1, got inf"),
+        ({"threads": 100_000}, r"--threads of at most 1024, got 100000"),
+        ({"strategy": "rings"}, r"'hybrid\(u, r\)' with u \* r = 1 ranks, got 'rings'"),
+        ({"strategy": "hybrid(2, 2)", "cp": 2}, r"u \* r = 2 ranks, got 'hybrid\(2, 2\)'"),
         ({"accumulate": 0}, r"--accumulate of at least 1, got 0"),
         ({"lr": float("nan")}, r"--lr of at least 0, got nan"),
         ({"held_out": 1.0}, r"--held-out below 1"),
@@ -234,5 +296,5 @@ def test_what_is_no_run_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_options_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, OptionError), match=message):
         TrainConfig(**changes)

@@ -51,7 +51,7 @@ def command(monitored: Monitored) -> Callable[..., None]:
         runs_dir: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
         resume: Annotated[bool, typer.Option("--resume", help="go on with --name or the last run")] = False,
         from_step: Annotated[int | None, typer.Option(help="with --resume: an older checkpoint")] = None,
-        sample: Annotated[int, typer.Option(help="bytes of text that the model writes at the end")] = 200,
+        sample: Annotated[int, typer.Option(help="bytes of text of the model at the end", min=0)] = 200,
         monitor: Annotated[bool, typer.Option(help="record where the time of each step goes")] = True,
         **options: Any,
     ) -> None:
@@ -135,7 +135,7 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
     share = max(1, torch.get_num_threads() // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or share))
     # The name is settled: ranks that looked at the clock could disagree.
-    command = ["-m", "attnspan", *sys.argv[1:], "--name", folder.name]
+    command = ["-m", "attnspan", *sys.argv[1:], "--runs-dir", str(folder.parent), "--name", folder.name]
     arguments = ["--standalone", "--nproc-per-node", str(config.world), *command]
     try:
         torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -24,7 +26,7 @@ from attnspan.train.documents import Data, Vocabulary, load_data, load_vocabular
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops
 from attnspan.train.progress import Graphs, Reporter, Summary
 from attnspan.train.sample import continue_text
-from attnspan.train.step import UNOBSERVED, Stepper
+from attnspan.train.step import UNOBSERVED, Stepper, StepResult
 
 __all__ = ["Run", "train"]
 
@@ -166,9 +168,15 @@ def _opened_before(folder: Path) -> bool:
 
 def _keep(config: TrainConfig, folder: Path) -> None:
     """Write the options of a run, as it goes on now."""
-    write_json(folder / _CONFIG, config, indent=2)
-    if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
-        write_whole(folder / _JOB, job)
+    try:
+        write_json(folder / _CONFIG, config, indent=2)
+        if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
+            write_whole(folder / _JOB, job)
+        if config.profile:
+            Path(config.profile).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        wanted, remedy = "folders that can be written", "Choose others with --runs-dir and --profile"
+        raise ConfigError.of(wanted, error, remedy) from None
 
 
 def _train(run: Run, console: Console, began: float, observe: Observe | None) -> Summary:
@@ -235,6 +243,9 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
             with observer.step(number=run.done + 1, tokens=round(batch.tokens * config.world)):
                 result = run.stepper.step(batch, run.done, observer)
             run.done, run.place = run.done + 1, batch.place
+            if not math.isfinite(result.loss + result.grad_norm):
+                run.store.wait()
+                raise _diverged(run, result)
             results.append({"step": run.done} | result.figures())
             if reporter:
                 reporter.update(results[-1])
@@ -246,6 +257,16 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
                 run.save()
         run.store.wait()
     return results
+
+
+def _diverged(run: Run, result: StepResult) -> ConfigError:
+    """All ranks know the figures, and stop before such weights take the place of a good checkpoint."""
+    wanted = f"a finite loss and gradient norm at step {run.done}"
+    got = f"{result.loss} and {result.grad_norm} at the learning rate {result.lr:.3g}"
+    remedy = "Start a new run with a lower --lr or a longer --warmup; earlier checkpoints are as they were"
+    error = ConfigError.of(wanted, got, remedy)
+    error.shared = True
+    return error
 
 
 def _profiler(config: TrainConfig, rank: int) -> profile:
@@ -288,9 +309,11 @@ def _in_words(config: TrainConfig) -> str:
 
 def _suggest(run: Run, console: Console) -> None:
     """What to try next."""
-    name, config = run.folder, run.config
-    _say(console, "next", f'attnspan sample {name} "import "   more text of this model')
-    _say(console, "", f"attnspan train --resume --name {name.name} --steps {2 * config.steps}   train on")
+    folder, config = shlex.quote(str(run.folder)), run.config
+    where = "" if run.folder.parent == Path("runs") else f"--runs-dir {shlex.quote(str(run.folder.parent))} "
+    name = f"{where}--name {shlex.quote(run.folder.name)}"
+    _say(console, "next", f'attnspan sample {folder} "import "   more text of this model')
+    _say(console, "", f"attnspan train --resume {name} --steps {2 * config.steps}   train on")
     if config.world == 1:
         _say(console, "", "attnspan train --cp 2   two ranks share each row; --fsdp shards the model")
     if config.data is None:
