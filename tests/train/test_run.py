@@ -194,6 +194,14 @@ def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_pat
     train(tiny(steps=1), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"expected a new run, got .*run, which holds one\. Pass --resume"):
         train(tiny(steps=1), tmp_path / "run")
+    train(tiny(steps=3, checkpoint_every=1), tmp_path / "three")
+    for step, fewer in ((None, 2), (2, 1)):
+        with pytest.raises(
+            ConfigError, match=rf"--steps of at least the {step or 3} that are taken, got {fewer}"
+        ):
+            train(tiny(steps=fewer), tmp_path / "three", resume=True, from_step=step)
+    assert TrainConfig.load(tmp_path / "three" / "config.json").steps == 3
+    assert len(list((tmp_path / "three" / "checkpoints").glob("step-*"))) == 2
     with pytest.raises(CheckpointError, match=r"expected a checkpoint in .*none.*Start the run without"):
         train(tiny(steps=1), tmp_path / "none", resume=True)
     assert not (tmp_path / "none").exists()

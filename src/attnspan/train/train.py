@@ -69,6 +69,9 @@ class Run:
     def load(self, step: int | None) -> None:
         """Return to a checkpoint, the latest by default; one of other data raises a CheckpointError."""
         self.done, progress = self.store.load({"state": self.stepper}, step)
+        enough, remedy = self.config.steps, "Pass more steps, or go back with --from-step"
+        wanted = f"--steps of at least the {self.done} that are taken"
+        ConfigError.unless(enough == 0 or enough >= self.done, wanted, enough, remedy)
         for part, digest in self.data.digests.items():
             stored = progress.get("digests", {}).get(part)
             wanted = f"the {part} documents that {self.folder} was trained with, sha256 {stored}"
