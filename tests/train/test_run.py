@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from attnspan.train.config import CheckpointError, ConfigError, TrainConfig
 from attnspan.train.parallelize import peak_flops
 from attnspan.train.progress import Graphs, Summary
 from attnspan.train.sample import generate
-from attnspan.train.step import Stepper
+from attnspan.train.step import Stepper, Unobserved
 
 Tiny = Callable[..., TrainConfig]
 
@@ -238,6 +239,22 @@ def test_a_diverged_step_stops_the_run_and_its_weights_replace_no_checkpoint(
         train(tiny(checkpoint_every=1), tmp_path)
     kept = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert kept == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("last", [3, 1])
+def test_an_interruption_says_how_to_go_on(tiny: Tiny, tmp_path: Path, last: int) -> None:
+    class Interrupting(Unobserved):
+        def step(self, *, number: int | None = None, tokens: int = 0) -> Any:
+            if number == last + 1:
+                raise KeyboardInterrupt
+            return super().step(number=number, tokens=tokens)
+
+    console, folder = Console(file=io.StringIO(), width=80), tmp_path / "run"
+    config, observe = tiny(checkpoint_every=2), lambda _: nullcontext(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        train(config, folder, console=console, observe=observe)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert (f"attnspan train --resume --runs-dir {tmp_path} --name run   go on from" in said) == (last > 2)
 
 
 def test_folders_that_cannot_be_written_are_said_before_the_first_step(tiny: Tiny, tmp_path: Path) -> None:

@@ -67,12 +67,9 @@ class CheckpointStore:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
     def save(self, step: int, tensors: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Copy a state and start to write it; once written it is the latest checkpoint.
+        """Copy a state for `torch.distributed.checkpoint` and start to write it, with progress as JSON.
 
-        Args:
-            step: Steps taken so far; names the checkpoint.
-            tensors: State for `torch.distributed.checkpoint`.
-            progress: What else is needed to go on; must fit into JSON.
+        Once written it is the latest checkpoint.
         """
         self.wait()
         target, group = self.root / f"step-{step:08d}", self.ranks.saver
@@ -140,11 +137,7 @@ class CheckpointStore:
         return sorted(step for path in _folders(self.root) if (step := step_of(path.name)) is not None)
 
     def load(self, tensors: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Overwrite a state by a checkpoint, the latest by default; its step and progress.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or one of its files is damaged.
-        """
+        """Overwrite a state by a checkpoint, the latest by default; its step and progress."""
         folder, manifest = self.ranks.first(lambda: self._manifest(step))
         self.ranks.together(lambda: self._verify(folder, manifest["files"]))
         try:

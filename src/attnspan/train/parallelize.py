@@ -84,16 +84,14 @@ class Ranks:
 
     def place(self, part: Part) -> Part:
         """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
-        if part.shared is None or self.mesh is None:
-            mask = self._moved(part.mask)
-        else:
-            mask = part.mask.on(self.mesh["cp"], rows=part.shared)
-        tokens, targets, positions = self._moved(part[:3])
-        return Part(tokens, targets, positions, mask)
+        tensors, mask = part[:3], part.mask
+        if part.shared is not None and self.mesh is not None:
+            mask = mask.on(self.mesh["cp"], rows=part.shared)
+        elif self.device != _CPU:
+            mask = self._moved(mask)
+        return Part(*(self._moved(tensors) if self.device != _CPU else tensors), mask)
 
     def _moved(self, tree: Any) -> Any:
-        if self.device == _CPU:
-            return tree
         return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), tree)
 
     def peak_memory(self) -> int:
@@ -147,12 +145,7 @@ def is_rank() -> bool:
 
 @contextmanager
 def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """Join the other ranks, as the launcher's environment says, or those of a group that exists already.
-
-    Raises:
-        ConfigError: There are more or fewer than the configuration says, or no such device.
-        RankError: Some did not come in the time that the configuration says.
-    """
+    """Join the other ranks, as the launcher's environment says, or those of a group that exists already."""
     there = dist.is_initialized()
     world = dist.get_world_size() if there else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
     start = f"Start them: torchrun --nproc-per-node {config.world} -m attnspan train ..."

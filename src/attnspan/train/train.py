@@ -6,8 +6,8 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -101,19 +101,19 @@ def train(
     Args:
         config: Options. When resuming, those of the run itself, moved at most (`TrainConfig.moved`).
         folder: The run's folder, which ranks on several machines all see.
-        resume: Go on from a checkpoint.
-        from_step: Which checkpoint to resume from; None takes the latest.
+        resume: Go on from a checkpoint: ``from_step``, or the latest.
+        from_step: See ``resume``.
         sample: Bytes of text to sample at the end.
         ranks: Who runs it; by default whom the launcher or the present process group names (`open_ranks`).
         observe: Makes the observer of the steps; it is open during them.
-        console: Where people read; standard output by default.
+        console: Standard output by default.
     """
     began = time.perf_counter()
     with nullcontext(ranks) if ranks is not None else open_ranks(config) as ranks:
         console = (console or Console()) if ranks.is_first else Console(quiet=True)
         with ranks.joined(lambda: "the start"):
             run = _open(config, folder, ranks, resume, from_step)
-        with ranks.joined(lambda: run.doing):
+        with ranks.joined(lambda: run.doing), _interruptible(run, console):
             found = _train(run, console, began, observe)
             run.doing = "sampling"
             found = replace(found, text=_sample(run, sample), seconds=time.perf_counter() - began)
@@ -123,6 +123,18 @@ def train(
         summary.show(console)
         _suggest(run, console)
         return summary
+
+
+@contextmanager
+def _interruptible(run: Run, console: Console) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.ranks.world == 1:  # Others may have ended already.
+            run.store.wait()
+        if steps := run.store.steps():
+            _say(console, "next", f"attnspan train --resume {_named(run)}   go on from step {steps[-1]}")
+        raise
 
 
 def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_step: int | None) -> Run:
@@ -246,9 +258,7 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
             with observer.step(number=run.done + 1, tokens=round(batch.tokens * config.world)):
                 result = run.stepper.step(batch, run.done, observer)
             run.done, run.place = run.done + 1, batch.place
-            if not math.isfinite(result.loss + result.grad_norm):
-                run.store.wait()
-                raise _diverged(run, result)
+            _refuse_divergence(run, result)
             results.append({"step": run.done} | result.figures())
             if reporter:
                 reporter.update(results[-1])
@@ -262,14 +272,15 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
     return results
 
 
-def _diverged(run: Run, result: StepResult) -> ConfigError:
-    """All ranks know the figures, and stop before such weights take the place of a good checkpoint."""
+def _refuse_divergence(run: Run, result: StepResult) -> None:
+    """Stop before weights that are not finite replace a good checkpoint. All ranks know the figures."""
+    if math.isfinite(result.loss + result.grad_norm):
+        return
+    run.store.wait()
     wanted = f"a finite loss and gradient norm at step {run.done}"
     got = f"{result.loss} and {result.grad_norm} at the learning rate {result.lr:.3g}"
     remedy = "Start a new run with a lower --lr or a longer --warmup; earlier checkpoints are as they were"
-    error = ConfigError.of(wanted, got, remedy)
-    error.shared = True
-    return error
+    run.ranks.first(lambda: ConfigError.unless(False, wanted, got, remedy))
 
 
 def _profiler(config: TrainConfig, rank: int) -> profile:
@@ -310,13 +321,19 @@ def _in_words(config: TrainConfig) -> str:
     return f"{config.world} ranks: cp {config.cp}{shared}, dp {config.dp}{', sharded' * config.fsdp}"
 
 
+def _named(run: Run) -> str:
+    """The options that name a run."""
+    runs, name = shlex.quote(str(run.folder.parent)), shlex.quote(run.folder.name)
+    return f"--name {name}" if runs == "runs" else f"--runs-dir {runs} --name {name}"
+
+
 def _suggest(run: Run, console: Console) -> None:
     """What to try next."""
-    folder, config = shlex.quote(str(run.folder)), run.config
-    where = "" if run.folder.parent == Path("runs") else f"--runs-dir {shlex.quote(str(run.folder.parent))} "
-    name = f"{where}--name {shlex.quote(run.folder.name)}"
-    _say(console, "next", f'attnspan sample {folder} "import "   more text of this model')
-    _say(console, "", f"attnspan train --resume {name} --steps {2 * config.steps}   train on")
+    config = run.config
+    _say(
+        console, "next", f'attnspan sample {shlex.quote(str(run.folder))} "import "   more text of this model'
+    )
+    _say(console, "", f"attnspan train --resume {_named(run)} --steps {2 * config.steps}   train on")
     if config.world == 1:
         _say(console, "", "attnspan train --cp 2   two ranks share each row; --fsdp shards the model")
     if config.data is None:
