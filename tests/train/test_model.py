@@ -14,7 +14,7 @@ from attnspan.kernels import cpu
 from attnspan.train.config import TrainConfig
 from attnspan.train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch, pack_once
 from attnspan.train.documents import Corpus
-from attnspan.train.model import Decoder, Rotary, keep_attention, rotary_table, rotate, token_loss
+from attnspan.train.model import Decoder, keep_attention, rotary_table, token_loss
 from attnspan.train.step import Stepper, learning_rate
 
 VOCAB = 257
@@ -108,21 +108,6 @@ def test_only_distances_between_positions_matter(tiny: Tiny) -> None:
     # The angles of other positions round otherwise: some hundred roundings of float32.
     assert distance(shifted, plain) < 1000 * torch.finfo(torch.float32).eps
     assert distance(stretched, plain) > 0.01
-
-
-def test_rotation_keeps_lengths_and_depends_on_the_distance_alone() -> None:
-    cos, sin = rotary_table(20, 8, 10_000.0)
-    q, k = torch.randn(2, 8, dtype=torch.float64)
-    score = {}
-    for i, j in ((3, 1), (12, 10), (12, 9)):
-        a, b = (
-            rotate(x.float()[None, None, None], Rotary(cos[p][None, None, None], sin[p][None, None, None]))
-            for x, p in ((q, i), (k, j))
-        )
-        score[i, j] = float((a * b).sum())
-        assert float(a.norm()) == pytest.approx(float(q.norm()), rel=1e-6)
-    assert score[3, 1] == pytest.approx(score[12, 10], rel=1e-5)
-    assert score[12, 9] != pytest.approx(score[12, 10], rel=1e-3)
 
 
 def test_the_loss_ignores_padding_and_sums_the_rest() -> None:

@@ -21,6 +21,7 @@ import torch
 from covering import everything
 from rich.console import Console
 from torch.distributed import run as torchrun
+from train_jobs import figures, scores
 
 from attnspan.cli import build_app
 from attnspan.errors import OptionError
@@ -48,22 +49,14 @@ def train(config: TrainConfig, folder: Path, **options: Any) -> Summary:
     return training.train(config, folder, console=console, **({"sample": 0} | options))
 
 
-def losses(folder: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of all whole lines, exact: JSON keeps every bit of a float."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
-
-
 def test_a_run_leaves_everything_in_its_folder_and_says_it(tiny: Tiny, tmp_path: Path) -> None:
     console, folder = Console(file=io.StringIO(), width=80), tmp_path / "run"
     summary = train(tiny(profile=str(tmp_path / "trace")), folder, console=console, sample=20)
-    figures = json.loads((folder / "summary.json").read_text())
-    assert figures["bits_per_byte_end"] == summary.bits_per_byte_end < summary.bits_per_byte_start
-    assert 7.5 < summary.bits_per_byte_start < 8.5
-    assert figures["warm"] is None, "compilation was off"
+    assert scores(folder) == (summary.bits_per_byte_start, summary.bits_per_byte_end)
+    assert 8.5 > summary.bits_per_byte_start > max(7.5, summary.bits_per_byte_end)
+    assert summary.warm is None, "compilation was off"
     assert TrainConfig.load(folder / "config.json").steps == 12
-    assert [step for step, _, _ in losses(folder)] == list(range(1, 13))
+    assert [step for step, _, _ in figures(folder)] == list(range(1, 13))
     assert list((folder / "tensorboard").glob("events*"))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000012"]
     [trace] = (tmp_path / "trace").glob("rank0*.json")
@@ -124,7 +117,7 @@ def test_a_compiled_run_has_one_graph_and_never_compiles_again(
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Tiny, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny(steps=3, seed=seed), tmp_path / name)
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    assert figures(tmp_path / "a") == figures(tmp_path / "b") != figures(tmp_path / "c")
 
 
 def test_without_steps_a_run_fills_its_minutes(
@@ -136,7 +129,7 @@ def test_without_steps_a_run_fills_its_minutes(
     summary = train(tiny(steps=0, minutes=0.1, warmup=10_000), folder, console=console)
     assert 1 < time.monotonic() - began < 30, "six seconds; a loaded machine is no failure"
     kept = TrainConfig.load(folder / "config.json")
-    assert summary.steps == kept.steps == len(losses(folder)) > 1
+    assert summary.steps == kept.steps == len(figures(folder)) > 1
     assert kept.warmup <= kept.steps // 10
     assert f"0.1 minutes are {kept.steps:,} steps of" in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -163,19 +156,18 @@ def kill_when(child: subprocess.Popen[bytes], condition: Callable[[], bool]) -> 
     return False
 
 
-def lines(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.is_file() else 0
-
-
 @pytest.mark.slow
 def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: Tiny, tmp_path: Path) -> None:
     # A worker makes batches ahead: those that the killed process did not use are made again.
     config = tiny(steps=24, checkpoint_every=4, workers=1)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     moments: list[Callable[[], bool]] = [
-        lambda: lines(cut) >= 6 and any((cut / "checkpoints").glob("step-*")),  # between two checkpoints
-        lambda: lines(cut) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*")),  # amid its files
+        lambda: (
+            len(figures(cut)) >= 6 and any((cut / "checkpoints").glob("step-*"))
+        ),  # between two checkpoints
+        lambda: (
+            len(figures(cut)) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*"))
+        ),  # amid its files
     ]
     how = "start"
     for moment in moments if everything() else moments[1:]:
@@ -184,11 +176,9 @@ def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: 
         how = "resume"
     train(replace(config, workers=0), whole)
     train(replace(config, workers=0), cut, resume=True)
-    assert losses(cut) == losses(whole)
-    assert [step for step, _, _ in losses(whole)] == list(range(1, 25))
-    scores = [json.loads((folder / "summary.json").read_text()) for folder in (whole, cut)]
-    for name in ("bits_per_byte_start", "bits_per_byte_end"):
-        assert scores[0][name] == scores[1][name]
+    assert figures(cut) == figures(whole)
+    assert [step for step, _, _ in figures(whole)] == list(range(1, 25))
+    assert scores(cut) == scores(whole)
 
 
 def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_path: Path) -> None:
@@ -269,7 +259,7 @@ def test_folders_that_cannot_be_written_are_said_before_the_first_step(tiny: Tin
     [
         ("runs/a", "--name a"),
         ("runs/a/b", "--runs-dir runs/a --name b"),
-        ("x y/a", "--runs-dir 'x y' --name a"),
+        ("x y/[v2]", "--runs-dir 'x y' --name '[v2]'"),
     ],
 )
 def test_what_to_try_next_names_this_very_run(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from attnspan.files import to_plain, write_json, write_whole
@@ -69,16 +70,19 @@ class Run:
     def load(self, step: int | None) -> None:
         """Return to a checkpoint, the latest by default; one of other data raises a CheckpointError."""
         self.done, progress = self.store.load({"state": self.stepper}, step)
-        enough, remedy = self.config.steps, "Pass more steps, or go back with --from-step"
-        wanted = f"--steps of at least the {self.done} that are taken"
-        ConfigError.unless(enough == 0 or enough >= self.done, wanted, enough, remedy)
-        for part, digest in self.data.digests.items():
-            stored = progress.get("digests", {}).get(part)
-            wanted = f"the {part} documents that {self.folder} was trained with, sha256 {stored}"
-            remedy = "Restore the data and the tokenizer as they were, or start a new run with another --name"
-            CheckpointError.unless(digest == stored, wanted, f"{digest} from {self.data.source}", remedy)
-        self.ranks.first(lambda: self.store.go_back(self.done))
+        self.ranks.first(lambda: self._go_back(progress.get("digests", {})))
         self.place, self.start_score = progress["place"], progress["start_score"]
+
+    def _go_back(self, digests: dict[str, str]) -> None:
+        steps, remedy = self.config.steps, "Pass more steps, or go back with --from-step"
+        wanted = f"--steps of at least the {self.done} that are taken"
+        ConfigError.unless(steps == 0 or steps >= self.done, wanted, steps, remedy)
+        for part, digest in self.data.digests.items():
+            wanted = f"the {part} documents that {self.folder} was trained with, sha256 {digests.get(part)}"
+            remedy = "Restore the data and the tokenizer as they were, or start a new run with another --name"
+            same = digest == digests.get(part)
+            CheckpointError.unless(same, wanted, f"{digest} from {self.data.source}", remedy)
+        self.store.go_back(self.done)
 
 
 def train(
@@ -114,9 +118,7 @@ def train(
         with ranks.joined(lambda: "the start"):
             run = _open(config, folder, ranks, resume, from_step)
         with ranks.joined(lambda: run.doing), _interruptible(run, console):
-            found = _train(run, console, began, observe)
-            run.doing = "sampling"
-            found = replace(found, text=_sample(run, sample), seconds=time.perf_counter() - began)
+            found = _train(run, console, began, observe, sample)
             summary = ranks.first(lambda: found)  # It alone has seen all of the run.
         if ranks.is_first:
             write_json(folder / _SUMMARY, {**to_plain(summary), "mfu": summary.mfu}, indent=2)
@@ -145,8 +147,8 @@ def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_st
     store = CheckpointStore(folder / "checkpoints", ranks)
     if ranks.first(lambda: _opened_before(folder)):
         resume, from_step = ranks.first(lambda: bool(store.steps())), None
-    new, remedy = resume or not ranks.first(store.steps), "Pass --resume, or another --name"
-    ConfigError.unless(new, "a new run", f"{folder}, which holds one", remedy)
+    got, remedy = f"{folder}, which holds one", "Pass --resume, or another --name"
+    ranks.first(lambda: ConfigError.unless(resume or not store.steps(), "a new run", got, remedy))
     vocabulary, data = ranks.together(lambda: _read(config))
     expected = ranks.first(lambda: data.digests)
     ranks.together(lambda: _refuse_other_data(data, expected))
@@ -194,8 +196,8 @@ def _keep(config: TrainConfig, folder: Path) -> None:
         raise ConfigError.of(wanted, error, remedy) from None
 
 
-def _train(run: Run, console: Console, began: float, observe: Observe | None) -> Summary:
-    """From the first compilation to the last score."""
+def _train(run: Run, console: Console, began: float, observe: Observe | None, sample: int) -> Summary:
+    """From the first compilation to the text of the trained model."""
     ranks, stepper, device = run.ranks, run.stepper, run.ranks.device
     _introduce(run, console)
     bursts, before = peak_flops(run.config, device), Graphs.since()
@@ -212,6 +214,8 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
     run.doing = "the held-out score"
     score = stepper.bits_per_byte(run.data.held_out)
     bursts += peak_flops(run.config, device)
+    run.doing = "sampling"
+    text = _sample(run, sample)
     # A run that is resumed at its very end has taken no step.
     speeds = [each["gflops"] * 1e9 for each in results] or [0.0]
     return Summary(
@@ -226,8 +230,9 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
         warm=warm if run.config.compile else None,
         later=Graphs.since(*so_far) if run.config.compile else None,
         peak_memory=memory,
-        seconds=0.0,
+        seconds=time.perf_counter() - began,
         ranks=_in_words(run.config),
+        text=text,
     )
 
 
@@ -298,7 +303,7 @@ def _sample(run: Run, size: int) -> str:
 
 
 def _say(console: Console, name: str, text: str) -> None:
-    console.print(f"[bold]{name:>6}[/bold]  {text}", soft_wrap=True, highlight=False)
+    console.print(f"[bold]{name:>6}[/bold]  {escape(text)}", soft_wrap=True, highlight=False)
 
 
 def _introduce(run: Run, console: Console) -> None:
