@@ -169,14 +169,11 @@ class CheckpointStore:
         try:
             manifest = json.loads(path.read_text())
             files, _ = manifest["files"], manifest["progress"]["step"]
-            whole = files.keys() >= needed and all(len(entry) == 2 for entry in files.values())
-        except OSError as error:
-            raise self._damaged(path, str(error)) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            whole = False
-        if not whole:
-            raise self._damaged(path, "it does not list the checkpoint's files")
-        return folder, manifest
+            if files.keys() >= needed and all(len(entry) == 2 for entry in files.values()):
+                return folder, manifest
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise self._damaged(path, "it is missing, or does not list the checkpoint's files")
 
     def _verify(self, folder: Path, files: dict[str, list[Any]]) -> None:
         """Compare files with the manifest, each rank some: torch reads damaged tensors as they are."""

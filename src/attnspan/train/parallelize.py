@@ -85,14 +85,16 @@ class Ranks:
 
     def place(self, part: Part) -> Part:
         """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
-        tensors, mask = part[:3], part.mask
-        if part.shared is not None and self.mesh is not None:
-            mask = mask.on(self.mesh["cp"], rows=part.shared)
-        elif self.device != _CPU:
-            mask = self._moved(mask)
-        return Part(*(self._moved(tensors) if self.device != _CPU else tensors), mask)
+        if part.shared is None or self.mesh is None:
+            mask = self._moved(part.mask)
+        else:
+            mask = part.mask.on(self.mesh["cp"], rows=part.shared)
+        tokens, targets, positions = self._moved(part[:3])
+        return Part(tokens, targets, positions, mask)
 
     def _moved(self, tree: Any) -> Any:
+        if self.device == _CPU:
+            return tree
         return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), tree)
 
     def peak_memory(self) -> int:

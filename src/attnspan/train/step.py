@@ -91,7 +91,8 @@ class Stepper(Stateful):
     def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
         self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
         self.model = build_model(config, vocab_size, ranks)
-        groups = [{"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)]
+        decays = config.weight_decay, 0.0
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in decays]
         for parameter in self.model.parameters():
             groups[parameter.ndim < 2]["params"].append(parameter)
         self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
