@@ -154,6 +154,20 @@ def unfit(k_spec, devices=(2, 2)):
     return "not refused"
 
 
+def some_axes(axis_type):
+    """What is said inside of a shard_map over one of two axes, where the other splits heads."""
+    arrays, _ = inputs()
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    q, k, v = (jax.device_put(arrays[n], NamedSharding(mesh, P("x", "y"))) for n in "qkv")
+    with jax.set_mesh(mesh):
+        how = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
+        try:
+            jax.jit(jax.shard_map(attention, **how))(q, k, v).block_until_ready()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
 def split_ids():
     """Ids that lie elsewhere than the rows of q: they are brought, q is not."""
     arrays, ids = inputs()
@@ -219,6 +233,7 @@ def main():
         "one key head": {name: one_key_head(SPECS[name]) for name in ("batch x heads", "heads")},
         "key heads": unfit(None),
         "one axis twice": unfit(P(None, "x")),
+        "some axes": [some_axes(kind) for kind in AXES.values()],
         "split ids": split_ids(),
         "mapped": mapped(),
     }

@@ -73,6 +73,11 @@ def test_one_axis_for_rows_and_heads_is_refused(found):
     )
 
 
+def test_a_shard_map_over_some_axes_is_refused_where_others_split_heads(found):
+    for text in found["some axes"]:
+        assert "pass mask=attnspan.jax.shard(mesh, mask=..., heads=...)" in text, text
+
+
 def test_ids_that_lie_elsewhere_are_brought(found):
     assert found["split ids"] < 2e-6
 

@@ -261,12 +261,12 @@ def narrow(split: Split, length: int = 37) -> None:
     assert not {name: (x, one[name]) for name, x in ours.items() if not x < 1.05 * one[name] + ALIKE}
 
 
-def several_axes(length: int = 21) -> None:
-    """Two axes of a mesh split the sequence, and "auto" decides."""
+def several_axes(strategy: str, axes: tuple[str, str], length: int = 21) -> None:
+    """Two axes of a mesh split the sequence, the first of them named is the outermost."""
     mesh = jax.make_mesh((2, 2), ("outer", "inner"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     mask, given = packed(4, length), inputs((4, 2), length, length)
-    plan = Split(sequence=4, strategy="auto").plan(mask, length)
-    check(on_devices(plan.on(mesh, sequence=("outer", "inner")), given), oracle(given, mask))
+    plan = Split(sequence=4, strategy=strategy).plan(mask, length)
+    check(on_devices(plan.on(mesh, sequence=axes), given), oracle(given, mask))
 
 
 _COLLECTIVE = re.compile(

@@ -46,6 +46,7 @@ class _Front(JaxFront):
         del mask, given
         axes = self.sharded.axes
         q, k, v = map(jnp.asarray, (q, k, v))
+        axes.check_around(q, k, v)
         if layout != "bhsd":
             q, k, v = ((x[None] if layout == "thd" else x).swapaxes(1, 2) for x in (q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -176,8 +177,7 @@ def _specs(work: Work, given: Operands, route: Route | None) -> tuple[Any, ...]:
 
 def _run(work: Work, *args: Any) -> Any:
     q, kv, lse, *rest = _specs(work, *args[3:])
-    how: Any = {"mesh": work.axes.mesh, "in_specs": (q, kv, kv, *rest), "out_specs": (q, lse)}
-    return jax.shard_map(partial(forward, work), **how, check_vma=False)(*args)
+    return work.axes.on_each(partial(forward, work), (q, kv, kv, *rest), (q, lse))(*args)
 
 
 def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
@@ -191,8 +191,8 @@ def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
         over += axes.heads
     in_specs = q, None if dlse is None else lse, q, kv, kv, given, q, lse, route
     out_specs = q, kv, kv, given.bias if want_dbias else None, given.sinks
-    how: Any = {"mesh": axes.mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
-    return first_order(work.backend, jax.shard_map(partial(backward, work, want_dbias, over), **how))(*args)
+    run = axes.on_each(partial(backward, work, want_dbias, over), in_specs, out_specs)
+    return first_order(work.backend, run)(*args)
 
 
 _run_once = differentiable(_run, _differentiate)

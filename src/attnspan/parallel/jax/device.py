@@ -156,7 +156,8 @@ def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array,
     """
 
     parts, axis = work.axes.size("sequence"), work.axes.sequence
-    turned = [(i, (i + 1) % parts) for i in range(parts)]
+    place = work.axes.places("sequence")
+    turned = list(zip(place, [*place[1:], *place[:1]], strict=True))
 
     def passed(tree: Any) -> Any:
         return jax.tree.map(lambda x: x if parts == 1 else lax.ppermute(x, axis, turned), tree)

@@ -76,6 +76,9 @@ def _travel(
 
 
 def _ragged(axis: tuple[str, ...], rows: Array, send: Array, receive: Array, there: Array) -> Array:
+    # JAX cannot vmap it where rows are mapped and numbers are not: these become so.
+    mapped = jnp.isnan(rows.reshape(-1)[:1]) & False
+    send, receive, there = (x + mapped for x in (send, receive, there))
     begins = jnp.cumsum(send) - send
     room = jnp.zeros_like(rows)
     found: Array = lax.ragged_all_to_all(rows, room, begins, send, there, receive, axis_name=axis)
