@@ -174,7 +174,7 @@ def lists(length: int = 48) -> None:
                 room[there[rank] : there[rank] + send[rank]] = sent[source][begin : begin + send[rank]]
             both = np.concatenate([own[rank], room, [-1]])
             got = both[np.minimum(found.source[part, rank], len(both) - 1)]
-            keys = found.keys[part].reshape(2, -1)[rank]
+            keys = found.keys[part, rank].ravel()
             assert (np.where(got < 0, 0, got) == keys).all()
             assert len(keys[got >= 0]) == len(set(keys[got >= 0])) > len(own[rank]) // 2
 

@@ -141,10 +141,10 @@ def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
     local = replace(whole, batch=batch, q_heads=heads, kv_heads=kv_heads)
     if route is None:
         return local
-    keys, parts = route.keys if route.exchange is None else route.exchange.keys, axes.size("sequence")
-    return replace(
-        local, q_len=whole.q_len // parts, k_len=keys.shape[1] // parts, runs=route.bounds.shape[4]
-    )
+    *_, n, runs, _ = route.bounds.shape
+    keys = route.keys.shape[1] // axes.size("sequence")
+    k_len = keys if route.exchange is None else route.exchange.keys.shape[3]
+    return replace(local, q_len=n, k_len=k_len, runs=runs)
 
 
 # Eager calls then find the compiled program.
