@@ -1,6 +1,6 @@
 """Four devices for tests of JAX: a process of its own, whose CPU is four devices, runs jobs by name.
 
-    def job(scale: float) -> float: ...                # in a module of this folder
+    def job(scale: float) -> float: ...                # in a module that tests can import
     devices().run("jax_jobs:job", 0.5)
 
 How many devices there are is decided before JAX starts, so the tests' own process cannot have them. A job
