@@ -41,10 +41,13 @@ class Devices:
     def run(self, job: str, *arguments: Any) -> Any:
         """The result of ``module:function``."""
         self._pipe.send((job, arguments))
-        if not self._pipe.poll(JOB_SECONDS):
+        try:
+            if not self._pipe.poll(JOB_SECONDS):
+                raise EOFError
+            kind, value = self._pipe.recv()
+        except EOFError:
             self.close()
-            raise JobError(f"{job} did not answer")
-        kind, value = self._pipe.recv()
+            raise JobError(f"{job}{arguments}: no answer, or the process ended") from None
         if kind == "raised":
             raise JobError(f"{job}{arguments}:\n{value}")
         return value
