@@ -69,7 +69,7 @@ def inside(length: int = 21) -> None:
     given = inputs((4, 2), length, length)
     want = {name: oracle(given, mask)[name] for name in ("out", "lse", "dq", "dk", "dv")}
     part, every = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-    for explicit, strategy in ((False, "exchange"), (True, "ring")):
+    for explicit, strategy in ((0, "exchange"), (3, "ring")):
         split = Split(batch=2, sequence=2, strategy=strategy, explicit=explicit)
         mesh, plan = split.mesh, split.plan(mask, length, batch=BATCH // 2)
         placed = plan.on(mesh, sequence="context")
@@ -142,6 +142,7 @@ def wrong_rows(length: int = 24) -> None:
 
     assert np.isfinite(call(first, rows[0])).all()
     assert np.isnan(call(first, rows[1])).all()
+    assert jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(rows[0])[0][0][0]) == "['q']"
     with pytest.raises(ShapeError, match="q_index with a split sequence: expected the rows of"):
         call(first, {**rows[0], "q_index": jnp.zeros((1, 3), int)})
     # Of a data loader: NumPy's, of one rank.
@@ -220,6 +221,7 @@ def refusals() -> None:
         "mesh: expected a jax.sharding.Mesh, got dict": lambda: shard({"data": 2}),  # type: ignore[arg-type]
         "batch: expected axes of the mesh, 'data', 'context', got 'dp'": lambda: shard(mesh, batch="dp"),
         "sequence: expected axes that split one dim each": lambda: on(axes={**axes, "heads": "context"}),
+        "like: expected a placed plan, or None, got int": lambda: on(axes={**axes, "like": 3}),
         "batch: expected the name of a mesh axis": lambda: shard(mesh, batch=2),  # type: ignore[arg-type]
         "shard: mask: expected a mask expression": lambda: shard(mesh, mask=q),  # type: ignore[arg-type]
         "sequence: expected axes of 2 devices, .* got 1": lambda: on(axes={"sequence": None}),

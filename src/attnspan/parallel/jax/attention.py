@@ -22,7 +22,7 @@ from ...jax.backends import Operands, choose_backend, static_for, words_of
 from ...jax.front import JaxFront, operands_of, static_of
 from ...jax.rules import differentiable, first_order
 from ...masks import Prepared
-from ...options import DENSE, DISTANCE, Given
+from ...options import DISTANCE, Given
 from .axes import Axes
 from .device import Work, backward, forward
 from .route import Route
@@ -181,14 +181,11 @@ def _run(work: Work, *args: Any) -> Any:
 
 
 def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
-    dlse, bias, axes = args[1], args[5].bias, work.axes
+    dlse, axes = args[1], work.axes
     q, kv, lse, given, route = _specs(work, args[5], args[8])
-    # The axes over whose devices a bias is the same: each finds a part of its gradient.
-    over: tuple[str, ...] = axes.sequence
-    if bias is not None and (work.static.bias_kind == DISTANCE or bias.shape[0] == 1):
-        over += axes.batch
-    if bias is not None and work.static.bias_kind == DENSE and bias.shape[1] == 1:
-        over += axes.heads
+    # Over the axes that split a bias no further, each device finds a part of its gradient.
+    split = jax.tree.leaves(tuple(given.bias or ()))
+    over = tuple(name for name in (*axes.sequence, *axes.batch, *axes.heads) if name not in split)
     in_specs = q, None if dlse is None else lse, q, kv, kv, given, q, lse, route
     out_specs = q, kv, kv, given.bias if want_dbias else None, given.sinks
     run = axes.on_each(partial(backward, work, want_dbias, over), in_specs, out_specs)

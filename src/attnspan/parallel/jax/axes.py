@@ -121,12 +121,19 @@ class Axes:
 
     def put(self, x: Any, spec: PartitionSpec) -> jax.Array:
         """The array with a sharding."""
-        sharding = NamedSharding(self.here, spec)
         if not is_traced(x):
-            return jax.device_put(x, sharding)  # type: ignore[no-any-return]
-        if self.explicit:
-            return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
-        return jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-any-return]
+            return jax.device_put(x, NamedSharding(self.mesh, spec))  # type: ignore[no-any-return]
+        groups = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        types = dict(zip(self.here.axis_names, self.here.axis_types, strict=True))
+        moves: Any = {
+            AxisType.Explicit: jax.sharding.reshard,
+            AxisType.Auto: jax.lax.with_sharding_constraint,
+        }
+        for kind, move in moves.items():
+            if kind in types.values():
+                kept = (tuple(name for name in group if types.get(name) == kind) for group in groups)
+                x = move(x, NamedSharding(self.here, PartitionSpec(*kept)))
+        return x  # type: ignore[no-any-return]
 
     def check_dims(self, shape: Sequence[int], dims: Sequence[str | None]) -> None:
         """Raise unless an array can be split evenly."""
@@ -145,14 +152,15 @@ class Axes:
         What is whole on all devices passes: each takes its part. Of tracers on meshes whose axes are not
         explicit the sharding is unknown.
         """
-        sharding = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
+        sharding: Any = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
         if not is_traced(x) and x.committed:
             wanted, got = "the devices of the mask's mesh, in its order", f"{sharding}"
             remedy = (
                 "Place it by the mask's shard(...), or jax.device_put(x, NamedSharding(mesh, mask.spec()))"
             )
-            mine, named = self.mesh.devices.flat, isinstance(sharding, NamedSharding)
-            same = [*sharding.mesh.devices.flat] == [*mine] if named else x.devices() == {*mine}
+            devices = [*self.mesh.devices.flat]
+            named = isinstance(sharding, NamedSharding)
+            same = [*sharding.mesh.devices.flat] == devices if named else x.devices() == {*devices}
             expect(same, name, wanted, got, remedy, error=DeviceError)
         if not isinstance(sharding, NamedSharding):
             return

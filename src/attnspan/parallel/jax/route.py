@@ -122,8 +122,8 @@ class Route(NamedTuple):
 
     def own(self) -> Route:
         """On a device: its arrays, without (E, C)."""
-        *lists, rows, keys = self
-        return Route(*jax.tree.map(lambda x: x[0, 0], lists), rows, keys)
+        mine: Route = jax.tree.map(lambda x: x[0, 0], self._replace(rows=None, keys=None))
+        return mine._replace(rows=self.rows, keys=self.keys)
 
 
 # What splits the first dims; of arrays with heads these are the fifth, and no other has as many dims.
