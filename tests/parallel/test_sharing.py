@@ -91,5 +91,25 @@ def test_decoding_with_a_sharded_cache(ranks: int, prefill: int, split: bool) ->
     assert max(world(ranks).run("sharing_jobs:decode", prefill, 200, split)) < FLOAT32
 
 
+def test_a_cache_refuses_what_does_not_fit_and_is_left_as_it_was() -> None:
+    expected = {
+        "too long": "ShapeError: ShardedCache.attend: expected at most 6 tokens, got 7",
+        "heads": "ShapeError: ShardedCache.attend: k: expected (2, 2, 1, 8), got (2, 1, 1, 8)",
+        "tokens": "ShapeError: ShardedCache.attend: k: expected (2, 2, 2, 8), got (2, 2, 1, 8)",
+        "values": "ShapeError: ShardedCache.attend: v: expected (2, 2, 1, 8), got (2, 2, 1, 1)",
+        "dtype": "DtypeError: ShardedCache.attend: k: expected torch.float32, got torch.float64",
+        "sinks": "ShapeError: sinks: expected (4,), got (1,)",
+        "softcap": "OptionError: softcap: expected a positive",
+        "filled heads": "ShapeError: ShardedCache.fill: k: expected (2, 2, 3, 8), got (2, 1, 3, 8)",
+        "filled rows": "ShapeError: ShardedCache.fill: k: expected (2, 2, 3, 8), got (2, 2, 2, 8)",
+        "filled length": "ShapeError: ShardedCache.fill: q_index: expected each of the 3 tokens on one rank, got",
+        "rightly": "nan: False",
+    }
+    for found in world(2).run("sharing_jobs:misuse_cache"):
+        for name, (met, length) in found.items():
+            assert met.startswith(expected[name]), met
+            assert length == (name == "rightly"), name
+
+
 def test_pipeline_stages_take_plans_as_arguments() -> None:
     assert max(world(4).run("sharing_jobs:pipeline")) < 5e-6
