@@ -7,6 +7,7 @@ import torch.distributed as dist
 from parity_cases import Case
 from parity_jobs import attend, place
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from worlds import mesh
@@ -107,6 +108,21 @@ def encoder_and_decoder() -> float:
     keys = (encoder.shard(x, rank, dim=2) for x in (k, v))
     out = attention(decoder.shard(q, rank, dim=2), *keys, mask=plan)
     return error(decoder.gather(out, here(), dim=2), attention(q, k, v, mask=sees))
+
+
+def on_some_ranks(ranks: tuple[int, ...]) -> str:
+    """Attention on the mesh of some ranks, in any order; what those not among them meet."""
+    some = DeviceMesh("cpu", ranks, mesh_dim_names=("cp",))
+    layout = Layout.of(CAUSAL, q_len=S, ranks=len(ranks))
+
+    def call() -> Any:
+        rank = some.get_local_rank() if dist.get_rank() in ranks else 0
+        plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank).on(some)
+        whole = inputs()
+        out = layout.gather(attention(*(layout.shard(x, rank, dim=2) for x in whole), mask=plan), some, dim=2)
+        return out if error(out, attention(*whole, mask=CAUSAL)) < 2e-6 else out * torch.nan
+
+    return _met(call)
 
 
 def strided(strategy: str) -> float:

@@ -9,7 +9,7 @@ from loss_jobs import model_of
 from torch.nn import functional
 from worlds import JobError, world
 
-from attnspan.errors import OptionError
+from attnspan.errors import DtypeError, OptionError
 from attnspan.parallel.torch.loss import next_token_targets, sum_gradients, token_mean
 
 
@@ -96,3 +96,9 @@ def test_targets_stay_within_their_segment(as_array: bool) -> None:
 def test_ids_of_other_tokens_are_refused() -> None:
     with pytest.raises(OptionError, match=r"one for each token, \(4,\), got \(3,\)"):
         next_token_targets(np.arange(4), np.zeros(3))
+
+
+@pytest.mark.parametrize("tokens", [torch.arange(4, dtype=torch.uint8), np.arange(4, dtype=np.uint16)])
+def test_tokens_that_cannot_hold_the_mark_of_no_loss_are_refused(tokens: object) -> None:
+    with pytest.raises(DtypeError, match=r"tokens: expected signed integers, got .*uint"):
+        next_token_targets(tokens)

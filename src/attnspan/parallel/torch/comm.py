@@ -323,6 +323,8 @@ class Ranks:
             first = rank // members * members
             inner = _subgroup(whole, ranks[first : first + members], mesh.device_type)
             outer = _subgroup(whole, ranks[rank % members :: members], mesh.device_type)
+        for dead in [key for key, ranks in _known.items() if ranks._is_of() is None]:
+            del _known[dead]  # With its buffers.
         agreement = next((x.agreement for x in _known.values() if x._is_of() is whole), None)
         _known[key] = cls(whole, inner, outer, agreement or Agreement(whole))
         return _known[key]
@@ -361,6 +363,8 @@ def group_of(mesh: DeviceMesh) -> Any:
     remedy = "Make one by torch.distributed.device_mesh.init_device_mesh"
     is_mesh = isinstance(mesh, DeviceMesh)
     expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
+    remedy, wanted = "Call it on the ranks of the mesh alone", "this rank, {}, among its ranks"
+    expect(mesh.get_coordinate() is not None, "mesh", wanted, repr(mesh), remedy, dist.get_rank())
     if mesh.ndim == 1:
         return mesh.get_group()
     wanted, remedy = (

@@ -84,11 +84,13 @@ def _check_sizes(plan: MeshPlan, q: Tensor, k: Tensor, local: list[Tensor], layo
         ("q", q, local[0], frame.rows_per_rank, frame.heads[0]),
         ("k", k, local[1], frame.keys_per_rank, frame.heads[1]),
     ):
-        what, whole = f"{name} as a DTensor with context parallelism", each * frame.ranks
+        what, whole = f"{name} as a DTensor with context parallelism", each * frame.strategy.ranks
         wanted = "{} rows: those of {} ranks, in the plan's order and with its padding"
         remedy = "Make it by DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])"
         got = f"shape {tuple(x.shape)} in layout {layout}"
-        expect(x.shape[rows] == whole, what, wanted, got, remedy, whole, frame.ranks, error=ShapeError)
+        expect(
+            x.shape[rows] == whole, what, wanted, got, remedy, whole, frame.strategy.ranks, error=ShapeError
+        )
         remedy, got = (
             "Plan with the heads of one rank's part",
             f"{part.shape[heads]} here, of {x.shape[heads]} in all",
