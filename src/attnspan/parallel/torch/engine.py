@@ -6,6 +6,7 @@ float32, whatever the inputs are.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -78,97 +79,53 @@ class Gradients(NamedTuple):
 
 def forward(given: Given) -> tuple[Tensor, Tensor]:
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
-    if given.tables.transfer is not None:
-        return _forward_exchange(given)
-    if len(given.tables.stages) == 1:
-        return _forward_own(given)
-    return _forward_ring(given)
+    return (_forward_at_once if len(given.tables.stages) == 1 else _forward_ring)(given)
 
 
 def backward(given: Given, done: Done) -> Gradients:
     """The gradients of `forward`."""
-    if given.tables.transfer is not None:
-        return _backward_exchange(given, done)
-    if len(given.tables.stages) == 1:
-        return _backward_own(given, done)
-    return _backward_ring(given, done)
+    return (_backward_at_once if len(given.tables.stages) == 1 else _backward_ring)(given, done)
 
 
-def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
+def _parts(given: Given) -> list[tuple[slice, slice]]:
     """Query and key heads of each part."""
-    count = exchange_parts(list(given.team.heads))
+    count = 1 if given.tables.transfer is None else exchange_parts(list(given.team.heads))
     heads, key_heads = given.q.shape[1], given.k.shape[1]
-    for i in range(count):
-        first, last = key_heads * i // count, key_heads * (i + 1) // count
-        if count == 1:
-            yield slice(0, heads), slice(0, key_heads)
-        else:
-            group = heads // key_heads
-            yield slice(first * group, last * group), slice(first, last)
+    if count == 1:
+        return [(slice(0, heads), slice(0, key_heads))]
+    group, cuts = heads // key_heads, [key_heads * i // count for i in range(count + 1)]
+    return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(cuts)]
 
 
-def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
+def _forward_at_once(given: Given) -> tuple[Tensor, Tensor]:
     q, options = given.q, given.options
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
-    route, parts = Route(given.tables, given.team), list(_parts(given))
+    route, parts = Route(given.tables, given.team), _parts(given)
     # All exchanges at once: while one part is computed, the others travel.
     coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
     for (heads, _), fetched in zip(parts, coming, strict=True):
-        k, v = from_rows(fetched.wait(), q.shape[3])
-        call = _call(given, given.tables.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
+        stage = given.tables.stages[0]
+        call = _call(given, stage, q[:, heads], *fetched.wait(), options_of(options, heads), heads)
         lse[:, heads] = _attend_some(call, out[:, heads])
     return out, lse
 
 
-def _forward_own(given: Given) -> tuple[Tensor, Tensor]:
-    """All keys of the group's rows are here."""
-    q, k, v = given.q, given.k, given.v
-    if given.tables.key_order.numel():
-        k, v = from_rows(to_rows(k, v, given.tables.numbers.planes, given.tables.key_order), q.shape[3])
-    out = _like_bshd(q, q.shape[1], q.shape[2], v.shape[3], q.dtype)
-    return out, _attend_some(_call(given, given.tables.stages[0], q, k, v, given.options), out)
-
-
-def _backward_exchange(given: Given, done: Done) -> Gradients:
+def _backward_at_once(given: Given, done: Done) -> Gradients:
     q, options, stage = given.q, given.options, given.tables.stages[0]
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     sums = _OptionSums(options)
-    route, parts = Route(given.tables, given.team), list(_parts(given))
+    route, parts = Route(given.tables, given.team), _parts(given)
     coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
     returned = []
-    for i, ((heads, _), fetched) in enumerate(zip(parts, coming, strict=True)):
-        rows = fetched.wait()
-        k, v = from_rows(rows, q.shape[3])
+    for i, ((heads, at), fetched) in enumerate(zip(parts, coming, strict=True)):
+        k, v = fetched.wait()
         call = _call(given, stage, q[:, heads], k, v, options_of(options, heads), heads)
-        grads = given.team.scratch.new(f"grads {i}", rows.shape, rows, _wide(rows))
+        grads = route.gradients(k, v, i)
         dkv = from_rows(grads, q.shape[3])
         sums.add(_differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv), heads)
-        returned.append((grads, route.give_back(grads, i)))
-    batch, kv_heads, length, dim = given.k.shape
-    planes = given.tables.numbers.planes
-    shape = (planes, length, batch // planes, kv_heads, dim + given.v.shape[3])
-    total = given.team.scratch.new("total", shape, given.k, _wide(given.k))
-    for (_, at), (grads, pending) in zip(parts, returned, strict=True):
-        route.collect(grads, pending, total[..., at, :])
-    return Gradients(dq, whole(total), *sums.results())
-
-
-def _backward_own(given: Given, done: Done) -> Gradients:
-    q, k, v, order = given.q, given.k, given.v, given.tables.key_order
-    if order.numel():
-        rows = to_rows(k, v, given.tables.numbers.planes, order)
-        k, v = from_rows(rows, q.shape[3])
-        grads = torch.empty_like(rows, dtype=_wide(k))
-    else:
-        shape = (1, k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3])
-        grads = k.new_empty(shape, dtype=_wide(k))
-    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    sums = _OptionSums(given.options)
-    call = _call(given, given.tables.stages[0], q, k, v, given.options)
-    found = _differentiate_some(given, call, done, dq, from_rows(grads, k.shape[3]))
-    sums.add(found, slice(0, q.shape[1]))
-    return Gradients(dq, whole(unsorted(grads, order)), *sums.results())
+        returned.append((at, grads, route.give_back(grads, i)))
+    return Gradients(dq, whole(route.collect(returned, *given.k.shape[1:3])), *sums.results())
 
 
 def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ change at each step without compiling anything; what a compiler must know of a r
 while it attends. docs/design.md has the contract.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -16,9 +18,9 @@ from torch.utils.flop_counter import register_flop_formula
 from ...options import Options
 from ...torch.compile import save_also
 from ...torch.ops import autograd_kernel, below_autograd, readable
-from ..local import Tables, decode
+from ..local import decode
 from ..strategy import split_heads
-from .comm import Ranks, Scratch
+from .comm import Ranks
 from .engine import Done, Given, backward, bias_at, forward, options_of
 from .heads import Team, gather, key_heads, query_heads, scatter
 
@@ -78,70 +80,54 @@ def _read(options: tuple[Any, ...]) -> Options | None:
     return Options(softcap, bias, kind, sinks, dropout_p, seed)
 
 
-class _Call:
-    """The arguments that forward and backward share, read.
+@contextmanager
+def _reading(
+    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...], more: object
+) -> Iterator[tuple[Team, Options | None, Callable[..., Given]]]:
+    """Who takes part in a call, its options, and a call of the engine given q, k and v of this rank's heads.
 
     Args:
-        scratch: Where buffers come from.
-        ranks: The process groups.
-        tables: The plan.
+        what: "forward" or "backward"; the ranks compare the sequence of their calls.
         heads: (Hq, Hkv) of all members.
-        scale: Factor of the scores.
-        options: As the operator takes them.
+        q, v: For their dtype and head dims.
+        given: All arguments that forward and backward share.
+        more: What the ranks compare besides.
     """
-
-    def __init__(
-        self,
-        scratch: Scratch,
-        ranks: Ranks,
-        tables: Tables,
-        heads: tuple[int, int],
-        scale: float,
-        options: tuple[Any, ...],
-    ) -> None:
-        self.tables, self.scale, self.read = tables, scale, _read(options)
-        self.team = Team(ranks, tables.numbers, split_heads(*heads, tables.numbers.strategy.members), scratch)
-        self.mine = options_of(self.read, query_heads(self.team.mine))
-
-    def given(self, q: Tensor, k: Tensor, v: Tensor) -> Given:
-        """What this rank computes."""
-        return Given(self.tables, self.team, q, k, v, self.scale, self.mine)
-
-    def note(self, what: str, q: Tensor, v: Tensor, more: object) -> None:
-        """Remember the call for the comparison between ranks."""
-        o = self.read or Options()
-        sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
-        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, self.scale, str(q.dtype), q.shape[3], v.shape[3]
-        self.team.ranks.agreement.note(what, *facts, more)
+    data, numbers, group, members, _, _, scale, *options = given
+    ranks, read = Ranks.named(group, members), _read(tuple(options))
+    o = read or Options()
+    sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
+    with ranks.scratch() as scratch:
+        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, scale, str(q.dtype), q.shape[3], v.shape[3]
+        ranks.agreement.note(what, *facts, more)
+        tables = decode(data, numbers.tolist())
+        team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
+        mine = options_of(read, query_heads(team.mine))
+        yield team, read, lambda q, k, v: Given(tables, team, q, k, v, scale, mine)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    data, numbers, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    ranks = Ranks.named(group, members)
-    with ranks.scratch() as scratch:
-        tables = decode(data, numbers.tolist())
-        call = _Call(scratch, ranks, tables, (q.shape[1], k.shape[1]), scale, tuple(options))
-        call.note("forward", q, v, q.shape[0])
-        if members == 1:
-            out, wide_lse = forward(call.given(q, k, v))
+    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared, q.shape[0]) as (team, _, mine):
+        if len(team.heads) == 1:
+            out, wide_lse = forward(mine(q, k, v))
             # An operator's results are apart from each other.
             lse = wide_lse.to(_lse_dtype(q), copy=True)
             return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
-        team = call.team
         arriving = [
             scatter(team, x, at, name)
             for x, at, name in ((q, query_heads, "q"), (k, key_heads, "k"), (v, key_heads, "v"))
         ]
         group_q, group_k, group_v = (each.wait() for each in arriving)
-        group_out, group_lse = forward(call.given(group_q, group_k, group_v))
+        group_out, group_lse = forward(mine(group_q, group_k, group_v))
         own_lse = group_lse[..., None].to(_lse_dtype(q))
-        gathered = [
+        leaving = [
             gather(team, x, query_heads, q.shape[1], name)
             for x, name in ((group_out, "out"), (own_lse, "lse"))
         ]
-        out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
-        return out, lse, group_q, group_k, group_v, group_out, group_lse
+        out, lse = (each.wait() for each in leaving)
+        return out, lse[..., 0].contiguous(), group_q, group_k, group_v, group_out, group_lse
 
 
 def _backward(
@@ -155,31 +141,25 @@ def _backward(
     kv_heads: int,
     *given: Any,
 ) -> tuple[Tensor, ...]:
-    data, numbers, group, members, _, _, scale, *options = _all(given, 7)
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
-    q_heads, ranks = dout.shape[1], Ranks.named(group, members)
-    with ranks.scratch() as scratch:
-        tables = decode(data, numbers.tolist())
-        call = _Call(scratch, ranks, tables, (q_heads, kv_heads), scale, tuple(options))
-        call.note("backward", q, v, dlse is not None)
-        if members > 1:
+    heads = dout.shape[1], kv_heads
+    with _reading("backward", heads, q, v, _all(given, 7), dlse is not None) as (team, read, mine):
+        if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
-            arriving = [scatter(call.team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
+            arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
             dout, *rest = (each.wait() for each in arriving)
             dlse = rest[0][..., 0] if rest else None
-        found = backward(call.given(q, k, v), Done(dout, dlse, out, lse))
+        found = backward(mine(q, k, v), Done(dout, dlse, out, lse))
         dq, dkv = found.dq, found.dkv
-        if members > 1:
-            gathered = [
-                gather(call.team, dq, query_heads, q_heads, "dq"),
-                gather(call.team, dkv, key_heads, kv_heads, "dkv"),
-            ]
-            dq, dkv = gathered[0].wait(), gathered[1].wait()
+        if len(team.heads) > 1:
+            parts = (dq, query_heads, heads[0], "dq"), (dkv, key_heads, kv_heads, "dkv")
+            leaving = [gather(team, *part) for part in parts]
+            dq, dkv = (each.wait() for each in leaving)
         dk, dv = (
             _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
             for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
         )
-        return dq, dk, dv, *_whole(call.read, found, query_heads(call.team.mine), q)
+        return dq, dk, dv, *_whole(read, found, query_heads(team.mine), q)
 
 
 def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:
