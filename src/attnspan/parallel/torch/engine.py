@@ -131,13 +131,16 @@ def _backward_at_once(given: Given, done: Done) -> Gradients:
 def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
     q, options = given.q, given.options
     bare = None if options is None else options._replace(sinks=None)
-    total = _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q)))
+    total, every = (
+        _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q))),
+        slice(0, q.shape[1]),
+    )
     for stage, rows in _round(given):
         if not stage.visible:
             continue
         k, v = from_rows(rows, q.shape[3])
         part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
-        total.add(part, _attend_some(_call(given, stage, q, k, v, bare), part))
+        total.add(part, _attend_some(_call(given, stage, q, k, v, bare, every), part))
     if options is not None and options.sinks is not None:
         total.join(options.sinks)
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
@@ -158,7 +161,7 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
         if stage.visible:
             k, v = from_rows(rows, q.shape[3])
             part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
-            call = _call(given, stage, q, k, v, bare)
+            call = _call(given, stage, q, k, v, bare, every)
             sums.add(_differentiate_some(given, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
         if behind is not None:
@@ -269,27 +272,19 @@ def options_of(options: Options | None, heads: slice) -> Options | None:
 
 
 def _call(
-    given: Given,
-    stage: Stage,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options | None,
-    heads: slice | None = None,
+    given: Given, stage: Stage, q: Tensor, k: Tensor, v: Tensor, options: Options | None, heads: slice
 ) -> Call:
-    """A call for some of this rank's heads (None: all) on the keys of a stage."""
+    """A call for some of this rank's heads on the keys of a stage."""
     bounds = stage.bounds
     if bounds.shape[1] > 1:
         first = given.team.mine.q_start
-        at = slice(0, q.shape[1]) if heads is None else heads
-        bounds = bounds[:, first + at.start : first + at.stop].contiguous()
+        bounds = bounds[:, first + heads.start : first + heads.stop].contiguous()
     if options is not None and _changes_anything(options):
         options = options._replace(q_index=given.tables.q_index, k_index=stage.keys)
     else:
         options = None
-    kv_map = given.team.mine.kv_map
-    if heads is None or heads == slice(0, given.q.shape[1]):
-        k, v = repeat_heads(k, kv_map), repeat_heads(v, kv_map)
+    if heads == slice(0, given.q.shape[1]):
+        k, v = (repeat_heads(x, given.team.mine.kv_map) for x in (k, v))
     return Call(q, k, v, bounds, given.scale, options)
 
 

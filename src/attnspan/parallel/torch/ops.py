@@ -5,7 +5,7 @@ change at each step without compiling anything; what a compiler must know of a r
 while it attends. docs/design.md has the contract.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -290,32 +290,28 @@ for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward
 save_also(sharded_forward)
 
 
-def _pairs(plan: Tensor, numbers: Tensor, batch: int, heads: int, rows: int, keys: int, ranks: int) -> int:
-    """Visible pairs of a rank over its batch rows and heads; all pairs where the plan has no data."""
+def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) -> int:
+    """2 * pairs * (D + Dv) over the visible pairs of a rank; over all pairs where the plan has no data."""
+    plan, numbers, group, members, heads = given[:5]
     if isinstance(plan, FakeTensor) or plan.is_meta:
-        return batch * heads * rows * keys * ranks
-    total = 0
+        return 2 * dims * batch * heads * rows * keys * Ranks.named(group, members).whole.size()
+    pairs = 0.0
     for stage in decode(plan, numbers.tolist()).stages:
         lo, hi = stage.bounds.unbind(-1)
         # Where heads of the mask differ, each is taken to cost their mean.
         repeats = batch // stage.bounds.shape[0] * heads / stage.bounds.shape[1]
-        total += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
-    return total
+        pairs += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
+    return int(2 * dims * pairs)
 
 
 @register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
-    """Operations of one rank's forward call, 2 * pairs * (D + Dv): visible pairs only."""
-    plan, numbers, group, members, heads_here = given[:5]
-    ranks = Ranks.named(group, members).whole.size()
-    pairs = _pairs(plan, numbers, q.shape[0], heads_here, q.shape[2] * members, k.shape[2], ranks)
-    return 2 * pairs * (q.shape[3] + v.shape[3])
+    """Operations of one rank's forward call."""
+    return _flops(given, q.shape[0], q.shape[2] * given[3], k.shape[2], q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's backward call, 2.5 times the forward's."""
-    plan, numbers, group, members, heads_here = given[3:8]
-    ranks = Ranks.named(group, members).whole.size()
-    pairs = _pairs(plan, numbers, dout.shape[0], heads_here, q.shape[2], k.shape[2] // members, ranks)
-    return 5 * pairs * (q.shape[3] + v.shape[3])
+    keys = k.shape[2] // given[6]
+    return 5 * _flops(given[3:], dout.shape[0], q.shape[2], keys, q.shape[3] + v.shape[3]) // 2
