@@ -104,15 +104,6 @@ def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> No
     assert x[1].grad.shape == (1, 2, 0, 16)
 
 
-def test_keys_of_cross_attention(meshes: Meshes) -> None:
-    plan = make(meshes(3, rank=1), mask=window(5, 5), k_len=10, strategy="ring")
-    rows = plan.frame.rows_per_rank
-    assert (plan.frame.k_len, plan.frame.keys_per_rank) == (10, 4)
-    assert attention(*tensors(rows, 4), mask=plan).shape == (1, 4, rows, 16)
-    with pytest.raises(ShapeError, match=r"k with .* expected 2 heads and this rank's 4 rows"):
-        attention(*tensors(rows), mask=plan)
-
-
 def test_two_levels_share_heads_within_a_node_and_need_names(meshes: Meshes) -> None:
     mesh = meshes(2, 4)
     layout = layout_of(8)
