@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
-from worlds import mesh
+from worlds import error, mesh
 
 import attnspan
 from attnspan.parallel import Layout, MeshPlan, ShardedCache
@@ -38,10 +38,6 @@ def inputs(keys: int = S) -> list[Tensor]:
 
 def layout_of(mask: attnspan.Mask, **options: Any) -> Layout:
     return Layout.of(mask, **{"q_len": S, "ranks": dist.get_world_size(), "batch": B, **options})
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float(((got - wanted).norm() / wanted.norm()).detach())
 
 
 SHAPES = [(37,), (2, 37), (2, 37, 3), (37, 2, 3), (2, 3, 37)]

@@ -58,9 +58,16 @@ def test_each_dtype_is_summed_in_itself() -> None:
         assert [values for _, values in answer] == [[3.0]] * 5
 
 
-def test_sharded_parameters_are_refused_with_what_to_do() -> None:
-    with pytest.raises(JobError, match=r"expected replicated parameters, got a DTensor(.|\n)*divide_factor"):
-        world(2).run("loss_jobs:sharded")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sharded", r"expected replicated parameters, got a DTensor(.|\n)*divide_factor"),
+        ("sparse", r"expected dense gradients, got torch.sparse_coo. Make the layer without sparse"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_with_what_to_do(how: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        world(2).run("loss_jobs:refused", how)
 
 
 def test_no_target_at_all_is_no_loss_and_no_nan() -> None:

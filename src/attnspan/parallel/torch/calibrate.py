@@ -77,7 +77,7 @@ class _Timer:
         return float(value)
 
     def once(self, call: Callable[[], object]) -> float:
-        wait = torch.cuda.synchronize if self.where.type == "cuda" else lambda: None
+        wait: Any = torch.cuda.synchronize if self.where.type == "cuda" else lambda: None
         wait()
         start = time.perf_counter()
         call()

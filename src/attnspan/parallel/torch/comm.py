@@ -285,6 +285,10 @@ _REMEDY = {
 }
 
 
+def _group_named(at: int) -> Any:
+    return property(lambda ranks: _resolve_process_group(ranks._names[at]))
+
+
 class Ranks:
     """The process groups of a mesh under a strategy of u members, and what is kept for them.
 
@@ -300,9 +304,7 @@ class Ranks:
         self._free: list[Scratch] = []
 
     # All ranks; those that share heads, rank p // u * u and those after it; one of each group.
-    whole, members, peers = (
-        property(lambda self, at=at: _resolve_process_group(self._names[at])) for at in range(3)
-    )
+    whole, members, peers = (_group_named(at) for at in range(3))
 
     @classmethod
     def of(cls, mesh: DeviceMesh, members: int) -> Ranks:

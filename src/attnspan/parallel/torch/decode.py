@@ -73,7 +73,8 @@ class ShardedCache(nn.Module):
         empty = torch.empty(batch, kv_heads, 0, 1, dtype=dtype, device=device)
         index = torch.empty(0, dtype=torch.int64, device=device)
         sizes = head_dim, head_dim if v_dim is None else v_dim
-        self._hold(*(empty.expand(-1, -1, -1, size) for size in sizes), index, 0)
+        k, v = (empty.expand(-1, -1, -1, size) for size in sizes)
+        self._hold(k, v, index, 0)
 
     def _hold(self, k: Tensor, v: Tensor, index: Tensor, length: int) -> None:
         """Keep these keys, with room for this rank's share of the tokens to come."""
@@ -164,9 +165,10 @@ class ShardedCache(nn.Module):
         for held, x in ((self.keys, k), (self.values, v), (self.k_index[None, None], tokens[None, None])):
             held[:, :, self._used : used] = x[:, :, mine]
         seen = causal() if mask is None else causal() & mask
-        given = {"mask": seen, "q_index": tokens, "k_index": self.k_index[:used]}
-        given |= {"scale": scale, "softcap": softcap, "bias": bias, "return_lse": True}
-        out, lse = attention(q, self.keys[:, :, :used], self.values[:, :, :used], **given)
+        options: Any = {"scale": scale, "softcap": softcap, "bias": bias, "q_index": tokens}
+        options["k_index"] = self.k_index[:used]
+        keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        out, lse = attention(q, keys, values, mask=seen, return_lse=True, **options)
         outs, lses = self._gather(out.to(torch.promote_types(out.dtype, torch.float32))), self._gather(lse)
         found = merged(outs, lses, sinks).to(out.dtype)
         self.length, self._used = self.length + new, used
@@ -174,9 +176,9 @@ class ShardedCache(nn.Module):
 
     def _check(self, what: str, k: Tensor, v: Tensor, batch: int, rows: int, length: int) -> None:
         for name, x, held in (("k", k, self.keys), ("v", v, self.values)):
-            wanted, remedy = (batch, held.shape[1], rows, held.shape[3]), "Make the cache for these sizes"
+            sizes, remedy = (batch, held.shape[1], rows, held.shape[3]), "Make the cache for these sizes"
             where = f"ShardedCache.{what}: {name}"
-            expect(x.shape == wanted, where, "{}", tuple(x.shape), remedy, wanted, error=ShapeError)
+            expect(x.shape == sizes, where, "{}", tuple(x.shape), remedy, sizes, error=ShapeError)
             fits = x.dtype == held.dtype
             expect(fits, where, str(held.dtype), str(x.dtype), "Convert it, or the cache", error=DtypeError)
         remedy, wanted = "Make the cache with a larger max_len", f"at most {self.max_len} tokens"

@@ -98,15 +98,15 @@ def _parts(given: Given) -> list[tuple[slice, slice]]:
 
 
 def _forward_at_once(given: Given) -> tuple[Tensor, Tensor]:
-    q, options = given.q, given.options
+    q, options, stage = given.q, given.options, given.tables.stages[0]
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
     route, parts = Route(given.tables, given.team), _parts(given)
     # All exchanges at once: while one part is computed, the others travel.
     coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
     for (heads, _), fetched in zip(parts, coming, strict=True):
-        stage = given.tables.stages[0]
-        call = _call(given, stage, q[:, heads], *fetched.wait(), options_of(options, heads), heads)
+        k, v = fetched.wait()
+        call = _call(given, stage, q[:, heads], k, v, options_of(options, heads), heads)
         lse[:, heads] = _attend_some(call, out[:, heads])
     return out, lse
 

@@ -294,7 +294,8 @@ def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) ->
     """2 * pairs * (D + Dv) over the visible pairs of a rank; over all pairs where the plan has no data."""
     plan, numbers, group, members, heads = given[:5]
     if isinstance(plan, FakeTensor) or plan.is_meta:
-        return 2 * dims * batch * heads * rows * keys * Ranks.named(group, members).whole.size()
+        every: int = batch * heads * rows * keys * Ranks.named(group, members).whole.size()
+        return 2 * dims * every
     pairs = 0.0
     for stage in decode(plan, numbers.tolist()).stages:
         lo, hi = stage.bounds.unbind(-1)
@@ -313,5 +314,5 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> in
 @register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's backward call, 2.5 times the forward's."""
-    keys = k.shape[2] // given[6]
+    keys: int = k.shape[2] // given[6]
     return 5 * _flops(given[3:], dout.shape[0], q.shape[2], keys, q.shape[3] + v.shape[3]) // 2
