@@ -21,7 +21,7 @@ from ...torch.ops import autograd_kernel, below_autograd, readable
 from ..local import decode
 from ..strategy import split_heads
 from .comm import Ranks
-from .engine import Done, Given, backward, bias_at, forward, options_of
+from .engine import Done, Given, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
 __all__ = ["sharded_backward", "sharded_forward"]
@@ -83,8 +83,8 @@ def _read(options: tuple[Any, ...]) -> Options | None:
 @contextmanager
 def _reading(
     what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...], more: object
-) -> Iterator[tuple[Team, Options | None, Callable[..., Given]]]:
-    """Who takes part in a call, its options, and a call of the engine given q, k and v of this rank's heads.
+) -> Iterator[tuple[Team, Callable[..., Given]]]:
+    """Who takes part in a call, and what the engine is to compute, given q, k and v of this rank's heads.
 
     Args:
         what: "forward" or "backward"; the ranks compare the sequence of their calls.
@@ -102,14 +102,13 @@ def _reading(
         ranks.agreement.note(what, *facts, more)
         tables = decode(data, numbers.tolist())
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        mine = options_of(read, query_heads(team.mine))
-        yield team, read, lambda q, k, v: Given(tables, team, q, k, v, scale, mine)
+        yield team, lambda q, k, v: Given(tables, team, q, k, v, scale, read)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared, q.shape[0]) as (team, _, mine):
+    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared, q.shape[0]) as (team, mine):
         if len(team.heads) == 1:
             out, wide_lse = forward(mine(q, k, v))
             # An operator's results are apart from each other.
@@ -130,20 +129,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
         return out, lse[..., 0].contiguous(), group_q, group_k, group_v, group_out, group_lse
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_heads: int,
-    *given: Any,
-) -> tuple[Tensor, ...]:
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    dout, dlse, q, k, v, out, lse, kv_heads, *given = inputs
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     heads = dout.shape[1], kv_heads
-    with _reading("backward", heads, q, v, _all(given, 7), dlse is not None) as (team, read, mine):
+    with _reading("backward", heads, q, v, _all(tuple(given), 7), dlse is not None) as (team, mine):
         if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
             arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
@@ -159,21 +149,9 @@ def _backward(
             _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
             for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
         )
-        return dq, dk, dv, *_whole(read, found, query_heads(team.mine), q)
-
-
-def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:
-    """Gradients of all heads' bias and sinks: zero for heads that others have."""
-    bias, sinks = (None, None) if read is None else (read.bias, read.sinks)
-    results = []
-    for x, part, at in ((bias, found.dbias, None), (sinks, found.dsinks, (heads,))):
-        if x is None:
-            results.append(like.new_empty(0, dtype=torch.float32))
-            continue
-        whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        whole[bias_at(read, heads) if at is None else at] = part  # type: ignore[arg-type]
-        results.append(whole)
-    return results
+        none = q.new_empty(0, dtype=torch.float32)
+        dbias, dsinks = (none if x is None else x for x in (found.dbias, found.dsinks))
+        return dq, dk, dv, dbias, dsinks
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -192,19 +170,9 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
     return out, lse, group_q, group_k, group_v, group_out, group_lse
 
 
-def _backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_heads: int,
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    del dlse, out, lse
-    _, _, _, members, _, _, _, *options = _all(given, 7)
+def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    dout, _, q, k, v, _, _, kv_heads, *given = inputs
+    _, _, _, members, _, _, _, *options = _all(tuple(given), 7)
     dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
     dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
     bias, sinks = options[1], options[3]
