@@ -149,8 +149,8 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
             _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
             for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
         )
-        none = q.new_empty(0, dtype=torch.float32)
-        dbias, dsinks = (none if x is None else x for x in (found.dbias, found.dsinks))
+        each = found.dbias, found.dsinks
+        dbias, dsinks = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in each)
         return dq, dk, dv, dbias, dsinks
 
 
