@@ -177,7 +177,7 @@ def test_ranks_that_are_gone_leave_nothing_behind(meshes: Meshes) -> None:
     assert len(comm._known) == 1
     dist.destroy_process_group()
     del before
-    make(meshes(3))
+    make(meshes(3), strategy="ulysses")
     assert len(comm._known) == 1
 
 

@@ -320,8 +320,10 @@ class Ranks:
             first = rank // members * members
             inner = _subgroup(whole, ranks[first : first + members], mesh.device_type)
             outer = _subgroup(whole, ranks[rank % members :: members], mesh.device_type)
-        for dead in [key for key, ranks in _known.items() if ranks._is_of() is None]:
-            del _known[dead]  # With its buffers.
+        for name, u in list(_known):
+            of = _known[name, u]._is_of()
+            if of is None or (name == whole.group_name and of is not whole):
+                del _known[name, u]  # With its buffers.
         agreement = next((x.agreement for x in _known.values() if x._is_of() is whole), None)
         _known[key] = cls(whole, inner, outer, agreement or Agreement(whole))
         return _known[key]
