@@ -40,7 +40,8 @@ _PER_SECOND = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
 def _scaled(value: float | None, units: Sequence[tuple[float, str]]) -> str:
     if value is None:
         return NONE
-    size, unit = next((entry for entry in units if abs(value) >= entry[0]), units[-1])
+    # By its three digits: 0.9999 s is 1.00 s, not 1,000 ms.
+    size, unit = next((entry for entry in units if abs(float(f"{value:.3g}")) >= entry[0]), units[-1])
     return f"{ratio_digits(value / size)} {unit}"
 
 
@@ -48,10 +49,10 @@ def ratio_digits(value: float) -> str:
     """Three digits: "1.23", "12.3", "1,234".
 
     Example:
-        >>> ratio_digits(1.234), ratio_digits(1234.0)
-        ('1.23', '1,234')
+        >>> ratio_digits(1.234), ratio_digits(9.996), ratio_digits(1234.0)
+        ('1.23', '10.0', '1,234')
     """
-    size = abs(value)
+    size = abs(float(f"{value:.3g}"))
     return f"{value:,.0f}" if size >= 100 or size == 0 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 

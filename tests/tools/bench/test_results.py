@@ -81,7 +81,10 @@ def test_a_file_that_is_missing_or_cut_short_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(OptionError, match="expected a results file"):
         Results.load(path)
-    with pytest.raises(IsADirectoryError):
+    path.write_bytes(path.read_bytes()[:10] + b"\xff" * 40)
+    with pytest.raises(OptionError, match="expected a results file, got Error -3"):
+        Results.load(path)
+    with pytest.raises(OptionError, match="expected a writable file, got Is a directory"):
         WHOLE.save(tmp_path)
     assert list(tmp_path.iterdir()) == [path], "a draft that fails goes"
     assert not list(tmp_path.parent.glob("*.part"))
@@ -187,8 +190,18 @@ def test_a_workload_that_no_longer_runs_is_a_regression():
     new = replace(old, environment={"cpu": "d"}, cells=(refused,))
     (change,) = compare(old, new).changes
     assert (change.verdict, change.note) == ("gone", "it ran; now: no backend")
-    assert compare(old, new).machine == ("cpu: c, then d",)
     assert not compare(new, old).regressions
+
+
+@pytest.mark.parametrize(
+    ("new", "verdict"),
+    [((3.0,), "another machine"), ((3.0, 6.0), "same"), ((0.5, 0.5), "slower"), ((3.0, 9.0), "faster")],
+)
+def test_on_another_machine_only_ratios_are_compared(new, verdict):
+    other = replace(_results(*new, seed=1), environment={"cpu": "d"})
+    comparison = compare(_results(1.0, 2.0) if len(new) > 1 else _results(1.0), other)
+    assert comparison.machine == ("cpu: c, then d",)
+    assert [change.verdict for change in comparison.changes] == [verdict]
 
 
 def test_cells_that_came_and_went_are_named():

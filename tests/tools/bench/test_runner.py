@@ -1,6 +1,7 @@
 """A cell lists every peer; wrong and failing ones are found before they are timed; nothing is lost."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_wrong_result_is_never_timed(mode):
         return result * 1.01 if mode == "forward" else (result[0], -result[1], *result[2:])
 
     run = _cell(Changed(change), mode=mode).runs[1]
-    assert run.reason.startswith("its result differs from attnspan's by ")
+    assert run.reason.startswith("its result differs from that of attnspan by ")
     assert run.execute is run.ratio is None
     assert run.error > 1e-3
 
@@ -67,15 +68,50 @@ def test_failures_and_nan_are_reasons_and_the_others_go_on():
 
     cell = _cell(Changed(fail), Changed(lambda out: out * float("nan"), "nan"), Changed(name="after"))
     assert cell.run("changed").reason == "it failed: RuntimeError: no kernel image"
-    assert cell.run("nan").reason.startswith("its result differs from attnspan's by nan")
+    assert cell.run("nan").reason.startswith("its result differs from that of attnspan by nan")
     assert cell.run("after").ran
 
 
-def test_peers_run_and_show_no_ratio_where_attnspan_cannot():
-    peers = [Changed(name="attnspan", reason="not today"), Changed(name="one"), Changed(name="other")]
+def _nan(out):
+    return out * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        (Changed(name="attnspan", reason="not today"), "not today"),
+        (Changed(_nan, "attnspan"), "its result has values that are not finite"),
+    ],
+)
+def test_peers_run_and_show_no_ratio_where_attnspan_cannot(ours, reason):
+    peers = [ours, Changed(name="one"), Changed(name="other"), Changed(lambda out: -out, "wrong")]
     cell = measure_cell(WORK, "forward", peers, OPTIONS)
-    assert cell.ours.reason == "not today"
-    assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None)] * 2
+    assert cell.ours.reason == reason
+    assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None), (True, None), (False, None)]
+    assert cell.peers[2].reason.startswith("its result differs from that of one by 2 ")
+
+
+@pytest.mark.parametrize("name", ["attnspan", "changed"])
+def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
+    calls = iter(range(10**9))
+
+    def fail(out):
+        if next(calls) == 6:
+            raise RuntimeError("out of memory")
+        return out
+
+    peers = [Changed(fail if name == x else lambda out: out, x) for x in ("attnspan", "changed", "other")]
+    cell = measure_cell(WORK, "forward", peers, OPTIONS)
+    assert cell.run(name).reason == "it failed while it was timed: RuntimeError: out of memory"
+    assert [run.ran for run in cell.runs if run.peer != name] == [True, True]
+    assert cell.run("other").ratio is None or name != "attnspan"
+
+
+def test_inputs_that_do_not_fit_are_the_reason_of_all():
+    work = replace(WORK, batch=1 << 40)
+    found = [run.reason for run in measure_cell(work, "forward", [OURS, Changed()], OPTIONS).runs]
+    assert len(found) == 2
+    assert all(reason.startswith("there is no memory for its inputs: RuntimeError") for reason in found)
 
 
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
@@ -130,13 +166,17 @@ def test_a_run_writes_after_every_cell(tmp_path):
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path):
-    def before(workload, mode):
-        if workload.name == "c":
+    def before(workload, _mode, at="c"):
+        if workload.name == at:
             raise KeyboardInterrupt
 
     results = run_plan(_plan(), path=tmp_path / "results.json", before=before)
     assert [cell.workload.name for cell in results.cells] == ["a", "b"]
     assert not results.complete
+    assert Results.load(tmp_path / "results.json") == results
+    # Before the first cell, an older file is worth more.
+    at_once = partial(before, at="a")
+    assert run_plan(_plan(), path=tmp_path / "results.json", before=at_once).cells == ()
     assert Results.load(tmp_path / "results.json") == results
 
 

@@ -46,7 +46,10 @@ def test_the_number_of_rounds_is_fixed_before_and_never_below_nine():
     assert {len(x.execute.samples) for x in lowered} == {19}, "the trial samples count too"
     slow = [world.subject(name, [100.0]) for name in "ab"]
     assert {len(x.execute.samples) for x in _measure(world, slow, seconds=1.0)} == {9}
-    for limits in ({"rounds": 8}, {"seconds": 0}, {"width": -1}):
+    for limits in (
+        *({"rounds": 8}, {"seconds": 0}, {"width": -1}),
+        *({"seconds": math.inf}, {"width": math.nan}, {"sample_seconds": math.nan}),
+    ):
         with pytest.raises(OptionError, match=r"rounds: expected 9 or more|budget: expected positive limits"):
             Budget(**limits)
 
@@ -190,6 +193,7 @@ def test_many_cells_without_a_difference_are_not_called_different():
         nothing = [sign_test(np.exp(0.05 * rng.standard_normal(9))) for _ in range(168)]
         false += any(discoveries(nothing))
     assert false <= 6, "uncorrected, hardly a table of 168 cells would be free of them"
+    assert sign_test([1.0] * 13 + [1.1] * 12) == 1.0, "ties speak for a median of 1"
     real = [sign_test([1.1] * 25)] * 20
     assert discoveries([*real, *[0.5] * 148])[:20] == [True] * 20
     assert discoveries([]) == []

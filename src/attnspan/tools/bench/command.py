@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from attnspan.console import Column, numbers, print_table, seconds_text, stdout, words
 from attnspan.errors import OptionError, expect
+from attnspan.files import check_writable
 from attnspan.tools.bench.ceilings import native_probe
 from attnspan.tools.bench.cells import Cell, Workload
 from attnspan.tools.bench.compare import compare
@@ -20,7 +21,7 @@ from attnspan.tools.bench.peers import PEERS, peers_named
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.runner import Plan, run_plan
 from attnspan.tools.bench.table import show_comparison, show_results, show_summary
-from attnspan.tools.bench.timing import Budget
+from attnspan.tools.bench.timing import LEAST_ROUNDS, Budget
 from attnspan.tools.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _DEFAULT_DTYPES = ("float32", "bfloat16")
 _TRAINING = "training"
 
 
-def execute(options: BenchOptions, write_page: WritePage, console: Console | None = None) -> bool:
+def execute(options: BenchOptions, write_page: WritePage, console: Console | None = None) -> int:
     """Run the command.
 
     Args:
@@ -47,26 +48,47 @@ def execute(options: BenchOptions, write_page: WritePage, console: Console | Non
         console: Where to print; the terminal by default.
 
     Returns:
-        Whether a comparison found something slower.
+        The exit code: 1 if a comparison found something slower, 130 if a measurement was interrupted.
 
     Raises:
         OptionError: An option names nothing that exists, or a file cannot be read.
     """
     console = console or stdout()
+    asked = [name for name in ("list", "show", "summary", "compare") if getattr(options, name)]
+    one = " or ".join(f"--{name}" for name in asked)
+    expect(len(asked) < 2, "attnspan bench", f"one of {one}", "several", "Run it once for each")
+    _check_page(options.html)
     if options.compare is not None:
         old, new = options.compare
         comparison = compare(Results.load(old), Results.load(new))
         show_comparison(comparison, console)
-        return bool(comparison.regressions)
+        return int(bool(comparison.regressions))
     if options.show is not None:
-        show_results(Results.load(options.show), console)
+        results = Results.load(options.show)
+        show_results(results, console)
+        _write_page(results, options, write_page, console)
     elif options.summary is not None:
         show_summary(Results.load(options.summary), console)
     elif options.list:
         _list_workloads(options, console)
     else:
-        run_bench(options, console, write_page)
-    return False
+        return 0 if run_bench(options, console, write_page).complete else 130
+    return 0
+
+
+def _check_page(path: Path | None) -> None:
+    """Whether a page can be written is known before anything is measured."""
+    if path is not None:
+        import jinja2  # noqa: F401
+        import plotly  # noqa: F401
+
+        check_writable(path)
+
+
+def _write_page(results: Results, options: BenchOptions, write_page: WritePage, console: Console) -> None:
+    if options.html is not None:
+        write_page(results, options.html)
+        console.print(f"page: {options.html}")
 
 
 def plan_of(options: BenchOptions) -> Plan:
@@ -89,6 +111,14 @@ def plan_of(options: BenchOptions) -> Plan:
         raise OptionError(
             "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
         )
+    trains = _TRAINING in options.asked or (options.full and options.device == "cpu")
+    for name, value, least in (
+        ("--samples", options.samples, LEAST_ROUNDS),
+        ("--rounds", options.rounds, LEAST_ROUNDS),
+        ("--ranks", options.ranks, 1),
+    ):
+        expect(value >= least, name, "{} or more", value, "Pass more", least)
+    expect(options.ranks == 1 or trains, "--ranks", "a run of training", "none", "Ask for training too")
     budget = Budget(options.seconds, options.samples, options.width)
     own = load_workloads(options.workloads) if options.workloads else ()
     names = tuple(name for name in options.asked if name != _TRAINING)
@@ -119,6 +149,8 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
         OptionError: An option names nothing that exists.
     """
     plan = plan_of(options)
+    if options.json is not None:
+        check_writable(options.json)
     with _progress(plan, console) as (before, after):
         results = run_plan(plan, path=options.json, before=before, after=after)
     wants_training = _TRAINING in options.asked or (options.full and options.device == "cpu")
@@ -130,9 +162,7 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     if options.json is not None:
         results.save(options.json)
         console.print(f"raw samples: {options.json}")
-    if options.html is not None:
-        write_page(results, options.html)
-        console.print(f"page: {options.html}")
+    _write_page(results, options, write_page, console)
     return results
 
 

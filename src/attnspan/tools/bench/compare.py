@@ -27,6 +27,7 @@ class Change:
         tolerance: Change that does not matter, as a fraction.
         note: What else changed, like the loss of a backend.
         real: Whether the change of time, and that of the ratio, are beyond chance among all cells.
+        same_machine: Times are of one machine; otherwise only ratios against a peer are judged.
     """
 
     label: str
@@ -36,6 +37,7 @@ class Change:
     tolerance: float = _TOLERANCE
     note: str = ""
     real: tuple[bool, bool] = (True, True)
+    same_machine: bool = True
 
     @property
     def verdict(self) -> str:
@@ -45,6 +47,10 @@ class Change:
         limit, relative = 1 + self.tolerance, self.relative if self.real[1] else None
         # A faster machine can hide a slower kernel.
         has_lost = relative is not None and relative.low > limit
+        if not self.same_machine:
+            has_won = relative is not None and relative.high < 1 / limit
+            known = "slower" if has_lost else "faster" if has_won else "same"
+            return known if self.relative is not None else "another machine"
         if self.real[0] and self.time.low > limit:
             clear = self.relative is None or (relative is not None and relative.low > 1)
             return "slower" if clear else "slower, as the peer: the machine"
@@ -98,12 +104,14 @@ def compare(old: Results, new: Results, tolerance: float = _TOLERANCE) -> Compar
         ('cpu: a, then b',)
     """
     before, after = ({_key(cell): cell for cell in found.cells} for found in (old, new))
-    changes = [_change(before[key], cell, tolerance) for key, cell in after.items() if key in before]
+    machine = same_machine(old.environment, new.environment)
+    found = [_change(before[key], cell, tolerance) for key, cell in after.items() if key in before]
+    changes = [replace(change, same_machine=not machine) for change in _corrected(found)]
     return Comparison(
-        tuple(_corrected(changes)),
+        tuple(changes),
         tuple(cell.label for key, cell in after.items() if key not in before),
         tuple(cell.label for key, cell in before.items() if key not in after),
-        tuple(same_machine(old.environment, new.environment)),
+        tuple(machine),
     )
 
 

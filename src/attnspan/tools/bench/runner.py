@@ -22,6 +22,7 @@ from attnspan.tools.bench.peers import Job, Peer, Ready, peers_named
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.timing import (
     Budget,
+    CallError,
     Measured,
     MeasurementError,
     Meter,
@@ -154,7 +155,8 @@ def run_plan(
             results = replace(results, complete=True)
         except KeyboardInterrupt:
             pass  # What was measured is whole; `complete` says that more was planned.
-    if path is not None:
+    # Without a cell, an older file is worth more than this one.
+    if path is not None and results.cells:
         results.save(path)
     return results
 
@@ -229,25 +231,24 @@ def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: 
     Raises:
         MeasurementError: A timed region ended before its work was done.
     """
-    job = Job.make(workload, mode, options.device)
     entries = [_Entry(peer) for peer in peers]
-    expected: list[Tensor] = []
+    try:
+        job = Job.make(workload, mode, options.device)
+    except (RuntimeError, MemoryError) as error:
+        reason = f"there is no memory for its inputs: {_one_line(error)}"
+        runs = tuple(Run(peer.name, reason=reason) for peer in peers)
+        return Cell(workload, mode, 0, 0.0, 0.0, runs, options.device)
+    expected: dict[str, list[Tensor]] = {}
     for entry in entries:
         _prepare(entry, job, options, expected)
     basis = "execute" if options.device == "cpu" or options.evict else "pipelined"
-    subjects = [entry.subject for entry in entries if entry.subject is not None]
-    timed = (
-        interleave(subjects, options.budget, options.meter, basis=basis, evict=options.evict)
-        if subjects
-        else ()
-    )
-    measured = {found.name: found for found in timed}
+    measured = _timed(entries, options, basis)
     pairs = visible_pairs(workload)
     # Without ours there is no ratio: the first peer's place as a partner means nothing.
     has_ratio = entries[0].subject is not None
     runs = [entry.run(measured.get(entry.peer.name), has_ratio) for entry in entries]
     # Inputs and results are freed before memory is measured in other processes.
-    del job, expected, entries, subjects
+    del job, expected, entries
     gc.collect()
     if options.memory is not None:
         runs = [_with_peak(*found, workload, mode, options.memory) for found in zip(runs, peers, strict=True)]
@@ -256,14 +257,32 @@ def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: 
     return Cell(workload, mode, pairs, flops, moved, tuple(runs), options.device, basis, cold)
 
 
-def _one_line(error: Exception) -> str:
+def _timed(entries: Sequence[_Entry], options: Options, basis: str) -> dict[str, Measured]:
+    """The times of all that can be timed; a call that raises is the reason of its peer."""
+    while subjects := {entry.peer.name: entry.subject for entry in entries if entry.subject is not None}:
+        try:
+            found = interleave(
+                list(subjects.values()), options.budget, options.meter, basis=basis, evict=options.evict
+            )
+        except CallError as error:
+            entry = next(entry for entry in entries if entry.peer.name == error.name)
+            entry.subject, entry.reason = None, f"it failed while it was timed: {_one_line(error.__cause__)}"
+        else:
+            return {measured.name: measured for measured in found}
+    return {}
+
+
+def _one_line(error: BaseException | None) -> str:
     """Kind and first line of an error, for a reason."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-def _prepare(entry: _Entry, job: Job, options: Options, expected: list[Tensor]) -> None:
-    """Bring a peer to its first result and compare that; whatever goes wrong is its reason."""
+def _prepare(entry: _Entry, job: Job, options: Options, expected: dict[str, list[Tensor]]) -> None:
+    """Bring a peer to its first result and compare that; whatever goes wrong is its reason.
+
+    ``expected`` holds the result of the first peer that has one, attnspan where it can do the job.
+    """
     try:
         entry.reason = entry.peer.refuses(job)
         if entry.reason is not None:
@@ -277,14 +296,16 @@ def _prepare(entry: _Entry, job: Job, options: Options, expected: list[Tensor]) 
     except Exception as error:  # A peer's failure is a finding; it must not end the measurement.
         entry.reason = f"it failed: {_one_line(error)}"
         return
-    # attnspan is first; where it cannot do the job, the first peer that can takes its place.
-    expected.extend([] if expected else found)
-    entry.error, bound = difference(expected, found), BOUNDS[job.workload.dtype]
+    first = next(iter(expected), entry.peer.name)
+    entry.error, bound = difference(expected.get(first, found), found), BOUNDS[job.workload.dtype]
     if entry.error <= bound:
+        expected[first] = expected.get(first, found)
         entry.subject = subject
+    elif first == entry.peer.name:
+        entry.reason = "its result has values that are not finite"
     else:
         limits = f"{entry.error:.2g} of the norm, over {bound:.2g}"
-        entry.reason = f"its result differs from attnspan's by {limits}"
+        entry.reason = f"its result differs from that of {first} by {limits}"
 
 
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:

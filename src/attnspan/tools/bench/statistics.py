@@ -147,14 +147,14 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def sign_test(samples: Sequence[float]) -> float:
-    """Two-sided p-value of the hypothesis that the median is 1; samples of exactly 1 are left out.
+    """Two-sided p-value of the hypothesis that the median is 1; samples of exactly 1 speak for it.
 
     Example:
-        >>> sign_test([1.1] * 9), sign_test([0.9, 1.1])
-        (0.00390625, 1.0)
+        >>> sign_test([1.1] * 9), sign_test([0.9, 1.1]), sign_test([1.0] * 13 + [1.1] * 12)
+        (0.00390625, 1.0, 1.0)
     """
-    above, below = sum(x > 1 for x in samples), sum(x < 1 for x in samples)
-    return min(1.0, 2 * _tail(min(above, below), above + below))
+    most = max(sum(x > 1 for x in samples), sum(x < 1 for x in samples))
+    return min(1.0, 2 * _tail(len(samples) - most, len(samples)))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:

@@ -19,7 +19,7 @@ from attnspan.console import (
 from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, verdicts
 from attnspan.tools.bench.results import Results, TrainingCell
 from attnspan.tools.bench.standings import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
-from attnspan.tools.bench.statistics import Interval
+from attnspan.tools.bench.statistics import Interval, discoveries
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +35,12 @@ _SHORT = {
     "forward": "fwd",
     "forward+backward": "fwd+bwd",
 }
+
+
+def _short(name: str) -> str:
+    return _SHORT.get(name, name)
+
+
 _Verdicts = dict[tuple[str, str], str]
 
 _SLOW_WAIT = 1.5  # Per-call over pipelined time from which waiting is a third or more of a call.
@@ -159,7 +165,7 @@ def _row(cell: Cell, run: Run, roof: Ceilings | None, shown: Sequence[Figure], s
 
 def _name(cell: Cell) -> str:
     work = cell.workload
-    return f"{work.name} {_SHORT.get(work.dtype, work.dtype)}{' cold' if cell.cold else ''}"
+    return f"{work.name} {_short(work.dtype)}{' cold' if cell.cold else ''}"
 
 
 def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
@@ -191,7 +197,7 @@ def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdic
         columns += [Column(peer), Column(f"interval, {peer}", drop=2 + index)]
     rows = []
     for cell in cells:
-        row = [cell.workload.name.removeprefix("grid-"), _SHORT[cell.workload.dtype]]
+        row = [cell.workload.name.removeprefix("grid-"), _short(cell.workload.dtype)]
         row += [seconds_text(cell.seconds(cell.ours)), rate_text(cell.flops_per_second(cell.ours))]
         for run in map(cell.run, peers):
             row += _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer))) if run else ("", "")
@@ -248,15 +254,16 @@ def _remarks(results: Results, said: _Verdicts) -> Iterator[str]:
 
 def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:
     columns = [Column("attention", words=True), Column("tokens/s"), Column("ratio"), Column("interval")]
+    ratios = [cell.ratio.p if cell.ratio else 1.0 for cell in training]
     rows = [
         [
             cell.attention,
             NONE if cell.tokens_per_second is None else f"{cell.tokens_per_second.median:,.0f}",
-            *_ratio(cell.ratio, cell.noisy),
+            *_ratio(cell.ratio, cell.noisy, None if is_real else "open"),
             bytes_text(cell.peak_memory),
             cell.reason or cell.note,
         ]
-        for cell in training
+        for cell, is_real in zip(training, discoveries(ratios), strict=True)
     ]
     columns += [Column("memory", drop=1), Column("remark", words=True)]
     print_table(console, "training steps", columns, rows)
@@ -281,7 +288,7 @@ def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -
     rows = []
     for target in found:
         label, lowest = target.lowest
-        row = [_SHORT[target.view.dtype], _SHORT[target.view.mode], target.mask]
+        row = [_short(target.view.dtype), _short(target.view.mode), target.mask]
         row += [NONE if target.mean is None else ratio_digits(target.mean)]
         row += [percent(target.share(dim)) for dim in MEAN_HEAD_DIMS]
         row += [label.removeprefix("grid-"), ratio_digits(lowest.median)]
@@ -301,6 +308,8 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     """
     for line in comparison.machine:
         console.print(f"another machine or setting: {line}", style="yellow")
+    if comparison.machine:
+        console.print("so times are not compared, only ratios against a common peer", style="yellow")
     changed = [change for change in comparison.changes if change.verdict != "same"]
     if changed:
         columns = [Column("cell", words=True), Column("time"), Column("interval", drop=2)]
@@ -317,7 +326,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         ]
         styles = ["red" if change.is_regression else None for change in changed]
         print_table(console, "new over old", columns, rows, styles=styles)
-    for name, labels in (("only in the new file", comparison.appeared), ("gone", comparison.disappeared)):
+    for name, labels in (("new", comparison.appeared), ("old", comparison.disappeared)):
         for label in labels:
-            console.print(f"{name}: {label}")
+            console.print(f"only in the {name} file: {label}")
     console.print(f"{len(comparison.changes)} cells compared: {len(comparison.regressions)} regressions")

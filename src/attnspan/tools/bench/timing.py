@@ -6,6 +6,7 @@ each: every call waited for (`execute`), and all of them waited for once (`pipel
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from attnspan.tools.bench.statistics import Interval, paired
 __all__ = [
     "LEAST_ROUNDS",
     "Budget",
+    "CallError",
     "Measured",
     "MeasurementError",
     "Meter",
@@ -37,6 +39,14 @@ LEAST_ROUNDS = 9
 
 class MeasurementError(OptionError):
     """A time that would not mean what it says."""
+
+
+class CallError(Exception):
+    """A subject's call that raised while it was timed; the cause is what it raised."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the call of {name} failed")
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,9 @@ class Budget:
     calls: int = 1
 
     def __post_init__(self) -> None:
-        positive = min(self.seconds, self.width, self.sample_seconds, self.calls) > 0
-        expect(positive, "budget", "positive limits", repr(self), "Pass larger ones")
+        limits = (self.seconds, self.width, self.sample_seconds, self.calls)
+        wanted = "positive limits, none of them infinite"
+        expect(all(0 < x < math.inf for x in limits), "budget", wanted, repr(self), "Pass other ones")
         expect(self.rounds >= LEAST_ROUNDS, "rounds", "{} or more", self.rounds, "Take more", LEAST_ROUNDS)
 
 
@@ -170,6 +181,7 @@ def interleave(
 
     Raises:
         MeasurementError: A timed region ended before its work was done.
+        CallError: A call raised.
 
     Example:
         >>> calls = [Subject(str(n), lambda n=n: sum(range(n)), Device()) for n in (1000, 4000)]
@@ -241,6 +253,14 @@ class _Track:
 
     def sample(self) -> None:
         """Take one sample of each kind."""
+        try:
+            self._sample()
+        except MeasurementError:
+            raise
+        except Exception as error:
+            raise CallError(self.subject.name) from error
+
+    def _sample(self) -> None:
         meter = self.meter
         with self.subject.around():
             if self.evict:

@@ -240,6 +240,8 @@ def select(
         >>> [work.label for work in select(builtin(), ["dense-*"], dtypes=["float32"])]
         ['dense-d64 float32', 'dense-d128 float32']
     """
+    # Of two with one label the first counts: workloads of one's own come before the named ones.
+    workloads = list({work.label: work for work in reversed(workloads)}.values())[::-1]
     families = ", ".join(sorted({work.family for work in workloads}))
     for name in names:
         matched, known = (
@@ -274,7 +276,10 @@ def load_workloads(path: Path) -> tuple[Workload, ...]:
     data = read_json(path, what)
     expect(isinstance(data, list), str(path), what, type(data).__name__, "Wrap it in a list")
     found = tuple(from_plain(Workload, item, f"{path}[{index}]") for index, item in enumerate(data))
+    labels = [work.label for work in found]
     for work in found:
+        twice, remedy = "a name that no other workload of its dtype has", "Rename one of them"
+        expect(labels.count(work.label) == 1, f"{path}: {work.name}", twice, work.label, remedy)
         _check(work, path)
     return found
 
@@ -288,7 +293,7 @@ def _check(work: Workload, path: Path) -> None:
             got=f"{work.sizes} {work.dtype}",
             remedy="Mend the workload",
         )
-    mask_of(work)
+    visible_pairs(work)  # Raises where the mask and the lengths do not fit.
 
 
 def save_workloads(path: Path, workloads: Iterable[Workload]) -> None:
