@@ -274,11 +274,11 @@ def test_a_reason_is_said_once_where_it_holds_everywhere_and_where_it_holds_othe
 
 
 def test_training_is_shown():
-    sure, open_ = Interval(1.5, 1.4, 1.6, 9, p=0.004), Interval(1.1, 0.9, 1.2, 9, p=0.5)
+    sure, open_ = Interval(1.5, 1.4, 1.6, 9, p=0.004), Interval(1.23, 0.9, 1.4, 9, p=0.5)
     sdpa = TrainingCell("sdpa", tokens_per_second=Samples((12345.0,)), ratio=sure)
     documents = replace(sdpa, attention="sdpa-documents", ratio=open_)
     text = _printed(show_results, replace(RESULTS, training=(sdpa, documents), complete=False), width=80)
-    assert "?1.10" in text
+    assert "?1.23" in text
     assert " 1.50" in text
     assert "12,345" in text
     assert "stopped before the last cell" in text

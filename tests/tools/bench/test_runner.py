@@ -12,13 +12,12 @@ from attnspan.tools.bench import runner
 from attnspan.tools.bench.cells import Workload
 from attnspan.tools.bench.peers import Ready, peers_by_name, peers_named
 from attnspan.tools.bench.results import Results
-from attnspan.tools.bench.runner import Options, Plan, measure_cell, peers_for, run_plan
+from attnspan.tools.bench.runner import Plan, measure_cell, peers_for, run_plan
 from attnspan.tools.bench.timing import Budget, MeasurementError
 from attnspan.tools.bench.workloads import grid
 
 WORK = Workload("tiny", "own", 1, 2, 2, 16, 16, 8, 8, "float32", "causal")
 QUICK = Budget(seconds=0.02, sample_seconds=1e-5)
-OPTIONS = Options(budget=QUICK)
 OURS = peers_by_name()["attnspan"]
 
 
@@ -36,8 +35,8 @@ class Changed:
         return replace(ready, call=lambda: self._change(ready.call()))
 
 
-def _cell(*peers, options=OPTIONS, mode="forward"):
-    return measure_cell(WORK, mode, [OURS, *peers], options)
+def _cell(*peers, mode="forward", **how):
+    return measure_cell(WORK, mode, [OURS, *peers], QUICK, **how)
 
 
 def test_a_cell_has_every_figure_of_a_peer_that_ran():
@@ -85,7 +84,7 @@ def _nan(out):
 )
 def test_peers_run_and_show_no_ratio_where_attnspan_cannot(ours, reason):
     peers = [ours, Changed(name="one"), Changed(name="other"), Changed(lambda out: -out, "wrong")]
-    cell = measure_cell(WORK, "forward", peers, OPTIONS)
+    cell = measure_cell(WORK, "forward", peers, QUICK)
     assert cell.ours.reason == reason
     assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None), (True, None), (False, None)]
     assert cell.peers[2].reason.startswith("its result differs from that of one by 2 ")
@@ -101,7 +100,7 @@ def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
         return out
 
     peers = [Changed(fail if name == x else lambda out: out, x) for x in ("attnspan", "changed", "other")]
-    cell = measure_cell(WORK, "forward", peers, OPTIONS)
+    cell = measure_cell(WORK, "forward", peers, QUICK)
     assert cell.run(name).reason == "it failed while it was timed: RuntimeError: out of memory"
     assert [run.ran for run in cell.runs if run.peer != name] == [True, True]
     assert cell.run("other").ratio is None or name != "attnspan"
@@ -109,7 +108,7 @@ def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
 
 def test_inputs_that_do_not_fit_are_the_reason_of_all():
     work = replace(WORK, batch=1 << 40)
-    found = [run.reason for run in measure_cell(work, "forward", [OURS, Changed()], OPTIONS).runs]
+    found = [run.reason for run in measure_cell(work, "forward", [OURS, Changed()], QUICK).runs]
     assert len(found) == 2
     assert all(reason.startswith("there is no memory for its inputs: RuntimeError") for reason in found)
 
@@ -130,7 +129,7 @@ def test_memory_that_cannot_be_measured_leaves_the_times():
             raise OSError("no process")
         return 4096
 
-    ours, peer = _cell(Changed(), options=replace(OPTIONS, memory=memory)).runs
+    ours, peer = _cell(Changed(), memory=memory).runs
     assert (ours.peak_memory, peer.peak_memory, peer.ran) == (4096, None, True)
     assert peer.note.endswith("memory: OSError: no process")
 

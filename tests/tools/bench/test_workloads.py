@@ -103,9 +103,9 @@ def test_ones_own_workloads_are_read_and_checked(tmp_path):
         ('"bfloat16"', '"float64"', "a dtype of float32"),
         ('"q_len": 6', '"q_len": "six"', r"\[0\].q_len: expected int, got 'six'"),
         ("[", "", "expected a JSON list of workloads"),
-        ("causal & window(3)", "keys([True, False])", "expected"),
+        ("causal & window(3)", "keys([True, False])", "describe 10 keys, got 2"),
     ):
         bad = tmp_path / "bad.json"
         bad.write_text(path.read_text().replace(old, new, 1))
-        with pytest.raises(OptionError, match=message):
+        with pytest.raises(ValueError, match=message):
             load_workloads(bad)

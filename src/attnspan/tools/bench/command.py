@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from attnspan.console import Column, numbers, print_table, seconds_text, stdout, words
@@ -20,7 +19,8 @@ from attnspan.tools.bench.options import BenchOptions
 from attnspan.tools.bench.peers import PEERS, peers_named
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.runner import Plan, run_plan
-from attnspan.tools.bench.table import show_comparison, show_results, show_summary
+from attnspan.tools.bench.statistics import Samples, paired
+from attnspan.tools.bench.table import ratio_texts, show_comparison, show_results, show_summary
 from attnspan.tools.bench.timing import LEAST_ROUNDS, Budget
 from attnspan.tools.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
 
@@ -112,12 +112,10 @@ def plan_of(options: BenchOptions) -> Plan:
             "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
         )
     trains = _TRAINING in options.asked or (options.full and options.device == "cpu")
-    for name, value, least in (
-        ("--samples", options.samples, LEAST_ROUNDS),
-        ("--rounds", options.rounds, LEAST_ROUNDS),
-        ("--ranks", options.ranks, 1),
-    ):
-        expect(value >= least, name, "{} or more", value, "Pass more", least)
+    for what in ("samples", "rounds"):
+        number = getattr(options, what)
+        expect(number >= LEAST_ROUNDS, f"--{what}", "{} or more", number, "Pass more", LEAST_ROUNDS)
+    expect(options.ranks >= 1, "--ranks", "1 or more", options.ranks, "Pass more")
     expect(options.ranks == 1 or trains, "--ranks", "a run of training", "none", "Ask for training too")
     budget = Budget(options.seconds, options.samples, options.width)
     own = load_workloads(options.workloads) if options.workloads else ()
@@ -183,18 +181,16 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
 
 def _show_ranks(config: TrainConfig, rounds: int, console: Console) -> None:
     """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
-    from attnspan.tools.bench.training_comparison import measure_ranks
+    from attnspan.tools.bench.training import measure_ranks
 
     times = measure_ranks(config, rounds)
-    rows = [
-        (f"{config.cp} ranks", times.all_ranks),
-        ("1 rank", times.one_rank),
-        ("1 rank, SDPA", times.sdpa),
-    ]
-    columns = [Column("steps of", words=True), Column("median"), Column("over the ranks'")]
-    base = median(times.all_ranks)
-    cells = [[name, seconds_text(median(x)), f"{median(x) / base:.2f}"] for name, x in rows]
-    print_table(console, f"training on {config.cp} ranks, {rounds} steps each in turn", columns, cells)
+    rows = [[f"{config.cp} ranks", seconds_text(Samples(tuple(times.all_ranks)).median), "", ""]]
+    for name, theirs in (("1 rank", times.one_rank), ("1 rank, SDPA", times.sdpa)):
+        text = seconds_text(Samples(tuple(theirs)).median)
+        rows.append([name, text, *ratio_texts(paired(times.all_ranks, theirs))])
+    columns = [Column("steps of", words=True), *map(Column, ("median", "ratio", "interval"))]
+    title = f"training on {config.cp} ranks, {rounds} steps each in turn; ratio: to the steps of all ranks"
+    print_table(console, title, columns, rows)
     far = f"losses {times.parity.loss:.1e}, norms of gradients {times.parity.grad_norm:.1e}"
     steps = times.parity.steps
     console.print(f"largest relative differences of the first {steps} steps from one rank: {far}")

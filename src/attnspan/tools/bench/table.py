@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from attnspan.tools.bench.compare import Comparison
 
-__all__ = ["Figure", "figures", "show_comparison", "show_results", "show_summary"]
+__all__ = ["Figure", "figures", "ratio_texts", "show_comparison", "show_results", "show_summary"]
 
 _SHORT = {
     "float32": "fp32",
@@ -159,7 +159,7 @@ def _row(cell: Cell, run: Run, roof: Ceilings | None, shown: Sequence[Figure], s
     texts = {figure.name: figure.text(figure.value(cell, run, roof)) for figure in shown}
     if (run.waiting or 0) > _SLOW_WAIT:
         texts["in a row"] = f"!{texts['in a row']}"
-    ratio = _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
+    ratio = ratio_texts(run.ratio, run.noisy, said.get((cell.label, run.peer)))
     return [run.peer, *texts.values(), *ratio, run.note]
 
 
@@ -175,7 +175,7 @@ def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
     return ceilings is not None and best is not None and ceilings.attainable(dtype, cell.intensity) != best[1]
 
 
-def _ratio(ratio: Interval | None, noisy: bool, verdict: str | None = None) -> tuple[str, str]:
+def ratio_texts(ratio: Interval | None, noisy: bool = False, verdict: str | None = None) -> tuple[str, str]:
     """The ratio, with "?" where it may be 1, and its interval, with "~" where it is wide."""
     if ratio is None:
         return ("", "")
@@ -200,7 +200,7 @@ def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdic
         row = [cell.workload.name.removeprefix("grid-"), _short(cell.workload.dtype)]
         row += [seconds_text(cell.seconds(cell.ours)), rate_text(cell.flops_per_second(cell.ours))]
         for run in map(cell.run, peers):
-            row += _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer))) if run else ("", "")
+            row += ratio_texts(run.ratio, run.noisy, said.get((cell.label, run.peer))) if run else ("", "")
         rows.append(row)
     print_table(console, f"grid, {mode}", columns, rows)
 
@@ -259,7 +259,7 @@ def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:
         [
             cell.attention,
             NONE if cell.tokens_per_second is None else f"{cell.tokens_per_second.median:,.0f}",
-            *_ratio(cell.ratio, cell.noisy, None if is_real else "open"),
+            *ratio_texts(cell.ratio, cell.noisy, None if is_real else "open"),
             bytes_text(cell.peak_memory),
             cell.reason or cell.note,
         ]
@@ -317,9 +317,9 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         rows = [
             [
                 change.label,
-                *_ratio(change.time, False),
+                *ratio_texts(change.time),
                 change.peer or "",
-                _ratio(change.relative, False)[0],
+                ratio_texts(change.relative)[0],
                 f"{change.verdict} {change.note}".strip(),
             ]
             for change in changed

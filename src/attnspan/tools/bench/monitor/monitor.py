@@ -25,7 +25,7 @@ from attnspan.tools.bench.monitor.probes import (
     attention_totals,
     compile_seconds,
 )
-from attnspan.tools.bench.resident import resident_memory
+from attnspan.tools.bench.processes import resident_memory
 from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results
 
 __all__ = ["Monitor"]
