@@ -300,10 +300,9 @@ def test_the_summary_is_the_table_of_targets():
     assert len(found) == 6
     target = found["bfloat16", "causal"]
     assert target.mean == pytest.approx(64 ** (1 / 4))
-    assert len(target.mean_ratios) == 8
     assert target.lowest[1].median == 0.5
     assert target.count("behind") == 4 * 3
-    assert target.share(64) == pytest.approx(0.125)
+    assert target.shares[64] == pytest.approx(0.125)
     text = _printed(show_summary, _grid_results(), width=100)
     for part in ("2.83", "13 %", "12/28"):
         assert part in text

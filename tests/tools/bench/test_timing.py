@@ -157,8 +157,6 @@ def test_a_known_ratio_is_recovered_through_drift():
     found = paired(ours, theirs)
     assert found.low < 1.37 < found.high
     assert found.width < 0.05
-    assert found.is_faster
-    assert not found.is_slower
 
 
 @pytest.mark.parametrize("count", [3, 5, 9, 10, 25, 40])

@@ -290,7 +290,7 @@ def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -
         label, lowest = target.lowest
         row = [_short(target.view.dtype), _short(target.view.mode), target.mask]
         row += [NONE if target.mean is None else ratio_digits(target.mean)]
-        row += [percent(target.share(dim)) for dim in MEAN_HEAD_DIMS]
+        row += [percent(target.shares.get(dim)) for dim in MEAN_HEAD_DIMS]
         row += [label.removeprefix("grid-"), ratio_digits(lowest.median)]
         rows.append([*row, f"{target.count('behind')}/{len(target.ratios)}"])
     lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"

@@ -72,7 +72,7 @@ def _table(caption: str, found: Sequence[Standing]) -> Table:
             Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
             Entry(f"{len(standing.ratios)}", len(standing.ratios)),
             *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),
-            *(Entry(percent(standing.share(dim)), standing.share(dim)) for dim in dims),
+            *(Entry(percent(standing.shares.get(dim)), standing.shares.get(dim)) for dim in dims),
         )
         for standing in found
     )
