@@ -24,20 +24,21 @@ from attnspan.errors import OptionError
 from attnspan.tools.bench.monitor import Monitor, log, probes
 from attnspan.tools.bench.monitor import monitor as module
 from attnspan.tools.bench.monitor.log import Thinned
-from attnspan.tools.bench.monitor.probes import AttentionTotals, CpuProbe, CudaProbe
+from attnspan.tools.bench.monitor.probes import AttentionTotals, CudaProbe, HostProbe
 from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results
 from attnspan.torch import attention
 from attnspan.train.config import TrainConfig
 from attnspan.train.train import train
 
 
-class World:
+class World(HostProbe):
     """Everything that a monitor reads, moved by hand: clock, counters, compiler, CPU time.
 
     A mark is known once the device has `finished` what lies before it: at once, unless a test says otherwise.
     """
 
     def __init__(self) -> None:
+        super().__init__(lambda: (self.now, self.cpu))
         self.now = self.cpu = self.compiling = 0.0
         self.totals = AttentionTotals(5.0, 100.0)
         self.finished = float("inf")
@@ -68,8 +69,7 @@ class World:
             self.totals = AttentionTotals(self.totals.seconds + seconds, self.totals.flops + flops)
 
     def monitor(self, folder: Path, **options: Any) -> Monitor:
-        probe = CpuProbe(lambda: (self.now, self.cpu))
-        monitor = Monitor(folder, attention=lambda: self.totals, clock=self, probe=probe, **options)
+        monitor = Monitor(folder, attention=lambda: self.totals, probe=self, **options)
         self.monitors.append(monitor)
         return monitor
 
@@ -337,7 +337,7 @@ def test_impossible_options_are_refused(tmp_path: Path) -> None:
         ({"every": 0}, r"every: expected 1 or more, got 0"),
         ({"ceiling": 0.0}, r"ceiling: expected FLOP/s above 0"),
         ({"ceiling": float("nan")}, r"ceiling: .* got nan"),
-        ({"device": "meta"}, r"device: expected cpu or cuda, got meta\. Give a clock and a probe"),
+        ({"device": "meta"}, r"device: expected cpu or cuda, got meta\. Give a probe"),
     ):
         with pytest.raises(OptionError, match=message):
             Monitor(tmp_path, **options)
