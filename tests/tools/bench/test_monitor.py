@@ -193,22 +193,20 @@ def test_nothing_waits_for_an_asynchronous_device_before_the_end(world: World, t
     assert [record.seconds for record in monitor.results().monitor] == [10.0] * 4
 
 
-def test_without_counters_there_are_no_attention_figures(world: World, tmp_path: Path) -> None:
-    with world.monitor(tmp_path) as monitor:
-        monitor._attention = lambda: None
-        take_step(world, monitor)
-    record = monitor.results().monitor[0]
-    assert record.attention_flops is None
-    assert record.attention_flops_per_second is None
-    assert "attention/tflops" not in board(tmp_path).Tags()["scalars"]
-
-
 def journal(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
 
 
 def board(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder / "tensorboard" / "monitor")).Reload()
+
+
+def test_without_counters_there_are_no_attention_figures(world: World, tmp_path: Path) -> None:
+    world.totals = None
+    with world.monitor(tmp_path) as monitor, monitor.step():
+        world.work(1)
+    assert monitor.results().monitor[0].attention_flops_per_second is None
+    assert "attention/tflops" not in board(tmp_path).Tags()["scalars"]
 
 
 def test_a_step_that_raises_is_left_out_and_loses_no_other(world: World, tmp_path: Path) -> None:
@@ -225,28 +223,19 @@ def test_a_step_that_raises_is_left_out_and_loses_no_other(world: World, tmp_pat
     assert [event.step for event in board(tmp_path).Scalars("phases/forward")] == [2]
 
 
-def test_a_process_that_dies_leaves_every_step_in_the_journal(world: World, tmp_path: Path) -> None:
-    monitor = world.monitor(tmp_path)
-    for _ in range(3):
-        take_step(world, monitor)
-    # Not closed: another reader sees what the system has.
-    assert [line["step"] for line in journal(tmp_path)] == [1, 2, 3]
-    assert not (tmp_path / "monitor.json").exists(), "it is not due yet"
-    monitor.save()
-    assert len(Results.load(tmp_path / "monitor.json").monitor) == 3
-
-
-def test_the_results_file_is_replaced_when_it_is_due(
+def test_every_step_is_in_the_journal_at_once_and_the_results_file_when_it_is_due(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: world.now))
     monitor = world.monitor(tmp_path, save_seconds=15.0)
-    saved = []
-    for _ in range(5):  # of 10 s
+    saved, path = [], tmp_path / "monitor.json"
+    for number in range(1, 6):  # of 10 s
         take_step(world, monitor)
-        path = tmp_path / "monitor.json"
+        assert len(journal(tmp_path)) == number
         saved.append(len(Results.load(path).monitor) if path.exists() else 0)
     assert saved == [0, 2, 2, 4, 4]
+    monitor.save()
+    assert len(Results.load(path).monitor) == 5
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -254,6 +243,7 @@ def test_a_resumed_run_goes_on_in_the_same_files(world: World, tmp_path: Path) -
     with world.monitor(tmp_path, every=1) as monitor:
         for _ in range(4):
             take_step(world, monitor)
+    time.sleep(1.0)  # TensorBoard reads its files in the order of their names, which have the second.
     with (tmp_path / "monitor.jsonl").open("a") as file:
         file.write('{"step": 5, "sec')  # the process died amid a line
     with world.monitor(tmp_path, every=1) as monitor:
@@ -427,10 +417,6 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     assert "Steps 1 to 3" in Path("runs/mine/monitor.html").read_text()
 
 
-def observe(folder: Path, ceiling: float) -> Monitor:
-    return Monitor(folder, ceiling=ceiling)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """Four steps of a tiny job, with a checkpoint after the second."""
@@ -442,33 +428,26 @@ def config(tmp_path: Path) -> TrainConfig:
     return TrainConfig(**shape, **how, data=str(data), threads=1, checkpoint_every=2)
 
 
-def test_a_resumed_training_goes_on_in_the_record(config: TrainConfig, tmp_path: Path) -> None:
-    def watched(**resume: Any) -> list[dict[str, Any]]:
-        folder, quiet = tmp_path / "run", Console(file=io.StringIO())
-        train(config, folder, sample=0, observe=partial(observe, folder), console=quiet, **resume)
-        return journal(folder)
-
-    first, again = watched(), watched(resume=True, from_step=2)
-    assert [line["step"] for line in first] == [line["step"] for line in again] == [1, 2, 3, 4]
-    assert again[:2] == first[:2]
-    assert again[2]["seconds"] != first[2]["seconds"]
-
-
 def test_training_is_the_same_to_the_bit_whether_watched_or_not(config: TrainConfig, tmp_path: Path) -> None:
-    scores = []
-    for name, watched in (("watched", True), ("alone", False)):
-        folder = tmp_path / name
-        made, quiet = partial(observe, folder) if watched else None, Console(file=io.StringIO())
-        summary = train(config, folder, sample=0, observe=made, console=quiet)
+    def trained(name: str, observe: Any = None, **resume: Any) -> Any:
+        folder, quiet = tmp_path / name, Console(file=io.StringIO())
+        summary = train(config, folder, sample=0, observe=observe, console=quiet, **resume)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        scores.append((summary.bits_per_byte_end, [(line["loss"], line["grad_norm"]) for line in lines]))
-    assert scores[0] == scores[1]
+        return summary.bits_per_byte_end, [(line["loss"], line["grad_norm"]) for line in lines]
+
+    folder = tmp_path / "watched"
+    watched = partial(trained, "watched", lambda ceiling: Monitor(folder, ceiling=ceiling))
+    assert watched() == trained("alone")
     assert not (tmp_path / "alone" / "monitor.json").exists()
-    records = Results.load(tmp_path / "watched" / "monitor.json").monitor
+    records, first = Results.load(folder / "monitor.json").monitor, journal(folder)
     assert [(record.step, record.tokens) for record in records] == [(step, 96) for step in range(1, 5)]
     for record in records:
         assert record.phases.total == pytest.approx(1.0)
-        shares = astuple(record.phases)
-        assert min(shares) >= 0
+        assert min(astuple(record.phases)) >= 0
         # How large they are depends on what else the machine does.
         assert min(record.phases.forward, record.phases.backward, record.phases.optimizer) > 0
+    watched(resume=True, from_step=2)
+    again = journal(folder)
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[:2] == first[:2]
+    assert again[2]["seconds"] != first[2]["seconds"]

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from fake_devices import FakeProbe, SleepingDevice
+from fake_devices import FakeProbe, VirtualDevice, World
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench import runner
@@ -116,7 +116,7 @@ def test_inputs_that_do_not_fit_are_the_reason_of_all():
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
     class Early(Changed):
         def prepare(self, _job):
-            device = SleepingDevice(0.05, waits=False)
+            device = VirtualDevice(World(), 0.05, waits=False)
             return Ready(lambda: (device.submit(), torch.zeros(1))[1], device)
 
     with pytest.raises(MeasurementError, match="expected its work to be done"):

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from fake_devices import SleepingDevice, VirtualDevice, World
+from fake_devices import VirtualDevice, World
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench.cells import Timing
@@ -14,7 +14,6 @@ from attnspan.tools.bench.statistics import Interval, discoveries, order_level, 
 from attnspan.tools.bench.timing import (
     Budget,
     MeasurementError,
-    Meter,
     Subject,
     first_call,
     interleave,
@@ -102,37 +101,32 @@ def test_evicting_walks_more_than_the_last_cache(monkeypatch):
     assert seen == [(True, 1 << 17)]
 
 
-def test_waiting_for_every_call_is_seen():
-    device = SleepingDevice(work=0.001, round_trip=0.02)
-    subject = Subject("a", device.submit, device)
-    (found,) = interleave([subject], Budget(seconds=0.5, sample_seconds=0.1), basis="pipelined")
-    assert found.execute.median > 2.5 * found.pipelined.median
-    assert found.dispatch.median < 0.5 * found.pipelined.median
-
-
-def test_where_waiting_is_free_both_ways_of_timing_agree():
+@pytest.mark.parametrize(("round_trip", "execute"), [(0.0, 0.004), (0.01, 0.014)])
+def test_waiting_for_every_call_is_seen(round_trip, execute):
     world = World()
-    (found,) = _measure(world, [VirtualDevice(world, work=0.004).subject("a")], sample_seconds=0.02)
-    assert found.execute.median == pytest.approx(found.pipelined.median) == pytest.approx(0.004)
+    subject = VirtualDevice(world, 0.004, round_trip).subject("a")
+    (found,) = _measure(world, [subject], calls=10)
+    assert found.execute.median == pytest.approx(execute)
+    assert found.pipelined.median == pytest.approx(0.004 + round_trip / 10)
+    assert found.dispatch.median == 0.0
     assert found.utilisation is None, "the processor's use says nothing of another device"
 
 
 def test_never_waiting_is_refused():
-    device = SleepingDevice(work=0.05, waits=False)
+    world = World()
+    subject = VirtualDevice(world, 0.05, waits=False).subject("a")
     with pytest.raises(MeasurementError, match="expected its work to be done when the clock stops"):
-        interleave([Subject("a", device.submit, device)], Budget())
+        _measure(world, [subject])
     with pytest.raises(MeasurementError, match="got work that goes on"):
-        first_call(Subject("a", device.submit, device), Meter())
+        first_call(subject, world.meter())
 
 
 def test_the_ratio_of_asynchronous_sides_is_of_pipelined_times_where_asked():
     world = World()
     subjects = [VirtualDevice(world, work, round_trip=0.01).subject(str(work)) for work in (0.001, 0.004)]
-    budget = Budget(sample_seconds=0.1, seconds=1e9)
-    _, pipelined = interleave(subjects, budget, world.meter(), basis="pipelined")
-    _, execute = interleave(subjects, budget, world.meter(), basis="execute")
-    assert pipelined.ratio.median > 2.2
-    assert execute.ratio.median == pytest.approx(14 / 11)
+    for basis, ratio in (("pipelined", 5 / 2), ("execute", 14 / 11)):
+        found = interleave(subjects, Budget(1e9, sample_seconds=1e-9, calls=10), world.meter(), basis=basis)
+        assert found[1].ratio.median == pytest.approx(ratio)
 
 
 def test_results_of_an_asynchronous_library_are_not_timed_as_the_hosts():
