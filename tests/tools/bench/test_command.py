@@ -13,6 +13,7 @@ from rich.console import Console
 
 from attnspan.cli import main
 from attnspan.errors import OptionError
+from attnspan.files import write_json
 from attnspan.tools.bench import command
 from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, Workload
 from attnspan.tools.bench.compare import compare
@@ -21,7 +22,7 @@ from attnspan.tools.bench.results import Results, TrainingCell
 from attnspan.tools.bench.standings import targets
 from attnspan.tools.bench.statistics import Interval, Samples
 from attnspan.tools.bench.table import show_comparison, show_results, show_summary
-from attnspan.tools.bench.workloads import grid, save_workloads
+from attnspan.tools.bench.workloads import grid
 
 WORK = Workload("tiny", "own", 1, 2, 2, 16, 16, 8, 8, "float32", "causal")
 LONG = Workload(
@@ -78,7 +79,7 @@ def _printed(show, *args, width):
 
 def test_a_small_run_prints_and_writes(run, tmp_path):
     own, out, page = tmp_path / "own.json", tmp_path / "results.json.gz", tmp_path / "page.html"
-    save_workloads(own, [WORK])
+    write_json(own, [WORK])
     options = ("--peers", "sdpa-flash,flex", "--seconds", 0.02, "--json", out, "--html", page)
     code, printed, _ = run("bench", "--workloads", own, "--modes", "forward+backward", *options)
     assert code == 0

@@ -27,7 +27,6 @@ from attnspan.tools.bench.monitor.log import Thinned
 from attnspan.tools.bench.monitor.probes import AttentionTotals, CudaProbe, HostProbe
 from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results
 from attnspan.torch import attention
-from attnspan.train.config import TrainConfig
 from attnspan.train.train import train
 
 
@@ -417,18 +416,9 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     assert "Steps 1 to 3" in Path("runs/mine/monitor.html").read_text()
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> TrainConfig:
-    """Four steps of a tiny job, with a checkpoint after the second."""
-    torch.set_num_threads(1)
-    data = tmp_path / "data.txt"
-    data.write_text("\n\n".join("abcdefg" * n for n in range(1, 20)))
-    shape = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48, "seq_len": 48}
-    how = {"batch_size": 2, "steps": 4, "warmup": 2, "eval_bytes": 64, "dtype": "float32", "compile": False}
-    return TrainConfig(**shape, **how, data=str(data), threads=1, checkpoint_every=2)
+def test_training_is_the_same_to_the_bit_whether_watched_or_not(tiny: Any, tmp_path: Path) -> None:
+    config = tiny(steps=4, warmup=2, eval_bytes=64, checkpoint_every=2)
 
-
-def test_training_is_the_same_to_the_bit_whether_watched_or_not(config: TrainConfig, tmp_path: Path) -> None:
     def trained(name: str, observe: Any = None, **resume: Any) -> Any:
         folder, quiet = tmp_path / name, Console(file=io.StringIO())
         summary = train(config, folder, sample=0, observe=observe, console=quiet, **resume)

@@ -19,16 +19,7 @@ from attnspan.train.config import TrainConfig
 from attnspan.train.data import Rows as Batch
 from attnspan.train.step import StepResult
 
-SHAPE: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
-HOW: dict[str, Any] = {"seq_len": 48, "batch_size": 2, "dtype": "float32", "compile": False, "threads": 1}
-
 Tiny = Callable[..., TrainConfig]
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Tiny:
-    (tmp_path / "data.txt").write_text("\n\n".join("abcdefg" * n for n in range(1, 20)))
-    return lambda **changes: TrainConfig(**(SHAPE | HOW | {"data": str(tmp_path / "data.txt")} | changes))
 
 
 @pytest.fixture

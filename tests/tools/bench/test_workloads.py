@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attnspan.errors import OptionError
+from attnspan.files import write_json
 from attnspan.tools.bench.cells import Workload
 from attnspan.tools.bench.workloads import (
     DTYPES,
@@ -15,7 +16,6 @@ from attnspan.tools.bench.workloads import (
     load_workloads,
     mask_of,
     minimal_bytes,
-    save_workloads,
     select,
     total_flops,
     visible_pairs,
@@ -90,11 +90,11 @@ def test_a_selection_of_nothing_is_refused():
 
 def test_ones_own_workloads_are_read_and_checked(tmp_path):
     path = tmp_path / "own.json"
-    save_workloads(path, [TINY])
+    write_json(path, [TINY], indent=1)
     assert load_workloads(path) == (TINY,)
     assert select([replace(TINY, k_len=12), TINY, replace(TINY, dtype="float32")])[0].k_len == 12
     assert len(select([TINY, TINY])) == 1, "a label is that of one cell"
-    save_workloads(tmp_path / "twice.json", [TINY, TINY])
+    write_json(tmp_path / "twice.json", [TINY, TINY])
     with pytest.raises(OptionError, match="tiny: expected a name that no other workload of its dtype has"):
         load_workloads(tmp_path / "twice.json")
     for old, new, message in (

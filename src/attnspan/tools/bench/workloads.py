@@ -16,7 +16,7 @@ import numpy as np
 
 from attnspan._parse import parse_with
 from attnspan.errors import OptionError, expect
-from attnspan.files import from_plain, read_json, write_json
+from attnspan.files import from_plain, read_json
 from attnspan.masks import Mask, documents, names
 from attnspan.tools.bench.cells import Workload
 
@@ -29,7 +29,6 @@ __all__ = [
     "load_workloads",
     "mask_of",
     "minimal_bytes",
-    "save_workloads",
     "select",
     "total_flops",
     "visible_pairs",
@@ -294,8 +293,3 @@ def _check(work: Workload, path: Path) -> None:
             remedy="Mend the workload",
         )
     visible_pairs(work)  # Raises where the mask and the lengths do not fit.
-
-
-def save_workloads(path: Path, workloads: Iterable[Workload]) -> None:
-    """Write workloads as `load_workloads` reads them."""
-    write_json(path, list(workloads), indent=1)
