@@ -160,7 +160,9 @@ def print_table(
         style = styles[index] if styles else None
         table.add_row(*(row[i] for i in widths), style="bold" if bold(row) else style)
     console.print()
-    console.print(table)
+    # Where even these columns do not fit, a line that the terminal breaks is better than half a figure.
+    needed = sum(widths.values()) + 3 * (len(widths) - 1)
+    console.print(table, width=max(console.width, needed), crop=False)
     left_out = [column.name for index, column in enumerate(columns) if index not in widths]
     if left_out:
         console.print(f"not shown at {console.width} columns: {', '.join(left_out)}", style="dim")

@@ -221,6 +221,11 @@ def test_an_interrupt_still_writes_and_prints(run, tmp_path, monkeypatch):
     assert code == 130
     assert "stopped before the last cell" in printed
     assert (Results.load(out).complete, Results.load(out).training) == (False, ())
+    # Before the first cell, an older file is worth more than an empty one.
+    monkeypatch.setattr(command, "run_plan", lambda *_, **__: Results(complete=False))
+    before = out.read_bytes()
+    assert run("bench", "small-16", "--json", out)[0] == 130
+    assert out.read_bytes() == before
 
 
 def test_options_are_plain_text_until_they_are_used():
@@ -308,6 +313,9 @@ def test_the_summary_is_the_table_of_targets():
     for part in ("2.83", "13 %", "12/28"):
         assert part in text
     assert _printed(show_results, _grid_results(), width=80).count("causal-d64-s2048") == 3
+    stream = io.StringIO()
+    show_summary(_grid_results(), Console(file=stream, width=30))
+    assert "2.83" in stream.getvalue(), "a figure is never cut"
 
 
 def test_a_comparison_names_the_cell_and_the_verdict():

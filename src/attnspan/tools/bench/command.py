@@ -157,7 +157,7 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     show_results(results, console)
     if any(cell.workload.family == "grid" for cell in results.cells):
         show_summary(results, console)
-    if options.json is not None:
+    if options.json is not None and (results.cells or results.training):
         results.save(options.json)
         console.print(f"raw samples: {options.json}")
     _write_page(results, options, write_page, console)
