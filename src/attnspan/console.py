@@ -162,10 +162,12 @@ def print_table(
     console.print()
     # Where even these columns do not fit, a line that the terminal breaks is better than half a figure.
     needed = sum(widths.values()) + 3 * (len(widths) - 1)
-    console.print(table, width=max(console.width, needed), crop=False)
+    terminal, console.width = console.width, max(console.width, needed)
+    console.print(table)
+    console.width = terminal
     left_out = [column.name for index, column in enumerate(columns) if index not in widths]
     if left_out:
-        console.print(f"not shown at {console.width} columns: {', '.join(left_out)}", style="dim")
+        console.print(f"not shown at {terminal} columns: {', '.join(left_out)}", style="dim")
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> dict[int, int]:

@@ -39,7 +39,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """In words; "slower" and "gone" are regressions."""
+        """In words; "slower", "lost ground" and "gone" are regressions."""
         if self.time is None:
             return "gone" if self.note else "not measured"
         limit, relative = 1 + TOLERANCE, self.relative if self.real[1] else None
@@ -47,7 +47,7 @@ class Change:
         has_lost = relative is not None and relative.low > limit
         if not self.same_machine:
             has_won = relative is not None and relative.high < 1 / limit
-            known = "slower" if has_lost else "faster" if has_won else "same"
+            known = "lost ground" if has_lost else "faster" if has_won else "same"
             return known if self.relative is not None else "another machine"
         if self.real[0] and self.time.low > limit:
             clear = self.relative is None or (relative is not None and relative.low > 1)
@@ -55,12 +55,12 @@ class Change:
         if self.real[0] and self.time.high < 1 / limit and not has_lost:
             clear = self.relative is None or (relative is not None and relative.high < 1)
             return "faster" if clear else "faster, as the peer: the machine"
-        return "slower" if has_lost else "same"
+        return "lost ground" if has_lost else "same"
 
     @property
     def is_regression(self) -> bool:
         """Whether ours became slower, or cannot do it any more."""
-        return self.verdict in ("slower", "gone")
+        return self.verdict in ("slower", "lost ground", "gone")
 
 
 @dataclass(frozen=True)
