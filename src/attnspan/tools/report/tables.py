@@ -37,7 +37,8 @@ def cards(results: Results) -> list[tuple[str, str, list[str]]]:
     ratios = [(cell.ratio, cell.attention) for cell in results.training if cell.ratio is not None]
     if ratios:
         ratio, peer = min(ratios, key=lambda entry: entry[0].median)
-        found.append(("whole training steps", _times(ratio.median), [f"against {peer}, the closest"]))
+        notes = [f"against {peer}, the closest", ratio_text(ratio)]
+        found.append(("whole training steps", _times(ratio.median), notes))
     return found
 
 
