@@ -1,7 +1,6 @@
 """The file: written whole, read whole, refused by name; two of them compared."""
 
 import gzip
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,12 +98,6 @@ def test_the_committed_results_are_read(path):
         for cell in results.cells:
             for run in cell.runs:
                 assert (cell.share(run, results.roof) or 0.0) <= 1.0
-
-
-def test_numbers_that_json_writes_without_a_point_are_still_numbers(tmp_path):
-    path, ceilings = tmp_path / "results.json", {"flops": {}, "read_bandwidth": 5, "notes": {}}
-    path.write_text(json.dumps({"schema": SCHEMA, "ceilings": ceilings}))
-    assert Results.load(path).ceilings.read_bandwidth == 5.0
 
 
 def test_rates_and_shares_of_a_cell():

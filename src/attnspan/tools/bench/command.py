@@ -106,11 +106,11 @@ def plan_of(options: BenchOptions) -> Plan:
         for value in given:
             expect(value in known, name, f"some of {', '.join(known)}", repr(value), "Name one of these")
     peers_named(peers)
-    device_named(options.device)
     if _TRAINING in options.asked and options.device != "cpu":
         raise OptionError(
             "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
         )
+    device_named(options.device)
     trains = _TRAINING in options.asked or (options.full and options.device == "cpu")
     for what in ("samples", "rounds"):
         number = getattr(options, what)
@@ -142,9 +142,6 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
         options: Of the command.
         console: Where to print.
         write_page: Writes the HTML page, where the options ask for one.
-
-    Raises:
-        OptionError: An option names nothing that exists.
     """
     plan = plan_of(options)
     if options.json is not None:
@@ -191,9 +188,8 @@ def _show_ranks(config: TrainConfig, rounds: int, console: Console) -> None:
     columns = [Column("steps of", words=True), *map(Column, ("median", "ratio", "interval"))]
     title = f"training on {config.cp} ranks, {rounds} steps each in turn; ratio: to the steps of all ranks"
     print_table(console, title, columns, rows)
-    far = f"losses {times.parity.loss:.1e}, norms of gradients {times.parity.grad_norm:.1e}"
-    steps = times.parity.steps
-    console.print(f"largest relative differences of the first {steps} steps from one rank: {far}")
+    far = f"losses {times.losses:.1e}, norms of gradients {times.norms:.1e}"
+    console.print(f"largest relative differences of the first {rounds} steps from one rank: {far}")
 
 
 @contextmanager

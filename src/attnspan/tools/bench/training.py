@@ -30,7 +30,7 @@ from attnspan.train.documents import load_data, load_vocabulary
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks
 from attnspan.train.step import Stepper, StepResult
 
-__all__ = ["Parity", "RankTimes", "RowStepper", "measure_ranks", "measure_training", "steps_peak"]
+__all__ = ["RankTimes", "RowStepper", "measure_ranks", "measure_training", "steps_peak"]
 
 KINDS = CHOICES["attention"]
 
@@ -173,34 +173,27 @@ def steps_peak(config: TrainConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Parity:
-    """How far the first steps of several ranks are from the same steps on one: largest relative differences.
+class RankTimes:
+    """Seconds of the same steps, taken in turn: by all ranks, and by one with the threads of all.
 
-    Example:
-        >>> Parity.of([(2.0, 1.0), (1.0, 1.0)], [(2.0, 1.0), (2.0, 1.0)])
-        Parity(steps=2, loss=0.5, grad_norm=0.0)
+    ``losses`` and ``norms`` are the largest relative differences of the first steps from those of one rank.
     """
 
-    steps: int
-    loss: float
-    grad_norm: float
-
-    @classmethod
-    def of(cls, found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> Parity:
-        """Compare (loss, norm of the gradient) of steps."""
-        pairs = list(zip(found, expected, strict=True))
-        losses, norms = ([abs(a[i] - b[i]) / abs(b[i]) for a, b in pairs] for i in range(2))
-        return cls(len(found), max(losses), max(norms))
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """Seconds of the same steps, taken in turn: by all ranks, and by one with the threads of all."""
-
-    parity: Parity
+    losses: float
+    norms: float
     all_ranks: list[float]
     one_rank: list[float]
     sdpa: list[float]  # of one rank, under a dense mask
+
+
+def far(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference.
+
+    Example:
+        >>> far([2.0, 3.0], [2.0, 2.0])
+        0.5
+    """
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def measure_ranks(config: TrainConfig, rounds: int = 9) -> RankTimes:
@@ -255,8 +248,11 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
     dist.barrier(group=waiting)
     if not ranks.is_first:
         return None
-    scores = [[(result.loss, result.grad_norm) for result in results] for results in (found, repeated)]
-    return RankTimes(Parity.of(*scores), **times)
+    losses, norms = (
+        far([getattr(x, name) for x in found], [getattr(x, name) for x in repeated])
+        for name in ("loss", "grad_norm")
+    )
+    return RankTimes(losses, norms, **times)
 
 
 @contextmanager
