@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from monitored import World, take_step
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -24,58 +25,10 @@ from attnspan.errors import OptionError
 from attnspan.tools.bench.monitor import Monitor, log, probes
 from attnspan.tools.bench.monitor import monitor as module
 from attnspan.tools.bench.monitor.log import Thinned
-from attnspan.tools.bench.monitor.probes import AttentionTotals, CudaProbe, HostProbe
+from attnspan.tools.bench.monitor.probes import CudaProbe
 from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results
 from attnspan.torch import attention
 from attnspan.train.train import train
-
-
-class World(HostProbe):
-    """Everything that a monitor reads, moved by hand: clock, counters, compiler, CPU time.
-
-    A mark is known once the device has `finished` what lies before it: at once, unless a test says otherwise.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(lambda: (self.now, self.cpu))
-        self.now = self.cpu = self.compiling = 0.0
-        self.totals = AttentionTotals(5.0, 100.0)
-        self.finished = float("inf")
-        self.waits: list[float] = []
-        self.monitors: list[Monitor] = []
-
-    def mark(self) -> float:
-        return self.now
-
-    def known(self, mark: float) -> bool:
-        return mark <= self.finished
-
-    def wait(self, mark: float) -> None:
-        self.waits.append(mark)
-        self.finished = max(self.finished, mark)
-
-    def seconds(self, start: float, stop: float) -> float:
-        assert max(start, stop) <= self.finished, (
-            "asked for the time of a mark that the device has not reached"
-        )
-        return stop - start
-
-    def work(self, seconds: float, flops: float = 0.0) -> None:
-        """Let time pass, some of it in attention where there are FLOPs."""
-        self.now += seconds
-        self.cpu += seconds
-        if flops:
-            self.totals = AttentionTotals(self.totals.seconds + seconds, self.totals.flops + flops)
-
-    def monitor(self, folder: Path, **options: Any) -> Monitor:
-        monitor = Monitor(folder, attention=lambda: self.totals, probe=self, **options)
-        self.monitors.append(monitor)
-        return monitor
-
-    def batches(self, waits: list[float]) -> Iterator[int]:
-        for index, wait in enumerate(waits):
-            self.now += wait  # waiting uses no core
-            yield index
 
 
 @pytest.fixture
@@ -87,20 +40,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     yield made
     for monitor in made.monitors:
         monitor.close()
-
-
-def take_step(world: World, monitor: Monitor, **options: Any) -> None:
-    """A step of 10 s: 1 host, 3 forward, 4 backward, 2 optimizer; attention 1 s forward, 2 s backward."""
-    with monitor.step(tokens=50, **options):
-        world.work(1)
-        with monitor.phase("forward"):
-            world.work(2)
-            world.work(1, flops=4)
-        with monitor.phase("backward"):
-            world.work(2)
-            world.work(2, flops=10)
-        with monitor.phase("optimizer"):
-            world.work(2)
 
 
 def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: World, tmp_path: Path) -> None:
@@ -332,13 +271,7 @@ def test_impossible_options_are_refused(tmp_path: Path) -> None:
             Monitor(tmp_path, **options)
 
 
-def test_the_compilers_time_is_seen_and_the_compiler_not_loaded_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = probes.compile_seconds()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert 0 < probes.compile_seconds() - before < 60
-    torch._dynamo.reset()
+def test_the_compiler_is_not_loaded_to_ask_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     assert probes.compile_seconds() == 0.0
     assert "torch._dynamo.utils" not in sys.modules

@@ -186,11 +186,11 @@ class RankTimes:
     sdpa: list[float]  # of one rank, under a dense mask
 
 
-def far(found: Sequence[float], expected: Sequence[float]) -> float:
+def _far(found: Sequence[float], expected: Sequence[float]) -> float:
     """Largest relative difference.
 
     Example:
-        >>> far([2.0, 3.0], [2.0, 2.0])
+        >>> _far([2.0, 3.0], [2.0, 2.0])
         0.5
     """
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -249,7 +249,7 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
     if not ranks.is_first:
         return None
     losses, norms = (
-        far([getattr(x, name) for x in found], [getattr(x, name) for x in repeated])
+        _far([getattr(x, name) for x in found], [getattr(x, name) for x in repeated])
         for name in ("loss", "grad_norm")
     )
     return RankTimes(losses, norms, **times)
