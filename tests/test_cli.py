@@ -235,6 +235,8 @@ def test_text_that_names_no_mask_is_explained_and_not_run(text: str, message: st
     ("args", "message"),
     [
         (["show", "causal & nonsense"], "got nonsense"),
+        (["show", "causal", "--at", "1", "0"], "--at: expected a row below --batch and a head below --heads"),
+        (["show", "causal", "--svg", "/proc/nowhere/a.svg"], "/proc/nowhere/a.svg: expected a writable file"),
         (["train", "--ac", "some"], "--ac to be one of none, selective, full, got 'some'"),
         (["train", "--data", "/nowhere"], "got /nowhere, which does not exist. Check the path."),
         (["train", "--from-step", "3"], "expected --from-step with --resume"),

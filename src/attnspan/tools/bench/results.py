@@ -46,7 +46,7 @@ class TrainingCell:
 
 @dataclass(frozen=True)
 class PhaseShares:
-    """Where the time of a training step went, as fractions of it; "host" is what lies outside all phases."""
+    """Where the time of a training step went, as fractions of 1; "host" is outside all phases."""
 
     data: float = 0.0
     host: float = 0.0
@@ -54,11 +54,6 @@ class PhaseShares:
     backward: float = 0.0
     optimizer: float = 0.0
     communication: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of the fractions; 1 when every moment was accounted for."""
-        return self.data + self.host + self.forward + self.backward + self.optimizer + self.communication
 
 
 @dataclass(frozen=True)
