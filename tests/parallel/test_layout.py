@@ -209,6 +209,16 @@ def test_documents_stay_together(seed: int, ranks: int) -> None:
     assert least <= most_foreign(layout, mask) <= 1.1 * least + 0.2 * q_len
 
 
+@pytest.mark.parametrize(("q_len", "ranks", "seed"), [(32_768, 32, 1), (65_536, 128, 7)])
+def test_no_rank_lends_to_all_others(q_len: int, ranks: int, seed: int) -> None:
+    """Of assignments that fetch about as much, others bring one rank three times that in all."""
+    mask = causal() & documents(offsets(seed, q_len))
+    plan = Layout.of(mask, q_len=q_len, ranks=ranks).plan(heads=(1, 1), strategy="exchange", head_dim=1)
+    cost = plan.cost()
+    rows = cost.received().max() / 8  # fetched twice in 2 bytes, or once as a gradient of 4 bytes: k and v
+    assert rows <= 2.5 * cost.fetched.max()
+
+
 @pytest.mark.parametrize("q_len", [16_384, 65_536])
 def test_a_window_keeps_neighbours_together(q_len: int) -> None:
     mask = causal() & window(256)
@@ -315,6 +325,68 @@ def test_a_batch_is_sharded_by_name() -> None:
     assert list(SMALL.shard({}, 0)) == ["q_index"]
 
 
+def test_only_integers_are_marked_by_name() -> None:
+    """A mask of labels, or their weights, would count padding if it were filled with -100."""
+    batch = {
+        "label_mask": torch.ones(1, 3, dtype=torch.bool),
+        "target_weights": np.ones((1, 3), np.float32),
+        "labels": torch.ones(1, 3, dtype=torch.int8),
+    }
+    found = SMALL.shard(batch, 1)
+    assert [x[0, 1].item() for x in found.values()] == [False, 0.0, -100, -1]
+
+
+@pytest.mark.parametrize(
+    ("x", "fill", "message"),
+    [
+        (
+            torch.ones(1, 3, dtype=torch.uint8),
+            None,
+            "fill of labels: expected a value of uint8, got -100.*int64",
+        ),
+        (np.ones((1, 3), np.uint8), None, "a value of uint8"),
+        (np.ones((1, 3), np.int8), 200, "a value of int8, got 200"),
+        (np.ones((1, 3), np.int64), 1.5, "a value of int64, got 1.5"),
+        (torch.ones(1, 3, dtype=torch.int32), np.nan, "a value of int32, got nan"),
+        (torch.ones(1, 3), "none", "a number, got 'none'"),
+        (torch.ones(1, 3), {"label": 0}, r"names of \['labels'\], got \['label'\]"),
+    ],
+)
+def test_a_fill_that_an_array_cannot_hold(x: Any, fill: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        SMALL.shard({"labels": x}, 1, fill=fill)
+
+
+def test_rows_by_hand() -> None:
+    rows = np.array([[[0, 2]], [[1, -2]]])
+    layout = Layout(3, rows)
+    assert layout.rows.dtype == np.int32
+    assert layout.rows.tolist() == [[[0, 2]], [[1, -1]]]
+    assert layout.fingerprint == Layout(3, layout.rows).fingerprint
+    for changed, message in [
+        ([[[0, 1]], [[1, 2]]], "each of 3 rows once"),
+        ([[[0, -1]], [[1, -1]]], "each of 3 rows once"),
+        ([[[0, 1]], [[3, -1]]], "each of 3 rows once"),
+        ([[[0, 1], [0, 2]], [[2, -1], [0, -1]]], "each of 3 rows once"),
+        ([[[1, 0]], [[2, -1]]], "ascending rows, -1 behind"),
+        ([[[0, 1]], [[-1, 2]]], "ascending rows, -1 behind"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            Layout(3, np.array(changed))
+    for wrong in (rows[:, 0], rows.astype(float), rows.tolist()):
+        with pytest.raises(ShapeError, match="ranks, batch rows, rows of a rank"):
+            Layout(3, wrong)
+
+
+def test_a_layout_does_not_keep_all_plans() -> None:
+    layout = Layout.of(full(), q_len=8, k_len=6, ranks=2)
+    for _ in range(40):  # as many steps, each with keys of its own
+        keys = Layout.of(segments(np.zeros(6, int)), q_len=6, ranks=2)
+        plan = layout.plan(heads=(4, 2), keys=keys)
+    assert layout.plan(heads=(4, 2), keys=keys) is plan
+    assert len(layout._plans) <= 16
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_rows_know_their_layout_wherever_they_go(copied: Any) -> None:
     rows = copied(SMALL.shard({"x": torch.ones(1, 3), "y": np.ones((1, 3))}, 1))
@@ -350,7 +422,11 @@ def of(**given: Any) -> Layout:
         (lambda: of(ranks=0), OptionError, "ranks: expected 1 to"),
         (lambda: of(ranks=4, members=3), OptionError, "members: expected a divisor of 4 ranks, got 3"),
         (lambda: of(rows_per_chunk=0), OptionError, "rows_per_chunk: expected 1 to"),
-        (lambda: of(tolerance=0.9), OptionError, "tolerance: expected at least 1, got 0.9"),
+        (lambda: of(tolerance=0.9), OptionError, "tolerance: expected a number of at least 1, got 0.9"),
+        (lambda: of(tolerance="1"), OptionError, "tolerance: expected a number of at least 1, got '1'"),
+        (lambda: of(batch=0), OptionError, "batch: expected 1 to"),
+        (lambda: of(heads=(4, 2)), DtypeError, "heads: expected an int, got tuple"),
+        (lambda: of(method=["zigzag"]), OptionError, "'zigzag', got .'zigzag'.. Pass one"),
         (lambda: of(method="greedy"), OptionError, "'balanced', 'contiguous' or 'zigzag', got 'greedy'"),
         (
             lambda: of(mask=causal().prepare(5, 5)),
@@ -362,6 +438,8 @@ def of(**given: Any) -> Layout:
         (lambda: SMALL.shard(np.zeros((1, 4)), 0), ShapeError, r"3 rows along dimension 1, got \(1, 4\)"),
         (lambda: SMALL.shard(np.zeros(3), 0), ShapeError, r"3 rows along dimension 1, got \(3,\)"),
         (lambda: SMALL.shard(np.zeros((1, 3)), 2), OptionError, "rank: expected 0 to 1, got 2"),
+        (lambda: SMALL.shard(np.zeros((1, 3)), True), DtypeError, "rank: expected an int, got bool"),
+        (lambda: SMALL.valid("0"), DtypeError, "rank: expected an int, got str"),
         (lambda: SMALL.shard([1, 2, 3], 0), DtypeError, "an array or a tensor, got list"),
         (lambda: SMALL.shard({"name": "x"}, 0), DtypeError, "shard: name: expected an array"),
         (lambda: SMALL.shard({"q_index": np.zeros((1, 3))}, 0), OptionError, "no entry 'q_index'"),

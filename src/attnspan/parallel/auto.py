@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import expect
 from .cost import Cost, Sizes
 from .machine import Machine
-from .strategy import Strategy
+from .strategy import Strategy, members_of_node
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -30,6 +30,7 @@ class Choice:
         machine: Whose rates predicted times; None where bytes decided.
         memory: The bytes that buffers of one call may take; None for no limit.
         sizes: Of the call.
+        members: Ranks of a node that share heads; None where any ranks may.
     """
 
     best: Cost
@@ -37,6 +38,7 @@ class Choice:
     machine: Machine | None
     memory: int | None
     sizes: Sizes
+    members: int | None = None
 
     def __str__(self) -> str:
         lines = [f"{'strategy':<20}{'received MB':>12}{'memory MB':>11}{'max/mean':>10}{'ms':>9}  bound by"]
@@ -53,7 +55,11 @@ class Choice:
         rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
         if self.machine is not None:
             rule = "Shortest predicted time; within 5 % the fewest bytes."
-        lines.append(rule if self.memory is None else f"{rule} Buffers may take {self.memory / 1e6:.4g} MB.")
+        if self.memory is not None:
+            rule += f" Buffers may take {self.memory / 1e6:.4g} MB."
+        if self.members is not None:
+            rule += f" Only ranks of a node share heads: {self.members}."
+        lines.append(rule)
         return "\n".join(lines if self.machine is None else [*lines, f"Rates: {self.machine}."])
 
 
@@ -78,7 +84,8 @@ def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory
 
     Without rates it takes the strategy whose busiest rank receives the fewest bytes. With them it takes the
     shortest predicted time, and of those within 5 % the fewest bytes. Strategies whose buffers exceed
-    `memory` are left out. With `node_size` only the ranks of a node share heads.
+    `memory` are left out. With `node_size`, and more ranks than those, groups that share heads are as large
+    as a node allows: no group lies in two nodes, and each rank has a query head.
 
     Args:
         plan: The problem.
@@ -92,8 +99,10 @@ def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory
     machine = Machine.default() if machine is None else machine
     ranks, sizes = plan.layout.ranks, plan.sizes
     strategies = candidates(ranks, sizes.q_heads)
-    if node_size is not None and ranks % node_size == 0 and node_size <= sizes.q_heads:
-        strategies = [x for x in strategies if x.members == node_size]
+    members = None
+    if node_size is not None and node_size < ranks:
+        members = members_of_node(node_size, ranks, sizes.q_heads)
+        strategies = [x for x in strategies if x.members == members]
     node_size = machine.node_size if node_size is None and machine is not None else node_size
     costs = [plan.cost(strategy, node_size) for strategy in strategies]
     order = sorted(costs, key=lambda cost: _merit(cost, costs, machine, sizes))
@@ -102,7 +111,7 @@ def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory
     remedy = "Use more ranks, or allow more memory"
     expect(fitting, "memory", f"at least {least} bytes, which the smallest strategy takes", memory, remedy)
     rest = [cost for cost in order if cost is not fitting[0]]
-    return Choice(fitting[0], (fitting[0], *rest), machine, memory, sizes)
+    return Choice(fitting[0], (fitting[0], *rest), machine, memory, sizes, members)
 
 
 def _merit(cost: Cost, costs: Sequence[Cost], machine: Machine | None, sizes: Sizes) -> tuple[float, float]:

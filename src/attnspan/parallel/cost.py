@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import expect
 from .intervals import Ints
 from .needs import foreign, lent
 from .strategy import HeadSlice, Strategy, split_heads
@@ -97,10 +99,16 @@ class Cost:
 
     def received(self, direction: str = "both") -> Ints:
         """Bytes that each rank receives, int64 (P,), in "forward", "backward" or "both"."""
-        phases = [*self.forward.values()] if direction != "backward" else []
-        phases += self.backward.values() if direction != "forward" else ()
+        known = {
+            "forward": [self.forward],
+            "backward": [self.backward],
+            "both": [self.forward, self.backward],
+        }
+        expect(
+            direction in known, "direction", "'forward', 'backward' or 'both'", repr(direction), "Pass one"
+        )
         total = np.zeros(len(self.pairs), np.int64)
-        for phase in phases:
+        for phase in chain.from_iterable(phases.values() for phases in known[direction]):
             total += phase.received
         return total
 

@@ -12,7 +12,7 @@ __all__ = ["explain"]
 _MOST_RANKS = 16  # lines of a printed table
 
 
-def explain(plan: Plan, node_size: int | None = None) -> str:
+def explain(plan: Plan) -> str:
     """Pairs, fetched rows and bytes of each rank, the lower bounds, and what "auto" compared.
 
     Example:
@@ -23,7 +23,7 @@ def explain(plan: Plan, node_size: int | None = None) -> str:
         exchange on 2 ranks: 64 rows, 64 keys, 4/2 heads
         ...
     """
-    cost, layout, strategy = plan.cost(node_size=node_size), plan.layout, plan.strategy
+    cost, layout, strategy = plan.cost(), plan.layout, plan.strategy
     spare = layout.rows_per_rank * layout.ranks - layout.q_len
     heads = "/".join(map(str, plan.sizes.heads))
     lines = [

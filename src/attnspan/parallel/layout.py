@@ -10,14 +10,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._pytrees import static_key
-from ..arrays import Array, arrays_for, is_array
-from ..checks import count
+from ..arrays import Array, arrays_for, is_array, kind_of
+from ..checks import count, number
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import WITHOUT_DATA, Mask, Prepared, full
 from ..spans import Spans
@@ -34,7 +35,7 @@ __all__ = ["Layout", "Runs", "Source", "digest", "lower"]
 #: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
 _MOST_REMEMBERED = 16
 _remembered: dict[Any, Layout] = {}
-_PROBLEM = "Describe the whole problem, with global ids: the layout shards it"
+_PROBLEM = "Describe the whole problem, with global ids: the layout shards it; of cross attention pass k_len="
 
 
 class Source(NamedTuple):
@@ -87,6 +88,10 @@ class Layout:
     rows: NDArray[np.int32]
     _source: Source | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if self._source is None:
+            object.__setattr__(self, "rows", _checked_rows(self.q_len, self.rows))
+
     @classmethod
     def of(
         cls,
@@ -128,10 +133,15 @@ class Layout:
         """
         count("Layout.of: q_len", q_len, least=1)
         count("Layout.of: ranks", ranks, least=1)
+        count("Layout.of: batch", batch, least=1)
+        count("Layout.of: heads", heads, least=1)
         count("Layout.of: members", members, least=1)
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
-        expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
+        fits, remedy = isinstance(tolerance, Real) and tolerance >= 1, "Pass largest over mean work"
+        expect(fits, "Layout.of: tolerance", "a number of at least 1", repr(tolerance), remedy)
+        names = "'balanced', 'contiguous' or 'zigzag'"
+        expect(method in get_args(Method), "method", names, repr(method), "Pass one of them")
         mask, groups = full() if mask is None else mask, ranks // members
         k_len = q_len if k_len is None else k_len
         if rows_per_chunk is None:
@@ -149,9 +159,7 @@ class Layout:
         table = _table(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
         found = cls(q_len, table, Source(prepared, chunks, owner, members))
         if key is not None:
-            _remembered[key, given] = found
-            while len(_remembered) > _MOST_REMEMBERED:
-                _remembered.pop(next(iter(_remembered)))
+            _remember(_remembered, (key, given), found)
         return found
 
     @classmethod
@@ -220,7 +228,7 @@ class Layout:
 
     def valid(self, rank: int) -> NDArray[np.bool_]:
         """Which rows of a rank are real, bool (L, n)."""
-        return np.asarray(self.rows[self._rank(rank)] >= 0)
+        return np.asarray(self.rows[self.checked_rank(rank)] >= 0)
 
     def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = None) -> Any:
         """One rank's rows of whole inputs.
@@ -231,29 +239,34 @@ class Layout:
             rank: 0..P-1, the rank within the context-parallel mesh.
             dim: The dimension of the rows.
             fill: Value of padding rows, None for 0. For a mapping a number for all entries, or a mapping by
-                name; by default ids get -1, names that contain "label" or "target" -100, and all others 0.
+                name; by default integers get -1 if they are ids, -100 if their name contains "label" or
+                "target", and all else gets 0.
 
         Returns:
             A copy with n rows along `dim`; for a mapping `Rows`, which also holds "q_index".
 
         Raises:
             ShapeError: Another number of rows.
-            OptionError: There is no such rank, or the mapping has a "q_index".
+            OptionError: There is no such rank, the mapping has a "q_index", or an array cannot hold its fill.
             DtypeError: Something is no array.
         """
-        self._rank(rank)
+        self.checked_rank(rank)
         if not isinstance(x, Mapping):
-            return self._shard("x", x, rank, dim, 0 if fill is None else fill)
+            return self._shard("x", x, rank, dim, fill)
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
-        parts = {name: self._shard(name, part, rank, dim, fill_of(name, fill)) for name, part in x.items()}
+        unknown = set(fill) - set(x) if isinstance(fill, Mapping) else set()
+        expect(
+            not unknown, "Layout.shard: fill", f"names of {sorted(x)}", f"{sorted(unknown)}", "Mend the names"
+        )
+        parts = {name: self._shard(name, part, rank, dim, fill) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
         return marked(parts, self.fingerprint, rank)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
-        rows = self.rows[rank]
+        rows, value = self.rows[rank], fill_of(name, fill, x)
         found = take(x, np.maximum(rows, 0), dim)
         if (rows >= 0).all():
             return found
@@ -262,7 +275,7 @@ class Layout:
         if self.planes > 1:
             shape[0] = self.planes
         valid = arrays_for([x]).asarray((rows >= 0).reshape(shape), "bool")
-        return xp.where(valid, found, xp.full_like(found[:1], fill))  # type: ignore[no-any-return]
+        return xp.where(valid, found, xp.full_like(found[:1], value))  # type: ignore[no-any-return]
 
     def unshard(self, parts: Sequence[Array], dim: int = 1) -> Array:
         """The whole from the rows of all ranks, in the order of the ranks; padding is dropped.
@@ -330,16 +343,19 @@ class Layout:
             options["machine"] = Machine.default()  # The environment may name another one at the next call.
         # The layout's own mask, or one without data; what an array holds may change.
         same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
-        key = (same, heads, *options.items()) if same is not None and isinstance(heads, tuple) else None
-        if key in self._plans:
-            return self._plans[key]
+        key = None if same is None else (same, heads, *options.items())
+        try:
+            if key in self._plans:
+                return self._plans[key]
+        except TypeError:
+            key = None  # An option that cannot be hashed is none: make_plan says so.
         if mask is None:
             remedy = "Pass the layers' mask: a pickled layout has none"
             expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
             mask = self._source.mask  # type: ignore[union-attr]
         plan = make_plan(self, mask, heads=heads, **options)
         if key is not None:
-            self._plans[key] = plan
+            _remember(self._plans, key, plan)
         return plan
 
     @cached_property
@@ -351,9 +367,10 @@ class Layout:
         """What this layout was made of, if that is this lowered mask."""
         return self._source if self._source is not None and mask is self._source.mask else None
 
-    def _rank(self, rank: int) -> int:
-        known, remedy = 0 <= rank < self.ranks, "Pass the rank within the context-parallel mesh"
-        expect(known, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
+    def checked_rank(self, rank: int) -> int:
+        """The rank, if there is such a one."""
+        rank, remedy = number("Layout: rank", rank), "Pass the rank within the context-parallel mesh"
+        expect(0 <= rank < self.ranks, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
         return rank
 
     def _checked(self, what: str, x: Any, dim: int, rows: int) -> Any:
@@ -367,6 +384,32 @@ class Layout:
         remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
         expect(alone, what, f"{self.planes} batch rows as dimension 0", got, remedy, error=ShapeError)
         return arrays_for([x]).xp
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    known[key] = value
+    while len(known) > _MOST_REMEMBERED:
+        known.pop(next(iter(known)))
+
+
+def _checked_rows(q_len: int, rows: Any) -> NDArray[np.int32]:
+    """Rows that no search has found: a row without an owner, or with two, would be silently wrong."""
+    count("Layout: q_len", q_len)
+    fits = isinstance(rows, np.ndarray) and rows.ndim == 3 and rows.dtype.kind == "i"
+    what, wanted = "Layout: rows", "an integer array (ranks, batch rows, rows of a rank) of NumPy"
+    got = f"{kind_of(rows)} of shape {np.shape(rows)}"
+    expect(fits, what, wanted, got, "Stack the rows of all ranks, padded by -1", error=ShapeError)
+    ends = np.where(rows < 0, q_len, rows)
+    ascend = (np.diff(ends, axis=2) > 0) | (ends[:, :, 1:] == q_len)
+    expect(
+        ascend.all(), what, "ascending rows, -1 behind them", "another order", "Sort the rows of each rank"
+    )
+    found = np.sort(ends.transpose(1, 0, 2).reshape(rows.shape[1], -1), axis=1)
+    each = found.shape[1] >= q_len and (found[:, :q_len] == np.arange(q_len)).all()
+    whole = each and (found[:, q_len:] == q_len).all()
+    wanted, remedy = f"each of {q_len} rows once", "Give every row one owner, and pad with -1"
+    expect(whole, what, wanted, "rows that are missing, come twice or are beyond", remedy)
+    return np.maximum(rows, -1).astype(np.int32)
 
 
 def _table(owner: NDArray[np.int32], q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,10 +52,13 @@ class Machine:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            fits = isinstance(value, str) or 0 < value < math.inf
-            remedy = "Measure it with Machine.calibrate()"
-            expect(fits, f"Machine: {each.name}", "a positive, finite figure", value, remedy)
+            value, remedy = getattr(self, each.name), "Measure it with Machine.calibrate()"
+            if each.type == "str":
+                fits, wanted = isinstance(value, str), "a text"
+            else:
+                kind, wanted = Integral if each.type == "int" else Real, "a positive, finite figure"
+                fits = isinstance(value, kind) and 0 < value < math.inf
+            expect(fits, f"Machine: {each.name}", wanted, repr(value), remedy)
 
     @classmethod
     def default(cls) -> Machine | None:
@@ -64,7 +68,7 @@ class Machine:
             OptionError: The variable names a file that cannot be used.
         """
         path = os.environ.get(_VARIABLE)
-        return cls.load(Path(path)) if path else None
+        return cls.load(path) if path else None
 
     @classmethod
     def calibrate(cls, group: Any = None, **options: Any) -> Machine:
@@ -82,18 +86,18 @@ class Machine:
 
         return calibrate(group, **options)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the figures as JSON; a reader sees the old file or the new one."""
-        write_json(path, self, indent=1)
+        write_json(Path(path), self, indent=1)
 
     @classmethod
-    def load(cls, path: Path) -> Machine:
+    def load(cls, path: Path | str) -> Machine:
         """Read what `save` wrote.
 
         Raises:
             OptionError: The file is missing, or is something else.
         """
-        return from_plain(cls, read_json(path, "the figures of a machine"), str(path))
+        return from_plain(cls, read_json(Path(path), "the figures of a machine"), str(path))
 
     def predict(self, cost: Cost, sizes: Sizes) -> Prediction:
         """The time of one call, forward and backward.

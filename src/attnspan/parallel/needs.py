@@ -5,14 +5,16 @@ Keys are flat: plane * k_len + key. Shapes: r groups, m intervals.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .chunks import Chunks
 from .intervals import Ints, covered, union
-from .layout import Layout
+
+if TYPE_CHECKING:
+    from .layout import Layout
 
 __all__ = ["Holders", "Needs", "Pieces", "Traffic", "foreign", "lent", "needs_of", "pieces", "traffic"]
 

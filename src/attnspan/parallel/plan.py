@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError, ShapeError, expect
+from ..checks import count
+from ..errors import DtypeError, OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from .auto import Choice, choose
@@ -63,14 +65,23 @@ def make_plan(
         batch: Batch rows of a rank's q; None for those of the layout.
         head_dim, v_dim, itemsize: Elements of a row of q and k, and of v, and bytes of an element: for "auto"
             and `explain` alone.
-        node_size: Ranks of a node. Under "auto" these share heads, so that keys cross between nodes once.
+        node_size: Ranks of a node. Under "auto" as many of these as can share heads, and no others, so that
+            few keys cross between nodes twice.
         machine: Measured rates. With them "auto" predicts times; without, it takes the fewest bytes.
         memory: Bytes that the buffers of one call may take; "auto" leaves out strategies that need more.
 
     Raises:
         OptionError, ShapeError, DtypeError: An argument does not fit.
     """
-    _check_heads(heads)
+    _check_sizes(heads, batch, head_dim, v_dim, itemsize, node_size)
+    if memory is not None:
+        fits, remedy = isinstance(memory, Real) and memory >= 0, "Pass bytes, as 8 * 2**30"
+        expect(fits, "memory", "a number of bytes", repr(memory), remedy)
+    for what, x, kind in (("keys", keys, Layout), ("machine", machine, Machine)):
+        remedy = f"Pass a {kind.__name__}, or leave it out"
+        expect(
+            x is None or isinstance(x, kind), what, f"a {kind.__name__}", repr(x), remedy, error=DtypeError
+        )
     if keys is None and k_len is not None:
         keys = Layout.contiguous(k_len, layout.ranks)
     remedy = "Make both layouts for the same ranks"
@@ -86,16 +97,16 @@ def make_plan(
     what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
     for got in (layout.planes, plan.keys.planes):
         expect(got in (1, batch), what, f"1 or {batch}", got, remedy, error=ShapeError)
-    if strategy == "auto":
+    if isinstance(strategy, str) and strategy == "auto":
         choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
         return plan.with_strategy(choice.best.strategy, choice)
-    found = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy, layout.ranks)
-    wanted, remedy = f"one for {layout.ranks} ranks", "Its members times its groups are the ranks"
-    expect(found.ranks == layout.ranks, "strategy", wanted, f"{found.name} for {found.ranks}", remedy)
-    return plan.with_strategy(found)
+    return plan.with_strategy(Strategy.parse(strategy, layout.ranks))
 
 
-def _check_heads(heads: Any) -> None:
+def _check_sizes(heads: Any, *sizes: Any) -> None:
+    for name, size in zip(("batch", "head_dim", "v_dim", "itemsize", "node_size"), sizes, strict=True):
+        if size is not None:
+            count(name, size, least=1)
     whole = isinstance(heads, tuple) and len(heads) == 2 and all(type(x) is int and x > 0 for x in heads)
     remedy = "Pass the numbers of heads of a rank's q and k"
     wanted = "(query heads, key heads), the second a divisor of the first"
@@ -180,9 +191,12 @@ class Plan:
         each = np.diff(before[runs.edges])
         return np.bincount(runs.rank, weights=each, minlength=self.layout.ranks).astype(np.int64)
 
-    def cost(self, strategy: Strategy | None = None, node_size: int | None = None) -> Cost:
+    def cost(self, strategy: str | Strategy | None = None, node_size: int | None = None) -> Cost:
         """Pairs, bytes and memory of each rank, under this strategy or another."""
-        return cost_of(self, self.strategy if strategy is None else strategy, node_size)
+        if node_size is not None:
+            count("node_size", node_size, least=1)
+        found = self.strategy if strategy is None else Strategy.parse(strategy, self.layout.ranks)
+        return cost_of(self, found, node_size)
 
     @cached_property
     def facts(self) -> dict[str, int]:
@@ -196,11 +210,11 @@ class Plan:
             "strategy and heads": digest(np.frombuffer(words, np.uint8)),
         }
 
-    def explain(self, node_size: int | None = None) -> str:
+    def explain(self) -> str:
         """Pairs and bytes of each rank, the lower bounds, and what "auto" compared; ``print`` it."""
         from .explain import explain
 
-        return explain(self, node_size)
+        return explain(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # What was derived stays here.
@@ -277,7 +291,7 @@ class Plan:
 
     def tables(self, rank: int) -> Tables:
         """What the operator of one rank reads; tables of the members of a group differ in `rank` only."""
-        strategy = self.strategy
+        strategy, rank = self.strategy, self.layout.checked_rank(rank)
         group = rank // strategy.members
         rows = self._rows(self.layout, group)
         taken = take_rows(self.bounds, rows, self.planes)

@@ -6,16 +6,18 @@ Shapes: L batch rows that are partitioned one by one, n rows of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Array, arrays_for
+from ..arrays import Array, arrays_for, is_array, is_integer, kind_of
+from ..errors import expect
 
 __all__ = ["Rows", "fill_of", "marked", "take"]
 
-#: What padding rows are filled with, by name of the entry.
+#: What padding rows of integers are filled with, by name of the entry.
 _FILLS = {"ids": -1, "segment_ids": -1}
 
 
@@ -54,11 +56,21 @@ def marked(values: Mapping[str, Any], layout: int, rank: int) -> Rows:
     return rows
 
 
-def fill_of(name: str, fill: Any) -> Any:
-    default = _FILLS.get(name, -100 if "label" in name or "target" in name else 0)
-    if isinstance(fill, Mapping):
-        return fill.get(name, default)
-    return default if fill is None else fill
+def fill_of(name: Any, fill: Any, x: Array) -> Any:
+    """The value of padding rows of an entry. Marks by name are for integers: others have no invalid value."""
+    marks = is_array(x) and is_integer(x)
+    given = fill.get(name) if isinstance(fill, Mapping) else fill
+    if given is None:
+        ignored = "label" in str(name) or "target" in str(name)
+        given = 0 if not marks else _FILLS.get(name, -100 if ignored else 0)
+    if marks:
+        kind = kind_of(x).removeprefix("torch.")
+        fits = isinstance(given, (int, np.integer)) and np.iinfo(kind).min <= given <= np.iinfo(kind).max
+        remedy = "Convert it to int64, or pass another fill"
+        expect(fits, f"fill of {name}", f"a value of {kind}", str(given), remedy)
+    else:
+        expect(isinstance(given, Number), f"fill of {name}", "a number", repr(given), "Pass one")
+    return given
 
 
 def take(x: Array, index: NDArray[Any], dim: int) -> Array:

@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import OptionError
+from ..checks import count
+from ..errors import OptionError, expect
 
-__all__ = ["HeadSlice", "Strategy", "split_heads"]
+__all__ = ["HeadSlice", "Strategy", "members_of_node", "split_heads"]
 
 _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)?\)")
 
@@ -32,6 +33,12 @@ class Strategy:
     members: int
     groups: int
 
+    def __post_init__(self) -> None:
+        known, remedy = self.kind in ("exchange", "ring"), "Or name one: Strategy.parse"
+        expect(known, "Strategy: kind", "'exchange' or 'ring'", repr(self.kind), remedy)
+        count("Strategy: members", self.members, least=1)
+        count("Strategy: groups", self.groups, least=1)
+
     @property
     def ranks(self) -> int:
         """Number of ranks."""
@@ -47,20 +54,24 @@ class Strategy:
         return f"hybrid({self.members}, {self.groups}{', ring' if self.kind == 'ring' else ''})"
 
     @classmethod
-    def parse(cls, text: str, ranks: int) -> Strategy:
-        """Read a strategy's name.
+    def parse(cls, text: str | Strategy, ranks: int) -> Strategy:
+        """Read a strategy's name, or check a strategy.
 
         Args:
-            text: "exchange", "ring", "ulysses", "hybrid(u, r)" or "hybrid(u, r, ring)".
+            text: "exchange", "ring", "ulysses", "hybrid(u, r)", "hybrid(u, r, ring)", or a strategy.
             ranks: number of ranks.
 
         Raises:
-            OptionError: for another text, or a hybrid of another number of ranks.
+            OptionError: for something else, or a strategy for another number of ranks.
 
         Example:
             >>> Strategy.parse("hybrid(2, 2, ring)", ranks=4)
             Strategy(kind='ring', members=2, groups=2)
         """
+        if isinstance(text, Strategy):
+            wanted, got = f"one for {ranks} ranks", f"{text.name} for {text.ranks}"
+            expect(text.ranks == ranks, "strategy", wanted, got, "Its members times its groups are the ranks")
+            return text
         hybrid = _HYBRID.fullmatch(text) if isinstance(text, str) else None
         if hybrid:
             members, groups = int(hybrid[1]), int(hybrid[2])
@@ -102,6 +113,17 @@ class HeadSlice:
     def heads(self) -> int:
         """Number of query heads."""
         return self.q_stop - self.q_start
+
+
+def members_of_node(node_size: int, ranks: int, q_heads: int) -> int:
+    """The most ranks of a node that can share heads: no group lies in two nodes, each rank has a query head.
+
+    Example:
+        >>> members_of_node(8, 64, 32), members_of_node(8, 64, 6), members_of_node(8, 12, 32)
+        (8, 4, 4)
+    """
+    common = math.gcd(node_size, ranks)
+    return max(u for u in range(1, min(common, q_heads) + 1) if common % u == 0)
 
 
 def split_heads(q_heads: int, kv_heads: int, members: int) -> list[HeadSlice]:

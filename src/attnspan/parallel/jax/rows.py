@@ -58,7 +58,7 @@ def shard(x: Any, axis: int, batch_axis: int | None, fill: Any, placing: Placing
     """See `Sharded.shard`."""
     axes, rows, length, layout = placing
     if isinstance(x, Mapping):
-        found = {name: shard(y, axis, batch_axis, fill_of(name, fill), placing) for name, y in x.items()}
+        found = {name: shard(y, axis, batch_axis, fill_of(name, fill, y), placing) for name, y in x.items()}
         if rows is None:
             return found
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
