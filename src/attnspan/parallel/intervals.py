@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "covered", "expand", "union"]
+__all__ = ["Ints", "below", "covered", "expand", "union"]
 
 Ints = NDArray[np.int64]
 
@@ -65,20 +65,24 @@ def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: 
         >>> covered(*one, np.array([0, 0]), np.array([2, 0]), np.array([7, 10])).tolist()
         [2, 4]
     """
-    if not len(lo):
-        return np.zeros(len(a), np.int64)
     width = max(int(hi.max(initial=0)), int(b.max(initial=0))) + 1
-    owner = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    low = owner * width + lo
-    before = np.concatenate([[0], np.cumsum(hi - lo)])
+    low = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) * width + lo
+    sums, base = np.append(0, np.cumsum(hi - lo)), family.astype(np.int64) * width
+    return below(low, sums, base + b) - below(low, sums, base + a)
 
-    def below(x: Ints) -> Ints:
-        """Keys below x of the family and of all families before it."""
-        at = np.searchsorted(low, family.astype(np.int64) * width + x, side="right") - 1
-        into = np.clip(family.astype(np.int64) * width + x - low[at], 0, (hi - lo)[at])
-        return np.where(at < 0, 0, before[at] + into)
 
-    return below(b) - below(a)
+def below(lo: Ints, sums: Ints, x: Ints) -> Ints:
+    """How many integers below each x are in ascending ranges: range i starts at lo[i], behind sums[i] others.
+
+    Example:
+        >>> below(np.array([1, 6]), np.array([0, 2, 4]), np.array([0, 2, 6, 9])).tolist()
+        [0, 1, 2, 4]
+    """
+    if not len(lo):
+        return np.zeros_like(x)
+    at = np.searchsorted(lo, x, side="right") - 1
+    inside = np.minimum(x - lo[at], np.diff(sums)[at])
+    return np.where(at < 0, 0, sums[at] + inside)
 
 
 def expand(lo: Ints, hi: Ints) -> Ints:

@@ -55,6 +55,7 @@ class Holders(NamedTuple):
         """The holders of a layout's rows, over at least as many planes as it has.
 
         Example:
+            >>> from attnspan.parallel import Layout
             >>> Holders.of(Layout.contiguous(3, ranks=2), planes=2, members=1).lo.tolist()
             [0, 2, 3, 5]
         """
@@ -129,22 +130,20 @@ def lent(needs: Needs, holders: Holders) -> Ints:
         >>> lent(needs, Holders(np.array([0, 2]), np.array([2, 4]), np.array([0, 1]))).tolist()
         [2, 0]
     """
-    ends = np.concatenate([needs.lo, needs.hi])
-    order = np.argsort(ends, kind="stable")
-    ends, sign = ends[order], np.where(order < len(needs.lo), 1, -1)
-    readers = np.cumsum(sign)
-    area = np.concatenate([[0], np.cumsum(np.diff(ends) * readers[:-1])])
-
-    def before(x: Ints) -> Ints:
-        at = np.searchsorted(ends, x, side="right") - 1
-        inside = np.where(at < 0, 0, area[at] + (x - ends[at]) * readers[at])
-        return inside.astype(np.int64)
-
-    if not len(ends):
-        return np.zeros(needs.groups, np.int64)
-    read = before(holders.hi) - before(holders.lo)
+    read = _read(needs, holders.hi) - _read(needs, holders.lo)
     sums = np.bincount(holders.group, weights=read, minlength=needs.groups).astype(np.int64)
     return sums - (needs.rows - foreign(needs, holders))
+
+
+def _read(needs: Needs, x: Ints) -> Ints:
+    """How many keys below each x are read, counted for each reader."""
+
+    def since(starts: Ints) -> Ints:
+        starts = np.sort(starts)
+        passed = np.searchsorted(starts, x)
+        return passed * x - np.append(0, np.cumsum(starts))[passed]
+
+    return since(needs.lo) - since(needs.hi)
 
 
 def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: int | None = None) -> Pieces:

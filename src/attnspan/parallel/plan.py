@@ -168,28 +168,26 @@ class Plan:
         runs = tiled(self.layout.runs, self.layout, self.planes)
         return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank
 
-    def needs(self, strategy: Strategy) -> Needs:
-        """The keys that each group of a strategy needs."""
+    def _chunks(self, strategy: Strategy) -> tuple[Chunks, NDArray[Any]]:
+        """Rows in chunks, and the group of each."""
         source, u = self.layout.source_of(self.mask), strategy.members
         if source is not None and source.chunks.planes == self.planes and u % source.members == 0:
-            return needs_of(source.chunks, source.owner // (u // source.members), strategy.groups)
+            return source.chunks, source.owner // (u // source.members)
         chunks, rank = self._cut
-        return needs_of(chunks, rank // u, strategy.groups)
+        return chunks, rank // u
+
+    def needs(self, strategy: Strategy) -> Needs:
+        """The keys that each group of a strategy needs."""
+        return needs_of(*self._chunks(strategy), strategy.groups)
 
     def holders(self, strategy: Strategy) -> Holders:
         """Which group of a strategy holds which keys."""
         return Holders.of(self.keys, self.planes, strategy.members)
 
-    @cached_property
-    def pairs(self) -> Ints:
-        """Visible pairs of each rank, over batch rows and heads of the mask, int64 (P,)."""
-        runs = tiled(self.layout.runs, self.layout, self.planes)
-        bounds, q_len = self.bounds, self.layout.q_len
-        per_row = (bounds[..., 1].astype(np.int64) - bounds[..., 0]).sum(axis=(1, 3))
-        flat = np.broadcast_to(per_row, (self.planes, q_len)).reshape(-1)
-        before = np.append(0, np.cumsum(flat))
-        each = np.diff(before[runs.edges])
-        return np.bincount(runs.rank, weights=each, minlength=self.layout.ranks).astype(np.int64)
+    def pairs(self, strategy: Strategy) -> NDArray[np.float64]:
+        """Visible pairs of each group, over batch rows and heads of the mask."""
+        chunks, owner = self._chunks(strategy)
+        return np.bincount(owner, weights=chunks.pairs, minlength=strategy.groups)
 
     def cost(self, strategy: str | Strategy | None = None, node_size: int | None = None) -> Cost:
         """Pairs, bytes and memory of each rank, under this strategy or another."""
@@ -349,8 +347,9 @@ class Plan:
         check_places(self.planes, slots.shape[1])
         needs, holders = self._needs_and_holders
         kept = Kept.of(needs, group, self.planes, self.k_len)
-        base = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None] * self.k_len
-        stage = Stage(kept.keys, (kept.count(bounds + base) - kept.before(base)).astype(np.int32))
+        planes = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None]
+        ranks = kept.count(bounds + planes * self.k_len) - kept.before[planes]
+        stage = Stage(kept.keys, ranks.astype(np.int32))
         leaving = pieces(needs, holders, source=group)
         coming = pieces(needs, holders, group=group)
         order = np.argsort(coming.source, kind="stable")
