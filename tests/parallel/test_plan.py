@@ -17,8 +17,8 @@ import attnspan
 from attnspan import Spans, causal, full, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.parallel import Layout, Plan, Strategy
-from attnspan.parallel.layout import lower
 from attnspan.parallel.local import Tables, decode, encode
+from attnspan.parallel.lowered import lower
 from attnspan.parallel.needs import Needs
 from attnspan.parallel.places import Kept
 

@@ -6,7 +6,6 @@ problem, n rows of a rank, padding included.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,25 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._pytrees import static_key
-from ..arrays import Array, arrays_for, is_array, kind_of
+from ..arrays import Array, arrays_for, is_array
 from ..checks import count, number
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import WITHOUT_DATA, Mask, Prepared, full
 from ..spans import Spans
 from .chunks import Chunks
 from .intervals import Ints
-from .partition import Method, chunk_size, owners
-from .rows import fill_of, marked, take
+from .lowered import digest, lower
+from .partition import Method, chunk_size, owners, rows_of
+from .rows import checked_rows, fill_of, marked, take
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Runs", "Source", "digest", "lower"]
+__all__ = ["Layout", "Runs", "Source"]
 
 #: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
 _MOST_REMEMBERED = 16
 _remembered: dict[Any, Layout] = {}
-_PROBLEM = "Describe the whole problem, with global ids: the layout shards it; of cross attention pass k_len="
 
 
 class Source(NamedTuple):
@@ -89,8 +88,8 @@ class Layout:
     _source: Source | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self._source is None:
-            object.__setattr__(self, "rows", _checked_rows(self.q_len, self.rows))
+        if self._source is None:  # A search has not found them.
+            object.__setattr__(self, "rows", checked_rows(self.q_len, self.rows))
 
     @classmethod
     def of(
@@ -156,7 +155,7 @@ class Layout:
         edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
         chunks = Chunks.of(prepared.lowered, edges)
         owner = owners(chunks, groups, method, tolerance)
-        table = _table(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
+        table = rows_of(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
         found = cls(q_len, table, Source(prepared, chunks, owner, members))
         if key is not None:
             _remember(_remembered, (key, given), found)
@@ -390,100 +389,3 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
     while len(known) > _MOST_REMEMBERED:
         known.pop(next(iter(known)))
-
-
-def _checked_rows(q_len: int, rows: Any) -> NDArray[np.int32]:
-    """Rows that no search has found: a row without an owner, or with two, would be silently wrong."""
-    count("Layout: q_len", q_len)
-    fits = isinstance(rows, np.ndarray) and rows.ndim == 3 and rows.dtype.kind == "i"
-    what, wanted = "Layout: rows", "an integer array (ranks, batch rows, rows of a rank) of NumPy"
-    got = f"{kind_of(rows)} of shape {np.shape(rows)}"
-    expect(fits, what, wanted, got, "Stack the rows of all ranks, padded by -1", error=ShapeError)
-    ends = np.where(rows < 0, q_len, rows)
-    ascend = (np.diff(ends, axis=2) > 0) | (ends[:, :, 1:] == q_len)
-    expect(
-        ascend.all(), what, "ascending rows, -1 behind them", "another order", "Sort the rows of each rank"
-    )
-    found = np.sort(ends.transpose(1, 0, 2).reshape(rows.shape[1], -1), axis=1)
-    each = found.shape[1] >= q_len and (found[:, :q_len] == np.arange(q_len)).all()
-    whole = each and (found[:, q_len:] == q_len).all()
-    wanted, remedy = f"each of {q_len} rows once", "Give every row one owner, and pad with -1"
-    expect(whole, what, wanted, "rows that are missing, come twice or are beyond", remedy)
-    return np.maximum(rows, -1).astype(np.int32)
-
-
-def _table(owner: NDArray[np.int32], q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
-    """The rows of each rank from the group of each chunk, (L, n_chunks)."""
-    planes, count = owner.shape
-    slots = -(-count // groups)
-    # A group may have a short chunk; chunks ascend, so its padding still comes last.
-    order = np.argsort(owner, axis=1, kind="stable")
-    sorted_owner = np.take_along_axis(owner, order, 1)
-    counts = np.array([np.bincount(row, minlength=groups) for row in owner])
-    first = np.cumsum(counts, axis=1) - counts
-    place = np.arange(count) - np.take_along_axis(first, sorted_owner, 1)
-    numbers = order[:, :, None] * size + np.arange(size)
-    table = np.full((planes, groups, slots, size), -1, np.int32)
-    table[np.arange(planes)[:, None], sorted_owner, place] = np.where(numbers < q_len, numbers, -1)
-    each = -(-min(slots * size, q_len) // members)
-    rows = np.full((planes, groups, members * each), -1, np.int32)
-    width = min(members * each, slots * size)
-    rows[:, :, :width] = table.reshape(planes, groups, -1)[:, :, :width]
-    return rows.reshape(planes, groups * members, each).transpose(1, 0, 2).copy()
-
-
-def digest(*arrays: Any) -> int:
-    """60 bits of some arrays of NumPy, never 0."""
-    found = hashlib.blake2b(digest_size=8)
-    for x in arrays:
-        x = np.ascontiguousarray(x)
-        found.update(f"{x.dtype}{x.shape}".encode())
-        found.update(x.data)
-    return (int.from_bytes(found.digest(), "big") >> 4) or 1
-
-
-def lower(
-    mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, known: bool = False
-) -> Prepared:
-    """The mask of a whole problem, with bounds and indices in NumPy; `known` bounds are legal.
-
-    Raises:
-        DtypeError: It is no mask.
-        ShapeError: It was lowered for another problem.
-        OptionError: Its data break a promise.
-
-    Example:
-        >>> from attnspan import causal
-        >>> lower(causal(), 4, 4, batch=1, heads=1).lowered.bounds.shape
-        (1, 1, 4, 1, 2)
-    """
-    from .._mistakes import not_a_mask
-
-    if isinstance(mask, Spans):
-        mask = Prepared(mask)
-    if not isinstance(mask, Mask):
-        raise not_a_mask(mask)
-    found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
-    what = "keys of a mask with context parallelism"
-    expect(found.k_index is None, what, "0..k_len-1", "others", _PROBLEM)
-    spans = found.lowered
-    fits = spans.q_len == q_len and spans.k_len == k_len
-    what, wanted = "mask with context parallelism", f"{q_len} rows and {k_len} keys, the whole problem"
-    expect(fits, what, wanted, repr(spans), _PROBLEM, error=ShapeError)
-    # A mask that was lowered for other batch rows or heads would give some of them the first ones' mask.
-    for name, got, whole in zip(("batch rows", "heads"), spans.bounds.shape[:2], (batch, heads), strict=True):
-        remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
-        wanted = f"{whole} {name}, or 1 that all share"
-        expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
-    if not isinstance(spans.bounds, np.ndarray) or found is not mask:
-        found = Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
-    if isinstance(mask, Prepared) and not known:
-        # On the keys of a rank an illegal span may look like a legal one.
-        found.lowered.validate()
-    return found
-
-
-def _numpy(x: object) -> object:
-    if x is None or isinstance(x, np.ndarray):
-        return x
-    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)

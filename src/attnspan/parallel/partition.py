@@ -21,7 +21,7 @@ from .intervals import Ints
 from .needs import Holders, lent, needs_of
 from .search import Assignment
 
-__all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "zigzag"]
+__all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "rows_of", "zigzag"]
 
 Method = Literal["balanced", "contiguous", "zigzag"]
 Owner = NDArray[np.int32]
@@ -84,6 +84,26 @@ def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Own
         load, foreign = best.load, best.foreign
         found.append(_owner_of(best.table)[: len(plane)])
     return np.concatenate(found)
+
+
+def rows_of(owner: Owner, q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
+    """The rows of each rank, (P, L, n), from the group of each chunk of `size` rows, (L, n_chunks)."""
+    planes, count = owner.shape
+    slots = -(-count // groups)
+    # A group may have a short chunk; chunks ascend, so its padding still comes last.
+    order = np.argsort(owner, axis=1, kind="stable")
+    sorted_owner = np.take_along_axis(owner, order, 1)
+    counts = np.array([np.bincount(row, minlength=groups) for row in owner])
+    first = np.cumsum(counts, axis=1) - counts
+    place = np.arange(count) - np.take_along_axis(first, sorted_owner, 1)
+    numbers = order[:, :, None] * size + np.arange(size)
+    table = np.full((planes, groups, slots, size), -1, np.int32)
+    table[np.arange(planes)[:, None], sorted_owner, place] = np.where(numbers < q_len, numbers, -1)
+    each = -(-min(slots * size, q_len) // members)
+    rows = np.full((planes, groups, members * each), -1, np.int32)
+    width = min(members * each, slots * size)
+    rows[:, :, :width] = table.reshape(planes, groups, -1)[:, :, :width]
+    return rows.reshape(planes, groups * members, each).transpose(1, 0, 2).copy()
 
 
 def contiguous(count: int, groups: int) -> Owner:

@@ -23,8 +23,9 @@ from .auto import Choice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
 from .intervals import Ints, expand
-from .layout import Layout, digest, lower
+from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
+from .lowered import digest, lower
 from .machine import Machine
 from .needs import Holders, Needs, Pieces, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows, tiled
