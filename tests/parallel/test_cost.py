@@ -198,8 +198,10 @@ def test_with_rates_the_shortest_time_is_taken_and_of_equals_the_fewest_bytes() 
     ids = np.repeat(np.arange(4), [80, 70, 60, 46])
     fast = replace(PLAIN, bandwidth_within=1e15, bandwidth_across=1e15, latency=1e-15)
     slow = replace(PLAIN, forward_flops=1e18, backward_flops=1e18, bandwidth_across=1e3)
+    busy = replace(PLAIN, forward_flops=1.5e10, backward_flops=1.284e10, latency=3.92e-6)
+    busy = replace(busy, bandwidth_within=1.24e10, bandwidth_across=1.277e10)
     sizes = sorted(int(plan_of(causal() & segments(ids)).cost(x).memory.max()) for x in candidates(4, 8))
-    for machine, memory in product((PLAIN, fast, slow), (None, *sizes)):
+    for machine, memory in product((PLAIN, fast, slow, busy), (None, *sizes)):
         plan = plan_of(causal() & segments(ids), machine=machine, memory=memory)
         costs = [plan.cost(x, machine.node_size) for x in candidates(4, 8)]
         costs = [x for x in costs if memory is None or x.memory.max() <= memory]
