@@ -74,7 +74,7 @@ def test_runs_and_places_tell_where_rows_are(spans: Spans, ranks: int, method: A
     planes, heads, q_len = spans.bounds.shape[:3]
     given: dict[str, Any] = {"batch": planes, "heads": heads, "method": method, "rows_per_chunk": size}
     layout = Layout.of(spans, q_len=q_len, ranks=ranks, **given)
-    runs, places = layout.runs, layout.places
+    runs, places = layout.runs(planes), layout.places
     assert runs.edges[0] == 0
     assert runs.edges[-1] == planes * q_len
     assert (np.diff(runs.edges) > 0).all()

@@ -131,7 +131,7 @@ class _Pool:
 def share_documents(
     cost: NDArray[np.int64], edges: NDArray[Any], load: NDArray[np.int64], share: float
 ) -> NDArray[np.int64]:
-    """Assign the chunks, group by group.
+    """Assign the chunks, group by group: (groups, slots).
 
     Args:
         cost: int64 (groups * slots,), visible pairs of each chunk.
@@ -139,9 +139,6 @@ def share_documents(
         load: int64 (groups,), pairs that groups have already.
         share: part of a document's fair share that each group takes: below 1, more of its room is left for
             light chunks.
-
-    Returns:
-        int64 (groups, slots), the chunks of each group.
 
     Example:
         >>> share_documents(np.array([1, 2, 3, 4]), np.array([0, 4]), np.zeros(2, int), 1.0).tolist()

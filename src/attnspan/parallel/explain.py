@@ -31,18 +31,11 @@ def explain(plan: Plan) -> str:
         f"  rows     {layout.rows_per_rank:,} per rank; {spare:,} of all are padding",
         "".join(f"{name:>14}" for name in ("rank", "pairs", "of mean", "fetched", "fwd MB", "bwd MB")),
     ]
-    forward, backward = cost.received("forward"), cost.received("backward")
-    mean = max(cost.pairs.mean(), 1.0)
+    moved = [cost.received(direction) / 1e6 for direction in ("forward", "backward")]
+    of_mean = cost.pairs / max(cost.pairs.mean(), 1.0)
     for rank in range(min(layout.ranks, _MOST_RANKS)):
-        cells = (
-            f"{rank}",
-            f"{cost.pairs[rank]:,.0f}",
-            f"{cost.pairs[rank] / mean:.3f}",
-            f"{cost.fetched[rank]:,}",
-            f"{forward[rank] / 1e6:,.3f}",
-            f"{backward[rank] / 1e6:,.3f}",
-        )
-        lines.append("".join(f"{cell:>14}" for cell in cells))
+        cells = f"{rank:>14}{cost.pairs[rank]:>14,.0f}{of_mean[rank]:>14.3f}{cost.fetched[rank]:>14,}"
+        lines.append(cells + "".join(f"{received[rank]:>14,.3f}" for received in moved))
     if layout.ranks > _MOST_RANKS:
         lines.append(f"{'...':>14}")
     lines.append(f"  balance  busiest rank {cost.balance:.3f} of the mean; 1 is the lower bound")

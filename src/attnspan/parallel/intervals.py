@@ -18,11 +18,6 @@ Ints = NDArray[np.int64]
 def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: int) -> tuple[Ints, Ints, Ints]:
     """The union of the intervals of each family: ascending, disjoint, not touching.
 
-    Args:
-        family: integer (m,) in [0, families).
-        lo, hi: integer (m,), 0 <= lo; an interval with lo >= hi is empty.
-        families: number of families; some may have no interval.
-
     Returns:
         starts (families + 1,) and lo, hi (k,): family f has the intervals starts[f]:starts[f + 1].
 
@@ -51,14 +46,7 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
 
 
 def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: Ints) -> Ints:
-    """How many keys of [a, b) a family holds, for many (family, a, b) at once.
-
-    Args:
-        starts, lo, hi: what `union` returned.
-        family, a, b: integer (n,).
-
-    Returns:
-        int64 (n,).
+    """How many keys of [a, b) a family of `union` holds, for many (family, a, b) at once.
 
     Example:
         >>> one = (np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))

@@ -130,11 +130,9 @@ class Layout:
         Raises:
             OptionError, ShapeError, DtypeError: An argument does not fit.
         """
-        count("Layout.of: q_len", q_len, least=1)
-        count("Layout.of: ranks", ranks, least=1)
-        count("Layout.of: batch", batch, least=1)
-        count("Layout.of: heads", heads, least=1)
-        count("Layout.of: members", members, least=1)
+        sizes = {"q_len": q_len, "ranks": ranks, "batch": batch, "heads": heads, "members": members}
+        for name, size in sizes.items():
+            count(f"Layout.of: {name}", size, least=1)
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
         fits, remedy = isinstance(tolerance, Real) and tolerance >= 1, "Pass largest over mean work"
@@ -212,9 +210,17 @@ class Layout:
         flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)[:, : self.q_len]
         return bool((flat == np.arange(self.q_len)).all())
 
+    def runs(self, planes: int) -> Runs:
+        """The rows as runs of neighbours with one owner, over at least as many planes as the layout has."""
+        one = self._runs
+        if self.planes == planes:
+            return one
+        base = np.arange(planes, dtype=np.int64)[:, None] * self.q_len
+        edges = np.append((base + one.edges[:-1]).reshape(-1), planes * self.q_len)
+        return Runs(edges, np.tile(one.rank, planes))
+
     @cached_property
-    def runs(self) -> Runs:
-        """The rows as runs of neighbours with one owner."""
+    def _runs(self) -> Runs:
         ranks, planes, _ = self.rows.shape
         flat = np.arange(planes)[:, None] * self.q_len + self.rows.astype(np.int64)
         begins = np.ones(self.rows.shape, bool)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +54,7 @@ class Machine:
             if each.type == "str":
                 fits, wanted = isinstance(value, str), "a text"
             else:
-                kind, wanted = Integral if each.type == "int" else Real, "a positive, finite figure"
+                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite figure"
                 fits = isinstance(value, kind) and 0 < value < math.inf
             expect(fits, f"Machine: {each.name}", wanted, repr(value), remedy)
 

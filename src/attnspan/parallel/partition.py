@@ -64,14 +64,7 @@ def chunk_size(q_len: int, groups: int) -> int:
 
 
 def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Owner:
-    """The group of each chunk, (planes * n,); all planes together are balanced.
-
-    Args:
-        chunks: of all planes.
-        groups: r.
-        method: "balanced", "contiguous" or "zigzag".
-        tolerance: largest over mean visible pairs of a group that "balanced" aims at.
-    """
+    """The group of each chunk, (planes * n,); all planes together are balanced. See `Layout.of`."""
     found: list[Owner] = []
     load, foreign = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
     for number in range(chunks.planes):
@@ -208,7 +201,7 @@ def _merit(one: Assignment, tolerance: float) -> tuple[int, float, int]:
     if one.chunks.q_len == one.chunks.k_len:
         edges, owner = one.chunks.edges, _owner_of(one.table)
         held = np.flatnonzero(np.diff(edges))
-        holders = Holders(edges[held], edges[held + 1], owner[held])
+        holders = Holders(edges[held], edges[held + 1], owner[held].astype(np.int64))
         moved = moved + lent(needs_of(one.chunks, owner, len(one.table)), holders)
     return ceil(beyond / _STEP), float(one.foreign.max() + _LENT * moved.max()), int(one.foreign.sum())
 

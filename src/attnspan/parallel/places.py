@@ -13,21 +13,11 @@ from numpy.typing import NDArray
 
 from ..errors import ShapeError, expect
 from .intervals import Ints, below, expand
-from .layout import Layout, Runs
 from .needs import Needs
 
-__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows", "tiled"]
+__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows"]
 
 Places = NDArray[np.int32]
-
-
-def tiled(runs: Runs, layout: Layout, planes: int) -> Runs:
-    """Runs of a layout over at least as many planes as it has."""
-    if layout.planes == planes:
-        return runs
-    base = np.arange(planes, dtype=np.int64)[:, None] * layout.q_len
-    edges = np.append((base + runs.edges[:-1]).reshape(-1), planes * layout.q_len)
-    return Runs(edges, np.tile(runs.rank, planes))
 
 
 def take_rows(bounds: Any, rows: Places, planes: int) -> Places:

@@ -7,7 +7,7 @@ keys of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -22,13 +22,13 @@ from ..spans import Spans
 from .auto import Choice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
-from .intervals import Ints, expand
+from .intervals import expand
 from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
 from .machine import Machine
-from .needs import Holders, Needs, Pieces, Traffic, needs_of, pieces, traffic
-from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows, tiled
+from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
+from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows
 from .strategy import Strategy
 
 __all__ = ["Plan", "make_plan"]
@@ -75,21 +75,11 @@ def make_plan(
         OptionError, ShapeError, DtypeError: An argument does not fit.
     """
     _check_sizes(heads, batch, head_dim, v_dim, itemsize, node_size)
-    if memory is not None:
-        fits, remedy = isinstance(memory, Real) and memory >= 0, "Pass bytes, as 8 * 2**30"
-        expect(fits, "memory", "a number of bytes", repr(memory), remedy)
-    for what, x, kind in (("keys", keys, Layout), ("machine", machine, Machine)):
-        remedy = f"Pass a {kind.__name__}, or leave it out"
-        expect(
-            x is None or isinstance(x, kind), what, f"a {kind.__name__}", repr(x), remedy, error=DtypeError
-        )
-    if keys is None and k_len is not None:
-        keys = Layout.contiguous(k_len, layout.ranks)
-    remedy = "Make both layouts for the same ranks"
-    if keys is not None:
-        expect(keys.ranks == layout.ranks, "keys", f"a layout of {layout.ranks} ranks", keys.ranks, remedy)
-        fits = k_len is None or keys.q_len == k_len
-        expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
+    kinds = ("keys", keys, Layout, "a Layout"), ("machine", machine, Machine, "a Machine")
+    for what, x, kind, wanted in (*kinds, ("memory", memory, Real, "a number of bytes")):
+        remedy = "Pass one, or leave it out"
+        expect(x is None or isinstance(x, kind), what, wanted, repr(x), remedy, error=DtypeError)
+    keys = _keys_of(layout, keys, k_len)
     batch = max(layout.planes, 1 if keys is None else keys.planes) if batch is None else batch
     known, given = layout.source_of(mask) is not None, layout if keys is None else keys
     prepared = lower(mask, layout.q_len, given.q_len, batch, heads[0], known)
@@ -102,6 +92,16 @@ def make_plan(
         choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
         return plan.with_strategy(choice.best.strategy, choice)
     return plan.with_strategy(Strategy.parse(strategy, layout.ranks))
+
+
+def _keys_of(layout: Layout, keys: Layout | None, k_len: int | None) -> Layout | None:
+    if keys is None:
+        return None if k_len is None else Layout.contiguous(k_len, layout.ranks)
+    remedy = "Make both layouts for the same ranks"
+    expect(keys.ranks == layout.ranks, "keys", f"a layout of {layout.ranks} ranks", keys.ranks, remedy)
+    fits = k_len is None or keys.q_len == k_len
+    expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
+    return keys
 
 
 def _check_sizes(heads: Any, *sizes: Any) -> None:
@@ -146,7 +146,7 @@ class Plan:
 
     def with_strategy(self, strategy: Strategy, choice: Choice | None = None) -> Plan:
         """The same problem under another strategy."""
-        return Plan(self.layout, self.keys, self.mask, strategy, self.sizes, choice)
+        return replace(self, strategy=strategy, choice=choice)
 
     @property
     def bounds(self) -> Any:
@@ -166,7 +166,7 @@ class Plan:
     @cached_property
     def _cut(self) -> tuple[Chunks, NDArray[Any]]:
         """Chunks of the rows, and the rank of each."""
-        runs = tiled(self.layout.runs, self.layout, self.planes)
+        runs = self.layout.runs(self.planes)
         return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank
 
     def _chunks(self, strategy: Strategy) -> tuple[Chunks, NDArray[Any]]:
@@ -188,7 +188,7 @@ class Plan:
     def pairs(self, strategy: Strategy) -> NDArray[np.float64]:
         """Visible pairs of each group, over batch rows and heads of the mask."""
         chunks, owner = self._chunks(strategy)
-        return np.bincount(owner, weights=chunks.pairs, minlength=strategy.groups)
+        return np.bincount(owner, chunks.pairs, strategy.groups).astype(np.float64)
 
     def cost(self, strategy: str | Strategy | None = None, node_size: int | None = None) -> Cost:
         """Pairs, bytes and memory of each rank, under this strategy or another."""
@@ -215,26 +215,20 @@ class Plan:
 
         return explain(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # What was derived stays here.
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def local(self, rank: int) -> LocalPlan:
-        """One rank's part."""
-        if rank not in self._parts:
-            self._parts[rank] = self._part(rank)
-        return self._parts[rank]
+        return type(self), tuple(getattr(self, each.name) for each in fields(self))
 
     @cached_property
     def _parts(self) -> dict[int, LocalPlan]:
         return {}
 
-    def _part(self, rank: int) -> LocalPlan:
+    def local(self, rank: int) -> LocalPlan:
+        """One rank's part."""
+        if rank in self._parts:
+            return self._parts[rank]
         data, numbers = encode(self.tables(rank))
-        return LocalPlan(
+        self._parts[rank] = LocalPlan(
             strategy=self.strategy,
             rank=rank,
             heads=self.sizes.heads,
@@ -249,6 +243,7 @@ class Plan:
             data=data,
             numbers=numbers,
         )
+        return self._parts[rank]
 
     def on(self, mesh: Any, **options: Any) -> Any:
         """The plan on a mesh: a mask for `attention`, of torch for a DeviceMesh, of JAX for a JAX mesh.
@@ -318,17 +313,10 @@ class Plan:
         return rows
 
     def _q_index(self, rows: Places) -> Places:
-        index = self.mask.q_index
-        if index is None:
-            found = rows + (self.k_len - self.layout.q_len)
-        else:
-            index = np.asarray(index)
-            planes = max(len(index), len(rows))
-            found = np.take_along_axis(
-                np.broadcast_to(index, (planes, index.shape[1])),
-                np.broadcast_to(np.maximum(rows, 0), (planes, rows.shape[1])),
-                axis=1,
-            )
+        found, index = rows + (self.k_len - self.layout.q_len), self.mask.q_index
+        if index is not None:
+            planes = np.arange(max(len(index), len(rows)))[:, None]
+            found = index[planes % len(index), np.maximum(rows, 0)]
         placed: Places = np.where(rows < 0, 0, found).astype(np.int32)
         return placed
 
@@ -356,21 +344,13 @@ class Plan:
         order = np.argsort(coming.source, kind="stable")
         slot_of = Slots(slots, self.planes, self.k_len)
         own = slot_of.keys[kept.has(slot_of.keys)]
-        transfer = Transfer(
-            slot_of(expand(leaving.lo, leaving.hi)),
-            kept.place(expand(coming.lo[order], coming.hi[order])),
-            slot_of(own),
-            kept.place(own),
-            self._counts(leaving.group, leaving),
-            self._counts(coming.source, coming),
-        )
-        return (stage,), transfer
+        counts: Any = [
+            np.bincount(peer, x.hi - x.lo, self.strategy.groups).astype(np.int64)
+            for peer, x in ((leaving.group, leaving), (coming.source, coming))
+        ]
+        send, place = expand(leaving.lo, leaving.hi), expand(coming.lo[order], coming.hi[order])
+        return (stage,), Transfer(slot_of(send), kept.place(place), slot_of(own), kept.place(own), *counts)
 
     @cached_property
     def _needs_and_holders(self) -> tuple[Needs, Holders]:
         return self.needs(self.strategy), self.holders(self.strategy)
-
-    def _counts(self, peer: Ints, found: Pieces) -> Any:
-        """How many keys go to or come from each group."""
-        counts = np.bincount(peer, weights=found.hi - found.lo, minlength=self.strategy.groups)
-        return counts.astype(np.int64)

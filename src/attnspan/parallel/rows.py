@@ -104,4 +104,5 @@ def checked_rows(q_len: int, rows: Any) -> NDArray[np.int32]:
     whole = each and (found[:, q_len:] == q_len).all()
     wanted, remedy = f"each of {q_len} rows once", "Give every row one owner, and pad with -1"
     expect(whole, what, wanted, "rows that are missing, come twice or are beyond", remedy)
-    return np.maximum(rows, -1).astype(np.int32)
+    checked: NDArray[np.int32] = np.maximum(rows, -1).astype(np.int32)
+    return checked

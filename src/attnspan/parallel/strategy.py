@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from ..checks import count
 from ..errors import OptionError, expect
 
 __all__ = ["HeadSlice", "Strategy", "members_of_node", "split_heads"]
 
+Kind = Literal["exchange", "ring"]
 _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)?\)")
 
 
@@ -29,7 +30,7 @@ class Strategy:
         'hybrid(2, 4)'
     """
 
-    kind: Literal["exchange", "ring"]
+    kind: Kind
     members: int
     groups: int
 
@@ -55,11 +56,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy, ranks: int) -> Strategy:
-        """Read a strategy's name, or check a strategy.
-
-        Args:
-            text: "exchange", "ring", "ulysses", "hybrid(u, r)", "hybrid(u, r, ring)", or a strategy.
-            ranks: number of ranks.
+        """Read "exchange", "ring", "ulysses", "hybrid(u, r)" or "hybrid(u, r, ring)", or check a strategy.
 
         Raises:
             OptionError: for something else, or a strategy for another number of ranks.
@@ -77,8 +74,8 @@ class Strategy:
             members, groups = int(hybrid[1]), int(hybrid[2])
             if members * groups == ranks and ranks > 0:
                 return cls("ring" if hybrid[3] == "ring" else "exchange", members, groups)
-        elif text == "exchange" or text == "ring":
-            return cls("ring" if text == "ring" else "exchange", 1, ranks)
+        elif text in ("exchange", "ring"):
+            return cls(cast(Kind, text), 1, ranks)
         elif text == "ulysses":
             return cls("exchange", ranks, 1)
         raise OptionError(
@@ -129,10 +126,7 @@ def members_of_node(node_size: int, ranks: int, q_heads: int) -> int:
 def split_heads(q_heads: int, kv_heads: int, members: int) -> list[HeadSlice]:
     """Share query heads out among the members of a group, as evenly as can be, with the key heads they read.
 
-    Args:
-        q_heads: Hq.
-        kv_heads: Hkv, divides Hq.
-        members: u; where it exceeds Hq, some members have no heads.
+    Where there are more members than query heads, some have none.
 
     Example:
         >>> split_heads(8, 2, 4)[1]
