@@ -23,17 +23,9 @@ Places = NDArray[np.int32]
 def take_rows(bounds: Any, rows: Places, planes: int) -> Places:
     """The bounds of some rows, (planes, H|1, N, R, 2); padding sees nothing."""
     at = np.maximum(rows, 0)
-    if len(rows) == 1:
-        taken = bounds[:, :, at[0]].copy()
-        taken[:, :, rows[0] < 0] = 0
-    else:
-        whole = np.broadcast_to(bounds, (planes, *bounds.shape[1:]))
-        taken = np.stack([whole[plane][:, at[plane]] for plane in range(planes)])
-        taken[(np.broadcast_to((rows < 0)[:, None], taken.shape[:3]))] = 0
-    if len(taken) < planes:  # Keys lie otherwise in each plane.
-        taken = np.repeat(taken, planes, axis=0)
-    found: Places = taken
-    return found
+    taken = np.stack([bounds[x % len(bounds)][:, at[x % len(rows)]] for x in range(planes)])
+    taken[np.broadcast_to((rows < 0)[:, None], taken.shape[:3])] = 0
+    return taken
 
 
 def ascending(rows: Places) -> Places:
