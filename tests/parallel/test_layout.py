@@ -1,4 +1,4 @@
-"""Layouts: every row has one owner, counts are static, work is even, few keys are foreign."""
+"""Layouts: every row has one owner, counts are static, batches are sharded by the same rows."""
 
 from __future__ import annotations
 
@@ -206,6 +206,13 @@ def test_only_integers_are_marked_by_name() -> None:
 def test_a_fill_that_an_array_cannot_hold(x: Any, fill: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SMALL.shard({"labels": x}, 1, fill=fill)
+
+
+def test_where_nothing_is_padding_any_integers_will_do() -> None:
+    labels = np.arange(4, dtype=np.uint8)[None]
+    assert Layout.contiguous(4, ranks=2).shard({"labels": labels}, 1)["labels"].tolist() == [[2, 3]]
+    with pytest.raises(OptionError, match="a value of uint8"):  # on a rank without padding too
+        SMALL.shard({"labels": labels[:, :3]}, 0)
 
 
 def test_rows_by_hand() -> None:

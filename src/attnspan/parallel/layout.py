@@ -261,9 +261,7 @@ class Layout:
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
         unknown = set(fill) - set(x) if isinstance(fill, Mapping) else set()
-        expect(
-            not unknown, "Layout.shard: fill", f"names of {sorted(x)}", f"{sorted(unknown)}", "Mend the names"
-        )
+        expect(not unknown, "Layout.shard: fill", f"names of {list(x)}", f"{list(unknown)}", "Mend the names")
         parts = {name: self._shard(name, part, rank, dim, fill) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
@@ -271,8 +269,11 @@ class Layout:
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
-        rows, value = self.rows[rank], fill_of(name, fill, x)
+        rows = self.rows[rank]
         found = take(x, np.maximum(rows, 0), dim)
+        if self.rows_per_rank * self.ranks == self.q_len:
+            return found
+        value = fill_of(name, fill, x)  # On all ranks, so that all raise or none does.
         if (rows >= 0).all():
             return found
         shape = [1] * x.ndim
@@ -293,11 +294,12 @@ class Layout:
             >>> layout.unshard([layout.shard(np.array([5, 6, 7]), rank, dim=0) for rank in range(2)], dim=0)
             array([5, 6, 7])
         """
+        parts = list(parts)
         what, remedy = "Layout.unshard: parts", "Gather the parts of all ranks, in their order"
         expect(len(parts) == self.ranks, what, f"{self.ranks} parts", len(parts), remedy, error=ShapeError)
         for part in parts:
             xp = self._checked(what, part, dim, self.rows_per_rank)
-        joined = xp.cat(list(parts), dim) if hasattr(xp, "cat") else xp.concatenate(list(parts), axis=dim)
+        joined = xp.cat(parts, dim) if hasattr(xp, "cat") else xp.concatenate(parts, axis=dim)
         return take(joined, self.places, dim)
 
     def gather(self, x: Any, mesh: Any, dim: int = 1) -> Any:

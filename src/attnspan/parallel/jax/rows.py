@@ -58,7 +58,10 @@ def shard(x: Any, axis: int, batch_axis: int | None, fill: Any, placing: Placing
     """See `Sharded.shard`."""
     axes, rows, length, layout = placing
     if isinstance(x, Mapping):
-        found = {name: shard(y, axis, batch_axis, fill_of(name, fill, y), placing) for name, y in x.items()}
+        fills = dict.fromkeys(x)  # Without padding none is needed.
+        if rows is not None and rows.shape[1] > length:
+            fills = {name: fill_of(name, fill, y) for name, y in x.items()}
+        found = {name: shard(y, axis, batch_axis, fills[name], placing) for name, y in x.items()}
         if rows is None:
             return found
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
