@@ -44,11 +44,11 @@ class Choice:
         return self.considered[0]
 
     def __str__(self) -> str:
-        lines = [f"{'strategy':<20}{'received MB':>12}{'memory MB':>11}{'max/mean':>10}{'ms':>9}  bound by"]
+        lines = [f"{'strategy':<20}{'received MB':>12}{'memory MB':>11}{'max/mean':>10}{'ms':>11}  bound by"]
         for cost, time in zip_longest(self.considered, self.predicted):
             received, memory = cost.received().max(), cost.memory.max()
             cells = f"{received / 1e6:>12.4g}{memory / 1e6:>11.4g}{cost.balance:>10.3f}"
-            cells += f"{'-':>9}" if time is None else f"{time.seconds * 1e3:>9.4g}  {time.bound}"
+            cells += f"{'-':>11}" if time is None else f"{time.seconds * 1e3:>11.4g}  {time.bound}"
             beyond = "" if self.memory is None or memory <= self.memory else "  too large"
             lines.append(f"{cost.strategy.name:<20}{cells}{beyond}")
         rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
