@@ -37,7 +37,7 @@ ROOMS = [
     {"xla"},
     {"integrations"},
     {"train"},
-    {"tools", "tools.bench", "tools.doctor"},
+    {"tools", "tools.bench", "tools.doctor", "tools.simulate"},
     {"tools.report", "tools.tune"},
     {"cli"},
     {"__main__"},

@@ -128,7 +128,7 @@ def test_what_is_no_mask_is_told_which_mask_it_means(mask, remedy):
 
 
 def test_plans_name_what_is_no_mask():
-    from attnspan.parallel.layout import lower
+    from attnspan.parallel.lowered import lower
 
     with pytest.raises(TypeError, match=r"got the function causal\. Call it: causal\(\)\."):
         lower(causal, 4, 4, batch=1, heads=1)

@@ -60,8 +60,8 @@ def build_app() -> "typer.Typer":
     """
     import typer
 
-    from attnspan.parallel.simulate import command as simulate
     from attnspan.tools.bench.options import command as bench
+    from attnspan.tools.simulate import command as simulate
     from attnspan.tools.tune.command import tune
     from attnspan.train.command import command as train
 

@@ -69,7 +69,10 @@ class Placing:
         return jax.make_array_from_callback(shape, self.axes.sharding(*dims), part)
 
     def _shard_each(self, x: Mapping[str, Any], axis: int, batch_axis: int | None, fill: Any) -> Any:
-        found = {name: self.shard(y, axis, batch_axis, fill_of(name, fill)) for name, y in x.items()}
+        # Without padding no fill is needed, so that none has to fit.
+        padded = self.rows is not None and self.rows.shape[1] > self.length
+        fills = {name: fill_of(name, fill, y) if padded else None for name, y in x.items()}
+        found = {name: self.shard(y, axis, batch_axis, fills[name]) for name, y in x.items()}
         if self.rows is None:
             return found
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
