@@ -112,3 +112,20 @@ def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         warnings.simplefilter("error")
         _loss(wide)
         _loss(wide, backend="xla")
+
+
+@pytest.mark.parametrize("sizes", ["b, 2, 16, 8", "1, 2, s, 8", "b, 2, s, 8"])
+def test_sizes_may_be_symbols(sizes: str) -> None:
+    """A batch for every platform, lengths where there is a kernel for them; other backends refuse by name."""
+    unchecked = [
+        jax.export.DisabledSafetyCheck.custom_call(f"attnspan_{way}") for way in ("forward", "backward")
+    ]
+    shape = jax.export.symbolic_shape(sizes)
+    symbols = jax.ShapeDtypeStruct(shape, X.dtype)
+    platforms = ["cpu"] if "s" in sizes else ["cpu", "cuda", "tpu"]
+    step = jax.jit(jax.grad(_loss))
+    program = jax.export.export(step, platforms=platforms, disabled_checks=unchecked)(symbols)
+    np.testing.assert_array_equal(program.call(X), step(X))
+    for backend in ("cudnn", "pallas", "pallas_gpu"):
+        with pytest.raises(BackendError, match=f"{backend}: it (runs on|needs sizes that are numbers)"):
+            jax.export.export(jax.jit(partial(_loss, backend=backend)), platforms=["cuda"])(symbols)

@@ -43,6 +43,7 @@ __all__ = [
     "module_of",
     "result_dtype",
     "static_for",
+    "symbols",
     "warn_if_slow",
     "words_of",
 ]
@@ -251,6 +252,12 @@ def words_of(mask: object, problem: Problem, default_indices: bool) -> MaskWords
     if not left and right == [0]:
         return ("causal",)
     return ("window", min(left, default=None), min(right, default=None))
+
+
+def symbols(problem: Problem) -> str | None:
+    """None, or why a kernel whose grid is made when a call is traced cannot run it."""
+    known = all(isinstance(size, int) for size in (problem.batch, problem.q_len, problem.k_len))
+    return None if known else "it needs sizes that are numbers, not symbols"
 
 
 def result_dtype(like: Any, static: Static) -> Any:

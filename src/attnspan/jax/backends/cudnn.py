@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ...call import Problem
-from . import Operands, Static
+from . import Operands, Static, symbols
 
 #: JAX differentiates `forward` itself; there is no `backward` here.
 OWN_DERIVATIVE = True
@@ -27,7 +27,7 @@ def supports(problem: Problem, static: Static) -> str | None:
     """None, or why cuDNN cannot run the problem."""
     if problem.device != "gpu":
         return f"it runs on GPUs, not on {problem.device}"
-    return _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
+    return symbols(problem) or _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
 
 
 def _lacks_option(static: Static) -> str | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ....call import Problem
 from ....options import DENSE, DISTANCE
-from .. import Gradients, Operands, Static
+from .. import Gradients, Operands, Static, symbols
 from ..tiles import LOG2E, common_of, legal, sinks_gradient, words_of_rows
 from ..visits import key_visits, query_visits
 from . import kernels
@@ -41,6 +41,8 @@ def supports(problem: Problem, static: Static) -> str | None:
     """None, or why the kernels cannot run the problem."""
     if problem.device != "gpu" and not _interpret.get():
         return f"it runs on GPUs, not on {problem.device}"
+    if reason := symbols(problem):
+        return reason
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
     if max(problem.head_dim, problem.v_dim) > MAX_HEAD_DIM:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ....call import Problem
 from ....options import DENSE, DISTANCE
-from .. import Gradients, Operands, Static
+from .. import Gradients, Operands, Static, symbols
 from ..tiles import common_of, legal, positions_of, sinks_gradient
 from . import kernels
 from .launch import plainly
@@ -53,9 +53,10 @@ def interpreting(simulated: bool = True) -> Iterator[None]:
 
 def supports(problem: Problem, static: Static) -> str | None:
     """None, or why the kernels cannot run the problem."""
-    pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     if problem.device != "tpu" and not (problem.device == "cpu" and _interpreting.get()):
         return f"it runs on TPUs, not on {problem.device}"
+    if reason := symbols(problem):
+        return reason
     if problem.dtype not in ("float32", "bfloat16"):
         return f"it takes float32 and bfloat16, which TPUs compute in, not {problem.dtype}"
     if max(problem.head_dim, problem.v_dim) > MAX_HEAD_DIM:
@@ -64,6 +65,7 @@ def supports(problem: Problem, static: Static) -> str | None:
         return f"it takes up to {MAX_RUNS} spans a row, not {problem.runs}"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.runs):
         return "it takes no empty arrays"
+    pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     if static.bias_kind == DISTANCE and pairs > MOST_TABLE_PAIRS:
         return (
             f"it makes a distance table a dense bias, of up to {MOST_TABLE_PAIRS} pairs of a query and a key "
