@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from covering import everything
 from oracle_cases import Case, Problem, causal_window, check, make, oracle, random_bounds
 
 from attnspan.jax.backends import Operands, Static, module_of, pallas_gpu, pallas_tpu, xla, xla_tiles
+from attnspan.jax.backends.tiles import interpreted
 
 #: A problem of several tiles, the last ones ragged.
 BASE = {
@@ -37,14 +38,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tiling = pallas_gpu._Tiling(32, 16, 4)
     monkeypatch.setattr(pallas_gpu, "_tiling", lambda *_, **__: tiling)
     monkeypatch.setattr(pallas_tpu, "default", lambda *_: (128, 128))
-
-
-def _interpreted(name: str) -> AbstractContextManager[None]:
-    known = {
-        "pallas_gpu": pallas_gpu.interpreted,
-        "pallas": partial(pallas_tpu.interpreting, simulated=False),
-    }
-    return known.get(name, nullcontext)()
 
 
 @cache
@@ -71,7 +64,7 @@ def _program(name: str, static: Static) -> Any:
 
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients, in their dtypes, whatever is not there left out."""
-    with _interpreted(name):
+    with interpreted() if "pallas" in name else nullcontext():
         found = _program(name, problem.case.static)(problem.arrays, problem.given)
     results = {n: x for n, x in zip(NAMES, found, strict=True) if x is not None}
     wide = problem.arrays["dlse"].dtype

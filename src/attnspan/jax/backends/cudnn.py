@@ -27,7 +27,7 @@ def supports(problem: Problem, static: Static) -> str | None:
     """None, or why cuDNN cannot run the problem."""
     if problem.device != "gpu":
         return f"it runs on GPUs, not on {problem.device}"
-    return symbols(problem) or _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
+    return _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
 
 
 def _lacks_option(static: Static) -> str | None:
@@ -53,6 +53,8 @@ def _lacks_mask(problem: Problem, static: Static) -> str | None:
 
 
 def _lacks_size(problem: Problem) -> str | None:
+    if reason := symbols(problem):
+        return reason
     if problem.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim != problem.v_dim:

@@ -261,14 +261,9 @@ class Reader:
         return k, self.matrix(arrays.v, keys, plan.v_width, plan.v_dim)
 
     def scores(self, q: Any, k: Any, rows: Rows, keys: Keys, masked: bool, keys_down: bool = False) -> Tile:
-        """The scores of a tile (block_q, block_k), or of its transpose.
+        """The scores of a tile (block_q, block_k) of rows of q and k, or with ``keys_down`` of its transpose.
 
-        Args:
-            q, k: Tiles of queries (block_q, width) and keys (block_k, width).
-            rows: Of the queries.
-            keys: Of the keys.
-            masked: Some row of the tile may not see some of its keys.
-            keys_down: Keys are the tile's rows, and queries its columns.
+        Where not ``masked``, every row sees every key.
         """
         static = self.plan.static
 
