@@ -222,17 +222,6 @@ def test_shapes_without_a_computation(name: str) -> None:
     assert (lse.shape, lse.dtype) == ((2, HEADS, LENGTH), jnp.float32)
 
 
-def test_export_round_trip() -> None:
-    ids = jnp.asarray(IDS)
-
-    def step(ids: Any, *given: Any) -> Any:
-        return jax.value_and_grad(loss(attend("xla", ids)))(*given)
-
-    exported = export.export(jax.jit(step))(ids, *QKV)
-    read = export.deserialize(exported.serialize())
-    close(read.call(ids, *QKV), jax.jit(step)(ids, *QKV), 1e-6)
-
-
 def test_export_of_the_kernel_is_refused_by_jax() -> None:
     with pytest.raises(ValueError, match=r"custom call.*no compatibility guarantees"):
         export.export(jax.jit(attend("cpu")))(*QKV)

@@ -4,6 +4,7 @@ A partition spec names, for each dim of q, the mesh axes that split it. Batch an
 device then computes its own rows and heads alone. Everything else follows from q's spec.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +110,7 @@ def _number_of(axis: Any, mesh: Any, what: str = "partition_spec") -> int:
 
 def _parts_of(axes: Axes, mesh: Any) -> int:
     """The number of parts into which mesh axes split a dim."""
-    count = 1
-    for axis in axes:
-        count *= int(mesh.mesh_shape[_number_of(axis, mesh)])
-    return count
+    return math.prod(int(mesh.mesh_shape[_number_of(axis, mesh)]) for axis in axes)
 
 
 def _known(mesh: Any) -> tuple[str, Any]:

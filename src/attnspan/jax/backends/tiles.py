@@ -119,6 +119,15 @@ def positions_of(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, ja
     return queries, jnp.arange(k_len, dtype=jnp.int32)[None] if keys is None else keys
 
 
+def by_distance(table: Any, queries: Any, keys: Any) -> jax.Array:
+    """Values of a distance table (Hq, 2L + 1) for indices (B|1, m) and (B|1, n): (B|1, Hq, m, n)."""
+    (heads, width), reach = table.shape, table.shape[1] // 2
+    columns = jnp.clip(keys[:, None, :] - queries[:, :, None], -reach, reach) + reach
+    # Of one axis: on TPUs gathered columns of all heads would each fill 128 lanes.
+    at = columns[:, None] + jnp.arange(heads, dtype=jnp.int32)[:, None, None] * width
+    return table.reshape(-1)[at]  # type: ignore[no-any-return]
+
+
 def words_of_rows(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, jax.Array]:
     """The two words of each query row that dropout hashes with its keys, uint32 (B, Hq, Sq)."""
     assert given.seeds is not None, "dropout needs seeds"

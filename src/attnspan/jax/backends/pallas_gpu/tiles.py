@@ -131,26 +131,21 @@ def specs(plan: Plan, arrays: Arrays) -> Arrays:
         block = tuple(-(-n // m) * m for n, m in zip(x.shape, multiples, strict=True))
         return pl.BlockSpec(block, lambda *_: (0,) * x.ndim)
 
-    q, k = plan.block_q, plan.block_k
-    bias = (1,)
-    if plan.static.bias_kind == DENSE:
-        bias = (1 if arrays.bias.shape[2] == 1 else q, k)  # type: ignore[assignment]
-    return Arrays(
-        q=spec(arrays.q, q, plan.width),
-        k=spec(arrays.k, k, plan.width),
-        v=spec(arrays.v, k, plan.v_width),
-        bounds=spec(arrays.bounds, q, 1, 1),
-        visits=spec(arrays.visits),
-        bias=spec(arrays.bias, *bias),
-        sinks=spec(arrays.sinks),
-        words=spec(arrays.words, q),
-        q_index=spec(arrays.q_index, q),
-        k_index=spec(arrays.k_index, k),
-        q_visits=spec(arrays.q_visits),
-        dout=spec(arrays.dout, q, plan.v_width),
-        lse=spec(arrays.lse, q),
-        common=spec(arrays.common, q),
-    )
+    q, k, by_row = plan.block_q, plan.block_k, arrays.bias is not None and arrays.bias.shape[-2] != 1
+    multiples: dict[str, tuple[int, ...]] = {
+        "q": (q, plan.width),
+        "k": (k, plan.width),
+        "v": (k, plan.v_width),
+        "bounds": (q, 1, 1),
+        "bias": (q if by_row else 1, k) if plan.static.bias_kind == DENSE else (),
+        "words": (q,),
+        "q_index": (q,),
+        "k_index": (k,),
+        "dout": (q, plan.v_width),
+        "lse": (q,),
+        "common": (q,),
+    }
+    return Arrays(**{name: spec(x, *multiples.get(name, ())) for name, x in arrays._asdict().items()})
 
 
 def load(view: Any, mask: Any, other: float = 0) -> Any:

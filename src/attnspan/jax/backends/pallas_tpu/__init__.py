@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ....call import Problem
 from ....options import DENSE, DISTANCE
 from .. import Gradients, Operands, Static, symbols
-from ..tiles import common_of, interpret, legal, positions_of, sinks_gradient
+from ..tiles import by_distance, common_of, interpret, legal, positions_of, sinks_gradient
 from . import kernels
 from .tile import Tile
 
@@ -101,8 +101,8 @@ def _d_bias(
     dense = kernels.d_bias(tile, inputs)
     if static.bias_kind == DENSE:
         return dense
-    sizes = dense.shape[2:]
-    _, pull = jax.vjp(lambda table: _by_distance(table, given, *sizes), given.bias.astype(jnp.float32))
+    places = positions_of(given, *dense.shape[2:])
+    _, pull = jax.vjp(lambda table: by_distance(table, *places), given.bias.astype(jnp.float32))
     (found,) = pull(dense)
     return found  # type: ignore[no-any-return]
 
@@ -119,18 +119,7 @@ def _expanded(given: Operands, static: Static, q_len: int, k_len: int) -> Operan
     """With a dense bias in the place of a distance table, as kernels cannot look up an element per pair."""
     if static.bias_kind != DISTANCE:
         return given
-    return given._replace(bias=_by_distance(given.bias, given, q_len, k_len))
-
-
-def _by_distance(table: Any, given: Operands, q_len: int, k_len: int) -> jax.Array:
-    """The values of a distance table, (B|1, Hq, Sq, Sk)."""
-    q_index, k_index = positions_of(given, q_len, k_len)
-    reach = table.shape[1] // 2
-    distance = (k_index[:, None, :] - q_index[:, :, None]).clip(-reach, reach) + reach
-    # Of one axis: gathered columns of all heads would each fill 128 lanes.
-    heads, width = table.shape
-    at = distance[:, None] + jnp.arange(heads, dtype=jnp.int32)[:, None, None] * width
-    return table.reshape(-1)[at]  # type: ignore[no-any-return]
+    return given._replace(bias=by_distance(given.bias, *positions_of(given, q_len, k_len)))
 
 
 def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> int:

@@ -5,7 +5,7 @@ weights of their tiles from the lse (Dao 2023, FlashAttention-2, algorithm 2), w
 add in a fixed order: nothing is atomic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def _by_queries(
     phases: Sequence[Any],
     reads: dict[str, Operand],
     writes: dict[str, Operand],
-    scratch: dict[str, tuple[int, ...]],
+    scratch: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
     """A kernel by blocks of queries: begins, adds each listed block of keys, and finishes."""
     (begin, add, finish), lists = phases, blocks.of_queries
