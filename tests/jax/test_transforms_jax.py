@@ -150,7 +150,7 @@ def test_masks_are_arguments_of_jit_and_new_ids_compile_nothing(name: str) -> No
         mask = causal() & (segments(ids) | global_keys(1))
         want = step("math", mask)
         close(step(name, mask), want)
-        close(step(name, mask.prepare(LENGTH, LENGTH, batch=2)), want)
+        close(step(name, mask.spans(LENGTH, LENGTH, batch=2)), want)
     assert traces.count(name) == 2  # One for the expression, one for spans.
 
 
