@@ -4,7 +4,6 @@ A partition spec names, for each dim of q, the mesh axes that split it. Batch an
 device then computes its own rows and heads alone. Everything else follows from q's spec.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +109,10 @@ def _number_of(axis: Any, mesh: Any, what: str = "partition_spec") -> int:
 
 def _parts_of(axes: Axes, mesh: Any) -> int:
     """The number of parts into which mesh axes split a dim."""
-    return math.prod(int(mesh.mesh_shape[_number_of(axis, mesh)]) for axis in axes)
+    count = 1  # Not math.prod, which Dynamo of torch 2.9 cannot trace.
+    for axis in axes:
+        count *= int(mesh.mesh_shape[_number_of(axis, mesh)])
+    return count
 
 
 def _known(mesh: Any) -> tuple[str, Any]:
