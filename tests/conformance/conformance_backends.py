@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from conformance_cases import DTYPES, OPTIONS, Problem
 
-from attnspan.jax.backends import pallas_gpu, pallas_tpu
+from attnspan.jax.backends.tiles import interpreted
 from attnspan.kernels import cpu
 from attnspan.torch import attention
 
@@ -131,7 +131,7 @@ BACKENDS = {
         shapes="once",
         programs=("alibi, indices given",),
         few_shapes=0,
-        within=partial(pallas_tpu.interpreting, simulated=False),
+        within=interpreted,
     ),
     "jax:pallas_gpu": Backend(
         partial(conformance_jax.run, "pallas_gpu"),
@@ -140,6 +140,6 @@ BACKENDS = {
         shapes="once",
         programs=("alibi, indices given", "dense, per key, one for all"),
         few_shapes=0,
-        within=pallas_gpu.interpreted,
+        within=interpreted,
     ),
 }

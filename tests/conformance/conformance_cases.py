@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from closeness import error
+from closeness import FEW, sensitivity
 from conformance_masks import MASKS, random_spans
 from torch import Tensor
 
@@ -21,7 +21,6 @@ import attnspan as a
 from attnspan import reference
 from attnspan.options import Options
 
-FEW = 32  # elements of a result below which the norm of its error is a matter of luck
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -320,25 +319,11 @@ def _exact(cell: Cell) -> dict[str, np.ndarray]:
 @lru_cache(maxsize=4)
 def _sensitivity(cell: Cell) -> dict[str, float]:
     """How far the results move, for movements of at most 1/2 of whatever has the cell's dtype (relative)."""
-    problem, exact, step = make(cell), _exact(cell), 1e-5
-    generator = np.random.default_rng(1)
-
-    def moved(x: Tensor) -> np.ndarray:
-        noise = (generator.random(x.shape) - 0.5) * (x.dtype == cell.dtype)
-        return x.double().numpy() * (1 + step * noise)
-
-    def misread(out: np.ndarray) -> np.ndarray:
-        # Backward takes sum_j p_j dp_j from the row's output, which was stored rounded: as if dlse were
-        # another. Sums over whole rows, those of parameters and sinks, depend on little else.
-        rounding = step * (generator.random(out.shape) - 0.5) * out
-        return (problem.dout.double().numpy() * (out - exact["out"] + rounding)).sum(-1)
-
-    # How far a vector of a few elements moves is luck, unless it is moved several times.
+    problem = make(cell)
+    arrays = {n: x.double().numpy() for n, x in _arrays(problem).items()}
     few = any(x.numel() < FEW for x in problem.setting.parameters.values())
-    squares = dict.fromkeys(exact, 0.0)
-    draws = 3 if few else 1
-    for _ in range(draws):
-        near = _solve(problem, {n: moved(x) for n, x in _arrays(problem).items()}, misread)
-        for name in exact:
-            squares[name] += (error(near[name], exact[name]) / step) ** 2 / draws
-    return {name: square**0.5 for name, square in squares.items()}
+
+    def rounded(name: str) -> bool:
+        return _arrays(problem)[name].dtype == cell.dtype
+
+    return sensitivity(partial(_solve, problem), arrays, _exact(cell), rounded, 3 if few else 1)

@@ -1,15 +1,14 @@
 """Option x mask x dtype x backend, forward and every gradient, against the oracle in float64."""
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 import torch
-from closeness import error
+from closeness import check
 from conformance_backends import BACKENDS, WIDEST
-from conformance_cases import DTYPES, FEW, OPTIONS, SHAPES, Cell, Shape, make, oracle
+from conformance_cases import DTYPES, OPTIONS, SHAPES, Cell, Shape, make, oracle
 from conformance_masks import MASKS
 from covering import covering, everything
 
@@ -17,10 +16,6 @@ from attnspan.errors import BackendError
 
 # Sums are in float32, and so is the exponential: in bf16 it is cut to what that needs (csrc/softmax.h).
 EXPONENTIAL = {torch.float32: 6.5e-8, torch.bfloat16: 3.3e-6, torch.float16: 6.5e-8}
-
-# Times the error that no implementation can avoid, which is a root of a mean of squares: of a result of a few
-# elements, six sigma.
-FACTOR, FACTOR_OF_FEW = 3, 6
 
 # In the ordinary run a back end that compiles meets each shape with one of these.
 OPTION_OF_SHAPE = ("none", "everything, indices given", "dense", "alibi")
@@ -39,20 +34,10 @@ def _check(cell: Cell, name: str) -> None:
     exact, unavoidable = oracle(cell)
     with backend.within():
         got = backend.run(problem)
-    assert got.keys() == exact.keys()
     nothing = np.isneginf(exact["lse"])
     assert not got["out"][nothing].any()
     assert not got["dq"][nothing].any()
-    shape = cell.shape
-    # Roundings of float32 walk at random over as many terms as a sum has.
-    terms = max(shape.k_len, shape.q_len * shape.heads // shape.kv_heads)
-    pairs = shape.batch * shape.q_len * shape.k_len
-    for result, value in got.items():
-        walk = 2**-24 * math.sqrt(terms if result in ("out", "lse", "dq", "dk", "dv") else pairs)
-        factor = FACTOR if value.size >= FEW else FACTOR_OF_FEW
-        bound = factor * (unavoidable[result] + walk + EXPONENTIAL[cell.dtype])
-        found = error(value, exact[result])
-        assert found <= bound, f"{result}: error {found:.3g}, allowed {bound:.3g}"
+    check(got, exact, unavoidable, cell.shape, EXPONENTIAL[cell.dtype])
     backend.ran[cell.option] += 1
 
 
