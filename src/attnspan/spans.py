@@ -230,17 +230,21 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
     def coverage(self) -> float:
         """The visible fraction of all (query, key) pairs, in [0, 1]; 0 when there is no pair.
 
+        Illegal spans raise.
+
         Example:
             >>> from attnspan import causal
             >>> causal().spans(3, 3).coverage()
             0.6666666666666666
         """
         self._require_values("coverage")
-        cost = self._arrays.to_numpy(self.cost())
+        cost = self._arrays.to_numpy(self.validate().cost())
         return float(cost.sum()) / max(cost.size * self.k_len, 1)
 
     def block_pairs(self, q_block: int, k_block: int) -> Array:
         """Visible pairs of each tile of the mask, from the ends of its spans: O(q_len * R + tiles).
+
+        Illegal spans raise if their values can be read.
 
         Args:
             q_block: rows of a tile, at least 1; the last tile may be smaller.
@@ -257,6 +261,8 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         for name, size in (("q_block", q_block), ("k_block", k_block)):
             expect(size >= 1, name, "at least 1", size, "Pass a positive block size")
         arrays = self._arrays
+        if arrays.concrete(self.bounds):
+            self.validate()
         batch, heads, q_len = self.bounds.shape[:3]
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
         row_block = (arrays.arange(q_len) // q_block)[:, None, None]
