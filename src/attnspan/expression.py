@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import reduce
-from typing import Any, ClassVar, NoReturn, dataclass_transform
+from typing import Any, ClassVar, NoReturn
 
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
-from .arrays import Array, arrays_for, is_array, outside_inference_mode
-from .errors import OptionError, ShapeError, expect, shown
+from .arrays import Array, arrays_for, outside_inference_mode
+from .errors import OptionError, ShapeError, expect
 from .lowering import Lowering, begin
 from .spans import Spans
 
 __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 
-@dataclass_transform(frozen_default=True, eq_default=False)
 class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
 
@@ -40,18 +38,9 @@ class Mask(Node):
     # Whether it may keep packed documents apart; a mask that knows none says False.
     _separates: ClassVar[bool] = True
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        dataclass(frozen=True, eq=False, repr=False)(cls)
-
     def _may_separate(self) -> bool:
         """Whether it may keep the packed documents of a row apart."""
         return self._separates
-
-    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        """Replace each field by what its check makes of it; errors name the mask and the field."""
-        for name, check in checks.items():
-            object.__setattr__(self, name, check(f"{type(self).__name__}: {name}", getattr(self, name)))
 
     def __and__(self, other: Mask) -> Mask:
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
@@ -194,17 +183,6 @@ class Mask(Node):
 
     def _anchor_index(self, low: Lowering) -> Array:
         raise NotImplementedError(f"{type(self).__name__} must say which indices it implies")
-
-    def __repr__(self) -> str:
-        words = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            # Of the class, where defaults are: a compiler knows no MISSING.
-            if not hasattr(type(self), field.name):
-                words.append(_short(value))
-            elif is_array(value) or value != getattr(type(self), field.name):
-                words.append(f"{field.name}={_short(value)}")
-        return f"{type(self).__name__}({', '.join(words)})"
 
 
 class RowNumbered(Mask):
@@ -395,12 +373,3 @@ def _one_order(*masks: Mask) -> tuple[Mask, ...]:
             remedy = "Combine the masks before one is prepared for some keys, or for the slots of a cache"
             raise OptionError(what, expected="keys that are 0..k_len-1", got=got, remedy=remedy)
     return masks
-
-
-def _short(value: object) -> str:
-    if is_array(value):
-        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
-        return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
-    if isinstance(value, int | tuple):
-        return shown(value)
-    return getattr(value, "__name__", None) or repr(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -23,7 +23,6 @@ _PROMISES = (
 )
 
 
-@dataclass(frozen=True, eq=False)
 class Spans(Node):
     """Which keys each query row may see: row i may see key j iff lo[r] <= j < hi[r] for some r.
 
@@ -46,7 +45,7 @@ class Spans(Node):
     bounds: Array
     k_len: int
     # The number as an array of shape (): data to a compiler, where an int is a constant. Kernels check it.
-    _k_len: Array | None = field(init=False, repr=False)
+    _k_len: Array | None = field(init=False)
 
     def __post_init__(self) -> None:
         bounds: Array = self.bounds

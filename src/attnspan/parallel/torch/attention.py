@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from ..._biases import DenseBias
 from ...call import Call, check_layout
 from ...errors import ShapeError, expect
-from ...options import Given
+from ...options import Given, dense_bias
 from ...torch._front import TorchFront, from_bhsd
 from ...torch._options import dropout_seeds
 from ...torch.dtensor import Places, ShardedMask, is_dtensor
@@ -286,7 +285,7 @@ class MeshPlan(ShardedMask):
         got = "a dense bias, which holds a value for each pair of rows of all ranks"
         what, wanted = "bias with context parallelism", "alibi(...) or relative(...)"
         remedy = "Use a bias by position, or fold what is visible into the mask"
-        expect(not isinstance(given.bias, Tensor | DenseBias), what, wanted, got, remedy)
+        expect(not isinstance(given.bias, Tensor | dense_bias), what, wanted, got, remedy)
 
     def __deepcopy__(self, memo: Any) -> MeshPlan:
         """The plan itself: it is not changed, and a copy of a model works with the same ranks."""
