@@ -25,17 +25,17 @@ _VALID = np.stack([np.isin(np.arange(24), x) for x in ([0, 1, 9, 10, 11, 23], [2
 _PREFIXES = np.array([2, 1, 0, 30])
 
 
-def _document(cu: np.ndarray, i: int) -> int | None:
+def document(cu: np.ndarray, i: int) -> int | None:
     inside = [d for d in range(len(cu) - 1) if cu[d] <= i < cu[d + 1]]
     return inside[0] if inside else None
 
 
 def _same_document(cu: np.ndarray, i: int, j: int) -> bool:
-    return _document(cu, i) is not None and _document(cu, i) == _document(cu, j)
+    return document(cu, i) is not None and document(cu, i) == document(cu, j)
 
 
 def _prefix_of_document(lengths: np.ndarray, cu: np.ndarray, i: int, j: int) -> bool:
-    return _same_document(cu, i, j) and j - cu[_document(cu, j)] < lengths[_document(cu, j)]
+    return _same_document(cu, i, j) and j - cu[document(cu, j)] < lengths[document(cu, j)]
 
 
 def _same(ids: np.ndarray, i: int, j: int) -> bool:

@@ -174,7 +174,7 @@ def test_jax():
         (lambda: a.t5_buckets(3), OptionError, "t5_buckets: num_buckets: expected 4 to"),
         (lambda: a.t5_buckets(33), OptionError, "t5_buckets: expected .* even number"),
         (lambda: a.t5_buckets(32, 8), OptionError, "max_distance beyond the 8 distances .*max_distance=8"),
-        (lambda: a.dense_bias(np.ones(5)), ShapeError, "dense_bias: values: expected 2 or 3 or 4 axes"),
+        (lambda: a.dense_bias(np.ones(5)), ShapeError, "dense_bias: expected 2 or 3 or 4 axes"),
         (
             lambda: a.dense_bias(np.ones((3, 4))).lower(**SIZES),
             ShapeError,

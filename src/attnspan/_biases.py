@@ -162,7 +162,7 @@ class dense_bias(Bias):
     values: Array
 
     def __post_init__(self) -> None:
-        self._check(values=partial(_floats, ranks=(2, 3, 4)))
+        self._set(values=_floats("dense_bias", self.values, (2, 3, 4)))
 
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         given = tuple(self.values.shape)
