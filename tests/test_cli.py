@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from attnspan import masks
@@ -171,25 +169,6 @@ def test_the_page_shows_the_command_of_each_of_its_pictures() -> None:
     drawn = [shlex.split(line)[-1].removesuffix(".svg") for line in SHOWN if "--svg" in line]
     assert pictures == drawn
     assert len(SHOWN) > len(drawn) > 2
-
-
-def _gallery() -> dict[str, tuple[str, int, int]]:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {name: (*module.GALLERY[name], module.mask_of(name)) for name in module.GALLERY}
-
-
-@pytest.mark.parametrize(("text", "rows", "keys", "mask"), _gallery().values(), ids=_gallery())
-def test_the_librarys_masks_are_read_by_name(text: str, rows: int, keys: int, mask: masks.Mask) -> None:
-    sizes = {
-        "batch": 2 if text.startswith("per_row") else 1,
-        "heads": 2 if text.startswith("per_head") else 1,
-    }
-    read, meant = (x.spans(rows, keys, **sizes).dense() for x in (masks.parse(text), mask))
-    np.testing.assert_array_equal(read, meant)
 
 
 @pytest.mark.parametrize(
