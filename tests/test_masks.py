@@ -32,7 +32,7 @@ def _rows(sample, q_len):
     if sample in SAMPLES:
         return sample.default_q_index(q_len), {}
     rows = np.arange(sample.q_len)[-q_len:]
-    every = q_len == sample.keys and "room to spare" not in sample.name
+    every = q_len == sample.q_len and "room to spare" not in sample.name
     return rows, {} if every else {"q_index": rows}
 
 

@@ -280,6 +280,14 @@ def test_ids_beyond_32_bits_do_not_become_equal_in_jax(make):
         assert low(mask, like=like).bounds[0, 0, :, 0].tolist() == want
 
 
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_large_unsigned_ids_are_not_negative(convert):
+    ids = convert(np.array([5, 5, 2**63 + 7, 2**63 + 7], np.uint64))
+    assert low(a.groups(ids)).bounds[0, 0, :, 0].tolist() == [[0, 2], [0, 2], [2, 4], [2, 4]]
+    padded = low(a.segments(ids, padding_id=2**63 + 7))
+    assert padded.cost()[0, 0].tolist() == [2, 2, 0, 0]
+
+
 def test_explicit_rows_settle_what_two_defaults_cannot():
     both = a.cache(2) & a.cache(3)
     assert both.spans(1, 4, q_index=np.array([1])).bounds.tolist() == [[[[[0, 2]]]]]

@@ -25,6 +25,9 @@ class Node:
     A subclass needs no decorator, and is registered with every framework that is loaded, now or later.
     """
 
+    # NumPy then leaves its operators to those of the class, instead of calling them for each element.
+    __array_ufunc__ = None
+
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         dataclass(frozen=True, eq=False, repr=False)(cls)

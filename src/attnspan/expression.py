@@ -20,9 +20,6 @@ __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
 
-    Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it
-    is lowered.
-
     A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in
     `__post_init__`, and says in `_lower` which keys each row sees. The masks are in `attnspan.masks` and
     `attnspan.library`.
@@ -33,8 +30,6 @@ class Mask(Node):
         causal() & window(128)
     """
 
-    # NumPy then leaves its operators to those below, instead of calling them for each element.
-    __array_ufunc__ = None
     # Whether it may keep packed documents apart; a mask that knows none says False.
     _separates: ClassVar[bool] = True
 
@@ -315,13 +310,9 @@ class Prepared(Mask):
 
     def _check_fit(self, own_k_len: int, q_len: int, k_len: int, batch: int, heads: int) -> None:
         own_batch, own_heads, own_q_len = self.lowered.bounds.shape[:3]
-        fits = (
-            own_q_len == q_len and own_k_len == k_len and own_batch in (1, batch) and own_heads in (1, heads)
-        )
-        expected, remedy = (
-            "(batch, heads, q_len, k_len) = {}",
-            "Prepare the mask for the problem it is used in",
-        )
+        fits = own_q_len == q_len and own_k_len == k_len
+        fits = fits and own_batch in (1, batch) and own_heads in (1, heads)
+        expected, remedy = "(batch, heads, q_len, k_len) = {}", "Prepare it for the problem it is used in"
         got, wanted = (own_batch, own_heads, own_q_len, own_k_len), (batch, heads, q_len, k_len)
         expect(fits, "prepared mask", expected, got, remedy, wanted, error=ShapeError)
 

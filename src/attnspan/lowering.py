@@ -218,9 +218,9 @@ class Lowering:
         self.check_axis(what, "batch", x.shape[0])
         self.check_axis(what, "heads", x.shape[1])
 
-    def needs_keys(self, what: str, expected: str = "the length of the global key sequence") -> None:
+    def needs_keys(self, what: str) -> None:
         """Raise where only `k_index` says which keys there are."""
-        remedy = "Lower it over all keys, then use Spans.take_keys"
+        expected, remedy = "the length of the global key sequence", "Lower it over all keys, then take_keys"
         expect(self.k_len is not None, what, expected, "k_index alone", remedy)
 
     def broken(self, what: str, bad: Array, expected: str, remedy: str, *values: Any) -> Array | None:

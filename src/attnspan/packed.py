@@ -54,7 +54,10 @@ class segments(Mask):
         return None if self.kv_ids is None else self.q_ids.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
-        is_padding = None if self.padding_id is None else lambda ids: ids == self.padding_id
+        padding = self.padding_id
+        if padding is not None and padding >= 1 << 63:  # Ids of uint64 are compared as int64.
+            padding -= 1 << 64
+        is_padding = None if padding is None else lambda ids: ids == padding
         if self.kv_ids is None:
             return _own_runs(low, "segments: q_ids", self.q_ids, is_padding, self.max_runs)
         q_ids = low.per_batch("segments: q_ids", self.q_ids, "int64")
@@ -85,7 +88,9 @@ class groups(Mask):
         return self.ids.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
-        return _own_runs(low, "groups: ids", self.ids, lambda ids: ids < 0)
+        # Large unsigned ids are negative where they are compared, as signed ones.
+        unsigned = "uint" in str(self.ids.dtype)
+        return _own_runs(low, "groups: ids", self.ids, None if unsigned else lambda ids: ids < 0)
 
 
 def _own_runs(
@@ -126,10 +131,7 @@ def _runs(
             (arrays.where(sees_nothing, rest, lo), arrays.where(sees_nothing, rest, hi)) for lo, hi in pairs
         ]
         broken = broken & ~sees_nothing
-    intervals = []
-    for lo, hi in pairs:
-        intervals.append(Interval(lo[:, None], hi[:, None], anchored))
-    return Rows(tuple(intervals), broken[:, None])
+    return Rows(tuple([Interval(lo[:, None], hi[:, None], anchored) for lo, hi in pairs]), broken[:, None])
 
 
 class documents(Mask):

@@ -39,9 +39,6 @@ class Spans(Node):
         [[0, 1], [0, 2], [0, 3]]
     """
 
-    # NumPy then leaves its operators to those below, instead of calling them for each element.
-    __array_ufunc__ = None
-
     bounds: Array
     k_len: int
     # The number as an array of shape (): data to a compiler, where an int is a constant. Kernels check it.
@@ -70,7 +67,7 @@ class Spans(Node):
     def _checked(cls, bounds: Array, k_len: int) -> Spans:
         """Spans of bounds that this package made: they need no checks."""
         spans: Spans = object.__new__(cls)
-        vars(spans).update(bounds=bounds, k_len=k_len)
+        spans._set(bounds=bounds, k_len=k_len)
         return spans
 
     if not TYPE_CHECKING:
@@ -136,11 +133,9 @@ class Spans(Node):
         """
         arrays = self._arrays
         index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
-        bounds = arrays.take(self.bounds, index, 2)
-        # Past __init__, which makes an array of the number of keys: to a compiler it would be a constant.
-        spans: Spans = object.__new__(Spans)
-        for name, value in (("bounds", bounds), ("k_len", self.k_len), ("_k_len", self._k_len)):
-            object.__setattr__(spans, name, value)
+        spans = Spans._checked(arrays.take(self.bounds, index, 2), self.k_len)
+        # Not made anew: to a compiler it would be a constant.
+        spans._set(_k_len=self._k_len)
         return spans
 
     def take_keys(self, index: Array) -> Spans:
@@ -188,10 +183,8 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             return self
         b, h, i = rows[0].tolist()
         row = [tuple(map(int, span)) for span in self._arrays.to_numpy(self.bounds[b, h, i])]
-        what, expected = (
-            f"spans of batch {b}, head {h}, row {i}",
-            f"ascending, disjoint spans in [0, {self.k_len}]",
-        )
+        what = f"spans of batch {b}, head {h}, row {i}"
+        expected = f"ascending, disjoint spans in [0, {self.k_len}]"
         got = ", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else "")
         remedy = _PROMISES if set(row) == {(0, -1)} else "Clip and sort the bounds"
         raise OptionError(what, expected=expected, got=got, remedy=remedy)
