@@ -26,28 +26,37 @@ def _front_ends():
     ]
 
 
-TRUTHS = (
-    lambda x: x and segments(IDS),
-    lambda x: x or segments(IDS),
-    lambda x: not x,
-    lambda x: 1 if x else 2,
-)
+SPANS = causal().spans(4, 4).lowered
+MASKS = [
+    causal(),
+    causal() & segments(IDS),
+    causal() | segments(IDS),
+    causal().prepare(4, 4),
+    library.prefix_lm(2),
+    SPANS,
+    causal().spans(4, 4, like=X).lowered,
+]
+BIASES = [
+    attnspan.alibi([0.5, 0.25]),
+    attnspan.relative(np.zeros((2, 3), np.float32)),
+    attnspan.dense_bias(torch.zeros(4, 4)),
+]
+ONE_MASK = r"\(.*\)\): expected masks combined by & and \|, .* Write a & b or a \| b"
+ONE_BIAS = r"\(.*\)\): expected one bias, .*Test for .* by `bias is None`"
+SUBJECTS = [*((x, ONE_MASK) for x in MASKS), *((x, ONE_BIAS) for x in BIASES)]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        *TRUTHS,
-        bool,
-        lambda mask: (mask & segments(IDS)) and window(2),
-        lambda mask: (mask | segments(IDS)) and window(2),
-        lambda mask: mask.prepare(4, 4) and window(2),
-        lambda mask: library.prefix_lm(2) and mask,
-    ],
-)
-def test_a_mask_is_neither_true_nor_false(use):
-    with pytest.raises(TypeError, match=r"expected masks combined by & and \|.* Write a & b or a \| b"):
-        use(causal())
+@pytest.mark.parametrize(("x", "message"), SUBJECTS, ids=[repr(x) for x, _ in SUBJECTS])
+def test_masks_spans_and_biases_are_neither_true_nor_false(x, message):
+    for use in (
+        lambda: x and window(2),
+        lambda: x or x,
+        lambda: not x,
+        lambda: 1 if x else 2,
+        lambda: bool(x),
+    ):
+        with pytest.raises(TypeError, match=rf"bool\(.*{message}"):
+            use()
 
 
 @pytest.mark.parametrize(
@@ -219,16 +228,6 @@ def test_return_lse_is_read_as_a_truth_value():
     assert lse.shape == (1, 1, 4)
 
 
-SPANS = causal().spans(4, 4).lowered
-
-
-@pytest.mark.parametrize("spans", [SPANS, causal().spans(4, 4, like=X).lowered], ids=["numpy", "torch"])
-@pytest.mark.parametrize("use", TRUTHS)
-def test_spans_are_neither_true_nor_false(spans, use):
-    with pytest.raises(TypeError, match=r"bool\(Spans\(.*expected masks combined by & and \|"):
-        use(spans)
-
-
 @pytest.mark.parametrize("other", [SPANS, causal(), VISIBLE, VISIBLE.numpy(), 1, None], ids=repr)
 def test_spans_are_wrapped_before_they_are_combined(other):
     for use in (
@@ -262,21 +261,6 @@ def test_a_sharded_mask_is_made_of_one_mask(use):
         remedy = r"Combine masks by & and \| before they are sharded; .* by `mask is None`"
         with pytest.raises(TypeError, match=f"{kind.__name__}: expected one mask, .*{remedy}"):
             use(object.__new__(kind))
-
-
-@pytest.mark.parametrize(
-    "bias",
-    [
-        attnspan.alibi([0.5, 0.25]),
-        attnspan.relative(np.zeros((2, 3), np.float32)),
-        attnspan.dense_bias(torch.zeros(4, 4)),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("use", [lambda x: x and causal(), lambda x: x or x, lambda x: not x, bool])
-def test_a_bias_is_neither_true_nor_false(bias, use):
-    with pytest.raises(TypeError, match=r"bool\(.*expected one bias, .*Test for .* by `bias is None`"):
-        use(bias)
 
 
 @pytest.mark.parametrize("name", ["attention", "explain"])
