@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from ..._biases import DenseBias
 from ...call import Call, check_layout
 from ...errors import ShapeError, expect
-from ...options import Given
+from ...options import Given, dense_bias
 from ...torch._front import TorchFront, from_bhsd
 from ...torch._options import dropout_seeds
 from ...torch.dtensor import Places, ShardedMask, is_dtensor
@@ -243,7 +242,7 @@ class MeshPlan(ShardedMask):
         expect(fits, at("q"), wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
         got = "a dense bias, which holds a value for each pair of rows of all ranks"
         remedy = "Use a bias by position, or fold what is visible into the mask"
-        by_position = not isinstance(given.bias, Tensor | DenseBias)
+        by_position = not isinstance(given.bias, Tensor | dense_bias)
         expect(by_position, at("bias"), "alibi(...) or relative(...)", got, remedy)
 
     def __deepcopy__(self, memo: Any) -> MeshPlan:
