@@ -145,7 +145,8 @@ class Spans(Node):
         hi.
 
         Args:
-            index: integer (n,), strictly ascending key numbers. Other numbers raise if they can be read.
+            index: integer (n,), strictly ascending key numbers. Others raise if they can be read; elsewhere all
+                rows become illegal.
 
         Example:
             >>> from attnspan import causal
@@ -156,7 +157,13 @@ class Spans(Node):
         index = check_index(arrays, index, "take_keys", below=self.k_len, ascending=True)
         ranks = arrays.searchsorted(index, arrays.cast(self.bounds, "int32").reshape(-1))
         bounds = arrays.cast(ranks, "int32").reshape(self.bounds.shape)
-        return Spans(_mark_illegal(arrays, bounds, self._illegal_rows()), index.shape[0])
+        illegal = self._illegal_rows()
+        if not arrays.concrete(index):  # Ranks in unsorted numbers would be a plausible wrong mask.
+            # Not by slices of n - 1 elements: a compiler would make n a constant where they have one element.
+            place = arrays.arange(index.shape[0])
+            before = arrays.take(index, arrays.maximum(place - 1, 0), 0)
+            illegal = illegal | arrays.any((index <= before) & (place > 0))
+        return Spans(_mark_illegal(arrays, bounds, illegal), index.shape[0])
 
     def _illegal_rows(self) -> Array:
         """Bool (B|1, H|1, q_len)."""
