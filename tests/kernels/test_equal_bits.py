@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from covering import everything
-from kernel_cases import Case, make
+from kernel_run import forward
+from problems import Case, make
 
 from attnspan.kernels import cpu
 
@@ -34,14 +35,11 @@ def test_forward_has_the_same_bits_on_any_number_of_threads(level: str) -> None:
 
 @pytest.mark.parametrize("q_len", [3, 200])
 def test_a_configuration_of_threads_changes_no_bit(q_len: int) -> None:
-    arrays = make(Case(kv_heads=1, q_len=q_len, k_len=4096, head_dim=16, v_dim=16, mask="full", threads=5))
-    arrays.k[0, 0, 4000] *= 40
-    results = []
-    for threads in (0, 1, 3):
-        out, lse = torch.empty(1, 1, q_len, 16), torch.empty(1, 1, q_len)
-        call = {"scale": 0.125, "num_threads": 5, "config": {"block_q": 0, "block_k": 0, "threads": threads}}
-        cpu.forward(arrays.q, arrays.k, arrays.v, arrays.bounds, out, lse, **call)
-        results.append((out, lse))
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(lse, results[0][1])
+    case = Case(heads=1, kv_heads=1, q_len=q_len, k_len=4096, head_dim=16, v_dim=16, mask="full")
+    problem = make(case)
+    problem.k[0, 0, 4000] *= 40
+    first, *others = (
+        forward(problem, 5, config={"block_q": 0, "block_k": 0, "threads": threads}) for threads in (0, 1, 3)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))

@@ -10,12 +10,9 @@ from covering import everything
 
 from attnspan.kernels import cpu
 
-TESTS = [
-    str(Path(__file__).with_name(name))
-    for name in ("test_cpu.py", "test_kernel_options.py", "test_large_scores.py")
-]
+TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu.py", "test_large_scores.py")]
 #: In the ordinary run the lowest level alone: every option and dtype, numbers of any size.
-SHORT = () if everything() else ("-k", "(test_kernel_options and against_the_oracle) or end_of_floats")
+SHORT = () if everything() else ("-k", "options_against_the_oracle or end_of_floats")
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 LEVELS = OTHERS if everything() else OTHERS[:1]
 
