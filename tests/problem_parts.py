@@ -201,12 +201,14 @@ def _dense(
     per_row: bool,
     dtype: torch.dtype | None = None,
     spoil: Callable[[Tensor], object] = lambda _: None,
+    three_dims: bool = False,
 ) -> Callable[[Draw], Setting]:
     def make(draw: Draw) -> Setting:
         case = draw.case
         sizes = case.batch if per_batch else 1, case.heads if per_head else 1, case.q_len if per_row else 1
         values = draw.normal(*sizes, case.k_len, dtype=dtype or case.dtype)
         spoil(values)
+        values = values[0] if three_dims else values
         return Setting({"values": values}, lambda p: {"bias": a.dense_bias(p["values"])})
 
     return make
@@ -251,7 +253,7 @@ OPTIONS: dict[str, Callable[[Draw], Setting]] = {
     "dense, one for all": _dense(False, False, True),
     "dense, one for all, float32": _dense(False, False, True, FLOAT),
     "dense, per key": _dense(True, True, False),
-    "dense, per key and head, float32": _dense(False, True, False, FLOAT),
+    "dense, per key and head, float32": _dense(False, True, False, FLOAT, three_dims=True),
     "dense, per key, one for all": _dense(False, False, False),
     "dense with holes": _dense(False, True, True, FLOAT, _make_holes),
     "dense with deep rows": _dense(False, True, True, FLOAT, _make_deep_rows),

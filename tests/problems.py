@@ -1,6 +1,6 @@
 """Random problems of attention, and what the oracle says of them: results, gradients, errors by norm.
 
-Inputs are standard-normal. `attention` takes the parts of a problem as they are, kernels and the oracle lowered.
+Inputs are standard-normal. `attention` takes a problem as it is; kernels and the oracle take it lowered.
 """
 
 from __future__ import annotations

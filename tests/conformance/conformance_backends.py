@@ -1,4 +1,4 @@
-"""The backends under test: how each runs a problem, which options and dtypes, what it declares unsupported."""
+"""The backends under test: how each runs a problem, its options and dtypes, what it declares unsupported."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from covering import everything, few
-from samples import OPTIONS, parameters
+from problem_parts import leaves
+from samples import OPTIONS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -31,7 +32,7 @@ def _agree(compiled: Callable[..., list[Tensor]], names: list[str], batch: int, 
     q, k = _inputs(batch, length)
     ids = torch.randint(0, 2, (batch, length)).cumsum(-1)
     several = [OPTIONS[name](batch, HEADS, length, length) for name in names]
-    wanted = [q, *parameters(several)]
+    wanted = [q, *leaves(several)]
     results = []
     for run in (compiled, _run):
         outs = run(q, k, ids, several)
@@ -44,7 +45,7 @@ def _agree(compiled: Callable[..., list[Tensor]], names: list[str], batch: int, 
 # Each kind of array once: the next test has "all".
 @pytest.mark.parametrize(
     "names",
-    [[x] for x in OPTIONS] if everything() else [["dense per row", "alibi per row", "t5"]],
+    [[x] for x in OPTIONS] if everything() else [["dense, all heads, float16", "alibi, per batch row", "T5"]],
     ids=str,
 )
 def test_every_option_compiles_in_full_and_once(names: list[str]) -> None:
@@ -55,7 +56,7 @@ def test_every_option_compiles_in_full_and_once(names: list[str]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", few(["all", "dense", "dropout seeds", "alibi per row"], 1))
+@pytest.mark.parametrize("name", few(["all", "dense", "dropout by seeds", "alibi, per batch row"], 1))
 def test_few_compilations_over_many_shapes(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_run, fullgraph=True, backend=counter)
