@@ -29,17 +29,18 @@ def mesh() -> Iterator[object]:
     dist.destroy_process_group()
 
 
+def _placed(mesh: object, placement: object, *tensors: torch.Tensor) -> list[DTensor]:
+    return [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in tensors]
+
+
 @pytest.mark.parametrize("mask", [causal(), causal() & segments(IDS)], ids=str)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_batch_and_heads(mesh: object, placement: object, mask: Mask) -> None:
     sample = small(**SIZES)
-    plain = [x.clone().requires_grad_() for x in (sample.q, sample.k, sample.v)]
+    plain = [x.clone().requires_grad_() for x in sample.inputs.values()]
     wanted = attention(*plain, mask=mask)
     wanted.square().sum().backward()
-    sharded = [
-        distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
-        for x in (sample.q, sample.k, sample.v)
-    ]
+    sharded = [x.requires_grad_() for x in _placed(mesh, placement, *sample.inputs.values())]
     out = attention(*sharded, mask=mask)
     assert isinstance(out, DTensor)
     assert out.placements == (placement,)
@@ -82,7 +83,7 @@ def test_options_shard_with_what_they_belong_to(mesh: object, placement: object,
         else x
         for x in parts
     ]
-    sharded = [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in inputs]
+    sharded = _placed(mesh, placement, *inputs)
     out = attention(*sharded, mask=causal(), **torch.utils._pytree.tree_unflatten(placed, spec))
     assert out.placements == (placement,)
     torch.testing.assert_close(out.to_local(), _first_part(wanted, placement))
@@ -110,7 +111,7 @@ def test_indices_shard_by_batch_only(mesh: object, placement: object) -> None:
         "q_index": torch.randint(0, 99, (2, 24)),
         "k_index": torch.randperm(24),
     }
-    sharded = [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in inputs]
+    sharded = _placed(mesh, placement, *inputs)
     wanted = _first_part(attention(*inputs, **options), placement)
     torch.testing.assert_close(attention(*sharded, **options).to_local(), wanted)
 
@@ -169,21 +170,15 @@ def test_two_ranks_drop_what_one_drops_and_sum_the_gradients(tmp_path: Path) -> 
 
 
 def test_a_sharded_sequence_is_refused(mesh: object) -> None:
-    sample = small(**SIZES)
-    q, k, v = (
-        distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None) for x in (sample.q, sample.k, sample.v)
-    )
+    q, k, v = _placed(mesh, Shard(2), *small(**SIZES).inputs.values())
     with pytest.raises(OptionError, match=r"q as a DTensor: .* got Shard\(dim=2\), which splits q_len"):
         attention(q, k, v)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: library.batchify(x, 24)], ids=["itself", "nested"])
 def test_a_function_of_batch_rows_is_refused_next_to_split_arrays(mesh: object, wrap: object) -> None:
-    sample = small(**SIZES)
-    q, k, v = (
-        distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None) for x in (sample.q, sample.k, sample.v)
-    )
-    ids = distribute_tensor(IDS, mesh, [Shard(0)], src_data_rank=None)
+    q, k, v = _placed(mesh, Shard(0), *small(**SIZES).inputs.values())
+    (ids,) = _placed(mesh, Shard(0), IDS)
     mask = wrap(from_predicate(lambda b, h, i, j: (i >= j) & (b + h >= 0))) & segments(ids)
     with pytest.raises(OptionError, match="number those of this rank from 0"):
         attention(q, k, v, mask=mask)
