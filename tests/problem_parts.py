@@ -119,11 +119,10 @@ def _documents_of_50(case: Case) -> tuple[Any, None]:
     return a.causal() & a.documents(cu), None
 
 
-#: Of any lengths, the first ones; the others are for 17 queries and 17 keys.
+#: For 17 queries and 17 keys; "full", "causal" and "segments" for any.
 MASKS: dict[str, Callable[[Case], tuple[Any, np.ndarray | None]]] = {
     "full": lambda _: (a.full(), None),
     "causal": lambda _: (a.causal(), None),
-    "documents of 50": _documents_of_50,
     "window": lambda _: (a.window(5, 2), None),
     "segments": lambda case: (a.causal() & a.segments(_ids(case), padding_id=-1), None),
     "documents": lambda _: (a.causal() & a.documents(torch.tensor([0, 7, 8, 15])), None),
@@ -137,6 +136,8 @@ MASKS: dict[str, Callable[[Case], tuple[Any, np.ndarray | None]]] = {
     "R = 2 per batch row": _random(2, per_batch=True, per_head=False),
     "R = 5 per batch row and head": _random(5, per_batch=True, per_head=True),
 }
+#: For any numbers of queries and keys.
+LONG_MASKS = {"documents of 50": _documents_of_50}
 
 
 # Options.

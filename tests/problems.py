@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from closeness import error
-from problem_parts import MASKS, Case, Draw, Setting, random_bounds
+from problem_parts import LONG_MASKS, MASKS, Case, Draw, Setting, random_bounds
 from torch import Tensor
 
 from attnspan import Prepared, Spans, reference
@@ -142,7 +142,7 @@ def make(case: Case) -> Problem:
 
 def _mask(case: Case, generator: torch.Generator) -> tuple[Any, np.ndarray | None]:
     if case.mask != "random":
-        return MASKS[case.mask](case)
+        return {**MASKS, **LONG_MASKS}[case.mask](case)
     batch = case.batch if case.mask_batch is None else case.mask_batch
     heads = case.heads if case.mask_heads is None else case.mask_heads
     bounds = random_bounds(generator, batch, heads, case.q_len, case.k_len, case.runs, case.empty)

@@ -21,11 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attnspan import Spans
-from attnspan.options import ALIBI, DISTANCE, Options
+from attnspan import Spans, t5_buckets
+from attnspan.options import Options
 from attnspan.torch import attention
 
 FACTOR = 1.5
+BUCKETS = torch.from_numpy(t5_buckets(12, 40))
 NAMES = ("out", "dq", "dk", "dv")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
@@ -104,16 +105,16 @@ def flex(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
 
 
 def _asked(problem: Problem) -> Asked:
-    options, case = problem.options or Options(), problem.case
-    distance = torch.arange(case.k_len) - torch.arange(case.q_len)[:, None]
-    bias = options.bias
-    if options.bias_kind == ALIBI:
-        bias = -bias[..., None, None] * distance.abs()
-    elif options.bias_kind == DISTANCE:
-        reach = bias.shape[1] // 2
-        bias = bias[:, distance.clamp(-reach, reach) + reach][None]
-    mask = Spans(problem.bounds, case.k_len).dense()
-    return Asked(mask, case.factor, options.softcap, bias if bias is None else bias.float(), options.sinks)
+    """Biases from their parameters, by their definitions."""
+    case, given = problem.case, problem.setting.parameters
+    bias, distance = given.get("values"), torch.arange(case.k_len) - torch.arange(case.q_len)[:, None]
+    if "slopes" in given:
+        bias = -(given["slopes"][:, None, None] * distance.abs())[None]
+    elif "table" in given:
+        reach = len(BUCKETS) // 2
+        bias = given["table"][:, BUCKETS[distance.clamp(-reach, reach) + reach].long()][None]
+    mask, softcap = Spans(problem.bounds, case.k_len).dense(), (problem.options or Options()).softcap
+    return Asked(mask, case.factor, softcap, None if bias is None else bias.float(), given.get("sinks"))
 
 
 def _results(problem: Problem, attend: Callable[..., Tensor], *given: Any, **keywords: Any) -> list[Tensor]:

@@ -1,8 +1,5 @@
 """Forward has the same bits on any number of threads, at every instruction-set level of this machine."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 from covering import everything
 from kernel_run import forward
 from problems import Case, make
+from programs import run_program
 
 from attnspan.kernels import cpu
 
@@ -20,15 +18,7 @@ PROGRAM = Path(__file__).with_name("equal_bits.py")
 @pytest.mark.compiled_module("other processes load it")
 @pytest.mark.parametrize("level", cpu.isa_levels() if everything() else sorted({"portable", cpu.isa()}))
 def test_forward_has_the_same_bits_on_any_number_of_threads(level: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        env=os.environ | {"ATTNSPAN_ISA": level},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    ran = done.stdout.split()
+    ran = run_program(str(PROGRAM), ATTNSPAN_ISA=level).split()
     assert ran[0] == level
     assert int(ran[1]) >= 180
 

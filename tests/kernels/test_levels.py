@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from covering import everything
+from programs import run_program
 
 from attnspan.kernels import cpu
 
@@ -20,12 +21,8 @@ LEVELS = OTHERS if everything() else OTHERS[:1]
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_level(level: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SHORT, *TESTS]
-    done = subprocess.run(
-        command, env=os.environ | {"ATTNSPAN_ISA": level}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *SHORT, *TESTS)
+    assert " passed" in run_program(*command, timeout=3600, ATTNSPAN_ISA=level)
 
 
 @pytest.mark.parametrize("name", ["avx1024", "AVX2"])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from kernel_run import check_run, run
 from problems import Case, make
+from programs import run_program
 
 from attnspan.call import Problem
 from attnspan.kernels import cpu, tuned
@@ -178,11 +179,8 @@ def test_without_a_file_nothing_is_imported(tmp_path: Path) -> None:
         "tuned.load(Core())\n"
         "print(sorted(set(sys.modules) - before))"
     )
-    environment = os.environ | {"ATTNSPAN_TUNE_CACHE": str(tmp_path), "PYTHONPATH": SOURCE}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    given = {"ATTNSPAN_TUNE_CACHE": str(tmp_path), "PYTHONPATH": SOURCE}
+    assert run_program("-c", code, **given).strip() == "[]"
 
 
 def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """What the compiler sees: one node, no breaks, a bounded number of compilations."""
 
 import random
-import subprocess
-import sys
 from itertools import combinations
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from covering import everything, few
 from problem_parts import leaves
+from programs import run_program
 from samples import OPTIONS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -49,10 +48,7 @@ print("same")
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
-    command = [sys.executable, "-c", FRESH.format(backend=backend)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "same"
+    assert run_program("-c", FRESH.format(backend=backend)).strip() == "same"
 
 
 def _inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
