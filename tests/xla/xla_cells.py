@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import closeness
 import numpy as np
+import problems
 import torch
 import torch_xla
-from conformance_cases import Cell, Problem, make, oracle
+from problem_parts import Case
+from problems import Problem, make
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -36,13 +37,16 @@ def run(problem: Problem, places: Mapping[str, Any] | None = None) -> dict[str, 
     for gradient, leaf in zip(gradients, leaves.values(), strict=True):
         assert gradient.dtype == leaf.dtype
         assert gradient.shape == leaf.shape
-    assert out.dtype == problem.cell.dtype
+    assert out.dtype == problem.case.dtype
     named = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
     results = {"out": out, "lse": lse, **named}
     torch_xla.sync()
     return {name: x.detach().cpu().double().numpy() for name, x in results.items()}
 
 
-def check(cell: Cell, places: Mapping[str, Any] | None = None) -> None:
-    """Compare a cell with the oracle, within what roundings explain."""
-    closeness.check(run(make(cell), places), *oracle(cell), cell.shape, EXPONENTIAL)
+def check(case: Case, places: Mapping[str, Any] | None = None) -> None:
+    """Compare a problem with the oracle, within what roundings explain."""
+    problem = make(case)
+    got = run(problem, places)
+    assert got.keys() == {"out", "lse", "dq", "dk", "dv", *(f"d{x}" for x in problem.setting.parameters)}
+    problems.check(case, got, exponential=EXPONENTIAL)
