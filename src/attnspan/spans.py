@@ -145,8 +145,8 @@ class Spans(Node):
         hi.
 
         Args:
-            index: integer (n,), strictly ascending key numbers. Others raise if they can be read; elsewhere all
-                rows become illegal.
+            index: integer (n,), strictly ascending key numbers. Others raise if they can be read; elsewhere
+                they make all rows illegal.
 
         Example:
             >>> from attnspan import causal
