@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
+from attnspan.errors import OptionError
 from attnspan.files import to_plain, write_json, write_whole
 from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import CheckpointError, ConfigError, DataError, TrainConfig
@@ -191,7 +192,7 @@ def _keep(config: TrainConfig, folder: Path) -> None:
             write_whole(folder / _JOB, job)
         if config.profile:
             Path(config.profile).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, OptionError) as error:
         wanted, remedy = "folders that can be written", "Choose others with --runs-dir and --profile"
         raise ConfigError.of(wanted, error, remedy) from None
 
