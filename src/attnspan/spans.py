@@ -307,6 +307,10 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         """
         self._require_values("compact")
         arrays, illegal = self._arrays, self._illegal_rows()
+        lo, hi = self.bounds[..., 0], self.bounds[..., 1]
+        if self.runs == 1 and bool((lo < hi).all()) and not bool(illegal.any()):
+            # Most masks: two fifths of the time of lowering long rows is spent below.
+            return Spans(arrays.contiguous(arrays.cast(self.bounds, "int32")), self.k_len)
         bounds = _mark_illegal(arrays, self.bounds, illegal)
         lo, hi = bounds[..., 0], bounds[..., 1]
         if self.runs > 1:

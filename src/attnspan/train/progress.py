@@ -134,8 +134,10 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """Names and texts of the table."""
         score = f"{self.bits_per_byte_start:.3f} at the start, {self.bits_per_byte_end:.3f} at the end"
-        speed = f"{self.tokens_per_second:,.0f} tokens/s, {rate_text(self.flops_per_second)}"
-        rows = [("held-out bits per byte", score), ("speed", speed)]
+        rows = [("held-out bits per byte", score)]
+        if self.tokens_per_second:  # A run that is resumed at its end takes no step.
+            speed = f"{self.tokens_per_second:,.0f} tokens/s, {rate_text(self.flops_per_second)}"
+            rows.append(("speed", speed))
         if self.mfu is not None:
             low, high = rate_text(min(self.ceiling)), rate_text(max(self.ceiling))
             bursts = f"bursts of multiply-adds on registers: {low} to {high}"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench import training
 from attnspan.tools.bench.results import Results
+from attnspan.tools.bench.table import show_results
 from attnspan.tools.bench.timing import MeasurementError
 from attnspan.tools.bench.training import RowStepper as Stepper
 from attnspan.tools.bench.training import measure_ranks, measure_training, steps_peak
@@ -119,12 +123,19 @@ def test_the_peak_leaves_out_what_compiling_needed(tiny: Tiny, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_does(tiny: Tiny) -> None:
+def test_two_ranks_compute_what_one_does(tiny: Tiny, tmp_path: Path) -> None:
     times = measure_ranks(tiny(cp=2, accumulate=2), rounds=3)
     # Sums of the same float32 numbers in other orders.
     assert max(times.losses, times.norms) <= 20 * torch.finfo(torch.float32).eps
     assert len(times.all_ranks) == len(times.one_rank) == len(times.sdpa) == 3
     assert min(times.all_ranks + times.one_rank + times.sdpa) > 0
+    # Raw samples are kept, and the table is made of them.
+    Results(ranks=times).save(tmp_path / "results.json.gz")
+    kept = Results.load(tmp_path / "results.json.gz")
+    assert kept.ranks == times
+    console = Console(width=80, record=True, file=StringIO())
+    show_results(kept, console)
+    assert re.search(r"2 ranks +\S+ m?s.*1 rank +.*1 rank, SDPA", console.export_text(), re.DOTALL)
 
 
 @pytest.mark.long

@@ -19,8 +19,7 @@ from attnspan.tools.bench.options import BenchOptions
 from attnspan.tools.bench.peers import PEERS, peers_named
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.runner import Plan, run_plan
-from attnspan.tools.bench.statistics import Samples, paired
-from attnspan.tools.bench.table import ratio_texts, show_comparison, show_results, show_summary
+from attnspan.tools.bench.table import show_comparison, show_results, show_summary
 from attnspan.tools.bench.timing import LEAST_ROUNDS, Budget
 from attnspan.tools.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
-
-    from attnspan.train.config import TrainConfig
 
 __all__ = ["execute", "plan_of", "run_bench"]
 
@@ -154,7 +151,7 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     show_results(results, console)
     if any(cell.workload.family == "grid" for cell in results.cells):
         show_summary(results, console)
-    if options.json is not None and (results.cells or results.training):
+    if options.json is not None and (results.cells or results.training or results.ranks):
         results.save(options.json)
         console.print(f"raw samples: {options.json}")
     _write_page(results, options, write_page, console)
@@ -162,34 +159,17 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
 
 
 def _with_training(results: Results, options: BenchOptions, plan: Plan, console: Console) -> Results:
-    from attnspan.tools.bench.training import measure_training
+    from attnspan.tools.bench.training import measure_ranks, measure_training
     from attnspan.train.config import TrainConfig
 
     console.print("training steps")
     config = TrainConfig(threads=plan.threads or 0)
     try:
         if options.ranks > 1:
-            _show_ranks(replace(config, cp=options.ranks), options.rounds, console)
-        training = measure_training(config, options.rounds, memory=plan.memory)
+            results = replace(results, ranks=measure_ranks(replace(config, cp=options.ranks), options.rounds))
+        return replace(results, training=measure_training(config, options.rounds, memory=plan.memory))
     except KeyboardInterrupt:
         return replace(results, complete=False)
-    return replace(results, training=training)
-
-
-def _show_ranks(config: TrainConfig, rounds: int, console: Console) -> None:
-    """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
-    from attnspan.tools.bench.training import measure_ranks
-
-    times = measure_ranks(config, rounds)
-    rows = [[f"{config.cp} ranks", seconds_text(Samples(tuple(times.all_ranks)).median), "", ""]]
-    for name, theirs in (("1 rank", times.one_rank), ("1 rank, SDPA", times.sdpa)):
-        text = seconds_text(Samples(tuple(theirs)).median)
-        rows.append([name, text, *ratio_texts(paired(times.all_ranks, theirs))])
-    columns = [Column("steps of", words=True), *map(Column, ("median", "ratio", "interval"))]
-    title = f"training on {config.cp} ranks, {rounds} steps each in turn; ratio: to the steps of all ranks"
-    print_table(console, title, columns, rows)
-    far = f"losses {times.losses:.1e}, norms of gradients {times.norms:.1e}"
-    console.print(f"largest relative differences of the first {rounds} steps from one rank: {far}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from attnspan.files import from_plain, read_json, write_json
 from attnspan.tools.bench.cells import Ceilings, Cell, Timing
 from attnspan.tools.bench.statistics import Interval, Samples
 
-__all__ = ["SCHEMA", "MonitorRecord", "PhaseShares", "Results", "TrainingCell"]
+__all__ = ["SCHEMA", "MonitorRecord", "PhaseShares", "RankTimes", "Results", "TrainingCell"]
 
 SCHEMA = 3
 
@@ -42,6 +42,21 @@ class TrainingCell:
     ratio: Interval | None = None
     noisy: bool = False
     note: str = ""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of the same training steps, taken in turn: by all ranks, and by one with the threads of all.
+
+    ``losses`` and ``norms`` are the largest relative differences of the first steps from those of one rank.
+    """
+
+    ranks: int
+    losses: float
+    norms: float
+    all_ranks: tuple[float, ...]
+    one_rank: tuple[float, ...]
+    sdpa: tuple[float, ...]  # of one rank, under a dense mask
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class Results:
         ceilings: Of this machine, as the probe measured them, or None.
         cells: Single calls.
         training: Whole training steps.
+        ranks: The same on several ranks and on one, or None.
         monitor: Steps of a watched training.
         complete: False when it was stopped before the last cell.
         schema: Version of this layout.
@@ -129,6 +145,7 @@ class Results:
     ceilings: Ceilings | None = None
     cells: tuple[Cell, ...] = ()
     training: tuple[TrainingCell, ...] = ()
+    ranks: RankTimes | None = None
     monitor: tuple[MonitorRecord, ...] = ()
     complete: bool = True
     schema: int = SCHEMA

@@ -17,9 +17,9 @@ from attnspan.console import (
     seconds_text,
 )
 from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, verdicts
-from attnspan.tools.bench.results import Results, TrainingCell
+from attnspan.tools.bench.results import RankTimes, Results, TrainingCell
 from attnspan.tools.bench.standings import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
-from attnspan.tools.bench.statistics import Interval, discoveries
+from attnspan.tools.bench.statistics import Interval, Samples, discoveries, paired
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,6 +69,8 @@ def show_results(results: Results, console: Console) -> None:
             console.print(line, style="dim")
     for peer, reason in everywhere:
         console.print(f"nowhere {peer}: {reason}", style="dim")
+    if results.ranks:
+        _show_ranks(console, results.ranks)
     if results.training:
         _show_training(console, results.training)
     for line in _remarks(results, said):
@@ -250,6 +252,21 @@ def _remarks(results: Results, said: _Verdicts) -> Iterator[str]:
         yield "! waiting for each call is a third or more of its time: the pipelined figure is the device's"
     if not results.complete:
         yield "stopped before the last cell"
+
+
+def _show_ranks(console: Console, times: RankTimes) -> None:
+    """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
+    rows = [[f"{times.ranks} ranks", seconds_text(Samples(times.all_ranks).median), "", ""]]
+    for name, theirs in (("1 rank", times.one_rank), ("1 rank, SDPA", times.sdpa)):
+        rows.append(
+            [name, seconds_text(Samples(theirs).median), *ratio_texts(paired(times.all_ranks, theirs))]
+        )
+    columns = [Column("steps of", words=True), *map(Column, ("median", "ratio", "interval"))]
+    rounds = len(times.all_ranks)
+    title = f"training on {times.ranks} ranks, {rounds} steps each in turn; ratio: to the steps of all ranks"
+    print_table(console, title, columns, rows)
+    far = f"losses {times.losses:.1e}, norms of gradients {times.norms:.1e}"
+    console.print(f"largest relative differences of the first {rounds} steps from one rank: {far}")
 
 
 def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:

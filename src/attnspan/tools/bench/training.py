@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from attnspan.errors import expect
 from attnspan.files import from_plain, to_plain
 from attnspan.tools.bench.cells import OURS, Timing
 from attnspan.tools.bench.processes import forget_peak, fresh_process, resident_peak, trim
-from attnspan.tools.bench.results import TrainingCell
+from attnspan.tools.bench.results import RankTimes, TrainingCell
 from attnspan.tools.bench.statistics import Samples, paired
 from attnspan.tools.bench.timing import LEAST_ROUNDS, MeasurementError, orders
 from attnspan.train.config import CHOICES, TrainConfig
@@ -30,7 +30,7 @@ from attnspan.train.documents import load_data, load_vocabulary
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks
 from attnspan.train.step import Stepper, StepResult
 
-__all__ = ["RankTimes", "RowStepper", "measure_ranks", "measure_training", "steps_peak"]
+__all__ = ["RowStepper", "measure_ranks", "measure_training", "steps_peak"]
 
 KINDS = CHOICES["attention"]
 
@@ -172,20 +172,6 @@ def steps_peak(config: TrainConfig) -> int:
     return resident_peak()
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """Seconds of the same steps, taken in turn: by all ranks, and by one with the threads of all.
-
-    ``losses`` and ``norms`` are the largest relative differences of the first steps from those of one rank.
-    """
-
-    losses: float
-    norms: float
-    all_ranks: list[float]
-    one_rank: list[float]
-    sdpa: list[float]  # of one rank, under a dense mask
-
-
 def _far(found: Sequence[float], expected: Sequence[float]) -> float:
     """Largest relative difference.
 
@@ -236,7 +222,7 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
             repeated = [steppers["one_rank"].step(next(theirs), i) for i in range(rounds)]
             steppers["sdpa"] = RowStepper(replace(alone, attention="sdpa"), size)
             steppers["sdpa"].step(next(_steps(alone, corpus, 0)), last)
-    times: dict[str, list[float]] = {"all_ranks": [], "one_rank": [], "sdpa": []}
+    times: dict[str, list[float]] = {name: [] for name in ("all_ranks", "one_rank", "sdpa")}
     for order in orders(len(times), rounds):
         shared, whole = next(ours), next(theirs)
         for name in (list(times)[index] for index in order):
@@ -252,7 +238,7 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
         _far([getattr(x, name) for x in found], [getattr(x, name) for x in repeated])
         for name in ("loss", "grad_norm")
     )
-    return RankTimes(losses, norms, **times)
+    return RankTimes(config.world, losses, norms, **{name: tuple(x) for name, x in times.items()})
 
 
 @contextmanager
