@@ -27,7 +27,7 @@ from attnspan.kernels import cpu
 from attnspan.parallel import Machine
 from attnspan.parallel.torch.comm import counted_bytes
 from attnspan.tools.bench.environment import describe_environment
-from attnspan.tools.bench.resident import forget_peak, resident_memory, resident_peak, trim
+from attnspan.tools.bench.processes import forget_peak, resident_memory, resident_peak, trim
 
 #: Rows of a rank in the check against float64.
 CHECK_ROWS = 256

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from attnspan.tools.bench.cells import Timing
+from attnspan.tools.bench.cells import Run, Timing
 from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.statistics import Interval
 from attnspan.tools.bench.timing import (
     Budget,
-    Measured,
     MeasurementError,
     Meter,
     Subject,
@@ -173,7 +172,7 @@ def _subject(name: str, opened: Mapping[str, Opened]) -> Subject:
 
 def _in_turn(
     found: Mapping[str, Route], opened: Mapping[str, Opened], budget: Budget, meter: Meter
-) -> dict[str, Measured]:
+) -> dict[str, Run]:
     subjects = [_subject(name, opened) for name in opened if found[name].reason is None]
     # Where calls return early the pipelined time is the kernel's; the others have no other.
-    return {x.name: x for x in interleave(subjects, budget, meter, basis="pipelined")} if subjects else {}
+    return {x.peer: x for x in interleave(subjects, budget, meter, basis="pipelined")} if subjects else {}

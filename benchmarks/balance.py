@@ -1,4 +1,4 @@
-"""Even work and few foreign rows: python benchmarks/balance.py [--packings N] [--time]
+"""Even work and few foreign rows: python benchmarks/balance.py [--packings N]
 
 Packs the documents of the training job (the standard library, as bytes) into rows of S tokens, causal within
 documents, and partitions each packing over P ranks by every method. Two figures count: the visible pairs of
@@ -7,16 +7,14 @@ brings. No layout is below the bound: who owns the last row of the longest docum
 own n rows.
 
 Writes benchmarks/results/balance.json.gz. Finished cases are kept there, so that a run that was stopped goes
-on with the next one. ``--time`` times the planning of one large step instead.
+on with the next one.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,26 +91,6 @@ def show(cases: list[dict[str, Any]]) -> None:
         )
 
 
-def show_time(seq_len: int = 4_194_304, ranks: int = 1024, calls: int = 5) -> None:
-    """Median milliseconds of each step from the mask to one rank's plan."""
-    mask, times = causal() & documents(next(packings(seq_len, 1))), []
-    for _ in range(calls):
-        stamps = [time.perf_counter()]
-        prepared = mask.prepare(seq_len, seq_len)
-        stamps.append(time.perf_counter())
-        layout = Layout.of(prepared, q_len=seq_len, ranks=ranks)
-        stamps.append(time.perf_counter())
-        plan = layout.plan(heads=(32, 8), strategy="exchange")
-        stamps.append(time.perf_counter())
-        plan.local(ranks // 2)
-        stamps.append(time.perf_counter())
-        times.append([1e3 * (end - begin) for begin, end in pairwise(stamps)])
-    print(f"{seq_len:,} tokens, {ranks:,} ranks, median of {calls} calls, milliseconds")
-    names = ("mask.prepare", "Layout.of", "layout.plan", "plan.local")
-    for name, took in zip((*names, "all"), (*np.median(times, 0), np.median(np.sum(times, 1))), strict=True):
-        print(f"{name:<14}{took:6.0f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -120,11 +98,7 @@ def main() -> None:
     parser.add_argument("--packings", type=int, default=1000)
     parser.add_argument("--fresh", action="store_true", help="begin anew")
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--time", action="store_true", help="only time the planning of one large step")
     args = parser.parse_args()
-    if args.time:
-        show_time()
-        return
     results: dict[str, Any] = {"packings": args.packings, "cases": []}
     results["environment"] = {"python": platform.python_version(), "numpy": np.__version__}
     if args.output.exists() and not args.fresh:

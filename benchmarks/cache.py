@@ -70,7 +70,7 @@ def measure(batch: int, length: int, dtype: torch.dtype, seconds: float) -> dict
         subjects.append(Subject(name, call, Device(), lambda held=held: restored(held)))
     # A sample is one step, after which its token is taken back.
     found = interleave(subjects, Budget(seconds / len(subjects), rounds=200, sample_seconds=1e-9))
-    return {each.name: each.execute.median * 1e3 for each in found}
+    return {each.peer: each.execute.median * 1e3 for each in found if each.execute}
 
 
 def set_back(held: object) -> None:

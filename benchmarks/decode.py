@@ -40,6 +40,7 @@ def measure(heads: int, kv_heads: int, q_len: int, k_len: int, dtype: torch.dtyp
     # The caches are emptied before each sample, and the read is measured at the same moments.
     ours, theirs = interleave(subjects, BUDGET, evict=lambda: (reads.append(calls["read"]()), EVICT()))
     rate = Samples(tuple(reads)).median
+    assert ours.execute is not None
     assert theirs.ratio is not None
     low, middle, high = (size / x / rate for x in reversed(ours.execute.quartiles))
     name = f"{str(dtype)[6:]:9}{heads:>3}/{kv_heads} heads  {q_len:>2} x {k_len:>6}"

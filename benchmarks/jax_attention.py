@@ -73,7 +73,7 @@ def measure(workload: Workload, budget: Budget) -> list[Found]:
         subjects.append(subject)
     # Waited for each: a training step waits for its own call too, and torch's calls know nothing else.
     timed = interleave(subjects, budget, Meter(threads=torch.get_num_threads()))
-    return found + [Found(workload.name, m.name, None, m.execute, m.pipelined, m.ratio) for m in timed]
+    return found + [Found(workload.name, m.peer, None, m.execute, m.pipelined, m.ratio) for m in timed]
 
 
 def show(found: Found) -> str:

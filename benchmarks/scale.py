@@ -1,7 +1,7 @@
 """Many ranks on one machine: python benchmarks/scale.py strategies | planning | plots | table
 
 `strategies` counts pairs, rows and bytes of every strategy over masks, tokens and ranks with
-`attnspan.parallel.simulate`, and predicts times where a machine's measured rates are given (``--machine``).
+`attnspan.tools.simulate`, and predicts times where a machine's measured rates are given (``--machine``).
 `planning` times a step's planning. Both add to a file in benchmarks/results, where rows of the same case are
 replaced. `plots` draws what is there into docs/images, `table` prints it for a number of tokens per rank.
 """
@@ -25,7 +25,7 @@ from attnspan.console import bytes_text, seconds_text
 from attnspan.files import read_json, write_json
 from attnspan.masks import parse
 from attnspan.parallel import Layout, Machine
-from attnspan.parallel.simulate import pack, sample_lengths, setups, simulate, tokens_of
+from attnspan.tools.simulate import pack, sample_lengths, setups, simulate, tokens_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"

@@ -1,308 +1,399 @@
-"""Samples of each mask of the library, each with its definition and its R."""
+"""The masks of the library, each next to what its source says that a query may see, written anew.
+
+A function makes a sample of any size; `LIBRARY` has one or more of each mask.
+"""
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 from collections.abc import Callable
 from typing import Any
 
-import library_definitions as d
 import numpy as np
-from mask_samples import BATCH, Sample
+from mask_samples import BATCH, Sample, document
 
 import attnspan as a
 from attnspan import library as lib
 
+__all__ = ["BATCH", "HEADS", "LIBRARY"]
+
 HEADS = 2
-_TABLE, _ID = np.array([[2, 1, 2, 3], [0, 0, 0, 1]]), np.arange(24)
+Sees = Callable[[int, int, int, int], Any]
+Pair = Callable[[int, int], Any]
 
 
-def _own(
-    name: str, build: Callable[..., a.Mask], sees: Callable[..., Any], *arrays: np.ndarray, **options: Any
-) -> Sample:
-    """Rows that are no tokens see nothing."""
+def own(name: str, build: Callable[..., a.Mask], sees: Sees, *arrays: np.ndarray, **options: Any) -> Sample:
+    """A sample of 24 keys; rows that are no tokens see nothing."""
     options = {"keys": 24, "rows": None, **options}
     rows = options["keys"] if options["rows"] is None else options["rows"]
     inside = lambda b, h, i, j: 0 <= i < rows and sees(b, h, i, j)  # noqa: E731
     return Sample(name, arrays, build, inside, heads=HEADS, **options)
 
 
-def _natten(note: str, canvas: tuple, kernel: tuple, runs: int = 1, text: int = 0, **options: Any) -> Sample:
-    return _own(
+def row(x: np.ndarray, b: int, axes: int = 1) -> np.ndarray:
+    """The entries of a batch row, of an array that may have none of its own."""
+    return x[b] if x.ndim > axes else x
+
+
+def in_documents(cu: np.ndarray, inner: Pair) -> Sees:
+    """attention-gym, generate_doc_mask_mod: one document, and the inner mask on places within it."""
+
+    def sees(b: int, h: int, i: int, j: int) -> Any:
+        starts = row(cu, b)
+        d = document(starts, i)
+        return d is not None and d == document(starts, j) and inner(i - starts[d], j - starts[d])
+
+    return sees
+
+
+def dilated(window: int, dilation: int, causal: bool = False, keys: int = 24) -> Sample:
+    reach = window // dilation
+    return own(
+        f"dilated, {window} by {dilation}{', causal' * causal}",
+        lambda: lib.dilated(window, dilation, causal),
+        lambda b, h, i, j: abs(i - j) <= window and (i - j) % dilation == 0 and (j <= i or not causal),
+        keys=keys,
+        runs=1 if dilation == 1 else reach + 1 + reach * (not causal),
+    )
+
+
+def shared_prefix(cu: np.ndarray, of: np.ndarray, keys: int = 24) -> Sample:
+    """attention-gym, generate_shared_prefix_mask_mod."""
+
+    def sees(b: int, h: int, i: int, j: int) -> Any:
+        mine, theirs = document(row(cu, b), i), document(row(cu, b), j)
+        alike = mine is not None and theirs is not None
+        return alike and (j <= i if mine == theirs else row(of, b)[mine] == theirs)
+
+    return own("shared_prefix", lib.shared_prefix, sees, cu, of, keys=keys, runs=2)
+
+
+def block_diffusion(n: int, block: int) -> Sample:
+    """attention-gym, generate_block_diffusion_mask: diagonal, offset causal, causal."""
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        bi, bj, noisy_i, noisy_j = i % n // block, j % n // block, i < n, j < n
+        diagonal = bi == bj and noisy_i == noisy_j
+        return diagonal or (bi > bj and noisy_i and not noisy_j) or (bi >= bj and not noisy_i and not noisy_j)
+
+    return own(f"block_diffusion, {n}", lambda: lib.block_diffusion(n, block), sees, keys=2 * n, runs=2)
+
+
+def draft_blocks(prefix: Any, block: int, keys: int = 24) -> Sample:
+    """attention-gym, generate_jetspec_training_mask_mod; rows of the prefix are causal."""
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        n = prefix if isinstance(prefix, int) else prefix[b]
+        mine = (i - n) // block == (j - n) // block and j >= n
+        return j <= i if i < n else j < n or (mine and j <= i)
+
+    arrays = () if isinstance(prefix, int) else (prefix,)
+    build = lambda n=prefix: lib.draft_blocks(n, block)  # noqa: E731
+    return own(f"draft_blocks{', per batch row' * len(arrays)}", build, sees, *arrays, keys=keys, runs=2)
+
+
+def tree(note: str, parents: np.ndarray, prefix: Any = 0, depth: int | None = None, room: int = 0) -> Sample:
+    """attention-gym, generate_jetspec_tree_causal_mask_mod; rows of the prefix are causal.
+
+    R is the number of nodes on the longest path, and 1 for the prefix.
+    """
+    each = np.broadcast_to(prefix, BATCH)
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        nodes, n = row(parents, b), each[b]
+        if i < n:
+            return j <= i
+        node = i - n
+        while 0 <= node < len(nodes) and node != j - n:
+            node = nodes[node]
+        return 0 <= i - n < len(nodes) and (j < n or node == j - n)
+
+    arrays = (parents,) if isinstance(prefix, int) else (parents, prefix)
+    build = lambda parents, n=prefix: lib.tree(parents, n, depth)  # noqa: E731
+    keys = parents.shape[-1] + each.max() + room
+    return own(f"tree{note}", build, sees, *arrays, keys=int(keys), runs=build(parents).depth + 1)
+
+
+def near(
+    n: int, kernel: int, x: int, y: int, dilation: int = 1, stride: int = 1, causal: bool = False
+) -> bool:
+    """NATTEN's flex back end along one axis, without its grouping into tiles."""
+    if x % dilation != y % dilation:
+        return False
+    group = list(range(x % dilation, n, dilation))
+    own, other = group.index(x), group.index(y)
+    if causal:
+        leader = min(own // stride * stride + stride - 1, len(group) - 1)
+        return own >= other and leader - other < kernel
+    leader = min(own // stride * stride + stride // 2, len(group) - 1)
+    left, right = kernel // 2, kernel // 2 + kernel % 2 - 1
+    centre = min(max(leader, left), len(group) - 1 - right)
+    return centre - left <= other <= centre + right
+
+
+def at(canvas: tuple[int, ...], i: int) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.unravel_index(i, canvas))
+
+
+def neighbours(canvas: tuple, kernel: tuple, i: int, j: int, **options: Any) -> bool:
+    each = [{name: value[x] for name, value in options.items()} for x in range(len(canvas))]
+    pairs = zip(canvas, kernel, at(canvas, i), at(canvas, j), each, strict=True)
+    return all(near(n, k, x, y, **own) for n, k, x, y, own in pairs)
+
+
+def _with_text(n: int, text: int, inner: Pair) -> Sees:
+    """Tokens of a canvas see each other as `inner` says; text and canvas see all of each other."""
+    return lambda b, h, i, j: inner(i, j) if i < n and j < n else i < n + text and j < n + text
+
+
+def natten(note: str, canvas: tuple, kernel: tuple, text: int = 0, **options: Any) -> Sample:
+    n, rows = int(np.prod(canvas)), int(np.prod(kernel[:-1]))
+    return own(
         f"natten, {note}",
         lambda: lib.natten(canvas, kernel, text=text, **options),
-        lambda b, h, i, j: d.neighbours(canvas, kernel, i, j, text, **options),
-        keys=int(np.prod(canvas)) + text,
-        runs=runs,
+        _with_text(n, text, lambda i, j: neighbours(canvas, kernel, i, j, **options)),
+        keys=n + text,
+        runs=rows * (kernel[-1] if options.get("dilation", (1,))[-1] > 1 else 1) + (text > 0),
     )
 
 
-def _sta(note: str, canvas: tuple, kernel: tuple, tile: tuple, runs: int = 1, text: int = 0) -> Sample:
-    return _own(
-        f"sta, {note}",
+def sta(canvas: tuple, kernel: tuple, tile: tuple, text: int = 0, runs: int | None = None) -> Sample:
+    """attention-gym, generate_sta_mask_mod: neighbourhoods of tiles, whose tokens are contiguous."""
+    n, numel = int(np.prod(canvas)), int(np.prod(tile))
+    tiles, reach = (tuple(np.array(x) // np.array(tile)) for x in (canvas, kernel))
+    return own(
+        "sta",
         lambda: lib.sta(canvas, kernel, tile, text),
-        lambda b, h, i, j: d.tiles_near(canvas, kernel, tile, i, j, text),
-        keys=int(np.prod(canvas)) + text,
+        _with_text(n, text, lambda i, j: neighbours(tiles, reach, i // numel, j // numel)),
+        keys=n + text,
         runs=runs,
     )
 
 
-def _as_gym(note: str, n: int, kernel: int) -> Sample:
-    return _own(
-        f"natten, as attention-gym, {note}",
+def gym_natten(n: int, kernel: int, i: int, j: int) -> bool:
+    """attention-gym, generate_natten on a square canvas: a centre held kernel // 2 away from the borders."""
+    half = kernel // 2
+    centres = [min(max(x, half), n - 1 - half) for x in at((n, n), i)]
+    return all(abs(c - y) <= half for c, y in zip(centres, at((n, n), j), strict=True))
+
+
+def as_gym(n: int, kernel: int) -> Sample:
+    return own(
+        "natten, as attention-gym",
         lambda: lib.natten((n, n), kernel | 1),
-        lambda b, h, i, j: d.gym_natten(n, kernel, i, j),
+        lambda b, h, i, j: gym_natten(n, kernel, i, j),
         keys=n * n,
         runs=kernel | 1,
     )
 
 
-def _one_document(cu: np.ndarray, inner: Callable[[int, int], Any]) -> Callable[..., Any]:
-    return lambda b, h, i, j: d.in_document(cu[b] if cu.ndim == 2 else cu, i, j, inner)
+def tile_token(canvas: tuple[int, int], tile: tuple[int, int], p: int) -> int:
+    """attention-gym, get_x_y_tiled: the row-major token at place p."""
+    t, o = divmod(p, tile[0] * tile[1])
+    (ty, tx), (y, x) = divmod(t, canvas[1] // tile[1]), divmod(o, tile[1])
+    return (ty * tile[0] + y) * canvas[1] + tx * tile[1] + x
+
+
+def morton_token(n: int, p: int) -> int:
+    """attention-gym, morton_decode: even bits are x, odd bits y."""
+    x, y = (sum((p >> (2 * bit + odd) & 1) << bit for bit in range(8)) for odd in (0, 1))
+    return y * n + x
+
+
+def reordered(mask: a.Mask, order: np.ndarray, sees: Pair) -> Sample:
+    """Its R is read from data."""
+    return own(
+        "reordered",
+        lambda order: lib.reordered(mask, order),
+        lambda b, h, i, j: sees(int(order[i]), int(order[j])),
+        order,
+        keys=len(order),
+        runs=None,
+    )
+
+
+def flamingo(places: np.ndarray, length: int, earlier: bool = False) -> Sample:
+    """Flamingo, section 2.1: phi(i) is the last image at or before token i."""
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        phi = max((n for n, at in enumerate(row(places, b)) if at <= i), default=-1)
+        return j // length <= phi if earlier else j // length == phi
+
+    build = lambda at: lib.flamingo(at, length, earlier)  # noqa: E731
+    return own("flamingo", build, sees, places, keys=places.shape[-1] * length, rows=12)
+
+
+def _spatial(note: str, sink: bool, *given: Any) -> Sample:
+    """attention-gym, generate_spatial_head_mask_mod."""
+    sees = lambda b, h, i, j: i < 4 or j < 4 + 5 * sink or abs(i - j) < 4  # noqa: E731
+    return own(f"spatial_heads{note}", lambda: lib.spatial_heads(4, 5, *given), sees, runs=2)
+
+
+def temporal_heads(prompt: int, frames: int, frame: int, width: float) -> Sample:
+    """attention-gym, generate_temporal_head_mask_mod."""
+    reach = int(width * frame // frames)
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        return i < prompt or j < prompt or abs((i - prompt) % frame - (j - prompt) % frame) < reach
+
+    build = lambda: lib.temporal_heads(prompt, frames, frame, width)  # noqa: E731
+    return own("temporal_heads", build, sees, keys=prompt + frames * frame, runs=frames + 1)
+
+
+def selected_blocks(
+    note: str,
+    chosen: np.ndarray,
+    block: int,
+    sizes: np.ndarray | None = None,
+    runs: int | None = 3,
+    keys: int = 24,
+) -> Sample:
+    """attention-gym, generate_vsa_mask_mod."""
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        picked = chosen[b % len(chosen), h % chosen.shape[1], i // block]
+        return j // block in picked and (sizes is None or j % block < sizes[j // block])
+
+    arrays = (chosen,) if sizes is None else (chosen, sizes)
+    build = lambda chosen, *sizes: lib.selected_blocks(chosen, block, *sizes)  # noqa: E731
+    rows = chosen.shape[2] * block
+    return own(f"selected_blocks{note}", build, sees, *arrays, keys=keys, rows=min(rows, keys), runs=runs)
+
+
+def per_document(mask: a.Mask, inner: Pair, cu: np.ndarray, runs: int = 1, keys: int = 24) -> Sample:
+    build = lambda cu: lib.per_document(mask, cu)  # noqa: E731
+    return own("per_document", build, in_documents(cu, inner), cu, runs=runs, keys=keys)
+
+
+def batchify(
+    note: str, build: Callable[..., a.Mask], inner: Pair, size: int, *arrays: Any, **options: Any
+) -> Sample:
+    return own(
+        f"batchify{note}",
+        lambda *given: lib.batchify(build(*given), size),
+        lambda b, h, i, j: i // size == j // size and inner(i % size, j % size),
+        *arrays,
+        **options,
+    )
+
+
+def _global_sliding(note: str, marked: np.ndarray | None = None, runs: int = 2, **options: Any) -> Sample:
+    """Of three first tokens, or of marked ones."""
+    one = np.arange(24) < 3 if marked is None else marked
+    rows = options.get("rows", True)
+    return own(
+        f"global_sliding, {note}",
+        lambda tokens=3: lib.global_sliding(2, tokens, **options),
+        lambda b, h, i, j: abs(i - j) <= 2 or (rows and row(one, b)[i]) or row(one, b)[j],
+        *(() if marked is None else (marked,)),
+        runs=runs,
+    )
+
+
+_CU, _ID, _ORDER = np.array([0, 5, 5, 16, 22]), np.arange(24), np.arange(24) * 7 % 24
+_CU_TWO_ROWS = np.array([[0, 5, 9, 24, 24], [0, 1, 20, 21, 22]])
+_MARKED = np.isin(np.arange(24), [0, 1, 9, 10, 11])
+_PARENTS = np.array([-1, 0, 0, 1, 1, 2, 5, -1, 7])
+_CHOSEN = np.array([[[[0, 2, 2], [3, 1, -1], [5, 4, 0], [-1, -1, -1], [0, 1, 5], [5, 5, 5]]]])
+_BY_HEAD = np.stack([np.stack([_CHOSEN[0, 0], 5 - _CHOSEN[0, 0] % 6]), np.stack([_CHOSEN[0, 0] % 5] * 2)])
+_INTERVALS = np.array([[[5, 9], [0, 6], [5, 12]], [[0, 0], [3, 4], [4, 4]]])
 
 
 LIBRARY = [
-    _own(
-        "dilated", lambda: lib.dilated(7, 3), lambda b, h, i, j: abs(i - j) <= 7 and (i - j) % 3 == 0, runs=5
+    dilated(7, 3),
+    _global_sliding("first tokens"),
+    _global_sliding("marked tokens", _MARKED, 3, max_runs=2),
+    _global_sliding(
+        "marked per batch row, keys only", np.stack([_MARKED, _ID == 23]), 3, rows=False, max_runs=2
     ),
-    _own(
-        "dilated, causal",
-        lambda: lib.dilated(6, 3, causal=True),
-        lambda b, h, i, j: 0 <= i - j <= 6 and (i - j) % 3 == 0,
-        runs=3,
-    ),
-    _own("dilated, by 1", lambda: lib.dilated(4, 1), lambda b, h, i, j: abs(i - j) <= 4),
-    _own(
-        "global_sliding, first tokens",
-        lambda: lib.global_sliding(2, 3),
-        lambda b, h, i, j: abs(i - j) <= 2 or i < 3 or j < 3,
-        runs=2,
-    ),
-    _own(
-        "global_sliding, keys only",
-        lambda: lib.global_sliding(2, 3, rows=False),
-        lambda b, h, i, j: abs(i - j) <= 2 or j < 3,
-        runs=2,
-    ),
-    _own(
-        "global_sliding, marked tokens",
-        lambda marked: lib.global_sliding(2, marked, max_runs=2),
-        lambda b, h, i, j: abs(i - j) <= 2 or d.MARKED[i] or d.MARKED[j],
-        *(d.MARKED,),
-        runs=3,
-    ),
-    _own(
-        "global_sliding, marked per batch row, keys only",
-        lambda marked: lib.global_sliding(2, marked, rows=False, max_runs=2),
-        lambda b, h, i, j: abs(i - j) <= 2 or d.MARKED_TWO_ROWS[b][j],
-        *(d.MARKED_TWO_ROWS,),
-        runs=3,
-    ),
-    _own("prefix_lm", lambda: lib.prefix_lm(7), lambda b, h, i, j: j <= i or j < 7),
-    _own(
-        "prefix_lm, per batch row",
-        lib.prefix_lm,
-        lambda b, h, i, j: j <= i or j < (4, 30)[b],
-        np.array([4, 30]),
-    ),
-    _own(
+    own("prefix_lm", lib.prefix_lm, lambda b, h, i, j: j <= i or j < (4, 30)[b], np.array([4, 30])),
+    own(
         "prefix_lm, packed",
         lib.prefix_lm,
-        _one_document(d.CU, lambda x, y: y <= x or y < 2),
-        *(np.array([2, 2, 2, 2]), d.CU),
+        in_documents(_CU, lambda x, y: y <= x or y < 2),
+        *(np.array([2, 2, 2, 2]), _CU),
     ),
-    _own(
-        "shared_prefix",
-        lib.shared_prefix,
-        lambda b, h, i, j: d.shares_prefix(d.CU, d.PREFIX_OF, i, j),
-        *(d.CU, d.PREFIX_OF),
-        runs=2,
+    shared_prefix(_CU_TWO_ROWS, np.array([[2, 1, 2, 3], [0, 0, 0, 1]])),
+    own("block_causal", lambda: lib.block_causal(5), lambda b, h, i, j: j // 5 <= i // 5),
+    block_diffusion(11, 4),
+    draft_blocks(9, 4),
+    draft_blocks(np.array([0, 6]), 3),
+    tree("", _PARENTS),
+    tree(", after a prefix", _PARENTS, 5, depth=6),
+    tree(
+        ", per batch row, in a cache with room to spare",
+        np.array([[-1, 0, 1, 2], [-1, -1, 0, 2]]),
+        np.array([3, 7]),
+        room=13,
     ),
-    _own(
-        "shared_prefix, per batch row, prompt last",
-        lib.shared_prefix,
-        lambda b, h, i, j: d.shares_prefix(d.CU_TWO_ROWS[b], _TABLE[b], i, j),
-        *(d.CU_TWO_ROWS, _TABLE),
-        runs=2,
-    ),
-    _own("block_causal", lambda: lib.block_causal(5), lambda b, h, i, j: j // 5 <= i // 5),
-    *(
-        _own(
-            f"block_diffusion, {n}",
-            lambda n=n: lib.block_diffusion(n, 4),
-            lambda b, h, i, j, n=n: d.block_diffusion(n, 4, i, j),
-            keys=2 * n,
-            runs=2,
-        )
-        for n in (12, 11)
-    ),
-    _own("draft_blocks", lambda: lib.draft_blocks(9, 4), lambda b, h, i, j: d.drafts(9, 4, i, j), runs=2),
-    _own(
-        "draft_blocks, per batch row",
-        lambda n: lib.draft_blocks(n, 3),
-        lambda b, h, i, j: d.drafts((0, 6)[b], 3, i, j),
-        np.array([0, 6]),
-        runs=2,
-    ),
-    _own("tree", lib.tree, lambda b, h, i, j: d.ancestor(d.PARENTS, 0, i, j), d.PARENTS, keys=9, runs=5),
-    _own(
-        "tree, after a prefix",
-        lambda parents: lib.tree(parents, prefix=5, depth=6),
-        lambda b, h, i, j: d.ancestor(d.PARENTS, 5, i, j),
-        d.PARENTS,
-        keys=14,
-        runs=7,
-    ),
-    _own(
-        "tree, per batch row, in a cache with room to spare",
-        lambda parents, prefix: lib.tree(parents, prefix),
-        lambda b, h, i, j: d.ancestor(d.PARENTS_TWO_ROWS[b], (3, 7)[b], i, j),
-        *(d.PARENTS_TWO_ROWS, np.array([3, 7])),
-        runs=5,
-    ),
-    _natten("1-D", (24,), (5,)),
-    _natten("2-D", (4, 6), (3, 3), 3),
-    _natten("2-D, even kernel, text", (4, 6), (2, 4), 3, text=3),
-    _natten("3-D", (3, 3, 4), (2, 3, 3), 6),
-    _natten("dilated", (5, 7), (2, 3), 6, dilation=(2, 2)),
-    _natten("strided", (5, 7), (3, 4), 3, stride=(2, 3)),
-    _natten("causal in time", (5, 7), (3, 3), 3, causal=(True, False)),
-    _natten("all", (6, 9), (2, 3), 6, dilation=(2, 3), stride=(2, 2), causal=(True, True)),
-    _as_gym("odd", 5, 3),
-    _as_gym("even", 6, 4),
-    _own(
+    natten("2-D, even kernel, text", (4, 6), (2, 4), text=3),
+    natten("all", (6, 9), (2, 3), dilation=(2, 3), stride=(2, 2), causal=(True, True)),
+    own(
         "sasa",
         lambda: lib.sasa((4, 6), (1, 2)),
         lambda b, h, i, j: abs(i // 6 - j // 6) <= 1 and abs(i % 6 - j % 6) <= 2,
         runs=3,
     ),
-    _sta("2-D", (4, 6), (2, 6), (2, 2)),
-    _sta("2-D, text", (6, 4), (4, 2), (2, 1), 3, text=2),
-    _sta("3-D, even kernel", (4, 4, 3), (2, 4, 2), (1, 2, 1), 4),
-    _own(
+    sta((6, 4), (4, 2), (2, 1), text=2, runs=3),
+    own(
         "tiled_natten",
         lambda: lib.tiled_natten((4, 6), (3, 3), (2, 3)),
-        lambda b, h, i, j: d.neighbours((4, 6), (3, 3), *(d.tile_token((4, 6), (2, 3), p) for p in (i, j))),
+        lambda b, h, i, j: neighbours((4, 6), (3, 3), *(tile_token((4, 6), (2, 3), p) for p in (i, j))),
         runs=None,
     ),
-    _own(
+    own(
         "morton_natten",
         lambda: lib.morton_natten(4, 3),
-        lambda b, h, i, j: d.gym_natten(4, 3, d.morton_token(4, i), d.morton_token(4, j)),
+        lambda b, h, i, j: gym_natten(4, 3, morton_token(4, i), morton_token(4, j)),
         keys=16,
         runs=None,
     ),
-    _own(
-        "flamingo",
-        lambda at: lib.flamingo(at, 3),
-        lambda b, h, i, j: d.last_image(d.IMAGES, 3, i, j),
-        d.IMAGES,
-        keys=9,
-        rows=12,
-    ),
-    _own(
-        "flamingo, earlier images, per batch row",
-        lambda at: lib.flamingo(at, 2, earlier=True),
-        lambda b, h, i, j: d.last_image(d.IMAGES_TWO_ROWS[b], 2, i, j, earlier=True),
-        d.IMAGES_TWO_ROWS,
-        keys=6,
-        rows=12,
-    ),
-    _own(
+    flamingo(np.array([[0, 4, 5], [3, 8, 99]]), 2, earlier=True),
+    own(
         "vision_cross_attention",
-        lambda x: lib.vision_cross_attention(x, 3),
-        lambda b, h, i, j: d.INTERVALS[j // 3][0] <= i < d.INTERVALS[j // 3][1],
-        d.INTERVALS,
-        keys=9,
-        rows=12,
-        runs=3,
-    ),
-    _own(
-        "vision_cross_attention, per batch row",
         lambda x: lib.vision_cross_attention(x, 2),
-        lambda b, h, i, j: d.INTERVALS_TWO_ROWS[b][j // 2][0] <= i < d.INTERVALS_TWO_ROWS[b][j // 2][1],
-        d.INTERVALS_TWO_ROWS,
+        lambda b, h, i, j: _INTERVALS[b, j // 2, 0] <= i < _INTERVALS[b, j // 2, 1],
+        _INTERVALS,
         keys=6,
         rows=12,
         runs=3,
     ),
-    _own(
-        "spatial_heads",
-        lambda: lib.spatial_heads(4, 5, 0.8),
-        lambda b, h, i, j: d.spatial(4, 5, 4, False, i, j),
-        runs=2,
-    ),
-    _own(
-        "spatial_heads, first frame",
-        lambda: lib.spatial_heads(4, 5, 1, sink=True, multiple=2),
-        lambda b, h, i, j: d.spatial(4, 5, 4, True, i, j),
-        runs=2,
-    ),
-    _own(
-        "temporal_heads",
-        lambda: lib.temporal_heads(3, 4, 6, 1.5),
-        lambda b, h, i, j: d.temporal(3, 6, 2, i, j),
-        keys=27,
-        runs=5,
-    ),
-    _own(
-        "selected_blocks",
-        lambda chosen: lib.selected_blocks(chosen, 4),
-        lambda b, h, i, j: d.selected(d.CHOSEN, 4, b, h, i, j),
-        d.CHOSEN,
-        keys=22,
-        runs=3,
-    ),
-    _own(
-        "selected_blocks, padded, by batch row and head",
-        lambda chosen, sizes: lib.selected_blocks(chosen, 4, sizes),
-        lambda b, h, i, j: d.selected(d.CHOSEN_BY_HEAD, 4, b, h, i, j, d.SIZES),
-        *(d.CHOSEN_BY_HEAD, d.SIZES),
-        runs=3,
-    ),
-    _own(
+    _spatial("", False, 0.8),
+    _spatial(", first frame", True, 1, True, 2),
+    temporal_heads(3, 4, 6, 1.5),
+    selected_blocks("", _CHOSEN, 4, keys=22),
+    selected_blocks(", padded, by batch row and head", _BY_HEAD, 4, np.array([4, 1, 4, 0, 3, 2])),
+    own(
         "per_row",
         lambda ids: lib.per_row([a.causal(), lib.dilated(4, 2) & a.segments(ids)]),
         lambda b, h, i, j: j <= i if b == 0 else abs(i - j) in (0, 2, 4) and i // 12 == j // 12,
         _ID // 12,
         runs=5,
     ),
-    _own(
+    own(
         "per_head",
         lambda lengths: lib.per_head([a.window(2), a.causal() & (a.window(1) | a.prefix(lengths))]),
         lambda b, h, i, j: j <= i and (i - j <= 2 if h == 0 else i - j <= 1 or j < (2, 5)[b]),
         np.array([2, 5]),
         runs=2,
     ),
-    _own(
-        "per_document, global and sliding",
-        lambda cu: lib.per_document(lib.global_sliding(1, 2), cu),
-        _one_document(d.CU_TWO_ROWS, lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2),
-        d.CU_TWO_ROWS,
+    per_document(
+        lib.global_sliding(1, 2),
+        lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2,
+        _CU_TWO_ROWS,
         runs=2,
     ),
-    _own(
-        "per_document, causal",
-        lambda cu: lib.per_document(a.causal(), cu),
-        _one_document(d.CU, lambda x, y: y <= x),
-        d.CU,
-    ),
-    _own(
-        "batchify",
-        lambda: lib.batchify(lib.global_sliding(1, 2, rows=False), 7),
-        lambda b, h, i, j: i // 7 == j // 7 and (abs(i - j) <= 1 or j % 7 < 2),
+    batchify(
+        "",
+        lambda: lib.global_sliding(1, 2, rows=False),
+        lambda x, y: abs(x - y) <= 1 or y < 2,
+        7,
         runs=2,
     ),
-    _own(
-        "batchify, segments",
-        lambda ids: lib.batchify(a.causal() & a.segments(ids), 6),
-        lambda b, h, i, j: i // 6 == j // 6 and j <= i and i % 6 // 4 == j % 6 // 4,
+    batchify(
+        ", segments",
+        lambda ids: a.causal() & a.segments(ids),
+        lambda x, y: y <= x and x // 4 == y // 4,
+        6,
         _ID[:6] // 4,
     ),
-    _own(
-        "reordered",
-        lambda order: lib.reordered(a.causal() & a.window(5), order),
-        lambda b, h, i, j: 0 <= (i * 7 % 24) - (j * 7 % 24) <= 5,
-        _ID * 7 % 24,
-        runs=None,
-    ),
+    reordered(a.causal() & a.window(5), _ORDER, lambda i, j: 0 <= i - j <= 5),
 ]
-__all__ = ["BATCH", "HEADS", "LIBRARY"]

@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,21 +26,17 @@ _VALID = np.stack([np.isin(np.arange(24), x) for x in ([0, 1, 9, 10, 11, 23], [2
 _PREFIXES = np.array([2, 1, 0, 30])
 
 
-def _document(cu: np.ndarray, i: int) -> int | None:
+def document(cu: np.ndarray, i: int) -> int | None:
     inside = [d for d in range(len(cu) - 1) if cu[d] <= i < cu[d + 1]]
     return inside[0] if inside else None
 
 
 def _same_document(cu: np.ndarray, i: int, j: int) -> bool:
-    return _document(cu, i) is not None and _document(cu, i) == _document(cu, j)
+    return document(cu, i) is not None and document(cu, i) == document(cu, j)
 
 
 def _prefix_of_document(lengths: np.ndarray, cu: np.ndarray, i: int, j: int) -> bool:
-    return _same_document(cu, i, j) and j - cu[_document(cu, j)] < lengths[_document(cu, j)]
-
-
-def _same(ids: np.ndarray, i: int, j: int) -> bool:
-    return i >= 0 and ids[i] == ids[j]
+    return _same_document(cu, i, j) and j - cu[document(cu, j)] < lengths[document(cu, j)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,63 +92,82 @@ def _sees(sample: Sample, b: int, h: int, i: int, j: int) -> bool:
     return bool(sample.sees(b, h, i, j))
 
 
+def _joined(name: str, sign: str, *parts: Sample, runs: int = 1) -> Sample:
+    """Masks that are combined, and so their definitions; an array that they share stays one."""
+    arrays = list({id(x): x for part in parts for x in part.arrays}.values())
+    order = {id(x): n for n, x in enumerate(arrays)}
+    join, test = (operator.and_, all) if sign == "&" else (operator.or_, any)
+
+    def build(*given: Any) -> a.Mask:
+        return functools.reduce(join, [x.build(*(given[order[id(y)]] for y in x.arrays)) for x in parts])
+
+    return Sample(name, tuple(arrays), build, lambda *at: test(x.sees(*at) for x in parts), runs)
+
+
+def _segments(name: str, ids: np.ndarray, runs: int = 1, padding: int | None = None) -> Sample:
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        own = ids if ids.ndim == 1 else ids[b]
+        return i >= 0 and own[i] == own[j] and own[j] != padding
+
+    return Sample(name, (ids,), lambda x: a.segments(x, padding_id=padding, max_runs=runs), sees, runs)
+
+
+def _padding(name: str, sees: Callable[..., Any], runs: int = 1, **options: Any) -> Sample:
+    return Sample(f"key_padding{name}", (_PART,), lambda n: a.key_padding(n, **options), sees, runs)
+
+
+CAUSAL = Sample("causal", (), a.causal, lambda b, h, i, j: j <= i)
+WINDOW = Sample("window", (), lambda: a.window(3), lambda b, h, i, j: i - 3 <= j <= i)
+FIRST = Sample("global_keys", (), lambda: a.global_keys(4), lambda b, h, i, j: j < 4)
+PREFIX = Sample("prefix, int", (), lambda: a.prefix(7), lambda b, h, i, j: j < 7)
+PREFIXES = Sample("prefix, per batch row", (_LENGTHS,), a.prefix, lambda b, h, i, j: j < _LENGTHS[b])
+PADDING = Sample("key_padding", (_LENGTHS,), a.key_padding, lambda b, h, i, j: j < _LENGTHS[b])
+CACHE = Sample("cache", (_LENGTHS,), a.cache, lambda b, h, i, j: j < _LENGTHS[b])
+BLOCKS, SCATTERED = _segments("segments", _BLOCKS), _segments("segments, three runs", _SCATTERED, 3)
+GROUPS = Sample(
+    "groups", (_GROUPS,), a.groups, lambda b, h, i, j: i >= 0 and _GROUPS[i] == _GROUPS[j] and _GROUPS[i] >= 0
+)
+DOCUMENTS = Sample("documents", (_CU,), a.documents, lambda b, h, i, j: _same_document(_CU, i, j))
+PREFIX_OF_DOCUMENT = Sample(
+    "prefix, per document",
+    (_PREFIXES, _CU),
+    a.prefix,
+    lambda b, h, i, j: _prefix_of_document(_PREFIXES, _CU, i, j),
+)
+
 SAMPLES = [
     Sample("full", (), a.full, lambda b, h, i, j: True),
-    Sample("causal", (), a.causal, lambda b, h, i, j: j <= i),
-    Sample("window", (), lambda: a.window(3), lambda b, h, i, j: i - 3 <= j <= i),
+    CAUSAL,
+    WINDOW,
     Sample("window, both sides", (), lambda: a.window(2, 4), lambda b, h, i, j: i - 2 <= j <= i + 4),
     Sample("window, all before", (), lambda: a.window(None, 1), lambda b, h, i, j: j <= i + 1),
     Sample("window, all after", (), lambda: a.window(0, None), lambda b, h, i, j: j >= i),
     Sample("window, huge", (), lambda: a.window(2**31 - 1, 2**31 - 1), lambda b, h, i, j: True),
-    Sample("segments", (_BLOCKS,), a.segments, lambda b, h, i, j: _same(_BLOCKS, i, j)),
-    Sample(
-        "segments, int16", (_BLOCKS.astype(np.int16),), a.segments, lambda b, h, i, j: _same(_BLOCKS, i, j)
-    ),
-    Sample("segments, per batch row", (_TWO_ROWS,), a.segments, lambda b, h, i, j: _same(_TWO_ROWS[b], i, j)),
-    Sample(
-        "segments, padding",
-        (_BLOCKS,),
-        lambda ids: a.segments(ids, padding_id=4),
-        lambda b, h, i, j: _same(_BLOCKS, i, j) and _BLOCKS[j] != 4,
-    ),
-    Sample(
-        "segments, padding in many runs",
-        (_SCATTERED,),
-        lambda ids: a.segments(ids, padding_id=0, max_runs=2),
-        lambda b, h, i, j: _same(_SCATTERED, i, j) and _SCATTERED[j] != 0,
-        runs=2,
-    ),
-    Sample(
-        "segments, three runs",
-        (_SCATTERED,),
-        lambda ids: a.segments(ids, max_runs=3),
-        lambda b, h, i, j: _same(_SCATTERED, i, j),
-        runs=3,
-    ),
-    Sample("documents", (_CU,), a.documents, lambda b, h, i, j: _same_document(_CU, i, j)),
+    BLOCKS,
+    _segments("segments, int16", _BLOCKS.astype(np.int16)),
+    _segments("segments, per batch row", _TWO_ROWS),
+    _segments("segments, padding", _BLOCKS, padding=4),
+    _segments("segments, padding in many runs", _SCATTERED, 2, padding=0),
+    SCATTERED,
+    DOCUMENTS,
     Sample(
         "documents, per batch row",
         (_CU_TWO_ROWS,),
         a.documents,
         lambda b, h, i, j: _same_document(_CU_TWO_ROWS[b], i, j),
     ),
-    Sample("prefix, int", (), lambda: a.prefix(7), lambda b, h, i, j: j < 7),
+    PREFIX,
     Sample("prefix, beyond the keys", (), lambda: a.prefix(KEYS + 5), lambda b, h, i, j: True),
-    Sample("prefix, per batch row", (_LENGTHS,), a.prefix, lambda b, h, i, j: j < _LENGTHS[b]),
-    Sample(
-        "prefix, per document",
-        (_PREFIXES, _CU),
-        a.prefix,
-        lambda b, h, i, j: _prefix_of_document(_PREFIXES, _CU, i, j),
-    ),
+    PREFIXES,
+    PREFIX_OF_DOCUMENT,
     Sample(
         "prefix, one for all documents",
         (_CU,),
         lambda cu: a.prefix(2, cu),
         lambda b, h, i, j: _prefix_of_document(np.full(4, 2), _CU, i, j),
     ),
-    Sample("groups", (_GROUPS,), a.groups, lambda b, h, i, j: _same(_GROUPS, i, j) and _GROUPS[i] >= 0),
-    Sample("key_padding", (_LENGTHS,), a.key_padding, lambda b, h, i, j: j < _LENGTHS[b]),
+    GROUPS,
+    PADDING,
     Sample("key_padding, int", (), lambda: a.key_padding(8), lambda b, h, i, j: j < 8),
     Sample(
         "key_padding, left",
@@ -159,116 +175,33 @@ SAMPLES = [
         lambda lengths: a.key_padding(lengths, side="left"),
         lambda b, h, i, j: j >= KEYS - _LENGTHS[b],
     ),
-    Sample(
-        "key_padding, of a part",
-        (_PART,),
-        lambda lengths: a.key_padding(lengths, start=3, stop=11),
-        lambda b, h, i, j: not 3 + _PART[b] <= j < 11,
-        runs=2,
-    ),
-    Sample(
-        "key_padding, before the end of a part",
-        (_PART,),
-        lambda lengths: a.key_padding(lengths, "left", start=3, stop=11),
+    _padding(", of a part", lambda b, h, i, j: not 3 + _PART[b] <= j < 11, 2, start=3, stop=11),
+    _padding(
+        ", before the end of a part",
         lambda b, h, i, j: not 3 <= j < 11 - _PART[b],
-        runs=2,
+        2,
+        side="left",
+        start=3,
+        stop=11,
     ),
-    Sample(
-        "key_padding, of the first keys",
-        (_PART,),
-        lambda lengths: a.key_padding(lengths, side="left", stop=11),
-        lambda b, h, i, j: j >= 11 - _PART[b],
-    ),
-    Sample(
-        "key_padding, of the last keys",
-        (_PART,),
-        lambda lengths: a.key_padding(lengths, start=5),
-        lambda b, h, i, j: j < 5 + _PART[b],
-    ),
+    _padding(", of the first keys", lambda b, h, i, j: j >= 11 - _PART[b], side="left", stop=11),
+    _padding(", of the last keys", lambda b, h, i, j: j < 5 + _PART[b], start=5),
     Sample("keys", (_VALID[0],), lambda valid: a.keys(valid, 3), lambda b, h, i, j: _VALID[0, j], runs=3),
     Sample(
-        "keys, per batch row",
-        (_VALID,),
-        lambda valid: a.keys(valid, 4),
-        lambda b, h, i, j: _VALID[b, j],
-        runs=4,
+        "keys, per batch row", (_VALID,), lambda valid: a.keys(valid, 4), lambda b, h, i, j: _VALID[b, j], 4
     ),
-    Sample("cache", (_LENGTHS,), a.cache, lambda b, h, i, j: j < _LENGTHS[b]),
-    Sample(
-        "causal cache",
-        (_LENGTHS,),
-        lambda lengths: a.causal() & a.cache(lengths),
-        lambda b, h, i, j: j <= i and j < _LENGTHS[b],
-    ),
-    Sample("global_keys", (), lambda: a.global_keys(4), lambda b, h, i, j: j < 4),
-    Sample(
-        "causal documents",
-        (_CU,),
-        lambda cu: a.causal() & a.documents(cu),
-        lambda b, h, i, j: j <= i and _same_document(_CU, i, j),
-    ),
-    Sample(
-        "prefix-LM",
-        (_LENGTHS,),
-        lambda n: a.causal() | a.prefix(n),
-        lambda b, h, i, j: j <= i or j < _LENGTHS[b],
-    ),
-    Sample(
-        "prefix-LM in documents",
-        (_PREFIXES, _CU),
-        lambda n, cu: (a.causal() | a.prefix(n, cu)) & a.documents(cu),
-        lambda b, h, i, j: (
-            (j <= i and _same_document(_CU, i, j)) or _prefix_of_document(_PREFIXES, _CU, i, j)
-        ),
-    ),
-    Sample(
-        "images in text",
-        (_GROUPS, _BLOCKS),
-        lambda groups, ids: (a.causal() | a.groups(groups)) & a.segments(ids),
-        lambda b, h, i, j: (j <= i or (_same(_GROUPS, i, j) and _GROUPS[i] >= 0)) and _same(_BLOCKS, i, j),
-    ),
-    Sample(
-        "images in padded text",
-        (_GROUPS, _LENGTHS),
-        lambda groups, n: (a.causal() | a.groups(groups)) & a.key_padding(n),
-        lambda b, h, i, j: (j <= i or (_same(_GROUPS, i, j) and _GROUPS[i] >= 0)) and j < _LENGTHS[b],
-    ),
-    Sample(
-        "window and sinks",
-        (),
-        lambda: a.causal() & (a.window(3) | a.global_keys(2)),
-        lambda b, h, i, j: j <= i and (j >= i - 3 or j < 2),
-        runs=2,
-    ),
-    Sample(
-        "shared prefix",
-        (_BLOCKS,),
-        lambda ids: a.causal() & (a.segments(ids) | a.prefix(5)),
-        lambda b, h, i, j: j <= i and (_same(_BLOCKS, i, j) or j < 5),
-        runs=2,
-    ),
-    Sample(
-        "window and two prefixes",
-        (),
-        lambda: a.window(1) | a.prefix(2) | a.global_keys(3),
-        lambda b, h, i, j: i - 1 <= j <= i or j < 3,
-        runs=2,
-    ),
-    Sample(
-        "window and scattered segments",
-        (_SCATTERED,),
-        lambda ids: a.window(1) | a.segments(ids, max_runs=3),
-        lambda b, h, i, j: i - 1 <= j <= i or _same(_SCATTERED, i, j),
-        runs=4,
-    ),
-    Sample(
-        "two unions",
-        (_BLOCKS, _SCATTERED),
-        lambda ids, scattered: (
-            a.segments(scattered, max_runs=3) & (a.segments(ids) | a.window(4) | a.prefix(3))
-        ),
-        lambda b, h, i, j: _same(_SCATTERED, i, j) and (_same(_BLOCKS, i, j) or i - 4 <= j <= i or j < 3),
-        runs=4,
-    ),
+    CACHE,
+    _joined("causal cache", "&", CAUSAL, CACHE),
+    FIRST,
+    _joined("causal documents", "&", CAUSAL, DOCUMENTS),
+    _joined("prefix-LM", "|", CAUSAL, PREFIXES),
+    _joined("prefix-LM in documents", "&", _joined("", "|", CAUSAL, PREFIX_OF_DOCUMENT), DOCUMENTS),
+    _joined("images in text", "&", _joined("", "|", CAUSAL, GROUPS), BLOCKS),
+    _joined("images in padded text", "&", _joined("", "|", CAUSAL, GROUPS), PADDING),
+    _joined("window and sinks", "&", CAUSAL, _joined("", "|", WINDOW, FIRST), runs=2),
+    _joined("shared prefix", "&", CAUSAL, _joined("", "|", BLOCKS, PREFIX), runs=2),
+    _joined("window and two prefixes", "|", WINDOW, PREFIX, FIRST, runs=2),
+    _joined("window and scattered segments", "|", WINDOW, SCATTERED, runs=4),
+    _joined("two unions", "&", SCATTERED, _joined("", "|", BLOCKS, WINDOW, PREFIX), runs=4),
 ]
 IDS = [sample.name for sample in SAMPLES]

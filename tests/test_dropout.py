@@ -73,18 +73,13 @@ def test_definition(seed, dtype, convert):
     assert tuple(seeds.shape) == (2, 3)
     want = [[_seed_of(seed, b, h) for h in range(3)] for b in range(2)]
     assert [[s & 2**64 - 1 for s in row] for row in seeds.tolist()] == want
+    assert dropout_seeds(seed, 2, 3).dtype == np.int64
+    assert dropout_seeds(seed, 2, 3).tolist() == seeds.tolist()
     index = convert(INDICES.astype(dtype)[None])
     got = kept(0.3, seeds, index, index)
     assert tuple(got.shape) == (2, 3, len(INDICES), len(INDICES))
     for b, h, i, j in np.ndindex(*got.shape):
         assert bool(got[b, h, i, j]) == _keeps(0.3, want[b][h], int(INDICES[i]), int(INDICES[j]))
-
-
-def test_seeds_for_a_plain_number():
-    want = [[_seed_of(-5, b, h) for h in range(3)] for b in range(2)]
-    seeds = dropout_seeds(-5, 2, 3)
-    assert seeds.dtype == np.int64
-    assert seeds.astype(np.uint64).tolist() == want
 
 
 @pytest.mark.parametrize("p", [1e-9, 2**-16, 0.01, 0.1, 0.25, 0.5, 0.9, 1 - 2**-16, 1 - 1e-9])

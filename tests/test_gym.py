@@ -1,6 +1,6 @@
 """Score functions of attention-gym and of FlexAttention's documents, compared with their originals.
 
-Their masks are in library_definitions.py.
+Their masks are in library_samples.py.
 
 Each original is written anew as it stands there, in the signature of FlexAttention. It is applied twice: by
 FlexAttention itself, forward, and by a plain softmax that autograd differentiates. Everything is float64.
@@ -105,10 +105,8 @@ class Score:
 
 SLOPES = torch.exp2(-8.0 * torch.arange(1, H + 1, dtype=torch.float64) / H)
 BUCKETS = torch.from_numpy(a.t5_buckets(8, 12))
-# Graphormer: distances of a random graph, and the kinds of the edges on the way.
+# Graphormer: distances of a random graph.
 HOPS = torch.from_numpy(np.random.default_rng(0).integers(0, 5, (B, S, S)))
-EDGES = torch.from_numpy(np.random.default_rng(1).integers(0, 3, (B, S, S, 2)))
-STEPS = HOPS.clamp(max=2)
 CU = torch.tensor([0, 7, 8, 19, 24])
 SEQUENCE = torch.searchsorted(CU, torch.arange(S), right=True) - 1
 
@@ -120,22 +118,8 @@ def sandwich_table(reach: int) -> Tensor:
     return waves * H / (8.0 * torch.arange(1, H + 1, dtype=torch.float64))[:, None]
 
 
-def edge_bias(table: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-    """attention-gym, graphormer: the mean over the steps of a path of what each edge's kind adds."""
-    steps = STEPS[b, i, j]
-    added = sum(torch.where(steps > n, table[h, n, EDGES[b, i, j, n]], 0.0) for n in range(2))
-    return added / steps.clamp(min=1)
-
-
-def edge_values(table: Tensor) -> Tensor:
-    """The same as (B, H, S, S)."""
-    b, h, i, j = (torch.tensor(x) for x in np.ogrid[:B, :H, :S, :S])
-    return edge_bias(table, b, h, i, j)
-
-
 CAUSAL: dict[str, Any] = {"mask_mod": causal, "mask": a.causal()}
 SCORES = [
-    Score("noop", lambda: unchanged, dict),
     Score(
         "causal as a score",  # FlexAttention, walkthrough
         lambda: lambda x, b, h, i, j: torch.where(i >= j, x, -math.inf),
@@ -181,12 +165,6 @@ SCORES = [
         **CAUSAL,
     ),
     Score(
-        "softcap, then ALiBi",
-        lambda slopes: lambda x, b, h, i, j: 2.0 * torch.tanh(x / 2.0) + slopes[h] * (j - i),
-        lambda slopes: {"softcap": 2.0, "bias": a.alibi(slopes, signed=True)},
-        (SLOPES,),
-    ),
-    Score(
         "sandwich",  # attention-gym, sandwich
         lambda table: lambda x, b, h, i, j: x + table[h, j - i + (S - 1)],
         lambda table: {"bias": a.relative(table)},
@@ -204,12 +182,6 @@ SCORES = [
         lambda table: lambda x, b, h, i, j: x + table[h, HOPS[b, i, j]],
         lambda table: {"bias": a.dense_bias(table[:, HOPS].transpose(0, 1))},
         (_normal(H, 5, seed=4),),
-    ),
-    Score(
-        "Graphormer, edges",  # attention-gym, graphormer
-        lambda table: lambda x, b, h, i, j: x + edge_bias(table, b, h, i, j),
-        lambda table: {"bias": a.dense_bias(edge_values(table))},
-        (_normal(H, 2, 3, seed=5),),
     ),
     Score(
         "a tensor of biases",

@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from library_samples import LIBRARY
 
@@ -77,9 +78,11 @@ def test_no_picture_is_left_over():
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_it_is_shown_by_the_names_of_masks(name):
-    mask = pictures.mask_of(name)
-    assert isinstance(mask, attnspan.Mask)
+def test_it_is_read_and_shown_by_the_names_of_masks(name):
+    (text, rows, keys), mask = pictures.GALLERY[name], pictures.mask_of(name)
+    sizes = {"batch": 1 + (name == "per_row"), "heads": 1 + (name == "per_head")}
+    read, meant = (x.spans(rows, keys, **sizes).dense() for x in (attnspan.parse(text), mask))
+    np.testing.assert_array_equal(read, meant)
     names = {*vars(attnspan), *vars(library), "global_rows", "prefix_documents"}
     called = set(re.findall(r"([a-z_]+)\(", repr(mask)))
     assert called <= names, repr(mask)

@@ -1,29 +1,23 @@
 """Masks of the library at random sizes: their spans are what their definitions say, pair by pair."""
 
+from typing import Any
+
+import library_samples as samples
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from library_definitions import (
-    ancestor,
-    block_diffusion,
-    drafts,
-    in_document,
-    last_image,
-    neighbours,
-    selected,
-    shares_prefix,
-    temporal,
-    tiles_near,
-)
+from mask_samples import Sample
 
 import attnspan as a
 from attnspan import library as lib
 
 
-def _same(mask, rows, keys, sees, **options):
-    spans = mask.spans(rows, keys, q_index=np.arange(rows), **options).validate()
-    want = np.array([[sees(i, j) for j in range(keys)] for i in range(rows)], bool).reshape(rows, keys)
+def _check(sample: Sample) -> Any:
+    spans = sample.mask().spans(sample.q_len, sample.keys, q_index=np.arange(sample.q_len)).validate()
+    pairs = np.ndindex(sample.q_len, sample.keys)
+    want = np.array([sample.sees(0, 0, i, j) for i, j in pairs], bool).reshape(sample.q_len, sample.keys)
     np.testing.assert_array_equal(np.asarray(spans.dense())[0, 0], want)
+    assert sample.runs is None or spans.runs == sample.runs
     return spans
 
 
@@ -41,59 +35,63 @@ def _grids(draw, most):
     return tuple(map(tuple, (canvas, kernel, dilation, stride)))
 
 
-@given(_grids(40), st.data())
-def test_natten(grid, data):
+@st.composite
+def _packs(draw):
+    return np.cumsum([0, *draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))])
+
+
+def _tables(values, size):
+    return st.lists(values, min_size=size, max_size=size)
+
+
+@given(_grids(40), st.integers(0, 2), st.data())
+def test_natten(grid, text, data):
     canvas, kernel, dilation, stride = grid
-    causal = tuple(data.draw(st.lists(st.booleans(), min_size=len(canvas), max_size=len(canvas))))
-    text, n = data.draw(st.integers(0, 2)), int(np.prod(canvas))
-    options = {"dilation": dilation, "stride": stride, "causal": causal}
-    mask = lib.natten(canvas, kernel, text=text, **options)
-    spans = _same(mask, n + text, n + text, lambda i, j: neighbours(canvas, kernel, i, j, text, **options))
-    runs = int(np.prod(kernel[:-1])) * (kernel[-1] if dilation[-1] > 1 else 1) + (text > 0)
-    assert spans.runs == runs
+    causal = tuple(data.draw(_tables(st.booleans(), len(canvas))))
+    _check(samples.natten("", canvas, kernel, text, dilation=dilation, stride=stride, causal=causal))
 
 
-@given(_grids(10), st.data())
-def test_sliding_tiles(grid, data):
+@given(st.integers(3, 7), st.data())
+def test_natten_is_that_of_attention_gym(n, data):
+    # Its even kernels are one larger, and no larger than the canvas.
+    _check(samples.as_gym(n, data.draw(st.integers(1, (n - 1) // 2 * 2))))
+
+
+@given(_grids(10), st.integers(0, 2), st.data())
+def test_sliding_tiles(grid, text, data):
     tiles, reach, _, _ = grid
     tile = tuple(data.draw(st.integers(1, 2)) for _ in tiles)
     canvas, kernel = (tuple(x * t for x, t in zip(y, tile, strict=True)) for y in (tiles, reach))
-    text, n = data.draw(st.integers(0, 2)), int(np.prod(canvas))
-    mask = lib.sta(canvas, kernel, tile, text)
-    _same(mask, n + text, n + text, lambda i, j: tiles_near(canvas, kernel, tile, i, j, text))
+    _check(samples.sta(canvas, kernel, tile, text))
 
 
 @given(_grids(30), st.data())
 def test_reordered(grid, data):
     canvas, kernel, _, _ = grid
-    n = int(np.prod(canvas))
-    order = np.array(data.draw(st.permutations(range(n))))
-    mask = lib.reordered(lib.natten(canvas, kernel), order)
-    spans = _same(mask, n, n, lambda i, j: neighbours(canvas, kernel, int(order[i]), int(order[j])))
+    order = np.array(data.draw(st.permutations(range(int(np.prod(canvas))))))
+    sees = lambda i, j: samples.neighbours(canvas, kernel, i, j)  # noqa: E731
+    spans = _check(samples.reordered(lib.natten(canvas, kernel), order, sees))
     assert spans.runs == spans.compact().runs
 
 
 @given(st.integers(0, 20), st.integers(1, 6), st.booleans(), st.integers(1, 30))
 def test_dilated(window, dilation, causal, n):
-    mask = lib.dilated(window, dilation, causal)
-    sees = lambda i, j: abs(i - j) <= window and (i - j) % dilation == 0 and (j <= i or not causal)  # noqa: E731
-    _same(mask, n, n, sees)
-    order = lib.strided_order(n, dilation)
-    reach = window // dilation
+    sample = samples.dilated(window, dilation, causal, n)
+    _check(sample)
+    order, reach = lib.strided_order(n, dilation), window // dilation
     banded = a.segments(order % dilation) & a.window(reach, 0 if causal else reach)
-    assert _same(banded, n, n, lambda i, j: sees(order[i], order[j])).runs == 1
+    sees = lambda b, h, i, j: sample.sees(b, h, order[i], order[j])  # noqa: E731
+    _check(samples.own("dilated, in its order", lambda: banded, sees, keys=n, runs=1))
 
 
 @given(st.integers(1, 20), st.integers(1, 8))
 def test_block_diffusion(n, block):
-    mask = lib.block_diffusion(n, block)
-    _same(mask, 2 * n, 2 * n, lambda i, j: block_diffusion(n, block, i, j))
+    _check(samples.block_diffusion(n, block))
 
 
 @given(st.integers(0, 12), st.integers(1, 6), st.integers(1, 20))
 def test_draft_blocks(prefix, block, drafted):
-    keys = prefix + drafted
-    _same(lib.draft_blocks(prefix, block), keys, keys, lambda i, j: drafts(prefix, block, i, j))
+    _check(samples.draft_blocks(prefix, block, prefix + drafted))
 
 
 @st.composite
@@ -103,63 +101,44 @@ def _trees(draw):
 
 @given(_trees(), st.integers(0, 6), st.integers(0, 3), st.integers(0, 3))
 def test_tree(parents, prefix, room, spare):
-    keys = prefix + len(parents) + room
-    mask = lib.tree(parents, prefix)
-    spans = _same(mask, keys, keys, lambda i, j: ancestor(parents, prefix, i, j))
-    deeper = lib.tree(parents, prefix, depth=mask.depth + spare)
-    assert _same(deeper, keys, keys, lambda i, j: ancestor(parents, prefix, i, j)).runs == spans.runs + spare
-    nodes = mask.spans(len(parents), keys)
+    sample = samples.tree("", parents, prefix, room=room)
+    spans, mask = _check(sample), sample.mask()
+    _check(samples.tree("", parents, prefix, mask.depth + spare, room))
+    nodes = mask.spans(len(parents), sample.keys)
     np.testing.assert_array_equal(nodes.dense(), spans.dense()[:, :, prefix : prefix + len(parents)])
-
-
-@st.composite
-def _packs(draw):
-    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
-    return np.cumsum([0, *lengths])
 
 
 @given(_packs(), st.data())
 def test_shared_prefix(cu, data):
-    n, keys = len(cu) - 1, int(cu[-1]) + 2
-    of = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n)))
-    _same(lib.shared_prefix(cu, of), keys, keys, lambda i, j: shares_prefix(cu, of, i, j))
+    of = np.array(data.draw(_tables(st.integers(0, len(cu) - 2), len(cu) - 1)))
+    _check(samples.shared_prefix(cu, of, int(cu[-1]) + 2))
 
 
 @given(_packs(), st.integers(0, 4), st.integers(0, 3))
 def test_per_document(cu, window, tokens):
-    keys = int(cu[-1]) + 2
-    mask = lib.per_document(lib.global_sliding(window, tokens), cu)
     inner = lambda x, y: abs(x - y) <= window or x < tokens or y < tokens  # noqa: E731
-    _same(mask, keys, keys, lambda i, j: in_document(cu, i, j, inner))
+    _check(samples.per_document(lib.global_sliding(window, tokens), inner, cu, 2, int(cu[-1]) + 2))
 
 
 @given(st.integers(1, 8), st.integers(1, 30), st.integers(1, 5), st.integers(0, 9))
 def test_batchify(size, keys, block, prefix):
     inner = (lib.block_causal(block) | lib.prefix_lm(prefix)) & a.window(None, 3)
     sees = lambda x, y: (y // block <= x // block or y <= x or y < prefix) and y <= x + 3  # noqa: E731
-    mask = lib.batchify(inner, size)
-    _same(mask, keys, keys, lambda i, j: i // size == j // size and sees(i % size, j % size))
+    _check(samples.batchify("", lambda: inner, sees, size, keys=keys, runs=None))
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
 def test_selected_blocks(data, rows, picks, block):
-    chosen = data.draw(st.lists(st.integers(-1, 5), min_size=rows * picks, max_size=rows * picks))
-    table = np.array(chosen).reshape(1, 1, rows, picks)
-    sizes = np.array(data.draw(st.lists(st.integers(0, block), min_size=6, max_size=6)))
-    mask = lib.selected_blocks(table, block, sizes)
-    _same(mask, rows * block, 6 * block, lambda i, j: selected(table, block, 0, 0, i, j, sizes))
+    table = np.array(data.draw(_tables(st.integers(-1, 5), rows * picks))).reshape(1, 1, rows, picks)
+    sizes = np.array(data.draw(_tables(st.integers(0, block), 6)))
+    _check(samples.selected_blocks("", table, block, sizes, runs=None, keys=6 * block))
 
 
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 6), st.floats(0, 4))
 def test_temporal_heads(prompt, frames, frame, width):
-    keys = prompt + frames * frame
-    reach = int(width * frame // frames)
-    mask = lib.temporal_heads(prompt, frames, frame, width)
-    _same(mask, keys, keys, lambda i, j: temporal(prompt, frame, reach, i, j))
+    _check(samples.temporal_heads(prompt, frames, frame, width))
 
 
 @given(st.sets(st.integers(0, 12), min_size=1, max_size=5), st.integers(1, 3), st.booleans())
 def test_flamingo(places, length, earlier):
-    at = np.array(sorted(places))
-    mask = lib.flamingo(at, length, earlier)
-    _same(mask, 12, len(at) * length, lambda i, j: last_image(at, length, i, j, earlier))
+    _check(samples.flamingo(np.array(sorted(places)), length, earlier))

@@ -67,7 +67,8 @@ def test_broken_promises_are_illegal_spans_when_traced():
             a.causal() & a.documents(cu),
             a.prefix(3, cu),
         )
-        return [x.spans(4, 4, batch=2, like=q).bounds for x in masks]
+        unsorted = a.causal().spans(4, 4, k_index=ids, q_index=cu[:1].expand(4)).bounds
+        return [*[x.spans(4, 4, batch=2, like=q).bounds for x in masks], unsorted]
 
     ids, lengths, cu = torch.tensor([1, 0, 1, 2]), torch.tensor([3, 5]), torch.tensor([0, 3, 2])
     scattered, padded, *packed = lower(torch.zeros(4), ids, lengths, cu)
@@ -75,7 +76,7 @@ def test_broken_promises_are_illegal_spans_when_traced():
     broken = (scattered == marker).all(-1).all(-1)
     assert broken[0, 0].tolist() == [True, False, True, False]
     assert (padded == marker).all(-1).all(-1)[:, 0].tolist() == [[False] * 4, [True] * 4]
-    for bounds in packed:
+    for bounds in packed:  # and where k_index does not ascend
         assert (bounds == marker).all()
 
 

@@ -249,22 +249,3 @@ def test_illegal_rows_are_illegal_in_every_expression() -> None:
             a.Spans(bounds[:, :, [1, *range(3, KEYS)]], KEYS).validate()
             with pytest.raises(ValueError, match=r"\(0, -1\) marks a row whose mask data break a promise"):
                 mask.prepare(KEYS, KEYS, batch=BATCH)
-
-
-_LENGTHS = np.array([2, 4])
-_BOTH_SIDES = {
-    "key_padding": lambda x: a.key_padding(x, side="left") & a.key_padding(x),
-    "prefix": lambda x: a.key_padding(x, side="left") & a.prefix(x),
-    "cache": lambda x: a.key_padding(x, side="left") & a.cache(x),
-}
-
-
-@pytest.mark.parametrize("name", _BOTH_SIDES)
-def test_lengths_on_both_sides_have_a_span_for_every_row(name: str) -> None:
-    mask = _BOTH_SIDES[name](_LENGTHS)
-    want = np.array([[[3, 3]] * 3, [[1, 4]] * 3])
-    for lowered in (mask.spans(3, 5, batch=2), mask.prepare(3, 5, batch=2).lowered):
-        assert lowered.bounds.shape == (2, 1, 3, 1, 2)
-        visible = np.asarray(lowered.dense())[:, 0]
-        keys = np.arange(5)
-        np.testing.assert_array_equal(visible, (keys >= want[..., :1]) & (keys < want[..., 1:]))

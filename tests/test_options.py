@@ -74,10 +74,8 @@ def test_lowering(convert):
 
 
 def test_lowering_in_the_framework_of_the_call():
-    lowered, _ = a.alibi(a.alibi_slopes(4)).lower(**SIZES, like=torch.zeros(1))
-    assert isinstance(lowered, torch.Tensor)
-    lowered, _ = a.relative(np.zeros((4, 32)), a.t5_buckets()).lower(**SIZES, like=torch.zeros(1))
-    assert isinstance(lowered, torch.Tensor)
+    for bias in (a.alibi(a.alibi_slopes(4)), a.relative(np.zeros((4, 32)), a.t5_buckets())):
+        assert isinstance(bias.lower(**SIZES, like=torch.zeros(1))[0], torch.Tensor)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +142,6 @@ def test_jax():
     ("make", "error", "text"),
     [
         (lambda: a.alibi(np.arange(4)), DtypeError, "alibi: slopes: expected a floating array, got int64"),
-        (lambda: a.alibi(0.5), DtypeError, "alibi: slopes: expected a floating array, got float"),
         (lambda: a.alibi(np.ones((1, 2, 4))), ShapeError, r"1 or 2 axes, got \(1, 2, 4\)"),
         (lambda: a.alibi_slopes(0), OptionError, "alibi_slopes: heads: expected 1 to"),
         (lambda: a.alibi_slopes(2.0), DtypeError, "alibi_slopes: heads: expected an int"),

@@ -103,11 +103,19 @@ def test_notebooks_draw_masks_at_the_size_of_their_arrays():
     assert "3 queries x 4 keys" in a.causal().prepare(3, 4)._repr_svg_()
     # The batch size is not the mask's to know: the notebook shows the expression instead.
     assert a.cache([1, 2, 3])._repr_svg_() is None
+    assert a.documents([[0, 5], [0, 3]])._repr_svg_() is None
+    assert "5 queries x 5 keys" in a.documents([[0, 5]])._repr_svg_()
 
 
 def test_pictures_refuse_what_they_cannot_show():
     with pytest.raises(ValueError, match="picture: expected width and height of at least 1, got 0, 3"):
         text(a.causal().spans(4, 4), width=0, height=3)
+    two_rows = a.segments([[0, 0], [0, 1]]).spans(2, 2, batch=2)
+    for at in ((2, 0), (-1, 0), (0, -1)):
+        for draw in (text, svg):
+            with pytest.raises(ValueError, match=r"at: expected a batch row and a head of the \(2, 1\)"):
+                draw(two_rows, at=at)
+    assert text(two_rows, at=(1, 5)) == text(two_rows, at=(1, 0))  # all heads are alike
     broken = a.segments([1, 0, 1]).spans(3, 3)
     for draw in (text, svg):
         with pytest.raises(ValueError, match="row 0: expected ascending, disjoint spans"):

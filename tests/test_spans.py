@@ -99,10 +99,10 @@ def test_illegal_rows_are_named_and_stay_illegal(row, framework):
     bounds = np.zeros((1, 2, 3, len(row), 2), np.int32)
     bounds[0, 1, 2] = row
     spans = Spans(CONVERT[framework](bounds), 5)
-    with pytest.raises(ValueError, match=r"batch 0, head 1, row 2: expected .* in \[0, 5\], got \("):
-        spans.validate()
-    with pytest.raises(ValueError, match="row 2"):
-        spans.dense()
+    # Each of these would give a plausible number for them.
+    for read in (spans.validate, spans.dense, spans.coverage, lambda: spans.block_states(2, 2)):
+        with pytest.raises(ValueError, match=r"batch 0, head 1, row 2: expected .* in \[0, 5\], got \("):
+            read()
     for illegal in (spans.take_keys(np.array([0, 3])), spans.compact()):
         assert (np.asarray(illegal.bounds)[0, 1, 2] == [0, -1]).all()
         assert (np.asarray(illegal.bounds)[0, 0] == 0).all()
@@ -124,9 +124,6 @@ def test_bad_arguments_are_named():
         (lambda: spans.take_queries(np.array([0.0])), "take_queries: expected an integer array, got float64"),
         (lambda: spans.take_queries(np.array([[0]])), r"an array with 1 axes, got \(1, 1\)"),
         (lambda: spans.block_states(0, 2), "q_block: expected at least 1, got 0"),
-        (lambda: Spans(np.zeros((4, 1, 2), int), 3), r"bounds of shape .*, got \(4, 1, 2\)"),
-        (lambda: Spans(np.zeros((1, 1, 4, 1, 2)), 3), "Spans: expected an int32 array, got float64"),
-        (lambda: Spans([[0, 1]], 3), "Spans: expected an int32 array, got list"),
     ]
     for call, message in cases:
         with pytest.raises((ValueError, TypeError), match=message):

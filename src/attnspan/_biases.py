@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
 from . import checks
 from ._mistakes import refuse_truth_of_bias
-from ._pytrees import Node
+from ._pytrees import Node, arrays_in
 from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
-from .errors import DtypeError, ShapeError, expect, shown
+from .errors import DtypeError, ShapeError, expect
 
 #: Kinds of lowered biases; 0 is no bias.
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
@@ -46,8 +46,8 @@ class Bias(Node):
         Raises:
             ShapeError: for parameters that do not fit the problem.
         """
-        own = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
-        return self._lower(arrays_for([like, *own], what="bias"), wide, (batch, heads, q_len, k_len))
+        arrays = arrays_for([like, *arrays_in(self)], what="bias")
+        return self._lower(arrays, wide, (batch, heads, q_len, k_len))
 
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
@@ -56,8 +56,7 @@ class Bias(Node):
         refuse_truth_of_bias(self)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Alibi(Bias):
+class alibi(Bias):
     """Attention with linear biases, Press et al. 2022 (arXiv:2108.12409), section 3.
 
     The bias of query i and key j, by global index, is -slope * |j - i|, or slope * (j - i) if signed: the two
@@ -71,7 +70,7 @@ class Alibi(Bias):
         DtypeError, ShapeError: for slopes that are not floating or of a wrong rank.
 
     Example:
-        >>> Alibi(alibi_slopes(8))
+        >>> alibi(alibi_slopes(8))
         alibi(float32[8])
     """
 
@@ -79,7 +78,7 @@ class Alibi(Bias):
     signed: bool = False
 
     def __post_init__(self) -> None:
-        self._set(slopes=_floats("alibi: slopes", self.slopes, (1, 2)), signed=bool(self.signed))
+        self._check(slopes=partial(_floats, ranks=(1, 2)), signed=lambda _, signed: bool(signed))
 
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         batch, heads, *_ = sizes
@@ -91,12 +90,8 @@ class Alibi(Bias):
         slopes = to_float(arrays, self.slopes, wide)
         return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
 
-    def __repr__(self) -> str:
-        return f"alibi({short(self.slopes)}{', signed=True' if self.signed else ''})"
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Relative(Bias):
+class relative(Bias):
     """A bias by distance: T5's (Raffel et al. 2020, section 2.1), or any table.
 
     Query i and key j, by global index, are j - i apart; distances beyond -L..L take the value at the end.
@@ -111,15 +106,15 @@ class Relative(Bias):
             a column that the table lacks (where it can be read; elsewhere the gather fails or gives NaN).
 
     Example:
-        >>> Relative(np.zeros((4, 32), "float32"), t5_buckets())
-        relative(float32[4, 32], int32[257])
+        >>> relative(np.zeros((4, 32), "float32"), t5_buckets())
+        relative(float32[4, 32], buckets=int32[257])
     """
 
     table: Array
     buckets: Array | None = None
 
     def __post_init__(self) -> None:
-        self._set(table=_floats("relative: table", self.table, (2,)))
+        self._check(table=partial(_floats, ranks=(2,)))
         odd = "an odd number of columns with that of distance 0 in the middle"
         if self.buckets is None:
             wanted, remedy = "(H, 2L + 1): a column for each distance from -L to L", f"Pass buckets, or {odd}"
@@ -148,13 +143,8 @@ class Relative(Bias):
         index = arrays.where(index < 0, self.table.shape[1], index)
         return arrays.take(table, index, 1), DISTANCE
 
-    def __repr__(self) -> str:
-        buckets = "" if self.buckets is None else f", {short(self.buckets)}"
-        return f"relative({short(self.table)}{buckets})"
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class DenseBias(Bias):
+class dense_bias(Bias):
     """A bias given value by value. It takes the memory of its values: prefer the others where they serve.
 
     Args:
@@ -165,7 +155,7 @@ class DenseBias(Bias):
         DtypeError, ShapeError: for values that are not floating or of a wrong rank.
 
     Example:
-        >>> DenseBias(np.zeros((8, 1, 16), "float32"))
+        >>> dense_bias(np.zeros((8, 1, 16), "float32"))
         dense_bias(float32[8, 1, 16])
     """
 
@@ -186,9 +176,6 @@ class DenseBias(Bias):
         if wide or str(values.dtype).endswith("float64"):
             values = to_float(arrays, values, wide)
         return values.reshape(shape), DENSE
-
-    def __repr__(self) -> str:
-        return f"dense_bias({short(self.values)})"
 
 
 def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -295,11 +282,6 @@ def _readable(x: Any) -> Any:
     if torch is not None and isinstance(x, np.ndarray) and torch.compiler.is_compiling():
         return torch.as_tensor(x)
     return x
-
-
-def short(x: Array) -> str:
-    """Dtype and shape of an array, as reprs show them."""
-    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join([shown(n) for n in x.shape])}]"
 
 
 def _moved(arrays: Arrays, x: Array) -> Array:

@@ -85,7 +85,7 @@ class _Reader:
             return self.names[name](*args, **options)
         except TypeError as error:
             what, got = f"mask {self.text!r}", str(error).removesuffix(".")
-            remedy = f"See help({self.names[name].__module__.removesuffix('._given')}.{name})"
+            remedy = f"See help({self.names[name].__module__}.{name})"
             raise OptionError(
                 what, expected=f"arguments that {name}() takes", got=got, remedy=remedy
             ) from None

@@ -1,13 +1,14 @@
-"""Classes whose instances are pytrees, for whichever framework asks."""
+"""The base of masks, spans and biases: frozen dataclasses that are pytrees of whichever framework asks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, dataclass_transform
 
 from .arrays import is_array
+from .errors import shown
 
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
@@ -17,14 +18,19 @@ _classes: list[type] = []
 _registrars: list[Registrar] = []
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
 class Node:
     """Base of frozen dataclasses that are pytrees: arrays and other nodes are children, the rest is static.
 
-    A subclass is registered with every framework that is loaded, now or later.
+    A subclass needs no decorator, and is registered with every framework that is loaded, now or later.
     """
+
+    # NumPy then leaves its operators to those of the class, instead of calling them for each element.
+    __array_ufunc__ = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        dataclass(frozen=True, eq=False, repr=False)(cls)
         _classes.append(cls)
         for registrar in _registrars:
             registrar(cls, _flatten, partial(_unflatten, cls))
@@ -33,6 +39,32 @@ class Node:
         """Set fields in `__post_init__`; instances are frozen afterwards."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
+        """Replace each field by what its check makes of it; errors name the class and the field."""
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(f"{type(self).__name__}: {name}", getattr(self, name)))
+
+    def __repr__(self) -> str:
+        words = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            # Of the class, where defaults are: a compiler knows no MISSING.
+            if not hasattr(type(self), field.name):
+                words.append(short(value))
+            elif is_array(value) or value != getattr(type(self), field.name):
+                words.append(f"{field.name}={short(value)}")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+
+def short(value: object) -> str:
+    """A value as reprs show it: of an array, its dtype and shape."""
+    if is_array(value):
+        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
+    if isinstance(value, int | tuple):
+        return shown(value)
+    return getattr(value, "__name__", None) or repr(value)
 
 
 def register_pytrees(registrar: Registrar) -> None:

@@ -16,6 +16,7 @@ from .errors import DtypeError, ShapeError, expect
 __all__ = [
     "booleans",
     "count",
+    "flag",
     "function",
     "integers",
     "lengths",
@@ -44,6 +45,12 @@ def count(what: str, value: Any, least: int = 0, remedy: str = "") -> int:
 def positive(what: str, value: Any) -> int:
     """An integer of int32, at least 1."""
     return count(what, value, least=1)
+
+
+def flag(what: str, value: Any) -> bool:
+    """True or False."""
+    expect(isinstance(value, bool), what, "True or False", kind_of(value), "Pass a bool", error=DtypeError)
+    return bool(value)
 
 
 def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def build_app() -> "typer.Typer":
     """
     import typer
 
-    from attnspan.parallel.simulate import command as simulate
     from attnspan.tools.bench.options import command as bench
+    from attnspan.tools.simulate import command as simulate
     from attnspan.tools.tune.command import tune
     from attnspan.train.command import command as train
 
@@ -133,8 +134,12 @@ def _show_command() -> Callable[..., None]:
         expect(expression, "attnspan show", "a mask", "none", 'Write one, like "causal", or see --list')
         mask = parse(expression)
         rows, keys = picture.implied_sizes(mask, q_len, k_len)
+        inside = 0 <= at[0] < batch and 0 <= at[1] < heads
+        expect(inside, "--at", "a row below --batch and a head below --heads", at, "Pass others")
         if svg is None:
-            picture.show(mask, rows, keys, at=at, batch=batch, heads=heads)
+            # Numbers of rows, a frame, and the last number of a key stand next to the picture.
+            width = min(64, get_terminal_size().columns - 14)
+            picture.show(mask, rows, keys, at=at, batch=batch, heads=heads, width=max(width, 1))
             return
         lowered = mask.spans(rows, keys, batch=batch, heads=heads).lowered
         write_whole(svg, picture.svg(lowered, title=expression, at=at))

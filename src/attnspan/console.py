@@ -40,7 +40,8 @@ _PER_SECOND = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
 def _scaled(value: float | None, units: Sequence[tuple[float, str]]) -> str:
     if value is None:
         return NONE
-    size, unit = next((entry for entry in units if abs(value) >= entry[0]), units[-1])
+    # By its three digits: 0.9999 s is 1.00 s, not 1,000 ms.
+    size, unit = next((entry for entry in units if abs(float(f"{value:.3g}")) >= entry[0]), units[-1])
     return f"{ratio_digits(value / size)} {unit}"
 
 
@@ -48,10 +49,10 @@ def ratio_digits(value: float) -> str:
     """Three digits: "1.23", "12.3", "1,234".
 
     Example:
-        >>> ratio_digits(1.234), ratio_digits(1234.0)
-        ('1.23', '1,234')
+        >>> ratio_digits(1.234), ratio_digits(9.996), ratio_digits(1234.0)
+        ('1.23', '10.0', '1,234')
     """
-    size = abs(value)
+    size = abs(float(f"{value:.3g}"))
     return f"{value:,.0f}" if size >= 100 or size == 0 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
@@ -152,35 +153,46 @@ def print_table(
         not shown at 16
         columns: memory
     """
-    rows, kept = [tuple(row) for row in rows], list(range(len(columns)))
-    least = [_least_width(column, [row[index] for row in rows]) for index, column in enumerate(columns)]
-    # Columns are three apart.
-    while console.width < sum(least[index] + 3 for index in kept) - 3:
-        droppable = [index for index in kept if columns[index].drop]
-        if not droppable:
-            break
-        kept.remove(max(droppable, key=lambda index: columns[index].drop))
-    widths = {index: least[index] for index in kept}
-    texts = [(column.name, *(row[index] for row in rows)) for index, column in enumerate(columns)]
-    whole = {index: max(map(len, texts[index])) for index in kept}
-    for _ in range(console.width - sum(widths.values()) - 3 * (len(kept) - 1)):
-        widest = max(kept, key=lambda index: whole[index] - widths[index])
-        widths[widest] += whole[widest] > widths[widest]
-    table = _table(title, [(columns[index], widths[index]) for index in kept])
+    rows = [tuple(row) for row in rows]
+    widths = _widths(columns, rows, console.width)
+    table = _table(title, [(columns[index], width) for index, width in widths.items()])
     for index, row in enumerate(rows):
         style = styles[index] if styles else None
-        table.add_row(*(row[i] for i in kept), style="bold" if bold(row) else style)
+        table.add_row(*(row[i] for i in widths), style="bold" if bold(row) else style)
     console.print()
+    # Where even these columns do not fit, a line that the terminal breaks is better than half a figure.
+    needed = sum(widths.values()) + 3 * (len(widths) - 1)
+    terminal, console.width = console.width, max(console.width, needed)
     console.print(table)
-    left_out = [column.name for index, column in enumerate(columns) if index not in kept]
+    console.width = terminal
+    left_out = [column.name for index, column in enumerate(columns) if index not in widths]
     if left_out:
-        console.print(f"not shown at {console.width} columns: {', '.join(left_out)}", style="dim")
+        console.print(f"not shown at {terminal} columns: {', '.join(left_out)}", style="dim")
 
 
-def _least_width(column: Column, texts: Sequence[str]) -> int:
-    """Width below which a figure or a word would be cut."""
-    parts = [part for text in (column.name, *texts) for part in (text.split() if column.words else [text])]
-    return max(map(len, parts), default=0)
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> dict[int, int]:
+    """Width of each column that is kept, by its index; none cuts a figure or a word."""
+
+    def longest(texts: Iterable[str]) -> int:
+        return max(map(len, texts), default=0)
+
+    texts = [[column.name, *(row[index] for row in rows)] for index, column in enumerate(columns)]
+    least = {
+        index: longest(part for text in texts[index] for part in (text.split() if column.words else [text]))
+        for index, column in enumerate(columns)
+    }
+    # Columns are three apart.
+    while width < sum(least.values()) + 3 * (len(least) - 1):
+        droppable = [index for index in least if columns[index].drop]
+        if not droppable:
+            break
+        del least[max(droppable, key=lambda index: columns[index].drop)]
+    missing = {index: longest(texts[index]) - least[index] for index in least}
+    for _ in range(width - sum(least.values()) - 3 * (len(least) - 1)):
+        widest = max(missing, key=lambda index: missing[index])
+        least[widest] += missing[widest] > 0
+        missing[widest] -= missing[widest] > 0
+    return least
 
 
 def _table(title: str, columns: Sequence[tuple[Column, int]]) -> Table:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import reduce
-from typing import Any, ClassVar, NoReturn, dataclass_transform
+from typing import Any, ClassVar, NoReturn
 
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
-from .arrays import Array, arrays_for, is_array, outside_inference_mode
-from .errors import OptionError, ShapeError, expect, shown
+from .arrays import Array, arrays_for, outside_inference_mode
+from .errors import OptionError, ShapeError, expect
 from .lowering import Lowering, begin
 from .spans import Spans
 
 __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 
-@dataclass_transform(frozen_default=True, eq_default=False)
 class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
-
-    Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it
-    is lowered.
 
     A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in
     `__post_init__`, and says in `_lower` which keys each row sees. The masks are in `attnspan.masks` and
@@ -35,23 +30,12 @@ class Mask(Node):
         causal() & window(128)
     """
 
-    # NumPy then leaves its operators to those below, instead of calling them for each element.
-    __array_ufunc__ = None
     # Whether it may keep packed documents apart; a mask that knows none says False.
     _separates: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        dataclass(frozen=True, eq=False, repr=False)(cls)
 
     def _may_separate(self) -> bool:
         """Whether it may keep the packed documents of a row apart."""
         return self._separates
-
-    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        """Replace each field by what its check makes of it; errors name the mask and the field."""
-        for name, check in checks.items():
-            object.__setattr__(self, name, check(f"{type(self).__name__}: {name}", getattr(self, name)))
 
     def __and__(self, other: Mask) -> Mask:
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
@@ -195,17 +179,6 @@ class Mask(Node):
     def _anchor_index(self, low: Lowering) -> Array:
         raise NotImplementedError(f"{type(self).__name__} must say which indices it implies")
 
-    def __repr__(self) -> str:
-        words = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            # Of the class, where defaults are: a compiler knows no MISSING.
-            if not hasattr(type(self), field.name):
-                words.append(_short(value))
-            elif is_array(value) or value != getattr(type(self), field.name):
-                words.append(f"{field.name}={_short(value)}")
-        return f"{type(self).__name__}({', '.join(words)})"
-
 
 class RowNumbered(Mask):
     """A mask whose rows are counted from 0, whatever the keys are: cross attention, or a `BlockMask`."""
@@ -337,13 +310,9 @@ class Prepared(Mask):
 
     def _check_fit(self, own_k_len: int, q_len: int, k_len: int, batch: int, heads: int) -> None:
         own_batch, own_heads, own_q_len = self.lowered.bounds.shape[:3]
-        fits = (
-            own_q_len == q_len and own_k_len == k_len and own_batch in (1, batch) and own_heads in (1, heads)
-        )
-        expected, remedy = (
-            "(batch, heads, q_len, k_len) = {}",
-            "Prepare the mask for the problem it is used in",
-        )
+        fits = own_q_len == q_len and own_k_len == k_len
+        fits = fits and own_batch in (1, batch) and own_heads in (1, heads)
+        expected, remedy = "(batch, heads, q_len, k_len) = {}", "Prepare it for the problem it is used in"
         got, wanted = (own_batch, own_heads, own_q_len, own_k_len), (batch, heads, q_len, k_len)
         expect(fits, "prepared mask", expected, got, remedy, wanted, error=ShapeError)
 
@@ -395,12 +364,3 @@ def _one_order(*masks: Mask) -> tuple[Mask, ...]:
             remedy = "Combine the masks before one is prepared for some keys, or for the slots of a cache"
             raise OptionError(what, expected="keys that are 0..k_len-1", got=got, remedy=remedy)
     return masks
-
-
-def _short(value: object) -> str:
-    if is_array(value):
-        dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
-        return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
-    if isinstance(value, int | tuple):
-        return shown(value)
-    return getattr(value, "__name__", None) or repr(value)

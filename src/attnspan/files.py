@@ -9,19 +9,50 @@ import dataclasses
 import gzip
 import json
 import os
+import tempfile
 import types
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .errors import OptionError, expect
 
-__all__ = ["from_plain", "read_json", "to_plain", "write_json", "write_whole"]
+__all__ = ["check_writable", "from_plain", "read_json", "to_plain", "write_json", "write_whole"]
 
 T = TypeVar("T")
 
+_ELSEWHERE = "Choose another path"
 
-def write_whole(path: Path, content: str | bytes) -> None:
+
+@contextmanager
+def _writing(path: Path, remedy: str = _ELSEWHERE) -> Iterator[None]:
+    """Make the folder of a file; what the system refuses becomes one sentence."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        got, wanted = error.strerror or str(error), "a writable file"
+        raise OptionError(str(path), expected=wanted, got=got, remedy=remedy) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise now what `write_whole` would raise after hours of work.
+
+    Raises:
+        OptionError: The file cannot be written.
+    """
+    expect(not path.is_dir(), str(path), "a writable file", "a folder", "Name a file in it")
+    with _writing(path), tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def write_whole(path: Path, content: str | bytes, remedy: str = _ELSEWHERE) -> None:
     """Write a file. A reader sees the old one or the whole new one; missing folders are made.
+
+    Raises:
+        OptionError: The file cannot be written.
 
     Example:
         >>> import tempfile
@@ -30,20 +61,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
         >>> path.read_text()
         'whole'
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with _writing(path, remedy):
+        try:
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+def write_json(path: Path, value: Any, *, indent: int | None = None, remedy: str = _ELSEWHERE) -> None:
     """Write a dataclass or plain data as one JSON document, compressed if the name ends in ``.gz``."""
     text = json.dumps(to_plain(value), indent=indent) + "\n"
     # Without a time stamp, equal data make equal files.
-    write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
+    write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text, remedy)
 
 
 def read_json(path: Path, what: str = "a JSON file") -> Any:
@@ -61,7 +92,7 @@ def read_json(path: Path, what: str = "a JSON file") -> Any:
         return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except FileNotFoundError:
         got, remedy = "no such file", "Check the path"
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         got, remedy = str(error), "Write the file anew"
     raise OptionError(str(path), expected=what, got=got, remedy=remedy)
 

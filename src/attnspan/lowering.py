@@ -188,6 +188,11 @@ class Lowering:
 
     def per_batch(self, what: str, x: Array, dtype: str = "int32") -> Array:
         """`x` of shape (n,) or (B, n) as (1|B, n)."""
+        if dtype != "int32" and self.arrays.name == "jax" and isinstance(x, np.ndarray):
+            # JAX has 32 bits unless told otherwise: ids that differ beyond them would become equal.
+            kept = x.astype(self.arrays.full((), 0, dtype).dtype)
+            remedy = "Renumber them: np.unique(ids, return_inverse=True)[1]"
+            expect((kept == x).all(), what, f"ids of {kept.dtype}, as JAX has them", "larger ones", remedy)
         x = self.int32(what, x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
         if x.shape[0] != 1:
@@ -213,9 +218,9 @@ class Lowering:
         self.check_axis(what, "batch", x.shape[0])
         self.check_axis(what, "heads", x.shape[1])
 
-    def needs_keys(self, what: str, expected: str = "the length of the global key sequence") -> None:
+    def needs_keys(self, what: str) -> None:
         """Raise where only `k_index` says which keys there are."""
-        remedy = "Lower it over all keys, then use Spans.take_keys"
+        expected, remedy = "the length of the global key sequence", "Lower it over all keys, then take_keys"
         expect(self.k_len is not None, what, expected, "k_index alone", remedy)
 
     def broken(self, what: str, bad: Array, expected: str, remedy: str, *values: Any) -> Array | None:

@@ -145,18 +145,13 @@ class key_padding(Mask):
 
     def _lower(self, low: Lowering) -> Rows:
         if self.stop is None and self.side == "left":
-            low.needs_keys(
-                "key_padding", 'the length of the global key sequence, which side="left" counts from'
-            )
+            low.needs_keys("key_padding")
         end = low.top if self.stop is None else self.stop
         # The number of keys may be a symbol: it is compared only where a part was named.
         if self.start > 0 or self.stop is not None:
             fits, got = self.start <= end <= low.top, f"keys {self.start} to {end}"
-            what, remedy = (
-                "key_padding: start, stop",
-                "Pass where the part that may be padded begins and ends",
-            )
-            expect(fits, what, "a part of the {} keys", got, remedy, low.top)
+            remedy = "Pass where the part that may be padded begins and ends"
+            expect(fits, "key_padding: start, stop", "a part of the {} keys", got, remedy, low.top)
         lengths, illegal = low.lengths("key_padding", self.lengths, below=end - self.start)
         # The valid keys of the part join those before it, or those after it.
         if self.side == "right":

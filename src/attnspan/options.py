@@ -17,12 +17,12 @@ from ._biases import (
     DENSE,
     DISTANCE,
     SIGNED_ALIBI,
-    Alibi,
     Bias,
-    DenseBias,
-    Relative,
+    alibi,
     alibi_slopes,
+    dense_bias,
     is_floating,
+    relative,
     t5_buckets,
     to_float,
 )
@@ -52,8 +52,6 @@ __all__ = [
     "relative",
     "t5_buckets",
 ]
-
-alibi, relative, dense_bias = Alibi, Relative, DenseBias
 
 #: Kernels compute in float32.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -135,7 +133,7 @@ class Given:
     def __str__(self) -> str:
         words = [f"softcap {self.softcap:g}"] if self.softcap is not None else []
         if self.bias is not None:
-            words += [f"bias {DenseBias(self.bias) if is_array(self.bias) else self.bias!r}"]
+            words += [f"bias {dense_bias(self.bias) if is_array(self.bias) else self.bias!r}"]
         words += ["sinks"] if self.sinks is not None else []
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         return ", ".join(words) or "none"
@@ -177,7 +175,7 @@ class Given:
         return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
-        bias: Any = DenseBias(self.bias) if front.takes(self.bias) else self.bias
+        bias: Any = dense_bias(self.bias) if front.takes(self.bias) else self.bias
         wanted = f"{front.an_array}, or what alibi(...), relative(...) or dense_bias(...) makes"
         remedy = f"Other functions of the scores are not taken: give their values as {front.an_array}"
         expect(isinstance(bias, Bias), "bias", wanted, type(bias).__name__, remedy, error=DtypeError)

@@ -172,7 +172,7 @@ def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None)
         ((9, 9), (4, 4))
     """
     leaves = mask._leaves()
-    packed = [int(leaf.cu_seqlens_q[-1]) for leaf in leaves if hasattr(leaf, "cu_seqlens_q")]
+    packed = [int(leaf.cu_seqlens_q.max()) for leaf in leaves if hasattr(leaf, "cu_seqlens_q")]
     k_lens = [n for n in (k_len, *(leaf._key_len() for leaf in leaves)) if n is not None]
     q_lens = [n for n in (q_len, *(leaf._row_len() for leaf in leaves), *packed) if n is not None]
     rows = [*q_lens, *k_lens, 64][0]
@@ -182,7 +182,11 @@ def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None)
 def _plane(spans: Spans, at: tuple[int, int]) -> Spans:
     """One batch row and head, as NumPy, checked."""
     spans._require_values("show")
-    b, h = (min(x, n - 1) for x, n in zip(at, spans.bounds.shape[:2], strict=True))
+    planes = tuple(spans.bounds.shape[:2])
+    # An axis of 1 stands for every batch row or head.
+    fits = all(x >= 0 and (n == 1 or x < n) for x, n in zip(at, planes, strict=True))
+    expect(fits, "at", "a batch row and a head of the {} that there are", at, "Count from 0", planes)
+    b, h = (min(x, n - 1) for x, n in zip(at, planes, strict=True))
     bounds = arrays_for([spans.bounds]).to_numpy(spans.bounds[b : b + 1, h : h + 1])
     return Spans(bounds, spans.k_len).validate()
 

@@ -1,4 +1,4 @@
-"""The backends under test: how each runs a cell, which cells, and what it declares unsupported."""
+"""The backends under test: how each runs a problem, its options and dtypes, what it declares unsupported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import partial
 import conformance_jax
 import numpy as np
 import torch
-from conformance_cases import DTYPES, OPTIONS, Problem
+from problems import DTYPES, Problem
 
-from attnspan.jax.backends import pallas_gpu, pallas_tpu
+from attnspan.jax.backends.tiles import interpreted
 from attnspan.kernels import cpu
 from attnspan.torch import attention
 
@@ -30,12 +30,11 @@ class Backend:
         unsupported: Reasons by the name of an option that it does not have; it has to refuse those by name.
             A cell that is not declared here has to pass.
         dtypes: Those that it takes.
-        masks: How many cells of options under masks run: "all"; "pairs" has each option with each mask, in
-            one dtype; "once" has every mask with an option, and every dtype. This is of the long run.
-        shapes: The same of options in shapes; with "once" in both, every option is with a mask or a shape.
         programs: Where each option is a program to compile: those that the ordinary run has besides WIDEST.
-        few_shapes: How many shapes the ordinary run has there. The kernels of Pallas have their own programs
+        shapes: How many shapes the ordinary run has there. The kernels of Pallas have their own programs
             and shapes in tests/jax/test_pallas_*.py.
+        long: How many factors at a time the long run covers: of option, mask and dtype; of option, shape and
+            dtype.
         within: What the backend needs around a call.
         ran: Cells that ran in this process, by option.
     """
@@ -44,23 +43,11 @@ class Backend:
     missing: str = ""
     unsupported: dict[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    masks: str = "all"
-    shapes: str = "all"
     programs: tuple[str, ...] = ()
-    few_shapes: int = 4
+    shapes: int = 4
+    long: tuple[int, int] = (3, 3)
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     ran: Counter[str] = field(default_factory=Counter)
-
-    def takes(self, share: str, option: int, row: int, dtype: str, first: int) -> bool:
-        """Whether it runs a cell, by the numbers of its option and of its mask or shape, its dtype.
-
-        `first` is the option that comes with the first row where each comes once.
-        """
-        if share == "all":
-            return dtype in self.dtypes
-        turn = option if share == "pairs" else row
-        here = share == "pairs" or option == (first + row) % len(OPTIONS)
-        return here and self.dtypes[turn % len(self.dtypes)] == dtype
 
 
 def _torch(name: str, problem: Problem) -> Results:
@@ -72,7 +59,7 @@ def _torch(name: str, problem: Problem) -> Results:
     gradients = torch.autograd.grad([out, lse], list(leaves.values()), [problem.dout, dlse])
     for gradient, leaf in zip(gradients, leaves.values(), strict=True):
         assert gradient.dtype == leaf.dtype
-    assert out.dtype == problem.cell.dtype
+    assert out.dtype == problem.case.dtype
     assert lse.dtype == torch.float32
     named = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
     return {n: x.detach().double().numpy() for n, x in {"out": out, "lse": lse, **named}.items()}
@@ -92,7 +79,7 @@ PARTS = (
     "alibi, signed, per batch row",
     "distance table",
     "everything, indices given",
-    "dense, float32",
+    "dense, per head, float32",
     "dense, all heads",
     "dense, one for all",
     "dense, per key",
@@ -103,43 +90,31 @@ PARTS = (
 #: What plain JAX computes by ways of its own; tests/jax/testxla.py and test_math_jax.py have the rest.
 OF_JAX = ("none", "distance table", "everything, indices given", "dense, per key, one for all")
 
-#: Programs of plain JAX take a second or more to compile, so those back ends run fewer cells.
+#: Programs of JAX take a second or more to compile, so those back ends run fewer cells.
 BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
     "jax:cpu": Backend(
-        partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, shapes="pairs", programs=PARTS, few_shapes=4
+        partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, programs=PARTS, shapes=4, long=(3, 2)
     ),
-    "jax:xla": Backend(
-        partial(conformance_jax.run, "xla"),
-        masks="pairs",
-        shapes="once",
-        programs=OF_JAX,
-        few_shapes=2,
-    ),
+    "jax:xla": Backend(partial(conformance_jax.run, "xla"), programs=OF_JAX, shapes=2, long=(2, 1)),
     "jax:math": Backend(
-        partial(conformance_jax.run, "math"),
-        masks="pairs",
-        shapes="once",
-        programs=(*OF_JAX, "dropout by seeds"),
-        few_shapes=2,
+        partial(conformance_jax.run, "math"), programs=(*OF_JAX, "dropout by seeds"), shapes=2, long=(2, 1)
     ),
     "jax:pallas": Backend(
         partial(conformance_jax.run, "pallas"),
         dtypes=("fp32", "bf16"),
-        masks="once",
-        shapes="once",
         programs=("alibi, indices given",),
-        few_shapes=0,
-        within=partial(pallas_tpu.interpreting, simulated=False),
+        shapes=0,
+        long=(1, 1),
+        within=interpreted,
     ),
     "jax:pallas_gpu": Backend(
         partial(conformance_jax.run, "pallas_gpu"),
         unsupported=dict.fromkeys(DISTANCES, ATOMICS),
-        masks="once",
-        shapes="once",
         programs=("alibi, indices given", "dense, per key, one for all"),
-        few_shapes=0,
-        within=pallas_gpu.interpreted,
+        shapes=0,
+        long=(1, 1),
+        within=interpreted,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from conformance_cases import Problem
+from problems import Problem
 from torch.utils._pytree import tree_map
 
 import attnspan as a
@@ -45,7 +46,7 @@ _programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 def _program(name: str, problem: Problem) -> Callable[..., Any]:
     """The call of one option, shape and dtype; the first problem of the kind says what is no array."""
-    key = (name, problem.cell.option, problem.cell.shape, problem.cell.dtype)
+    key = (name, replace(problem.case, mask=""), problem.case.mask if not problem.case.options else "")
     if key not in _programs:
         _programs[key] = jax.jit(partial(_differentiated, name, problem))
     return _programs[key]
@@ -57,7 +58,9 @@ def _differentiated(
     def call(leaves: Arrays) -> Any:
         keywords = {**problem.setting.build(leaves), **arrays}
         q, k, v = (leaves[n] for n in ("q", "k", "v"))
-        return attention(q, k, v, mask=mask, scale=problem.scale, return_lse=True, backend=name, **keywords)
+        return attention(
+            q, k, v, mask=mask, scale=problem.case.factor, return_lse=True, backend=name, **keywords
+        )
 
     (out, lse), transposed = jax.vjp(call, leaves)
     (gradients,) = transposed((dout, jnp.where(jnp.isfinite(lse), dlse, 0)))
@@ -66,15 +69,15 @@ def _differentiated(
 
 def _mask(problem: Problem) -> a.Mask:
     """The mask as callers have it where there is no option, else its spans, in one shape for all."""
-    if problem.cell.option == "none" or problem.cell.mask == "random":
-        mask = problem.mask
-        return tree_map(to_jax, a.Prepared(mask) if isinstance(mask, a.Spans) else mask)  # type: ignore[no-any-return]
-    shape, bounds = problem.cell.shape, problem.bounds()
-    wide = np.zeros((shape.batch, shape.heads, shape.q_len, RUNS, 2), np.int32)
+    case, bounds = problem.case, problem.bounds.numpy()
+    if not case.options or case.mask == "random":
+        return tree_map(to_jax, problem.mask)  # type: ignore[no-any-return]
+    wide = np.zeros((case.batch, case.heads, case.q_len, RUNS, 2), np.int32)
     wide[..., : bounds.shape[3], :] = bounds
-    last = np.arange(shape.k_len - shape.q_len, shape.k_len)
-    rows = np.broadcast_to(last if problem.q_index is None else problem.q_index, (shape.batch, shape.q_len))
-    return a.Prepared(a.Spans(jnp.asarray(wide), shape.k_len), jnp.asarray(rows, jnp.int32))
+    given = problem.options.q_index
+    rows = np.arange(case.k_len - case.q_len, case.k_len)[None] if given is None else given.numpy()
+    rows = np.broadcast_to(rows, (case.batch, case.q_len))
+    return a.Prepared(a.Spans(jnp.asarray(wide), case.k_len), jnp.asarray(rows, jnp.int32))
 
 
 def to_jax(x: Any) -> Any:

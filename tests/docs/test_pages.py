@@ -154,18 +154,17 @@ def test_a_marked_block_is_compiled_only(tmp_path: Path) -> None:
     assert (caught.value.filename, caught.value.lineno) == (name_in_tracebacks(page), 3)
 
 
-@pytest.mark.parametrize("mark", ["<!-- not run: -->", "<!-- not run -->"])
-def test_a_mark_has_a_reason(mark: str) -> None:
-    with pytest.raises(AssertionError, match="no reason: <!-- not run"):
-        blocks_of(f"{mark}\n```python\nx = 1\n```\n")
-
-
-@pytest.mark.parametrize("fence", ["  ```python", "```py", "``` python", "```python title"])
-def test_a_block_in_another_form_is_refused(fence: str) -> None:
-    with pytest.raises(AssertionError, match="not read"):
-        blocks_of(f"{fence}\nx = 1\n```\n")
-
-
-def test_a_mark_is_above_its_block() -> None:
-    with pytest.raises(AssertionError, match="not above"):
-        blocks_of("<!-- not run: needs two ranks -->\n\n```python\nx = 1\n```\n")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (f"{mark}\n```python", "no reason: <!-- not run")
+            for mark in ("<!-- not run: -->", "<!-- not run -->")
+        ),
+        *((fence, "not read") for fence in ("  ```python", "```py", "``` python", "```python title")),
+        ("<!-- not run: needs two ranks -->\n\n```python", "not above"),
+    ],
+)
+def test_what_looks_like_a_block_or_a_mark_and_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        blocks_of(f"{text}\nx = 1\n```\n")

@@ -1,15 +1,13 @@
 """JAX functions under torch.compile, fake tensors, functionalisation, checkpointing."""
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,14 +66,7 @@ print("ok")
 @pytest.mark.slow
 @compiles
 def test_the_first_call_of_a_process_is_compiled() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.stdout.strip() == "ok", done.stderr
+    assert run_program("-c", FIRST, OMP_NUM_THREADS="1").strip() == "ok"
 
 
 def scale_by(s: Any) -> Callable[[Any], Any]:

@@ -5,9 +5,6 @@
 import gc
 import importlib
 import json
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import run_program
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -241,15 +239,7 @@ def test_threads() -> None:
 def test_meshes_and_bare_handlers() -> None:
     """In a process with four devices, where nobody has told the compiled module whom to call."""
     job = Path(__file__).parent / "torch_buffer_jobs.py"
-    done = subprocess.run(
-        [sys.executable, str(job)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_program(str(job), timeout=120, JAX_PLATFORMS="cpu").splitlines()[-1])
     assert "expected a function from set_xla_callback, got none" in found.pop("no function")
     assert "INVALID_ARGUMENT: attribute key: expected int64" in found.pop("no key")
     assert "TypeError: deliberate" in found.pop("raises")

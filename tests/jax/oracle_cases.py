@@ -1,11 +1,12 @@
 """Random problems for backends of JAX, with the oracle's answers and the error that rounding explains."""
 
 from dataclasses import dataclass
+from functools import partial
 
+import closeness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from closeness import error
 
 from attnspan import reference
 from attnspan._dropout import dropout_seeds
@@ -150,39 +151,18 @@ def solve(problem: Problem, arrays: dict[str, np.ndarray], misread=None) -> dict
 
 def check(problem: Problem, got: dict[str, np.ndarray]) -> None:
     """Compare results by norm with the oracle's; the bound is that of tests/conformance."""
-    exact, unavoidable = oracle(problem)
-    assert got.keys() == exact.keys()
-    case = problem.case
-    unit = float(jnp.finfo("float64" if case.dtype == "float64" else "float32").eps)
-    pairs = case.batch * case.q_len * case.k_len
-    longest = max(case.k_len, case.q_len * case.heads // case.kv_heads)
-    for name, value in got.items():
-        # Roundings walk at random over as many terms as a sum has.
-        walk = unit / 2 * np.sqrt(longest if name in ("out", "lse", "dq", "dk", "dv") else pairs)
-        bound = (3 if value.size >= 32 else 6) * (unavoidable[name] + walk + 0.55 * unit)
-        found = error(np.asarray(value, np.float64), exact[name])
-        assert found <= bound, f"{name}: error {found:.3g}, allowed {bound:.3g}"
+    unit = float(jnp.finfo("float64" if problem.case.dtype == "float64" else "float32").eps)
+    closeness.check(got, *oracle(problem), problem.case, 0.55 * unit, unit / 2)
 
 
 def oracle(problem: Problem) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The exact results, and how far half a unit of the dtype in each input moves them."""
     arrays = {name: x.astype(np.float64) for name, x in problem.arrays.items()}
-    exact, step, random = solve(problem, arrays), 1e-5, np.random.default_rng(1)
-    own = float(jnp.finfo(problem.case.dtype).eps)
+    exact, own = solve(problem, arrays), float(jnp.finfo(problem.case.dtype).eps)
 
-    def moved(name: str) -> np.ndarray:
-        noise = (random.random(arrays[name].shape) - 0.5) * (problem.arrays[name].dtype == problem.case.dtype)
-        return np.where(np.isfinite(arrays[name]), arrays[name] * (1 + step * noise), arrays[name])
+    def rounded(name: str) -> bool:
+        return bool(problem.arrays[name].dtype == problem.case.dtype)
 
-    def misread(out: np.ndarray) -> np.ndarray:
-        rounding = step * (random.random(out.shape) - 0.5) * out
-        return (arrays["dout"] * (out - exact["out"] + rounding)).sum(-1)
-
-    squares = dict.fromkeys(exact, 0.0)
-    for _ in range(3):
-        near = solve(problem, {name: moved(name) for name in arrays}, misread)
-        for name in exact:
-            squares[name] += (error(near[name], exact[name]) / step) ** 2 / 3
+    moved = closeness.sensitivity(partial(solve, problem), arrays, exact, rounded, 3)
     # Products of 16-bit numbers are exact in float32, and lse is a sum over those.
-    unit = {name: min(own, 2.0**-23) if name == "lse" else own for name in exact}
-    return exact, {name: unit[name] * square**0.5 for name, square in squares.items()}
+    return exact, {name: (min(own, 2.0**-23) if name == "lse" else own) * x for name, x in moved.items()}

@@ -1,25 +1,31 @@
-"""What test_partitioning.py asks of a process with four virtual devices: a JSON object on standard output."""
+"""Arrays sharded under jit, over four devices, compared with one; what is refused, and how."""
 
 import functools
-import json
-import os
-import sys
-
-if __name__ == "__main__":  # Not where tests are collected: their process has one device.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attnspan import alibi, causal, relative, segments
+from attnspan.errors import DeviceError
 from attnspan.jax import attention
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM = 4, 8, 4, 32, 16
 SPECS = {"batch x heads": P("x", "y"), "batch": P(("x", "y")), "heads": P(None, "y")}
-AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+PARTS = {"batch x heads": (2, 4, 32, 16), "batch": (1, 8, 32, 16), "heads": (4, 4, 32, 16)}
+#: Norm of a difference over the norm of the result.
+ALIKE = 2e-6
+
+
+def mesh_of(axes="Auto", devices=(2, 2)):
+    return jax.make_mesh(devices, ("x", "y"), axis_types=(AxisType[axes],) * 2)
+
+
+def put(mesh, spec, *arrays):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
 
 def inputs():
@@ -62,9 +68,10 @@ def loss(x, ids, option, layout, backend):
     return (out**2).sum() + lse.sum()
 
 
-def difference(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+def check(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < ALIKE * max(np.linalg.norm(b), 1e-30)
 
 
 @functools.cache
@@ -74,39 +81,34 @@ def of_one_device(option, layout="bhsd"):
     return jax.jit(jax.value_and_grad(lambda x, ids: loss(x, ids, option, layout, None)))(arrays, ids)
 
 
-def compare(axis_type, spec, option, layout="bhsd", backend=None):
-    """The largest norm-wise difference to one device, the collectives, and where dq lies."""
+def compare(axes, spec, option, layout="bhsd", backend=None):
+    """Values and gradients are those of one device, nothing is gathered, and dq lies where q does."""
     arrays, ids = inputs()
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    mesh, where = mesh_of(axes), SPECS[spec]
     run = jax.value_and_grad(lambda x, ids: loss(x, ids, option, layout, backend))
-    want = of_one_device(option)
     with jax.set_mesh(mesh):
-        put = {
-            n: jax.device_put(x, NamedSharding(mesh, spec)) if n in "qkv" else x for n, x in arrays.items()
-        }
-        compiled = jax.jit(run).lower(put, jax.device_put(ids, NamedSharding(mesh, P(spec[0])))).compile()
-        got = compiled(put, jax.device_put(ids, NamedSharding(mesh, P(spec[0]))))
-    text = compiled.as_text()
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return {
-        "difference": max(difference(a, b) for a, b in pairs),
-        "gathers": text.count(" all-gather("),
-        "exchanges": text.count(" all-to-all(") + text.count(" collective-permute("),
-        "dq": str(got[1]["q"].sharding.shard_shape(got[1]["q"].shape)),
-    }
+        placed = {n: put(mesh, where, x)[0] if n in "qkv" else x for n, x in arrays.items()}
+        (ids,) = put(mesh, P(where[0]), ids)
+        compiled = jax.jit(run).lower(placed, ids).compile()
+        got = compiled(placed, ids)
+    check(got, of_one_device(option))
+    text, dq = compiled.as_text(), got[1]["q"]
+    # On explicit meshes a gradient of slopes goes back to where the slopes were: a number for each head.
+    assert text.count(" all-gather(") <= (axes == "Explicit" and "alibi" in option)
+    assert " all-to-all(" not in text
+    assert " collective-permute(" not in text
+    assert dq.sharding.shard_shape(dq.shape) == PARTS[spec]
 
 
-def refusal(axis_type, jit, axis):
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+def refusal(axes, jit, axis):
     spec = [None] * 4
     spec[axis] = "x"
-    x = jax.device_put(np.ones((4, 4, 32, 8), "float32"), NamedSharding(mesh, P(*spec)))
+    (x,) = put(mesh_of(axes), P(*spec), np.ones((4, 4, 32, 8), "float32"))
     run = jax.jit(lambda x: attention(x, x, x)) if jit else lambda x: attention(x, x, x)
-    try:
+    with pytest.raises(
+        Exception, match=rf"got axis {axis} over 'x'.*layout.plan\(\.\.\.\).on\(mesh, sequence="
+    ):
         run(x).block_until_ready()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 def inside_shard_map(backend):
@@ -119,111 +121,66 @@ def inside_shard_map(backend):
     parts = jax.shard_map(
         lambda x, ids: jax.lax.psum(run(x, ids), "x"), mesh=mesh, in_specs=(specs, P("x")), out_specs=P()
     )
-    got, want = jax.jit(jax.value_and_grad(parts))(own, ids), of_one_device("alibi, sinks")
-    want = want[0], {n: want[1][n] for n in own}
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(difference(a, b) for a, b in pairs)
+    value, gradients = of_one_device("alibi, sinks")
+    check(jax.jit(jax.value_and_grad(parts))(own, ids), (value, {n: gradients[n] for n in own}))
 
 
 def one_key_head(spec):
     """The same as `compare`, where all query heads share a key head."""
     arrays, ids = inputs()
     arrays = {n: x[:, :1] if n in "kv" else x for n, x in arrays.items()}
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    run = jax.value_and_grad(lambda x, ids: loss(x, ids, "sinks", "bhsd", None))
-    want = jax.jit(run)(arrays, ids)
-    put = {**arrays, "q": jax.device_put(arrays["q"], NamedSharding(mesh, spec))}
-    rest = NamedSharding(mesh, P(spec[0]))
-    put |= {n: jax.device_put(arrays[n], rest) for n in "kv"}
-    got = jax.jit(run)(put, ids)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(difference(a, b) for a, b in pairs)
+    run = jax.jit(jax.value_and_grad(lambda x, ids: loss(x, ids, "sinks", "bhsd", None)))
+    mesh, where = mesh_of(), SPECS[spec]
+    (q,), (k, v) = put(mesh, where, arrays["q"]), put(mesh, P(where[0]), arrays["k"], arrays["v"])
+    check(run({**arrays, "q": q, "k": k, "v": v}, ids), run(arrays, ids))
 
 
-def unfit(k_spec, devices=(2, 2)):
-    """What is said of key heads that the mesh does not divide, or of one axis for two uses."""
+def some_axes(axes):
+    """A shard_map over one of two axes, where the other splits heads."""
     arrays, _ = inputs()
-    mesh = jax.make_mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    q = jax.device_put(arrays["q"], NamedSharding(mesh, P("x") if k_spec else P(None, ("x", "y"))))
-    k = arrays["k"] if k_spec else arrays["k"][:, :2]
-    k = jax.device_put(k, NamedSharding(mesh, k_spec or P()))
-    try:
-        jax.jit(attention)(q, k, k).block_until_ready()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
+    mesh = mesh_of(axes)
+    with jax.set_mesh(mesh):
+        how = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
+        run = jax.jit(jax.shard_map(attention, **how))
+        with pytest.raises(
+            Exception, match=r"pass mask=attnspan.jax.shard\(mesh, mask=\.\.\., heads=\.\.\.\)"
+        ):
+            run(*put(mesh, P("x", "y"), *(arrays[n] for n in "qkv"))).block_until_ready()
+
+
+def refusals():
+    """Key heads that the mesh does not divide, one axis for two uses, arrays on two devices."""
+    q, k, _, *_ = inputs()[0].values()
+    heads = put(mesh_of(), P(None, ("x", "y")), q) + put(mesh_of(), P(), k[:, :2])
+    twice = put(mesh_of(), P("x"), q) + put(mesh_of(), P(None, "x"), k)
+    for (q, k), text in (
+        (heads, r"expected parts that divide the 2 key heads, got 4 parts.*attnspan.jax.shard\(mesh, heads="),
+        (twice, "expected batch rows and heads over axes of their own, got both over 'x'"),
+    ):
+        with pytest.raises(Exception, match=text):
+            jax.jit(attention)(q, k, k).block_until_ready()
+    a, b = (jax.device_put(jnp.ones((1, 1, 4, 8)), device) for device in jax.devices()[:2])
+    with pytest.raises(DeviceError, match="q, k and v: expected one device"):
+        attention(a, b, b)
 
 
 def split_ids():
     """Ids that lie elsewhere than the rows of q: they are brought, q is not."""
     arrays, ids = inputs()
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    q, k, v = (jax.device_put(arrays[n], NamedSharding(mesh, P("x"))) for n in "qkv")
-    there = jax.device_put(ids, NamedSharding(mesh, P("x", "y")))
+    qkv = [arrays[n] for n in "qkv"]
 
     def run(ids, *qkv):
         return attention(*qkv, mask=causal() & segments(ids))
 
-    return difference(jax.jit(run)(there, q, k, v), run(ids, arrays["q"], arrays["k"], arrays["v"]))
+    there = put(mesh_of(), P("x", "y"), ids) + put(mesh_of(), P("x"), *qkv)
+    check(jax.jit(run)(*there), run(ids, *qkv))
 
 
 def mapped():
-    """The gathers of a vmap whose inner batch is spread."""
+    """A vmap whose inner batch is spread gathers nothing."""
     arrays, _ = inputs()
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, P(None, "x", "y"))
-    q, k, v = (jax.device_put(np.stack([arrays[n]] * 3), sharding) for n in "qkv")
-    compiled = jax.jit(jax.vmap(lambda q, k, v: attention(q, k, v, mask=causal()))).lower(q, k, v).compile()
-    alone = attention(arrays["q"], arrays["k"], arrays["v"], mask=causal())
-    return compiled.as_text().count(" all-gather("), difference(compiled(q, k, v)[2], alone)
-
-
-def mixed_devices():
-    a, b = (jax.device_put(jnp.ones((1, 1, 4, 8)), device) for device in jax.devices()[:2])
-    try:
-        attention(a, b, b)
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
-
-
-def main():
-    cases = [
-        (AxisType.Explicit, "batch x heads", "alibi, sinks", "bshd", None),
-        (AxisType.Auto, "batch", "alibi, sinks", "bhsd", None),
-        (AxisType.Auto, "heads", "dense, dropout", "bhsd", None),
-        (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", "xla"),
-        (AxisType.Auto, "batch x heads", "none", "bshd", None),
-        (AxisType.Explicit, "batch x heads", "none", "bshd", None),
-        (AxisType.Auto, "heads", "alibi, sinks", "bhsd", None),
-        (AxisType.Auto, "batch x heads", "table, sinks", "bhsd", None),
-    ]
-    cases = cases if sys.argv[1] == "all" else cases[:4]
-    compared = {
-        f"{axes.name.lower()}, {spec}, {option}, {layout}, {backend}": compare(
-            axes, SPECS[spec], option, layout, backend
-        )
-        for axes, spec, option, layout, backend in cases
-    }
-    refused = {
-        f"{axes}, {'jit' if jit else 'eager'}, axis {axis}": refusal(AXES[axes], jit, axis)
-        for axes in AXES
-        for jit in (True, False)
-        for axis in (2, 3)
-    }
-    found = {
-        "compared": compared,
-        "refused": refused,
-        "mixed": mixed_devices(),
-        "shard_map": {backend: inside_shard_map(backend) for backend in ("cpu", "xla", "math")},
-        "one key head": {name: one_key_head(SPECS[name]) for name in ("batch x heads", "heads")},
-        "key heads": unfit(None),
-        "one axis twice": unfit(P(None, "x")),
-        "split ids": split_ids(),
-        "mapped": mapped(),
-    }
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    qkv = [arrays[n] for n in "qkv"]
+    stacked = put(mesh_of(), P(None, "x", "y"), *(np.stack([x] * 3) for x in qkv))
+    compiled = jax.jit(jax.vmap(lambda q, k, v: attention(q, k, v, mask=causal()))).lower(*stacked).compile()
+    assert " all-gather(" not in compiled.as_text()
+    check(compiled(*stacked)[2], attention(*qkv, mask=causal()))

@@ -1,6 +1,5 @@
 """torch and JAX agree: the same inputs give the same numbers, and drop the same elements."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from attnspan.torch import dropout_seeds as torch_seeds  # noqa: E402
 B, HEADS, KV_HEADS, Q_LEN, K_LEN, DIM = 2, 4, 2, 37, 53, 16
 IDS = np.sort(np.random.default_rng(0).integers(0, 4, (B, K_LEN)), -1)
 MASK = a.causal() & a.segments(IDS)
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dbias")
 
 no_kernel = pytest.mark.skipif(
     not hasattr(cpu.core, "xla_handlers"), reason="there is no compiled module in this process"
@@ -54,23 +52,21 @@ def _keywords(x: dict[str, Any]) -> dict[str, Any]:
 COTANGENTS = (_normal(6, B, HEADS, Q_LEN, DIM), _normal(7, B, HEADS, Q_LEN))
 
 
-@functools.cache
-def _by_torch(backend: str) -> list[np.ndarray]:
+def _by_torch() -> list[np.ndarray]:
     x = {name: torch.from_numpy(value).requires_grad_() for name, value in _inputs().items()}
     given = {**_keywords(x), "dropout_seed": torch.tensor(-3)}
-    results = torchs(x["q"], x["k"], x["v"], return_lse=True, backend=backend, **given)
+    results = torchs(x["q"], x["k"], x["v"], return_lse=True, backend="cpu", **given)
     cotangents = [torch.from_numpy(y) for y in COTANGENTS]
     gradients = torch.autograd.grad(results, list(x.values()), cotangents)
     return [y.detach().numpy() for y in (*results, *gradients)]
 
 
-@functools.cache
-def _by_jax(backend: str) -> list[np.ndarray]:
+def _by_jax() -> list[np.ndarray]:
     @jax.jit
     def run(x: dict[str, Any], seed: Any, cotangents: Any) -> Any:
         def call(x: dict[str, Any]) -> Any:
             given = {**_keywords(x), "dropout_seed": seed}
-            return attention(x["q"], x["k"], x["v"], return_lse=True, backend=backend, **given)
+            return attention(x["q"], x["k"], x["v"], return_lse=True, backend="cpu", **given)
 
         results, transposed = jax.vjp(call, x)
         return results, transposed(cotangents)[0]
@@ -79,19 +75,11 @@ def _by_jax(backend: str) -> list[np.ndarray]:
     return [np.asarray(y) for y in (*results, *(gradients[name] for name in _inputs()))]
 
 
-@pytest.mark.parametrize("backend", ["xla", "math", pytest.param("cpu", marks=no_kernel)])
-def test_results_and_gradients_agree_to_rounding(backend: str) -> None:
-    for name, ours, theirs in zip(NAMES, _by_jax(backend), _by_torch("math"), strict=True):
-        # A few hundred sums of 53 terms, by norm.
-        distance = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-        assert distance < 1e-6, f"{name}: {distance}"
-
-
 @no_kernel
 def test_the_kernel_gives_the_same_bits_from_either() -> None:
-    threads = torch.get_num_threads()
-    for name, ours, theirs in zip(NAMES, _by_jax("cpu"), _by_torch("cpu"), strict=True):
-        assert np.array_equal(ours, theirs), (name, threads)
+    names = ("out", "lse", *(f"d{name}" for name in _inputs()))
+    for name, ours, theirs in zip(names, _by_jax(), _by_torch(), strict=True):
+        assert np.array_equal(ours, theirs), (name, torch.get_num_threads())
 
 
 def _dropped(out: Any) -> np.ndarray:

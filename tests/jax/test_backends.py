@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import everything, few
+from covering import everything
 from oracle_cases import Case, Problem, causal_window, check, make, oracle, random_bounds
 
-import attnspan as a
 from attnspan.jax.backends import Operands, Static, module_of, pallas_gpu, pallas_tpu, xla, xla_tiles
+from attnspan.jax.backends.tiles import interpreted
 
 #: A problem of several tiles, the last ones ragged.
 BASE = {
@@ -38,14 +38,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     tiling = pallas_gpu._Tiling(32, 16, 4)
     monkeypatch.setattr(pallas_gpu, "_tiling", lambda *_, **__: tiling)
     monkeypatch.setattr(pallas_tpu, "default", lambda *_: (128, 128))
-
-
-def _interpreted(name: str) -> AbstractContextManager[None]:
-    known = {
-        "pallas_gpu": pallas_gpu.interpreted,
-        "pallas": partial(pallas_tpu.interpreting, simulated=False),
-    }
-    return known.get(name, nullcontext)()
 
 
 @cache
@@ -72,7 +64,7 @@ def _program(name: str, static: Static) -> Any:
 
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients, in their dtypes, whatever is not there left out."""
-    with _interpreted(name):
+    with interpreted() if "pallas" in name else nullcontext():
         found = _program(name, problem.case.static)(problem.arrays, problem.given)
     results = {n: x for n, x in zip(NAMES, found, strict=True) if x is not None}
     wide = problem.arrays["dlse"].dtype
@@ -145,34 +137,6 @@ def test_against_the_oracle(name: str, case: Case) -> None:
     for bounds in (causal_window(case), random_bounds(case)):
         problem = make(case, bounds)
         check(problem, run(name, problem))
-
-
-MASKS = {
-    "full": a.full(),
-    "causal": a.causal(),
-    "window": a.causal() & a.window(9),
-    "documents": a.causal() & a.segments(np.repeat(np.arange(4), [20, 1, 29, 40])),
-    "global and window": a.causal() & (a.window(3) | a.global_keys(5)),
-    "prefix": a.causal() | a.prefix(np.array([40, 7])),
-    "nothing in one row of the batch": a.key_padding(np.array([60, 0])),
-}
-
-
-def _bounds_of(mask: a.Mask, case: Case, q_len: int, k_len: int) -> np.ndarray:
-    """Of a mask over fewer rows and keys than the case has, in one shape for all; other rows see nothing."""
-    bounds = np.asarray(mask.spans(q_len, k_len, batch=case.batch, heads=case.heads).bounds)
-    bounds = np.broadcast_to(bounds, (case.batch, *bounds.shape[1:]))
-    return np.pad(bounds, [(0, 0)] * 2 + [(0, case.q_len - q_len), (0, 2 - bounds.shape[3]), (0, 0)])
-
-
-@pytest.mark.parametrize("mask", few(MASKS, 3))
-@pytest.mark.parametrize("name", ["pallas_gpu", "pallas"])
-def test_masks(name: str, mask: str) -> None:
-    case = BASE[name]
-    wide = mask in ("full", "causal", "window", "global and window")
-    sizes = (case.q_len, case.k_len) if wide else (75, 90)
-    problem = make(case, _bounds_of(MASKS[mask], case, *sizes))
-    check(problem, run(name, problem))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -267,8 +231,8 @@ def _step(q: Any, k: Any, v: Any, dout: Any, bounds: Any) -> Any:
     return out, xla.backward(dout, None, q, k, v, given, out, lse, static, True)[:3]
 
 
-def _shapes(length: int, dtype: Any = jnp.float32) -> list[jax.ShapeDtypeStruct]:
-    x = jax.ShapeDtypeStruct((1, 1, length, 16), dtype)
+def _shapes(length: int) -> list[jax.ShapeDtypeStruct]:
+    x = jax.ShapeDtypeStruct((1, 1, length, 16), jnp.float32)
     return [x] * 4 + [jax.ShapeDtypeStruct((1, 1, length, 1, 2), jnp.int32)]
 
 
@@ -281,10 +245,3 @@ def test_memory_of_xla_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) 
     )
     assert half < whole <= 2 * half
     assert whole < 16 * 2**20
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-def test_xla_lowers_for_every_platform(dtype: Any) -> None:
-    exported = jax.export.export(jax.jit(_step), platforms=["cpu", "cuda", "tpu"])(*_shapes(100, dtype))
-    assert "custom_call" not in exported.mlir_module()
-    assert exported.platforms == ("cpu", "cuda", "tpu")

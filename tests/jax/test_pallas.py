@@ -18,7 +18,6 @@ from oracle_cases import Case, check, make, random_bounds
 from attnspan.call import Problem
 from attnspan.jax.backends import Operands, Static, pallas_gpu, pallas_tpu
 from attnspan.jax.backends.pallas_tpu import lists as tables
-from attnspan.jax.backends.pallas_tpu import sizes
 from attnspan.jax.backends.tiles import legal
 from attnspan.jax.backends.visits import key_visits, query_visits
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
@@ -54,8 +53,8 @@ def test_there_is_a_tile_for_whatever_a_tpu_takes() -> None:
             for length in (1, 130, 100_000):
                 problem = Problem(1, 1, 1, length, length, dim, dim, 1, dtype, "tpu")
                 for direction in ("forward", "backward"):
-                    found = sizes.default(problem, direction)
-                    assert sizes.vmem_bytes(problem, direction, *found) <= sizes.BUDGET
+                    found = pallas_tpu.default(problem, direction)
+                    assert pallas_tpu.vmem_bytes(problem, direction, *found) <= pallas_tpu.BUDGET
                     assert all(size % 128 == 0 for size in found)
 
 

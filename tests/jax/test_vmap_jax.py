@@ -37,15 +37,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 #: Which arguments carry the mapped axis, and where: q, k, v, ids, seed, sinks, slopes.
 AXES: dict[str, tuple[Any, ...]] = {
-    "q": (0, None, None, None, None, None, None),
     "q, ids and sinks": (0, None, None, 0, None, 0, None),
     "k, v, seeds and slopes": (None, 0, 0, None, 0, None, 0),
-    "k and v": (None, 0, 0, None, None, None, None),
     "everything": (0, 0, 0, 0, 0, 0, 0),
-    "ids": (None, None, None, 0, None, None, None),
-    "seeds": (None, None, None, None, 0, None, None),
-    "sinks": (None, None, None, None, None, 0, None),
-    "slopes": (None, None, None, None, None, None, 0),
     "other axes": (2, 1, -1, 1, 0, 1, 1),
 }
 #: Each argument is mapped, and shared, in one of them.

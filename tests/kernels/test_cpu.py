@@ -6,23 +6,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Case, budget, check, error, exponential, make, walk
+from closeness import relative_error
+from kernel_run import check_run, forward, run
+from problems import Case, compare, make
+from torch import Tensor
 
 from attnspan.kernels import cpu
+from attnspan.options import Options
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 
 # Sizes around the kernel's own: strips of 24 and 32 rows, blocks of 96, 128, 192 and 256, panels of 16.
 CASES = [
     Case(q_len=1, k_len=300),
-    Case(q_len=7, k_len=513, group=4, runs=2),
+    Case(q_len=7, k_len=513, heads=8, runs=2),
     Case(q_len=8, k_len=257, mask="causal"),
     Case(q_len=97, k_len=255, runs=3),
     Case(q_len=193, k_len=193, mask="causal"),
-    Case(q_len=400, k_len=400, mask="documents", group=2),
-    Case(q_len=385, k_len=577, mask="full", kv_heads=1),
+    Case(q_len=400, k_len=400, mask="documents of 50", heads=4),
+    Case(q_len=385, k_len=577, mask="full", heads=1, kv_heads=1),
     Case(q_len=130, k_len=20, mask="causal"),
-    Case(batch=2, q_len=65, k_len=129, group=8, kv_heads=1, head_dim=32, v_dim=32),
+    Case(batch=2, q_len=65, k_len=129, heads=8, kv_heads=1, head_dim=32, v_dim=32),
     Case(q_len=33, k_len=70, head_dim=1, v_dim=1),
     Case(q_len=40, k_len=70, head_dim=8, v_dim=8, runs=4),
     Case(q_len=50, k_len=90, head_dim=37, v_dim=53),
@@ -32,8 +36,40 @@ CASES = [
     Case(q_len=35, k_len=67, head_dim=256, v_dim=256),
     Case(q_len=64, k_len=64, scale=-0.2),
     Case(q_len=64, k_len=64, scale=0.0),
-    Case(q_len=50, k_len=500, kv_heads=1, threads=7, mask="full"),
+    Case(q_len=50, k_len=500, heads=1, kv_heads=1, mask="full"),
     Case(q_len=30, k_len=0),
+]
+
+SMALL = Case(batch=2, heads=2, kv_heads=1, q_len=70, k_len=150, head_dim=24, v_dim=40, runs=2, scale=0.125)
+WITH_OPTIONS = [
+    replace(SMALL, options=("softcap",)),
+    replace(SMALL, options=("strong softcap", "sinks"), scale=-0.2),
+    replace(SMALL, options=("sinks",)),
+    replace(SMALL, options=("alibi",), mask="causal", q_len=150),
+    replace(SMALL, options=("alibi, per batch row", "softcap", "queries given")),
+    replace(SMALL, options=("alibi, signed", "keys given")),
+    replace(SMALL, options=("distance table", "sinks", "shifted queries given"), mask="full"),
+    replace(SMALL, options=("long distance table",), mask="causal", q_len=150),
+    replace(SMALL, options=("distance table", "queries given", "keys given")),
+    replace(SMALL, options=("one distance", "sinks")),
+    replace(SMALL, options=("dense, float32",)),
+    replace(SMALL, options=("dense, per head", "softcap"), heads=4, kv_heads=2),
+    replace(SMALL, options=("dense, all heads",), heads=3, kv_heads=3),
+    replace(SMALL, options=("dense, one for all, float32", "dropout"), heads=4, kv_heads=2),
+    replace(SMALL, options=("dense, per key and head, float32", "sinks")),
+    replace(SMALL, options=("dense with holes",), mask="full"),
+    replace(SMALL, options=("dense with holes", "sinks", "dropout by seeds")),
+    replace(SMALL, options=("dense with deep rows",), mask="full"),
+    replace(SMALL, options=("dense with deep rows", "dropout"), mask="full", q_len=6),
+    replace(SMALL, options=("dropout",)),
+    replace(SMALL, options=("dropout", "softcap", "sinks", "alibi", "queries given", "keys given")),
+    replace(SMALL, options=("softcap", "distance table", "dropout", "sinks"), q_len=5, heads=1),
+    replace(SMALL, options=("softcap", "dense, float32", "dropout", "sinks"), q_len=9, heads=4),
+    replace(SMALL, options=("alibi", "dropout by seeds"), q_len=1, k_len=700, mask="full"),
+    replace(SMALL, options=("softcap", "alibi", "dropout"), q_len=250, k_len=470, mask="documents of 50"),
+    replace(
+        SMALL, options=("dense, float32", "dropout"), q_len=210, k_len=400, batch=1, head_dim=192, v_dim=128
+    ),
 ]
 
 
@@ -41,75 +77,80 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
-    arrays = make(case)
-    got, exact = arrays.run(), arrays.oracle()
-    allowed, rounding = budget(case, exact), walk(case) + exponential(dtype)
-    check(got, exact, {name: 3 * (allowed[name] + rounding) for name in exact})
+    check_run(case, run(make(case), threads=7 if case.q_len == 50 else 2))
 
 
-REPEATED = [("float32",), ("bfloat16",)]
-REPEATED += [
-    ("float32", "dense of rows", "dropout"),
-    ("float32", "table", "sinks"),
-    ("float32", "alibi", "softcap"),
-]
+# tests/conformance has each option with each dtype.
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("case", WITH_OPTIONS, ids=str)
+def test_options_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
+    case = replace(case, dtype=dtype)
+    check_run(case, run(make(case)))
 
 
-@pytest.mark.parametrize(("dtype", "options"), [(x, tuple(rest)) for x, *rest in REPEATED])
-def test_same_bits_every_time_and_from_several_threads_at_once(dtype: str, options: tuple[str, ...]) -> None:
-    case = Case(q_len=300, k_len=500, group=2, kv_heads=3, dtype=getattr(torch, dtype), options=options)
-    arrays = make(case)
-    first = arrays.run()
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (FLOAT, ()),
+        (BF16, ()),
+        (FLOAT, ("dense, one for all", "dropout")),
+        (FLOAT, ("distance table", "sinks")),
+        (FLOAT, ("alibi", "softcap")),
+    ],
+)
+def test_same_bits_every_time_and_from_several_threads_at_once(
+    dtype: torch.dtype, options: tuple[str, ...]
+) -> None:
+    problem = make(Case(q_len=300, k_len=500, heads=6, kv_heads=3, dtype=dtype, options=options))
+    first = run(problem)
     with ThreadPoolExecutor(4) as pool:
-        others = list(pool.map(lambda _: arrays.run(), range(8)))
+        others = list(pool.map(lambda _: run(problem), range(8)))
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
-@pytest.mark.parametrize("q_len", [150, 12, 3])
+def _seen(bounds: Tensor, keys: Tensor) -> Tensor:
+    """Which rows of the first head see which keys."""
+    spans = bounds[0, 0]
+    return ((spans[..., 0, None] <= keys) & (keys < spans[..., 1, None])).any(1)
+
+
+NON_FINITE = [
+    ((), q_len, where, value)
+    for q_len in (150, 12, 3)
+    for where in ("q", "k", "v", "dout")
+    for value in (torch.nan, torch.inf)
+]
+NON_FINITE += [(("softcap", "alibi", "sinks", "dropout"), q_len, "k", torch.nan) for q_len in (150, 5)]
+
+
+@pytest.mark.parametrize(("options", "q_len", "where", "value"), NON_FINITE, ids=str)
 def test_a_non_finite_value_reaches_what_may_see_it_and_nothing_else(
-    q_len: int, where: str, value: float
+    options: tuple[str, ...], q_len: int, where: str, value: float
 ) -> None:
-    arrays = make(Case(q_len=q_len, k_len=300, kv_heads=1, runs=2))
-    clean = arrays.run()
-    keys = torch.arange(300)
-    spans = arrays.bounds[0, 0]
-    sees = ((spans[..., 0, None] <= keys) & (keys < spans[..., 1, None])).any(1)
+    problem = make(Case(q_len=q_len, k_len=300, heads=1, kv_heads=1, runs=2, options=options))
+    clean = run(problem)
+    sees = _seen(problem.bounds, torch.arange(300))
     by_row = where in ("q", "dout")
     # A row that sees keys, or a key that some rows see.
     at = int((sees.any(1) if by_row else sees.any(0) & ~sees.all(0)).nonzero()[-1])
-    getattr(arrays, where)[0, 0, at, 3] = value
-    got = arrays.run()
-    touched = {
-        name: (got[name] != clean[name]).flatten(3).any(-1)[0, 0] for name in ("out", "dq", "dk", "dv")
-    }
-    if by_row:
-        query, key = torch.arange(q_len) == at, sees[at]
-        assert query[at]
-        assert key.any()
-    else:
-        query, key = sees[:, at], keys == at
-        assert query.any()
-        assert not query.all()
-    bad = {name: ~got[name].isfinite().all(-1)[0, 0] for name in touched}
-    assert not bad["out"][~query].any()
+    getattr(problem, where)[0, 0, at, 3] = value
+    got = run(problem)
+    query, key = (torch.arange(q_len) == at, sees[at]) if by_row else (sees[:, at], torch.arange(300) == at)
+    assert key.any() if by_row else query.any() and not query.all()
+    bad = {name: ~got[name].isfinite().all(-1)[0, 0] for name in ("out", "dq", "dk", "dv")}
+    seen_by_bad_rows = key if by_row else sees[query].any(0)
+    touched = {"out": query, "dq": query, "dk": seen_by_bad_rows, "dv": seen_by_bad_rows}
+    for name, hit in touched.items():
+        assert not bad[name][~hit].any(), name
+        # The others keep their results, to rounding: another path computes them.
+        torch.testing.assert_close(got[name][0, 0][~hit], clean[name][0, 0][~hit], rtol=1e-4, atol=1e-5)
     if where in ("q", "v") or (where == "k" and value != value):  # a score of -inf is a probability of 0
         assert torch.equal(bad["out"], query)
-    assert not bad["dq"][~query].any()
-    seen_by_bad_rows = key if by_row else sees[query].any(0)
-    assert not bad["dk"][~seen_by_bad_rows].any()
-    assert not bad["dv"][~seen_by_bad_rows].any()
+    if where == "k" and value != value:
+        assert torch.equal(bad["dq"], query)
     assert bad["dq"].any() or bad["dv"].any()
-    # The others keep their results, to rounding: another path computes them.
-    for name, others in {
-        "out": ~query,
-        "dq": ~query,
-        "dk": ~seen_by_bad_rows,
-        "dv": ~seen_by_bad_rows,
-    }.items():
-        torch.testing.assert_close(got[name][0, 0][others], clean[name][0, 0][others], rtol=1e-4, atol=1e-5)
 
 
 ILLEGAL = {
@@ -124,102 +165,168 @@ ILLEGAL = {
 
 @pytest.mark.parametrize("spans", ILLEGAL.values(), ids=ILLEGAL)
 def test_illegal_bounds_raise_before_anything_is_written(spans: list[list[int]]) -> None:
-    arrays = make(Case(q_len=40, runs=2))
-    arrays.bounds[0, 1, 37] = torch.tensor(spans, dtype=torch.int32)
-    out, lse = torch.full_like(arrays.q, 7.0), torch.full((1, 2, 40), 7.0)
+    problem = make(Case(q_len=40, runs=2))
+    problem.bounds[0, 1, 37] = torch.tensor(spans, dtype=torch.int32)
+    inputs = tuple(problem.inputs.values())
+    out, lse = torch.full_like(problem.q, 7.0), torch.full((1, 2, 40), 7.0)
     with pytest.raises(ValueError, match=r"row 37 \(batch 0, head 1\)"):
-        cpu.forward(arrays.q, arrays.k, arrays.v, arrays.bounds, out, lse, scale=1.0, num_threads=2)
-    assert (out == 7).all()
-    assert (lse == 7).all()
-    grads = [torch.full_like(x, 7.0) for x in (arrays.q, arrays.k, arrays.v)]
-    given = (arrays.dout, None, arrays.q, arrays.k, arrays.v, out, lse, arrays.bounds)
+        cpu.forward(*inputs, problem.bounds, out, lse, scale=1.0, num_threads=2)
+    grads = [torch.full_like(x, 7.0) for x in inputs]
+    given = (problem.dout, None, *inputs, out, lse, problem.bounds)
     with pytest.raises(ValueError, match="within 0 <= lo <= hi <= k_len = 64"):
         cpu.backward(*given, *grads, scale=1.0, num_threads=2)
-    assert all((x == 7).all() for x in grads)
+    assert all((x == 7).all() for x in (out, lse, *grads))
 
 
 def test_empty_spans_may_stand_anywhere() -> None:
-    arrays = make(Case(q_len=40, runs=3))
-    plain = arrays.bounds.clone()
-    plain[..., 0, :], plain[..., 1, :], plain[..., 2, :] = torch.tensor(
-        [[2, 9], [9, 20], [30, 31]], dtype=torch.int32
-    )
-    arrays.bounds = plain
-    expected = arrays.run()
-    holes = torch.tensor([[64, 64], [2, 20], [0, 0], [30, 31], [3, 3]], dtype=torch.int32)
-    arrays.bounds = holes.expand(1, 2, 40, 5, 2)
-    got = arrays.run()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name])
+    problem = make(Case(q_len=40))
+    results = []
+    for spans in ([[2, 9], [9, 20], [30, 31]], [[64, 64], [2, 20], [0, 0], [30, 31], [3, 3]]):
+        bounds = torch.tensor(spans, dtype=torch.int32).expand(1, 2, 40, len(spans), 2)
+        results.append(run(replace(problem, bounds=bounds)))
+    torch.testing.assert_close(*results)
 
 
 MISFITS = {
-    "k": (lambda a: a.k[..., :32], "k: expected shape"),
-    "v": (lambda a: a.v.half(), "v: expected float32, got float16"),
-    "q": (lambda a: a.q.transpose(2, 3), "q: expected a unit last stride"),
-    "bounds": (lambda a: a.bounds.long(), "bounds: expected int32"),
-    "out": (lambda a: a.q[:, :1], "out: expected shape"),
-    "lse": (lambda a: a.dlse.half(), "lse: expected float32, got float16"),
+    "k": (lambda p: p.k[..., :32], "k: expected shape"),
+    "v": (lambda p: p.v.half(), "v: expected float32, got float16"),
+    "q": (lambda p: p.q.transpose(2, 3), "q: expected a unit last stride"),
+    "bounds": (lambda p: p.bounds.long(), "bounds: expected int32"),
+    "out": (lambda p: p.q[:, :1], "out: expected shape"),
+    "lse": (lambda p: p.dlse.half(), "lse: expected float32, got float16"),
 }
 
 
 @pytest.mark.compiled_module("its Python edge checks the arrays")
 @pytest.mark.parametrize("name", MISFITS)
 def test_arrays_that_do_not_fit_are_refused_by_name(name: str) -> None:
-    arrays = make(Case())
+    problem = make(Case())
     change, message = MISFITS[name]
-    given = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "bounds": arrays.bounds}
-    given |= {"out": torch.empty_like(arrays.q), "lse": torch.empty_like(arrays.dlse), name: change(arrays)}
+    outputs = {"out": torch.empty_like(problem.q), "lse": torch.empty_like(problem.dlse)}
+    given = {**problem.inputs, "bounds": problem.bounds, **outputs, name: change(problem)}
     with pytest.raises(ValueError, match=message):
         cpu.forward(**given, scale=1.0, num_threads=1)
 
 
+BAD = {
+    "softcap: expected 0 or a number of at least": {"softcap": -1.0},
+    "at least 1e-30": {"softcap": 1e-40},
+    "bias_kind": {"bias_kind": 7, "bias": torch.zeros(1, 2)},
+    "sinks": {"sinks": torch.zeros(3)},
+    "bias: expected shape": {"bias": torch.zeros(1, 3), "bias_kind": 1},
+    "bias: expected 1 or 2": {"bias": torch.zeros(3, 2), "bias_kind": 2},
+    "reach": {"bias": torch.zeros(2, 4), "bias_kind": 3},
+    "bias: expected 1 or 70": {"bias": torch.zeros(1, 1, 3, 150), "bias_kind": 4},
+    "float16": {"bias": torch.zeros(1, 1, 70, 150, dtype=torch.float64), "bias_kind": 4},
+    "dropout_seed": {"dropout_p": 0.5, "dropout_seed": torch.zeros(3, 3, dtype=torch.int64)},
+    "int64": {"dropout_p": 0.5, "dropout_seed": torch.tensor(1, dtype=torch.int32)},
+    "q_index": {"q_index": torch.zeros(1, 69, dtype=torch.int32)},
+    "k_index": {"k_index": torch.zeros(2, 150, dtype=torch.int64)},
+}
+
+
+@pytest.mark.compiled_module("another process takes options as they are")
+@pytest.mark.parametrize("message", BAD)
+def test_options_that_do_not_fit_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(replace(make(SMALL), options=Options(**BAD[message])))
+
+
 def test_numpy_arrays_are_taken_too() -> None:
-    arrays = make(Case(q_len=20, k_len=30))
-    expected = arrays.run()
-    q, k, v, bounds = (x.numpy() for x in (arrays.q, arrays.k, arrays.v, arrays.bounds))
-    out, lse = np.full(arrays.q.shape, np.nan, np.float32), np.full((1, 2, 20), np.nan, np.float32)
+    problem = make(Case(q_len=20, k_len=30))
+    expected = forward(problem)
+    q, k, v, bounds = (x.numpy() for x in (*problem.inputs.values(), problem.bounds))
+    out, lse = (np.full(x.shape, np.nan, np.float32) for x in expected)
     cpu.forward(q, k, v, bounds, out, lse, scale=0.125, num_threads=1)
-    np.testing.assert_array_equal(out, expected["out"].numpy())
-    np.testing.assert_array_equal(lse, expected["lse"].numpy())
+    np.testing.assert_array_equal(out, expected[0].numpy())
+    np.testing.assert_array_equal(lse, expected[1].numpy())
 
 
 def test_float16_subnormals_are_values_like_any_other() -> None:
-    arrays = make(Case(q_len=40, dtype=HALF, mask="causal"))
-    arrays.v = (arrays.v.float() * 2e-6).half()  # below 6.1e-5, the smallest normal number
-    assert (arrays.v != 0).any()
-    got, exact = arrays.run(), arrays.oracle()
+    problem = make(Case(q_len=40, dtype=HALF, mask="causal"))
+    problem.v = (problem.v.float() * 2e-6).half()  # below 6.1e-5, the smallest normal number
+    assert (problem.v != 0).any()
+    got, exact = run(problem), problem.oracle()
     # Half of the spacing of subnormals, 2^-24, is what the rounding of the output may take.
-    assert (got["out"].double() - exact["out"]).abs().max() <= 2**-25 * 1.01
-    assert error(got["dv"], exact["dv"]) < 1e-3
+    assert abs(got["out"].double().numpy() - exact["out"]).max() <= 2**-25 * 1.01
+    compare({"dv": got["dv"]}, exact, {"dv": 1e-3})
 
 
 def test_the_callers_own_subnormals_are_left_alone() -> None:
-    arrays = make(Case(threads=1))
-    arrays.run()
+    run(make(Case()), threads=1)
     tiny = torch.full((64,), 1e-40)
     assert (tiny * 1.0 != 0).all()
 
 
 def test_probabilities_far_below_the_maximum_vanish() -> None:
-    arrays = make(Case(q_len=64, mask="causal", scale=20.0))
-    got, exact = arrays.run(), arrays.oracle()
-    for name in ("out", "lse", "dv"):
-        assert error(got[name], exact[name]) < 1e-4, name
+    problem = make(Case(mask="causal", scale=20.0))
+    got = run(problem)
+    compare({n: got[n] for n in ("out", "lse", "dv")}, problem.oracle(), dict.fromkeys(got, 1e-4))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e25, 1e37])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_values_of_any_size_keep_their_precision(sign: float, size: float, dtype: torch.dtype) -> None:
-    arrays = make(Case(q_len=40, k_len=70, mask="full", dtype=dtype))
+    problem = make(Case(q_len=40, k_len=70, mask="full", dtype=dtype))
     # Every score is near 27. Who leaves the maximum out must see that sums may leave the range of floats.
     direction = torch.ones(64)
-    arrays.q = (sign * 1.8 * direction + 0.05 * arrays.q.float()).to(dtype)
-    arrays.k = (1.8 * direction + 0.05 * arrays.k.float()).to(dtype)
-    usual = error(arrays.run()["out"], arrays.oracle()["out"])
-    arrays.v = (arrays.v.float() * size).clamp(-3e38, 3e38).to(dtype)
-    arrays.dout = (arrays.dout.float() / max(size, 1.0)).to(dtype)
-    got, exact = arrays.run(), arrays.oracle()
-    assert error(got["out"], exact["out"]) < 2 * usual
+    problem.q = (sign * 1.8 * direction + 0.05 * problem.q.float()).to(dtype)
+    problem.k = (1.8 * direction + 0.05 * problem.k.float()).to(dtype)
+    usual = relative_error(forward(problem)[0], torch.from_numpy(problem.oracle()["out"]))
+    problem.v = (problem.v.float() * size).clamp(-3e38, 3e38).to(dtype)
+    problem.dout = (problem.dout.float() / max(size, 1.0)).to(dtype)
+    got = run(problem)
+    compare({"out": got["out"]}, problem.oracle(), {"out": 2 * usual})
     assert got["dq"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+def test_dropout_is_the_same_under_any_tiling_and_number_of_threads(dtype: torch.dtype) -> None:
+    # One value for each key, of which a row's output tells whether it was kept.
+    case = Case(heads=1, kv_heads=1, q_len=100, k_len=200, head_dim=16, v_dim=200, mask="full", dtype=dtype)
+    problem = make(replace(case, options=("dropout",)))
+    problem.v[:] = torch.eye(200, dtype=dtype)
+    first = forward(problem, threads=1)[0] != 0
+    for block, threads in ((192, 1), (192, 3), (384, 1), (384, 3)):
+        config = {"block_q": 0, "block_k": block, "threads": threads}
+        assert torch.equal(forward(problem, threads, config=config)[0] != 0, first)
+    rate, pairs = float(first.double().mean()), first.numel()
+    assert abs(rate - 0.7) < 4 * (0.3 * 0.7 / pairs) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("q_len", [150, 5])
+def test_a_bias_of_hidden_keys_is_not_seen(q_len: int, value: float, dtype: torch.dtype) -> None:
+    case = Case(q_len=q_len, k_len=q_len, heads=1, kv_heads=1, mask="causal", dtype=dtype)
+    problem = make(replace(case, options=("dense, float32",)))
+    clean = run(problem)
+    problem.options.bias[:, :, torch.ones(q_len, q_len, dtype=torch.bool).triu(1)] = value
+    got = run(problem)
+    assert all(torch.equal(clean[name], got[name]) for name in clean)
+
+
+def test_rows_that_see_nothing_do_not_see_a_bad_slope() -> None:
+    problem = make(Case(q_len=70, k_len=90, options=("alibi",)))
+    problem.options.bias[:] = torch.nan
+    nothing = (problem.bounds[..., 0] == problem.bounds[..., 1]).all(-1)
+    out, _ = forward(problem)
+    assert (out[nothing] == 0).all()
+    assert out[~nothing].isnan().all()
+
+
+@pytest.mark.parametrize("cap", [1e10, 1e30, 3e38])
+def test_a_cap_far_above_all_scores_changes_none(cap: float) -> None:
+    problem = make(replace(SMALL, options=("sinks",)))
+    capped = replace(problem, options=problem.options._replace(softcap=cap))
+    torch.testing.assert_close(run(capped), run(problem))
+
+
+def test_a_gradient_that_is_not_wanted_is_not_made() -> None:
+    problem = make(replace(SMALL, options=("dense, float32", "sinks")))
+    wanted, inputs = run(problem), tuple(problem.inputs.values())
+    grads = [torch.empty_like(x) for x in inputs]
+    given = (problem.dout, problem.dlse, *inputs, wanted["out"], wanted["lse"], problem.bounds)
+    cpu.backward(*given, *grads, scale=SMALL.factor, num_threads=2, options=problem.options)
+    assert all(torch.equal(wanted[name], x) for name, x in zip(("dq", "dk", "dv"), grads, strict=True))

@@ -8,52 +8,36 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Case, check, make
-from torch import Tensor
+from kernel_run import run
+from problems import Case, compare, make
 
+from attnspan import causal, documents, global_keys, key_padding, library, window
 from attnspan.kernels import cpu
 
-LENGTH, HEADS, KV_HEADS, DIM = 1500, 4, 2, 64
+LENGTH, HEADS, DIM = 1500, 4, 64
 #: Relative to float64; what rounding the results to the dtype alone gives is about half of it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-
-
-def _spans(lo: Tensor, hi: Tensor) -> Tensor:
-    return torch.stack([lo, hi], -1).clamp(0, LENGTH).int()
-
-
-def _bounds(name: str) -> Tensor:
-    """Bounds of shape (B|1, H|1, S, R, 2)."""
-    row = torch.arange(LENGTH)
-    if name == "window":
-        return _spans(row - 99, row + 1).view(1, 1, LENGTH, 1, 2)
-    if name == "documents":
-        return _spans(row // 130 * 130, row + 1).view(1, 1, LENGTH, 1, 2)
-    if name == "global and window":
-        near = _spans((row - 60).clamp(min=20), (row + 1).clamp(min=20))
-        return torch.stack([_spans(0 * row, (row + 1).clamp(max=20)), near], 1).view(1, 1, LENGTH, 2, 2)
-    if name == "a window for each head":
-        heads = [_spans(row - 40 * (h + 1), row + 25 * h) for h in range(HEADS)]
-        return torch.stack(heads).view(1, HEADS, LENGTH, 1, 2)
+MASKS = {
+    "window": causal() & window(99),
+    "documents": causal() & documents(torch.arange(0, LENGTH + 130, 130).clamp(max=LENGTH)),
+    "global and window": causal() & (global_keys(20) | window(60)),
+    "a window for each head": library.per_head([window(40 * (h + 1), 25 * h) for h in range(HEADS)]),
     # Query heads that share a key head look at opposite ends.
-    ends = [(0, 32), (LENGTH - 32, LENGTH)]
-    heads = [_spans(0 * row + ends[h % 2][0], 0 * row + ends[h % 2][1]) for h in range(HEADS)]
-    return torch.stack(heads).view(1, HEADS, LENGTH, 1, 2)
+    "opposite ends": library.per_head([global_keys(32), key_padding(32, "left")] * 2),
+}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    "name", ["window", "documents", "global and window", "a window for each head", "opposite ends"]
-)
+@pytest.mark.parametrize("name", MASKS)
 def test_against_float64_on_any_number_of_threads(name: str, dtype: torch.dtype) -> None:
-    case = Case(kv_heads=KV_HEADS, group=HEADS // KV_HEADS, q_len=LENGTH, k_len=LENGTH, dtype=dtype)
-    arrays = make(case)
-    arrays.bounds, arrays.dlse[:] = _bounds(name), 0.0
-    exact = arrays.oracle()
+    problem = make(Case(heads=HEADS, q_len=LENGTH, k_len=LENGTH, mask="causal", dtype=dtype))
+    lowered = MASKS[name].spans(LENGTH, LENGTH, heads=HEADS, like=problem.q).lowered
+    problem = replace(problem, bounds=lowered.bounds, dlse=torch.zeros_like(problem.dlse))
+    exact = problem.oracle()
     for threads in (1, 2, 3):
-        got = replace(arrays, case=replace(case, threads=threads)).run()
-        check({x: got[x] for x in ("out", "dq", "dk", "dv")}, exact, dict.fromkeys(exact, TOLERANCE[dtype]))
+        got = run(problem, threads=threads)
+        compare({x: got[x] for x in ("out", "dq", "dk", "dv")}, exact, dict.fromkeys(exact, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

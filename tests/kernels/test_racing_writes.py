@@ -3,10 +3,8 @@
 Programs of their own: what these tests are about ends a process.
 """
 
-import subprocess
-import sys
-
 import pytest
+from programs import run_program
 
 # Puts anything into integer arrays while `call` runs without the GIL, half of the time; else they are legal.
 COMMON = """
@@ -85,9 +83,7 @@ race(lambda: cpu.move_rows(target, to, source, at, num_threads=2), to, at)
 @pytest.mark.compiled_module("it shares memory with Python's threads")
 @pytest.mark.parametrize("program", [MASK, ROWS], ids=["bounds", "rows"])
 def test_another_thread_writes_into_what_was_checked(program: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", COMMON + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
+    run_program("-W", "error", "-c", COMMON + program, timeout=120)
 
 
 EMPTY = """
@@ -115,6 +111,4 @@ for x in (out, dq, dk, dv):
 @pytest.mark.compiled_module("what is called is its edge")
 @pytest.mark.parametrize("shape", ["0 4 5 7", "2 0 5 7", "2 4 0 7", "2 4 5 0"])
 def test_the_core_takes_calls_without_rows_or_keys(shape: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", EMPTY, *shape.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
+    run_program("-W", "error", "-c", EMPTY, *shape.split(), timeout=60)

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Case, budget, check, exponential, make, walk
+from kernel_run import check_run, run
+from problems import Case, make
+from programs import run_program
 
 from attnspan.call import Problem
 from attnspan.kernels import cpu, tuned
@@ -177,11 +179,8 @@ def test_without_a_file_nothing_is_imported(tmp_path: Path) -> None:
         "tuned.load(Core())\n"
         "print(sorted(set(sys.modules) - before))"
     )
-    environment = os.environ | {"ATTNSPAN_TUNE_CACHE": str(tmp_path), "PYTHONPATH": SOURCE}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    given = {"ATTNSPAN_TUNE_CACHE": str(tmp_path), "PYTHONPATH": SOURCE}
+    assert run_program("-c", code, **given).strip() == "[]"
 
 
 def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +244,9 @@ def test_kinds_of_masks() -> None:
 
 CASES = [
     Case(q_len=300, k_len=520, mask="causal"),
-    Case(q_len=130, k_len=1100, runs=3, group=2, kv_heads=1),
-    Case(q_len=400, k_len=400, mask="documents", head_dim=128, v_dim=96, kv_heads=1),
-    Case(q_len=3, k_len=700, group=4),
+    Case(q_len=130, k_len=1100, runs=3, heads=2, kv_heads=1),
+    Case(q_len=400, k_len=400, mask="documents of 50", head_dim=128, v_dim=96, heads=1, kv_heads=1),
+    Case(q_len=3, k_len=700, heads=8),
 ]
 
 
@@ -256,16 +255,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_configuration_changes_nothing_but_rounding(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
-    arrays = make(case)
-    exact = arrays.oracle()
-    allowed, rounding = budget(case, exact), walk(case) + exponential(dtype)
+    problem = make(case)
     for configs in random_configs(case, 6):
-        check(arrays.run(*configs), exact, {name: 3 * (allowed[name] + rounding) for name in exact})
+        check_run(case, run(problem, *configs))
 
 
 def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Pairs of a configuration of forward and one of backward, other ones for each case and dtype."""
-    heads, dtype = case.kv_heads * case.group, str(case.dtype).removeprefix("torch.")
+    heads, dtype = case.heads, str(case.dtype).removeprefix("torch.")
     sizes = (case.q_len, case.k_len, case.head_dim, case.v_dim, case.runs)
     problem = Problem(case.batch, heads, case.kv_heads, *sizes, dtype, "cpu")
     choice = random.Random(str(case))
@@ -276,16 +273,16 @@ def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[st
 
 @COMPILED
 def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
-    arrays = make(Case(q_len=64, k_len=300, mask="full"))
-    plain = arrays.run()
+    problem = make(Case(q_len=64, k_len=300, mask="full"))
+    plain = run(problem)
     place = (cpu.isa(), "float32", 64, length_bucket(300), "dense")
     # A block of another size sums in another order, which shows in the last bits.
     forward = {"block_q": cpu.core.blocks("forward", "float32")[0], "block_k": 128, "threads": 0}
     backward = {"block_q": 96, "block_k": 96, "threads": 0}
     table = [("forward", *place, *forward.values()), ("backward", *place, *backward.values())]
     real_table.set_tuned(table)
-    looked_up, explicit = arrays.run(), arrays.run(forward, backward)
-    own_choice = arrays.run({"threads": 2}, {"threads": 2})
+    looked_up, explicit = run(problem), run(problem, forward, backward)
+    own_choice = run(problem, {"threads": 2}, {"threads": 2})
     for name in ("out", "dq"):
         assert torch.equal(looked_up[name], explicit[name]), name
         assert not torch.equal(looked_up[name], plain[name]), name

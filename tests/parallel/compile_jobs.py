@@ -11,7 +11,7 @@ from parity_jobs import Placed, local_inputs, place
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from worlds import mesh
+from worlds import error, mesh
 
 import attnspan
 from attnspan.parallel import MeshPlan
@@ -123,10 +123,6 @@ def checkpointed(strategy: str, keep: str, compiled: bool) -> tuple[list[Tensor]
     return [p.grad for p in model.parameters()], sum(counts.sent.values())
 
 
-def _errors(got: list[Tensor], wanted: list[Tensor]) -> float:
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True))
-
-
 def _alone(heads: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
     x, mask, _ = _problem(heads, "exchange")
     model = _model(heads)
@@ -158,7 +154,7 @@ def under_fsdp(strategy: str, keep: str, compiled: bool) -> float:
     (model(placed.shard(x), placed.mask).square() * rows).sum().backward()
     got = [p.grad.full_tensor() for p in model.parameters()]
     torch._dynamo.reset()
-    return _errors(got, _alone((4, 2))[1])
+    return max(map(error, got, _alone((4, 2))[1]))
 
 
 def two_models(compiled: bool) -> list[float]:
@@ -175,7 +171,7 @@ def two_models(compiled: bool) -> list[float]:
         x, _, placed = problems[heads]
         loss = (models[heads](placed.shard(x), placed.mask).square() * placed.mask.valid[:, :, None]).sum()
         got = list(torch.autograd.grad(loss, list(models[heads].parameters())))
-        found.append(_errors(_summed(got), _alone(heads)[1]))
+        found.append(max(map(error, _summed(got), _alone(heads)[1])))
     torch._dynamo.reset()
     return found
 

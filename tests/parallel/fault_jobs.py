@@ -122,41 +122,16 @@ def hang_in_mid_step() -> tuple[str, str, int]:
     return _met(lambda: attention(*leaves, mask=placed.mask))
 
 
-def _local(placed: Placed, **sizes: int) -> list[torch.Tensor]:
-    rows = placed.mask.frame.rows_per_rank
-    size = {"batch": 2, "q_heads": 4, "kv_heads": 2, "rows": rows, "keys": rows, **sizes}
-    return [
-        torch.randn(size["batch"], size["q_heads"], size["rows"], 16),
-        *(torch.randn(size["batch"], size["kv_heads"], size["keys"], 16) for _ in range(2)),
-    ]
-
-
 def misfit(what: str) -> tuple[str, str, int]:
     """Every rank hands over the same misfit."""
     placed = place(CASE)
     attend(placed, CASE)  # what was compared does not count
-    q, k, v = _local(placed)
-    line, rank = mesh(dist.get_world_size())["cp"], dist.get_rank()
-
-    def call(*x: Any, **options: Any) -> Any:
-        return attention(*x, mask=placed.mask, **options)
-
+    rows, rank = placed.mask.frame.rows_per_rank, dist.get_rank()
+    q, k, v = (torch.randn(2, heads, rows, 16) for heads in (4, 2, 2))
+    line = mesh(dist.get_world_size())["cp"]
     actions: dict[str, Callable[[], Any]] = {
-        "whole keys": lambda: call(*_local(placed, keys=37)),
-        "batch": lambda: call(*_local(placed, batch=3)),
-        "no tensor": lambda: call(q.numpy(), k, v),
         "shard": lambda: placed.shard(torch.zeros(2, 36)),
         "gather": lambda: placed.gather(torch.zeros(2, 36)),
-        "strategy": lambda: place(CASE, strategy="hybrid(3, 5)"),
-        "kind of strategy": lambda: place(CASE, strategy="spiral"),
-        "method": lambda: place(CASE, method="fair"),
-        "heads": lambda: place(CASE, heads=(4, 3)),
-        "no mask": lambda: place(CASE, mask=torch.ones(37, 37)),
-        "mask of other length": lambda: place(CASE, mask=attnspan.causal().spans(5, 5)),
-        "ids of other length": lambda: place(
-            CASE, mask=attnspan.segments(torch.zeros(36, dtype=torch.int32))
-        ),
-        "no mesh": lambda: placed.plan.on(line.get_group()),
         "another rank's plan": lambda: placed.plan.local((rank + 1) % 3).on(line),
         "another mesh": lambda: (
             Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line)

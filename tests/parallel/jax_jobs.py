@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Split:
-    """How devices share a problem; `shared`: batch rows share a layout."""
+    """How devices share a problem; `shared`: batch rows share a layout; `explicit`: how many axes are."""
 
     batch: int = 1
     heads: int = 1
@@ -38,16 +38,16 @@ class Split:
     strategy: str = "exchange"
     num_heads: tuple[int, int] = (4, 2)
     shared: bool = False
-    explicit: bool = False
+    explicit: int = 0
     backend: str | None = None
     dtype: str = "float32"
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
         sizes = (self.batch, self.heads, max(self.sequence, 1))
-        kind = jax.sharding.AxisType.Explicit if self.explicit else jax.sharding.AxisType.Auto
+        types = [jax.sharding.AxisType.Explicit] * self.explicit + [jax.sharding.AxisType.Auto] * 3
         names, devices = ("data", "model", "context"), jax.devices()[: int(np.prod(sizes))]
-        return jax.make_mesh(sizes, names, axis_types=(kind,) * 3, devices=devices)
+        return jax.make_mesh(sizes, names, axis_types=tuple(types[:3]), devices=devices)
 
     def plan(self, mask: Any, q_len: int = KEYS, **options: Any) -> Plan:
         if "layout" not in options:
@@ -261,12 +261,12 @@ def narrow(split: Split, length: int = 37) -> None:
     assert not {name: (x, one[name]) for name, x in ours.items() if not x < 1.05 * one[name] + ALIKE}
 
 
-def several_axes(length: int = 21) -> None:
-    """Two axes of a mesh split the sequence, and "auto" decides."""
+def several_axes(strategy: str, axes: tuple[str, str], length: int = 21) -> None:
+    """Two axes of a mesh split the sequence, the first of them named is the outermost."""
     mesh = jax.make_mesh((2, 2), ("outer", "inner"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     mask, given = packed(4, length), inputs((4, 2), length, length)
-    plan = Split(sequence=4, strategy="auto").plan(mask, length)
-    check(on_devices(plan.on(mesh, sequence=("outer", "inner")), given), oracle(given, mask))
+    plan = Split(sequence=4, strategy=strategy).plan(mask, length)
+    check(on_devices(plan.on(mesh, sequence=axes), given), oracle(given, mask))
 
 
 _COLLECTIVE = re.compile(

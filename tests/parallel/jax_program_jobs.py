@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from jax_jobs import ALIKE, BATCH, DIM, Split, check, inputs, oracle, packed
 
 import attnspan
-from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError
 from attnspan.jax import attention, shard
 from attnspan.parallel import Layout, Plan, PlanMismatchError
 
@@ -43,6 +43,59 @@ def layers(length: int = 21) -> None:
     wanted = [oracle(given, mask) for mask in masks]
     want = {name: wanted[0][name] + wanted[1][name] for name in ("dq", "dk", "dv")}
     check(got, want | {f"out {i}": x["out"] for i, x in enumerate(wanted)})
+
+
+def mapped(length: int = 21) -> None:
+    """Under vmap a call and its gradients are those of each mapped call, and can be lowered for TPUs."""
+    placed = Split(batch=2, sequence=2).place(packed(1, length), length)
+    rows = placed.shard(inputs((4, 2), length, length), axis=2)
+    stacked = [jnp.stack([rows[x], 2 * rows[x]]) for x in "qkv"]
+
+    def gradients(*arrays: Any) -> Any:
+        call = functools.partial(attention, mask=placed, backend="xla")
+        return jax.grad(lambda *arrays: (call(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    both = jax.jit(jax.vmap(gradients))
+    for i in range(2):
+        for got, want in zip(both(*stacked), gradients(*(x[i] for x in stacked)), strict=True):
+            assert np.linalg.norm(got[i] - want) < ALIKE * np.linalg.norm(want)
+    text = both.trace(*stacked).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("@ragged_all_to_all") == 3
+
+
+def inside(length: int = 21) -> None:
+    """Within a shard_map over other axes, a plan has what that left of the mesh."""
+    mask = attnspan.causal() & attnspan.documents(np.array([0, 4, 15, length]))
+    given = inputs((4, 2), length, length)
+    want = {name: oracle(given, mask)[name] for name in ("out", "lse", "dq", "dk", "dv")}
+    part, every = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    for explicit, strategy in ((0, "exchange"), (3, "ring")):
+        split = Split(batch=2, sequence=2, strategy=strategy, explicit=explicit)
+        mesh, plan = split.mesh, split.plan(mask, length, batch=BATCH // 2)
+        placed = plan.on(mesh, sequence="context")
+        rows = placed.shard(given, axis=2)
+
+        def step(placed: Any, q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
+            found, pull = jax.vjp(functools.partial(attention, mask=placed, return_lse=True), q, k, v)
+            return *found, *pull((dout, dlse))
+
+        split_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "context"))
+        arrays = [jax.device_put(rows[name], split_rows) for name in given]
+        specs = (every, *[part] * 5)
+        how: Any = {"mesh": mesh, "in_specs": specs, "out_specs": (part,) * 5}
+        with jax.set_mesh(mesh):
+            run = jax.shard_map(step, **how, axis_names={"data"}, check_vma=False)
+            found = jax.jit(run)(placed, *arrays)
+            assert all(x.sharding.is_equivalent_to(split_rows, x.ndim) for x in found)
+            check({x: placed.unshard(y, axis=2) for x, y in zip(want, found, strict=True)}, want)
+    for names, text in (({"data"}, "got check_vma=True"), (set(mesh.axis_names), "leaves whole")):
+        how = {"mesh": Split(batch=2, sequence=2).mesh, "in_specs": part, "out_specs": part}
+        alone = shard(how["mesh"], heads="context", mask=mask)
+        run = jax.shard_map(
+            lambda q, k, v, mask=alone: attention(q, k, v, mask=mask), **how, axis_names=names
+        )
+        with pytest.raises(OptionError, match=f"inside of shard_map: expected .*{text}"):
+            jax.jit(run)(*(given[x] for x in "qkv"))
 
 
 def packed_rows(length: int = 40) -> None:
@@ -89,6 +142,7 @@ def wrong_rows(length: int = 24) -> None:
 
     assert np.isfinite(call(first, rows[0])).all()
     assert np.isnan(call(first, rows[1])).all()
+    assert jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(rows[0])[0][0][0]) == "['q']"
     with pytest.raises(ShapeError, match="q_index with a split sequence: expected the rows of"):
         call(first, {**rows[0], "q_index": jnp.zeros((1, 3), int)})
     # Of a data loader: NumPy's, of one rank.
@@ -121,7 +175,7 @@ def lists(length: int = 48) -> None:
                 room[there[rank] : there[rank] + send[rank]] = sent[source][begin : begin + send[rank]]
             both = np.concatenate([own[rank], room, [-1]])
             got = both[np.minimum(found.source[part, rank], len(both) - 1)]
-            keys = found.keys[part].reshape(2, -1)[rank]
+            keys = found.keys[part, rank].ravel()
             assert (np.where(got < 0, 0, got) == keys).all()
             assert len(keys[got >= 0]) == len(set(keys[got >= 0])) > len(own[rank]) // 2
 
@@ -161,11 +215,13 @@ def refusals() -> None:
     whole, placed = shard(mesh, batch="data", heads="context"), on()
     q, k = jnp.ones((BATCH, 4, 8, DIM)), jnp.ones((BATCH, 2, 8, DIM))
     four = [jnp.ones((4, heads, 8, DIM)) for heads in (4, 2, 2)]
+    turned = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
     thd, split = shard(mesh, batch="data"), Split(sequence=2).place(packed(0, 8), 8)
     calls = {
         "mesh: expected a jax.sharding.Mesh, got dict": lambda: shard({"data": 2}),  # type: ignore[arg-type]
         "batch: expected axes of the mesh, 'data', 'context', got 'dp'": lambda: shard(mesh, batch="dp"),
         "sequence: expected axes that split one dim each": lambda: on(axes={**axes, "heads": "context"}),
+        "like: expected a placed plan, or None, got int": lambda: on(axes={**axes, "like": 3}),
         "batch: expected the name of a mesh axis": lambda: shard(mesh, batch=2),  # type: ignore[arg-type]
         "shard: mask: expected a mask expression": lambda: shard(mesh, mask=q),  # type: ignore[arg-type]
         "sequence: expected axes of 2 devices, .* got 1": lambda: on(axes={"sequence": None}),
@@ -187,6 +243,12 @@ def refusals() -> None:
             lying(None, None, None, "data"), k, k
         ),
         "sharding of q: expected batch rows split over": lambda: placed.attention(lying("context"), k, k),
+        "k: expected the devices of the mask's mesh": lambda: placed.attention(
+            q, jax.device_put(k, jax.devices()[1]), k
+        ),
+        "q: expected the devices of the mask's mesh": lambda: whole.attention(
+            jax.device_put(q, jax.sharding.NamedSharding(turned, jax.sharding.PartitionSpec())), k, k
+        ),
         "bias with a split sequence: expected alibi": lambda: placed.attention(
             q, k, k, bias=jnp.zeros((8, 8))
         ),
@@ -201,7 +263,7 @@ def refusals() -> None:
         "shard: x: expected 2 batch rows as axis 0": lambda: split.shard(np.ones((1, 8))),
     }
     for text, call in calls.items():
-        with pytest.raises((OptionError, ShapeError, DtypeError), match=text):
+        with pytest.raises((DeviceError, OptionError, ShapeError, DtypeError), match=text):
             call()
 
 

@@ -58,7 +58,10 @@ def two_dtypes() -> list[Any]:
     return [(parameter.grad.dtype, parameter.grad.unique().tolist()) for parameter in model.parameters()]
 
 
-def sharded() -> None:
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=mesh(dist.get_world_size()))
+def refused(how: str) -> None:
+    model = nn.Embedding(4, 4, sparse=how == "sparse")
+    if how == "sharded":
+        fully_shard(model, mesh=mesh(dist.get_world_size()))
+    else:
+        model(torch.tensor([1])).sum().backward()
     sum_gradients(model.parameters(), mesh(dist.get_world_size()))

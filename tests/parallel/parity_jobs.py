@@ -115,24 +115,6 @@ def attend_plainly(cases: list[Case]) -> list[dict[str, Any]]:
         return attend_all(cases)
 
 
-def attend_with_foreign_ids(case: Case, other: str) -> dict[str, Any]:
-    """A mask whose ids lie as another partition would have them: shapes fit, rows do not."""
-    from parity_cases import segment_ids
-
-    import attnspan
-
-    right = place(case)
-    wrong = place(case, method=other, strategy="exchange")
-    ids = segment_ids(case, case.batch)
-    mixed = torch.empty_like(ids)
-    for plane in range(case.batch):
-        flat = (torch.from_numpy(x.layout.rows[:, plane % x.layout.planes]).flatten() for x in (wrong, right))
-        lie, meant = (x[x >= 0] for x in flat)
-        mixed[plane, meant] = ids[plane, lie]
-    mask = attnspan.causal() & attnspan.segments(mixed, max_runs=case.length)
-    return attend(place(case, mask=mask, layout=right.layout), case)
-
-
 def twice(cases: list[Case]) -> list[str]:
     """The cases whose second run differs in a bit from the first."""
     return [

@@ -7,9 +7,10 @@ import torch.distributed as dist
 from parity_cases import Case
 from parity_jobs import attend, place
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
-from worlds import mesh
+from worlds import error, mesh
 
 import attnspan
 from attnspan.parallel import Layout, MeshPlan, ShardedCache
@@ -37,10 +38,6 @@ def inputs(keys: int = S) -> list[Tensor]:
 
 def layout_of(mask: attnspan.Mask, **options: Any) -> Layout:
     return Layout.of(mask, **{"q_len": S, "ranks": dist.get_world_size(), "batch": B, **options})
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float(((got - wanted).norm() / wanted.norm()).detach())
 
 
 SHAPES = [(37,), (2, 37), (2, 37, 3), (37, 2, 3), (2, 3, 37)]
@@ -107,6 +104,21 @@ def encoder_and_decoder() -> float:
     keys = (encoder.shard(x, rank, dim=2) for x in (k, v))
     out = attention(decoder.shard(q, rank, dim=2), *keys, mask=plan)
     return error(decoder.gather(out, here(), dim=2), attention(q, k, v, mask=sees))
+
+
+def on_some_ranks(ranks: tuple[int, ...]) -> str:
+    """Attention on the mesh of some ranks, in any order; what those not among them meet."""
+    some = DeviceMesh("cpu", ranks, mesh_dim_names=("cp",))
+    layout = Layout.of(CAUSAL, q_len=S, ranks=len(ranks))
+
+    def call() -> Any:
+        rank = some.get_local_rank() if dist.get_rank() in ranks else 0
+        plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank).on(some)
+        whole = inputs()
+        out = layout.gather(attention(*(layout.shard(x, rank, dim=2) for x in whole), mask=plan), some, dim=2)
+        return out if error(out, attention(*whole, mask=CAUSAL)) < 2e-6 else out * torch.nan
+
+    return _met(call)
 
 
 def strided(strategy: str) -> float:
@@ -238,6 +250,44 @@ def decode(prefill: int, steps: int, split: bool) -> float:
     assert len(set(held)) == 1, "keys stay where they are"
     wanted = attention(q, k, v, mask=mask, sinks=sinks)[at, :, prefill:]
     return error(torch.cat(outs, 2), wanted)
+
+
+def misuse_cache() -> dict[str, tuple[str, int]]:
+    """What a cache of six tokens refuses, and its length afterwards; then it still works."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, heads, 7, 8, generator=generator) for heads in (4, 2, 2))
+    ids, index = torch.arange(6)[None] // 2, 3 * dist.get_rank() + torch.arange(3)[None]
+
+    def fill(cache: ShardedCache, heads: int = 2, rows: int = 3, length: int = 6) -> None:
+        cache.fill(k[:, :heads, :rows], v[:, :, :rows], index, length)
+
+    def attend(cache: ShardedCache, new: slice, **changes: Any) -> Tensor:
+        given = {"q": q[:, :, new], "k": k[:, :, new], "v": v[:, :, new], **changes}
+        return cache.attend(**given, mask=attnspan.segments(ids))
+
+    first, second = slice(0, 1), slice(0, 2)
+    ways: dict[str, Any] = {
+        "too long": lambda x: attend(x, slice(0, 7)),
+        "heads": lambda x: attend(x, first, k=k[:, :1, first]),
+        "tokens": lambda x: attend(x, second, k=k[:, :, first], v=v[:, :, first]),
+        "values": lambda x: attend(x, first, v=v[:, :, first, :1]),
+        "dtype": lambda x: attend(x, first, k=k[:, :, first].double()),
+        "sinks": lambda x: attend(x, first, sinks=torch.zeros(1)),
+        "softcap": lambda x: attend(x, first, softcap=-3.0),
+        "filled heads": lambda x: fill(x, heads=1),
+        "filled rows": lambda x: fill(x, rows=2),
+        "filled length": lambda x: fill(x, length=3),
+        "rightly": lambda x: attend(x, first),
+    }
+    found = {}
+    for name, way in ways.items():
+        cache = ShardedCache(here(), batch=2, kv_heads=2, max_len=6, head_dim=8)
+        met, length = _met(lambda: way(cache)), cache.length  # noqa: B023
+        outs = torch.cat([attend(cache, slice(i, i + 1)) for i in range(length, 6)], 2)
+        wanted = attention(q[:, :, :6], k[:, :, :6], v[:, :, :6], mask=CAUSAL & attnspan.segments(ids))
+        assert error(outs, wanted[:, :, length:]) < 2e-6, name
+        found[name] = met, length
+    return found
 
 
 class Stage(torch.nn.Module):

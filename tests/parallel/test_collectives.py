@@ -85,16 +85,3 @@ def test_an_exchange_brings_what_is_needed_and_little_else(ranks: int, strategy:
             for direction in ("forward", "backward"):
                 brought = part["counted"][direction]["received"].get("exchange", 0)
                 assert least <= brought <= OVERHEAD * least, f"{direction}: {brought} of {least} in {case}"
-
-
-def test_on_packed_documents_a_ring_brings_far_more() -> None:
-    received = {}
-    for strategy in ("exchange", "ring"):
-        case = Case(length=1024, batch=1, heads=(2, 2), strategy=strategy, return_lse=False)
-        parts = [found for (found,) in world(4).run("collective_jobs:count_all", [case])]
-        received[strategy] = max(sum(part["counted"]["forward"]["received"].values()) for part in parts)
-        least = max(needed(case, part) for part in parts)
-    table = f"bytes into the busiest of 4 ranks: {received}, needed {least}"
-    assert received["exchange"] <= OVERHEAD * least, table
-    assert received["ring"] == 3 * 256 * 2 * 32 * 4, table
-    assert received["exchange"] < received["ring"] / 3, table

@@ -165,12 +165,30 @@ def test_every_member_of_a_candidate_has_a_query_head() -> None:
     assert [x.name for x in candidates(1, 4)] == ["ulysses"]  # one group: nothing travels
 
 
-def test_in_nodes_only_their_ranks_share_heads() -> None:
-    choice = plan_of(ranks=8, node_size=4).choice
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "heads", "members"),
+    [(8, 4, (8, 4), 4), (8, 4, (2, 1), 2), (12, 8, (8, 4), 4), (8, 3, (8, 4), 1), (12, 6, (4, 4), 3)],
+)
+def test_in_nodes_only_their_ranks_share_heads(
+    ranks: int, node_size: int, heads: tuple[int, int], members: int
+) -> None:
+    choice = plan_of(ranks=ranks, node_size=node_size, heads=heads).choice
     assert choice is not None
-    assert {x.strategy.name for x in choice.considered} == {"hybrid(4, 2)", "hybrid(4, 2, ring)"}
-    across = choice.best.forward["scatter"].received_across
-    assert not across.any(), "heads do not leave a node"
+    assert {x.strategy.members for x in choice.considered} == {members}
+    assert {x.strategy.kind for x in choice.considered} == {"exchange", "ring"}
+    assert f"Only ranks of a node share heads: {members}." in str(choice)
+    for cost in choice.considered:
+        scatter = cost.forward.get("scatter")
+        assert scatter is None or not scatter.received_across.any(), "heads do not leave a node"
+
+
+@pytest.mark.parametrize("node_size", [4, 8])
+def test_in_one_node_any_ranks_share_heads(node_size: int) -> None:
+    choice, free = plan_of(node_size=node_size).choice, plan_of().choice
+    assert choice is not None
+    assert free is not None
+    assert [x.strategy for x in choice.considered] == [x.strategy for x in free.considered]
+    assert "Only ranks" not in str(choice)
 
 
 PLAIN = Machine("plain", "bfloat16", 1e12, 5e11, 1e9, 1e8, 1e-6, 2)
@@ -180,15 +198,19 @@ def test_with_rates_the_shortest_time_is_taken_and_of_equals_the_fewest_bytes() 
     ids = np.repeat(np.arange(4), [80, 70, 60, 46])
     fast = replace(PLAIN, bandwidth_within=1e15, bandwidth_across=1e15, latency=1e-15)
     slow = replace(PLAIN, forward_flops=1e18, backward_flops=1e18, bandwidth_across=1e3)
-    for machine in (PLAIN, fast, slow):
-        plan = plan_of(causal() & segments(ids), machine=machine)
+    busy = replace(PLAIN, forward_flops=1.5e10, backward_flops=1.284e10, latency=3.92e-6)
+    busy = replace(busy, bandwidth_within=1.24e10, bandwidth_across=1.277e10)
+    sizes = sorted(int(plan_of(causal() & segments(ids)).cost(x).memory.max()) for x in candidates(4, 8))
+    for machine, memory in product((PLAIN, fast, slow, busy), (None, *sizes)):
+        plan = plan_of(causal() & segments(ids), machine=machine, memory=memory)
         costs = [plan.cost(x, machine.node_size) for x in candidates(4, 8)]
+        costs = [x for x in costs if memory is None or x.memory.max() <= memory]
         seconds = [machine.predict(x, plan.sizes).seconds for x in costs]
         alike = [x for x, time in zip(costs, seconds, strict=True) if time <= 1.05 * min(seconds)]
         bytes_of = {x.strategy: x.received().max() for x in alike}
         assert plan.strategy in bytes_of
         assert bytes_of[plan.strategy] == min(bytes_of.values())
-        if machine is fast:
+        if machine is fast and memory is None:
             assert len(alike) > 1, "the rule had something to decide"
 
 
@@ -215,9 +237,12 @@ def test_a_file_that_is_no_machine_is_refused(tmp_path: Path) -> None:
     assert Machine.load(path).forward_flops == 1000.0
     with pytest.raises(OptionError, match="no such file"):
         Machine.load(tmp_path / "none.json")
-    for value in (0.0, -1.0, math.inf, math.nan):
+    for value in (0.0, -1.0, math.inf, math.nan, "1", None):
         with pytest.raises(OptionError, match="latency: expected a positive, finite figure"):
-            replace(PLAIN, latency=value)
+            replace(PLAIN, latency=value)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="node_size: expected a positive, finite figure"):
+        replace(PLAIN, node_size=2.5)  # type: ignore[arg-type]
+    assert Machine.load(str(path)).forward_flops == 1000.0
 
 
 def by_hand(kind: str, forward: Mapping[str, int], parts: int, pairs: float = 1.0, across: int = 0) -> Cost:

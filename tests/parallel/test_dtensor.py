@@ -206,7 +206,7 @@ def test_rows_that_do_not_lie_as_the_plan_are_refused() -> None:
             2,
             {
                 "rows": "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks",
-                "heads": "expected 2 heads on this rank, got 4 here",
+                "heads": "q with context parallelism: expected 2 heads and this rank's",
                 "order": "rows in the plan's order, which must be said",
                 "ids": "ShapeError: segments: q_ids: expected 1 or 4 along the batch axis, got 2",
             },

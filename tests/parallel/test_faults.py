@@ -68,7 +68,7 @@ def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phas
 
 def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> None:
     ranks = World(3, group_seconds=3)
-    ranks.run("world_jobs:add_ranks", 0.0)
+    ranks.run("world_jobs:add_ranks")
     start = time.monotonic()
     # The stopped rank never answers: it is ended from outside once the others have.
     results = ranks.run("fault_jobs:hang_in_mid_step", seconds=60, may_hang=(1,))
@@ -80,19 +80,8 @@ def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> N
 
 
 MISFITS = {
-    "whole keys": ("ShapeError", r"k with .*expected 2 heads and this rank's \d+ rows.*layout\.shard"),
-    "batch": ("ShapeError", "expected 2 batch rows, as the plan has, got 3"),
-    "no tensor": ("DtypeError", r"q: expected a torch\.Tensor, got ndarray"),
     "shard": ("ShapeError", "37 rows"),
     "gather": ("ShapeError", r"Layout.gather: x: expected this rank's \d+ rows"),
-    "strategy": ("OptionError", r"strategy: expected .*u \* r = 3 ranks.*got 'hybrid\(3, 5\)'"),
-    "kind of strategy": ("OptionError", "strategy: expected .*got 'spiral'"),
-    "method": ("OptionError", "method.*fair"),
-    "heads": ("OptionError", "heads: expected .*a divisor of the first, got .4, 3."),
-    "no mask": ("DtypeError", "mask: expected a mask expression.*got Tensor"),
-    "mask of other length": ("ShapeError", "mask with .* expected 37 rows and 37 keys"),
-    "ids of other length": ("ShapeError", "37"),
-    "no mesh": ("DtypeError", "mesh: expected a DeviceMesh.*init_device_mesh"),
     "another rank's plan": ("OptionError", r"mesh: expected rank \d of 3, got rank \d of 3"),
     "another mesh": ("OptionError", r"mesh: expected rank 0 of 2, got rank \d of 3"),
     "second derivative": ("NotImplementedError", "second derivatives"),

@@ -53,8 +53,9 @@ def test_every_mask(split: Split) -> None:
         (replace(RING, shared=True), "alibi"),
         (Split(batch=2, heads=2, backend="xla"), "shared dense"),
         (Split(heads=4, num_heads=(12, 3)), "relative"),
-        (Split(batch=2, heads=2, num_heads=(4, 1), explicit=True), "alibi"),
-        (replace(EXCHANGE, explicit=True), "shared alibi"),
+        (Split(batch=2, heads=2, num_heads=(4, 1), explicit=3), "alibi"),
+        (replace(EXCHANGE, explicit=1), "shared alibi"),
+        long(replace(EXCHANGE, explicit=3), "shared alibi"),
         long(BATCH_HEADS, "alibi"),
         long(BATCH_HEADS, "dense"),
         long(replace(EXCHANGE, backend="xla"), "alibi"),
@@ -80,8 +81,11 @@ def test_masks_of_single_heads(split: Split) -> None:
     run("by_head", split)
 
 
-def test_two_axes_split_the_sequence_and_auto_decides() -> None:
-    run("several_axes")
+@pytest.mark.parametrize(
+    ("strategy", "axes"), [("auto", ("outer", "inner")), ("ring", ("inner", "outer"))], ids=str
+)
+def test_two_axes_split_the_sequence(strategy: str, axes: tuple[str, str]) -> None:
+    run("several_axes", strategy, axes)
 
 
 @pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "ring"), long("float16", "exchange")])
@@ -109,7 +113,9 @@ def test_nothing_is_gathered_silently(split: Split, forward: dict[str, int], bac
     assert set(run("collectives", split, True)) == set(backward)
 
 
-@pytest.mark.parametrize("job", ["layers", "lists", "lowering", "packed_rows", "refusals", "wrong_rows"])
+@pytest.mark.parametrize(
+    "job", ["inside", "layers", "lists", "lowering", "mapped", "packed_rows", "refusals", "wrong_rows"]
+)
 def test_programs(job: str) -> None:
     devices().run(f"jax_program_jobs:{job}")
 

@@ -1,4 +1,4 @@
-"""Layouts: every row has one owner, counts are static, work is even, few keys are foreign."""
+"""Layouts: every row has one owner, counts are static, batches are sharded by the same rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_problems import any_spans, as_set, seen
+from random_problems import any_spans
 
-from attnspan import Mask, Spans, causal, documents, full, global_keys, key_padding, prefix, segments, window
+from attnspan import Spans, causal, full, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.parallel import Layout
-from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.partition import chunk_size
 from attnspan.parallel.rows import Rows
 
@@ -74,7 +73,7 @@ def test_runs_and_places_tell_where_rows_are(spans: Spans, ranks: int, method: A
     planes, heads, q_len = spans.bounds.shape[:3]
     given: dict[str, Any] = {"batch": planes, "heads": heads, "method": method, "rows_per_chunk": size}
     layout = Layout.of(spans, q_len=q_len, ranks=ranks, **given)
-    runs, places = layout.runs, layout.places
+    runs, places = layout.runs(planes), layout.places
     assert runs.edges[0] == 0
     assert runs.edges[-1] == planes * q_len
     assert (np.diff(runs.edges) > 0).all()
@@ -85,144 +84,6 @@ def test_runs_and_places_tell_where_rows_are(spans: Spans, ranks: int, method: A
         assert (places[plane] // layout.rows_per_rank == owner[plane]).all()
     natural = all((row[row >= 0] == np.arange(q_len)).all() and (row[:q_len] >= 0).all() for row in every)
     assert layout.is_natural == natural
-
-
-@given(any_spans(), st.integers(1, 45))
-def test_chunks_have_the_pairs_and_keys_of_the_dense_mask(spans: Spans, size: int) -> None:
-    planes, q_len = spans.bounds.shape[0], spans.q_len
-    chunks = Chunks.of(spans, Chunks.even_edges(q_len, planes, size))
-    dense = spans.dense()
-    pairs, keys = dense.sum(axis=(1, 3)).reshape(-1), seen(spans)
-    for c in range(len(chunks)):
-        rows, here = slice(*chunks.edges[c : c + 2]), slice(*chunks.starts[c : c + 2])
-        assert rows.stop - rows.start <= size
-        assert chunks.pairs[c] == pairs[rows].sum()
-        assert as_set(chunks.lo[here], chunks.hi[here]) == set(np.flatnonzero(keys[rows].any(axis=0)))
-    for plane in range(planes):
-        mine = Chunks.of(
-            Spans(spans.bounds[plane : plane + 1], spans.k_len), Chunks.even_edges(q_len, 1, size)
-        )
-        part = chunks.of_plane(plane)
-        for name in ("edges", "pairs", "starts", "lo", "hi"):
-            assert getattr(part, name).tolist() == getattr(mine, name).tolist(), name
-
-
-def test_pairs_do_not_overflow() -> None:
-    bounds = np.broadcast_to(np.array([0, 2**30], np.int32), (1, 1, 64, 1, 2))
-    assert Chunks.of(Spans(bounds, 2**30), np.array([0, 64])).pairs.tolist() == [64 * 2**30]
-
-
-@pytest.mark.parametrize("q_len", [4096, 100_003, 131_072, 65_537, 1_000_000])
-@pytest.mark.parametrize("ranks", [2, 3, 7, 8, 16])
-def test_less_than_one_percent_is_padding(q_len: int, ranks: int) -> None:
-    layout = Layout.of(causal(), q_len=q_len, ranks=ranks, method="contiguous")
-    assert layout.rows_per_rank * ranks < 1.01 * q_len
-    assert 20 <= -(-q_len // chunk_size(q_len, ranks)) / ranks <= 52
-
-
-def offsets(seed: int, q_len: int) -> np.ndarray:
-    """Of documents whose lengths have a heavy tail, as those of text have."""
-    lengths = np.random.default_rng(seed).lognormal(np.log(q_len / 40), 1.4, 400).astype(int) + 1
-    ends = np.minimum(np.cumsum(lengths), q_len)
-    return np.append(0, np.append(ends[ends < q_len], q_len))
-
-
-def pairs_of(layout: Layout, mask: Mask, batch: int = 1) -> np.ndarray:
-    """Visible pairs of each rank, from the mask's own count."""
-    cost = np.broadcast_to(
-        np.asarray(mask.spans(layout.q_len, layout.q_len, batch=batch).cost()).sum(1), (batch, layout.q_len)
-    )
-    found = np.zeros(layout.ranks)
-    for rank, plane in np.ndindex(layout.ranks, batch):
-        rows = layout.rows[rank, plane % layout.planes]
-        found[rank] += cost[plane, rows[rows >= 0]].sum()
-    assert found.sum() == cost.sum()
-    return found
-
-
-def most_foreign(layout: Layout, mask: Mask) -> int:
-    """Key rows that the busiest rank fetches."""
-    return int(layout.plan(mask, heads=(1, 1), strategy="exchange").cost().fetched.max())
-
-
-S = 32_768
-MASKS = {
-    "full": full(),
-    "causal": causal(),
-    "window": causal() & window(300),
-    "both sides": window(900, 900),
-    "half": causal() & window(18_000),
-    "documents": causal() & documents(offsets(7, S)),
-    "bidirectional": documents(offsets(8, S)),
-    "global": causal() & (window(500) | global_keys(64)),
-    "prefix": causal() | prefix(5000),
-    "padding": causal() & key_padding([24_000]),
-}
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("name", MASKS)
-def test_every_kind_of_mask_is_even(name: str, ranks: int) -> None:
-    work = pairs_of(Layout.of(MASKS[name], q_len=S, ranks=ranks), MASKS[name])
-    assert work.max() <= 1.01 * work.mean()
-
-
-@pytest.mark.parametrize("members", [2, 4])
-def test_work_is_even_over_groups_of_members(members: int) -> None:
-    layout = Layout.of(MASKS["documents"], q_len=S, ranks=8, members=members)
-    work = pairs_of(layout, MASKS["documents"]).reshape(-1, members).sum(1)
-    assert work.max() <= 1.01 * work.mean()
-
-
-def test_batch_rows_are_balanced_together() -> None:
-    masks = [causal() & documents(offsets(seed, 4096)) for seed in range(4)]
-    spans = Spans(np.concatenate([np.asarray(mask.spans(4096, 4096).bounds) for mask in masks]), 4096)
-    layout = Layout.of(spans, q_len=4096, ranks=8, batch=4)
-    assert layout.planes == 4
-    assert not (layout.rows[:, 0] == layout.rows[:, 1]).all(), "each has a partition of its own"
-    each = np.array(
-        [
-            [int(m.spans(4096, 4096).cost().sum(1)[0, r[r >= 0]].sum()) for r in layout.rows[:, i]]
-            for i, m in enumerate(masks)
-        ]
-    )
-    assert each.sum(0).max() <= 1.01 * each.sum(0).mean()
-    # A chunk per rank and batch row: one batch row alone has 1.7 times the mean on its last rank.
-    ids = np.zeros((2, 64), int)
-    ids[1, 63] = 1
-    mask = causal() & segments(ids)
-    two = Layout.of(mask, q_len=64, ranks=4, batch=2, rows_per_chunk=16)
-    work = pairs_of(two, mask, batch=2)
-    assert work.max() <= 1.05 * work.mean()
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ranks", [8, 32])
-def test_documents_stay_together(seed: int, ranks: int) -> None:
-    q_len = 32_768
-    mask = causal() & documents(offsets(seed, q_len))
-    layout = Layout.of(mask, q_len=q_len, ranks=ranks)
-    work = pairs_of(layout, mask)
-    assert work.max() <= 1.01 * work.mean()
-    # Who owns the last row of the longest document needs all of it.
-    least = max(int(np.diff(offsets(seed, q_len)).max()) - layout.rows_per_rank, 0)
-    assert least <= most_foreign(layout, mask) <= 1.1 * least + 0.2 * q_len
-
-
-@pytest.mark.parametrize("q_len", [16_384, 65_536])
-def test_a_window_keeps_neighbours_together(q_len: int) -> None:
-    mask = causal() & window(256)
-    assert most_foreign(Layout.of(mask, q_len=q_len, ranks=8), mask) <= 4 * 256
-
-
-def test_the_tolerance_is_kept_and_buys_locality() -> None:
-    mask, foreign = causal() & documents(offsets(3, 32_768)), []
-    for tolerance in (1.001, 1.01, 1.2):
-        layout = Layout.of(mask, q_len=32_768, ranks=8, tolerance=tolerance)
-        work = pairs_of(layout, mask)
-        assert work.max() <= tolerance * work.mean()
-        foreign.append(most_foreign(layout, mask))
-    assert foreign[2] <= foreign[0]
 
 
 def test_orders() -> None:
@@ -315,6 +176,75 @@ def test_a_batch_is_sharded_by_name() -> None:
     assert list(SMALL.shard({}, 0)) == ["q_index"]
 
 
+def test_only_integers_are_marked_by_name() -> None:
+    """A mask of labels, or their weights, would count padding if it were filled with -100."""
+    batch = {
+        "label_mask": torch.ones(1, 3, dtype=torch.bool),
+        "target_weights": np.ones((1, 3), np.float32),
+        "labels": torch.ones(1, 3, dtype=torch.int8),
+    }
+    found = SMALL.shard(batch, 1)
+    assert [x[0, 1].item() for x in found.values()] == [False, 0.0, -100, -1]
+
+
+@pytest.mark.parametrize(
+    ("x", "fill", "message"),
+    [
+        (
+            torch.ones(1, 3, dtype=torch.uint8),
+            None,
+            "fill of labels: expected a value of uint8, got -100.*int64",
+        ),
+        (np.ones((1, 3), np.uint8), None, "a value of uint8"),
+        (np.ones((1, 3), np.int8), 200, "a value of int8, got 200"),
+        (np.ones((1, 3), np.int64), 1.5, "a value of int64, got 1.5"),
+        (torch.ones(1, 3, dtype=torch.int32), np.nan, "a value of int32, got nan"),
+        (torch.ones(1, 3), "none", "a number, got 'none'"),
+        (torch.ones(1, 3), {"label": 0}, r"names of \['labels'\], got \['label'\]"),
+    ],
+)
+def test_a_fill_that_an_array_cannot_hold(x: Any, fill: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        SMALL.shard({"labels": x}, 1, fill=fill)
+
+
+def test_where_nothing_is_padding_any_integers_will_do() -> None:
+    labels = np.arange(4, dtype=np.uint8)[None]
+    assert Layout.contiguous(4, ranks=2).shard({"labels": labels}, 1)["labels"].tolist() == [[2, 3]]
+    with pytest.raises(OptionError, match="a value of uint8"):  # on a rank without padding too
+        SMALL.shard({"labels": labels[:, :3]}, 0)
+
+
+def test_rows_by_hand() -> None:
+    rows = np.array([[[0, 2]], [[1, -2]]])
+    layout = Layout(3, rows)
+    assert layout.rows.dtype == np.int32
+    assert layout.rows.tolist() == [[[0, 2]], [[1, -1]]]
+    assert layout.fingerprint == Layout(3, layout.rows).fingerprint
+    for changed, message in [
+        ([[[0, 1]], [[1, 2]]], "each of 3 rows once"),
+        ([[[0, -1]], [[1, -1]]], "each of 3 rows once"),
+        ([[[0, 1]], [[3, -1]]], "each of 3 rows once"),
+        ([[[0, 1], [0, 2]], [[2, -1], [0, -1]]], "each of 3 rows once"),
+        ([[[1, 0]], [[2, -1]]], "ascending rows, -1 behind"),
+        ([[[0, 1]], [[-1, 2]]], "ascending rows, -1 behind"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            Layout(3, np.array(changed))
+    for wrong in (rows[:, 0], rows.astype(float), rows.tolist()):
+        with pytest.raises(ShapeError, match="ranks, batch rows, rows of a rank"):
+            Layout(3, wrong)
+
+
+def test_a_layout_does_not_keep_all_plans() -> None:
+    layout = Layout.of(full(), q_len=8, k_len=6, ranks=2)
+    for _ in range(40):  # as many steps, each with keys of its own
+        keys = Layout.of(segments(np.zeros(6, int)), q_len=6, ranks=2)
+        plan = layout.plan(heads=(4, 2), keys=keys)
+    assert layout.plan(heads=(4, 2), keys=keys) is plan
+    assert len(layout._plans) <= 16
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_rows_know_their_layout_wherever_they_go(copied: Any) -> None:
     rows = copied(SMALL.shard({"x": torch.ones(1, 3), "y": np.ones((1, 3))}, 1))
@@ -350,7 +280,11 @@ def of(**given: Any) -> Layout:
         (lambda: of(ranks=0), OptionError, "ranks: expected 1 to"),
         (lambda: of(ranks=4, members=3), OptionError, "members: expected a divisor of 4 ranks, got 3"),
         (lambda: of(rows_per_chunk=0), OptionError, "rows_per_chunk: expected 1 to"),
-        (lambda: of(tolerance=0.9), OptionError, "tolerance: expected at least 1, got 0.9"),
+        (lambda: of(tolerance=0.9), OptionError, "tolerance: expected a number of at least 1, got 0.9"),
+        (lambda: of(tolerance="1"), OptionError, "tolerance: expected a number of at least 1, got '1'"),
+        (lambda: of(batch=0), OptionError, "batch: expected 1 to"),
+        (lambda: of(heads=(4, 2)), DtypeError, "heads: expected an int, got tuple"),
+        (lambda: of(method=["zigzag"]), OptionError, "'zigzag', got .'zigzag'.. Pass one"),
         (lambda: of(method="greedy"), OptionError, "'balanced', 'contiguous' or 'zigzag', got 'greedy'"),
         (
             lambda: of(mask=causal().prepare(5, 5)),
@@ -362,6 +296,8 @@ def of(**given: Any) -> Layout:
         (lambda: SMALL.shard(np.zeros((1, 4)), 0), ShapeError, r"3 rows along dimension 1, got \(1, 4\)"),
         (lambda: SMALL.shard(np.zeros(3), 0), ShapeError, r"3 rows along dimension 1, got \(3,\)"),
         (lambda: SMALL.shard(np.zeros((1, 3)), 2), OptionError, "rank: expected 0 to 1, got 2"),
+        (lambda: SMALL.shard(np.zeros((1, 3)), True), DtypeError, "rank: expected an int, got bool"),
+        (lambda: SMALL.valid("0"), DtypeError, "rank: expected an int, got str"),
         (lambda: SMALL.shard([1, 2, 3], 0), DtypeError, "an array or a tensor, got list"),
         (lambda: SMALL.shard({"name": "x"}, 0), DtypeError, "shard: name: expected an array"),
         (lambda: SMALL.shard({"q_index": np.zeros((1, 3))}, 0), OptionError, "no entry 'q_index'"),

@@ -9,7 +9,7 @@ from loss_jobs import model_of
 from torch.nn import functional
 from worlds import JobError, world
 
-from attnspan.errors import OptionError
+from attnspan.errors import DtypeError, OptionError
 from attnspan.parallel.torch.loss import next_token_targets, sum_gradients, token_mean
 
 
@@ -58,9 +58,16 @@ def test_each_dtype_is_summed_in_itself() -> None:
         assert [values for _, values in answer] == [[3.0]] * 5
 
 
-def test_sharded_parameters_are_refused_with_what_to_do() -> None:
-    with pytest.raises(JobError, match=r"expected replicated parameters, got a DTensor(.|\n)*divide_factor"):
-        world(2).run("loss_jobs:sharded")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("sharded", r"expected replicated parameters, got a DTensor(.|\n)*divide_factor"),
+        ("sparse", r"expected dense gradients, got torch.sparse_coo. Make the layer without sparse"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_with_what_to_do(how: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        world(2).run("loss_jobs:refused", how)
 
 
 def test_no_target_at_all_is_no_loss_and_no_nan() -> None:
@@ -96,3 +103,9 @@ def test_targets_stay_within_their_segment(as_array: bool) -> None:
 def test_ids_of_other_tokens_are_refused() -> None:
     with pytest.raises(OptionError, match=r"one for each token, \(4,\), got \(3,\)"):
         next_token_targets(np.arange(4), np.zeros(3))
+
+
+@pytest.mark.parametrize("tokens", [torch.arange(4, dtype=torch.uint8), np.arange(4, dtype=np.uint16)])
+def test_tokens_that_cannot_hold_the_mark_of_no_loss_are_refused(tokens: object) -> None:
+    with pytest.raises(DtypeError, match=r"tokens: expected signed integers, got .*uint"):
+        next_token_targets(tokens)

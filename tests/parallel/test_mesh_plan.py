@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from attnspan import alibi, causal, dense_bias, full, segments, window
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.parallel import Layout, MeshPlan, PlanMismatchError
+from attnspan.parallel.torch import comm
 from attnspan.torch import attention
 
 Q_LEN, HEADS = 37, (4, 2)
@@ -103,24 +104,15 @@ def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> No
     assert x[1].grad.shape == (1, 2, 0, 16)
 
 
-def test_keys_of_cross_attention(meshes: Meshes) -> None:
-    plan = make(meshes(3, rank=1), mask=window(5, 5), k_len=10, strategy="ring")
-    rows = plan.frame.rows_per_rank
-    assert (plan.frame.k_len, plan.frame.keys_per_rank) == (10, 4)
-    assert attention(*tensors(rows, 4), mask=plan).shape == (1, 4, rows, 16)
-    with pytest.raises(ShapeError, match=r"k with .* expected 2 heads and this rank's 4 rows"):
-        attention(*tensors(rows), mask=plan)
-
-
 def test_two_levels_share_heads_within_a_node_and_need_names(meshes: Meshes) -> None:
     mesh = meshes(2, 4)
     layout = layout_of(8)
     found = {
-        make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.members
+        make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.strategy.members
         for mask in (causal(), full())
     }
     assert found == {4}
-    assert make(mesh, layout).frame.members == 1, "unless told otherwise"
+    assert make(mesh, layout).frame.strategy.members == 1, "unless told otherwise"
     dist.destroy_process_group()
     with pytest.raises(OptionError, match="names of both"):
         make(meshes(2, 2, named=False))
@@ -150,6 +142,49 @@ def test_a_plan_is_a_pytree_of_tensors(meshes: Meshes) -> None:
     assert copy.deepcopy(module).plan is plan
     with pytest.raises(TypeError, match="Send the Plan or its local"):
         pickle.dumps(plan)
+
+
+def test_export_takes_a_plan_as_an_argument(meshes: Meshes) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MeshPlan) -> Tensor:
+            return attention(q, k, v, mask=mask)
+
+    given = (*tensors(Q_LEN), make(meshes(1)))
+    program = torch.export.export(Model(), given).module()
+    torch.testing.assert_close(program(*given), attention(*given[:3], mask=causal()))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_any_form_of_the_rows_numbers(meshes: Meshes, batch: int) -> None:
+    mask = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1)) if batch == 2 else causal()
+    layout = layout_of(4, mask=mask, batch=batch)
+    plan, index = make(meshes(4), layout, mask=mask), torch.from_numpy(layout.rows[0]).long()
+    x = [x.expand(2, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
+    for form in (
+        index,
+        index.int(),
+        index.numpy(),
+        index.expand(2, -1),
+        *[index[0], index.tolist()][: 3 - batch],
+    ):
+        assert attention(*x, mask=plan, q_index=form).shape == (2, 4, plan.frame.rows_per_rank, 16)
+        with pytest.raises(PlanMismatchError, match="the rows of the plan's layout"):
+            attention(*x, mask=plan, q_index=torch.as_tensor(form) + 1)
+
+
+def test_ranks_that_are_gone_leave_nothing_behind(meshes: Meshes) -> None:
+    before = make(meshes(2))
+    assert len(comm._known) == 1
+    dist.destroy_process_group()
+    del before
+    make(meshes(3), strategy="ulysses")
+    assert len(comm._known) == 1
+
+
+def test_a_whole_of_other_ranks_is_refused(meshes: Meshes) -> None:
+    layout = layout_of(3)
+    with pytest.raises(OptionError, match=r"Layout.gather: mesh: expected 3 ranks, got 2"):
+        layout.gather(layout.shard(torch.zeros(1, Q_LEN), 0), meshes(2))
 
 
 def test_what_a_loader_sends_is_pickled(meshes: Meshes) -> None:

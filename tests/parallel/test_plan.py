@@ -17,8 +17,8 @@ import attnspan
 from attnspan import Spans, causal, full, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.parallel import Layout, Plan, Strategy
-from attnspan.parallel.layout import lower
 from attnspan.parallel.local import Tables, decode, encode
+from attnspan.parallel.lowered import lower
 from attnspan.parallel.needs import Needs
 from attnspan.parallel.places import Kept
 
@@ -323,6 +323,31 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "planes of a plan: expected 1 or 3, got 1|expected 1 or 2, got 3",
     ),
     (lambda: THREE.plan(causal(), heads=(4, 2), batch=2), ShapeError, "batch"),
+    (lambda: planned(strategy=["ring"]), OptionError, r"u \* r = 4 ranks, got \['ring'\]"),
+    (lambda: Layout.of(causal(), q_len=8, ranks=2).plan(heads=([4], 2)), OptionError, "heads: expected"),
+    (lambda: planned(batch=0), OptionError, "batch: expected 1 to"),
+    (lambda: planned(head_dim=2.5), DtypeError, "head_dim: expected an int, got float"),
+    (lambda: planned(v_dim=-1), OptionError, "v_dim: expected 1 to"),
+    (lambda: planned(itemsize="bf16"), DtypeError, "itemsize: expected an int, got str"),
+    (lambda: planned(node_size=0), OptionError, "node_size: expected 1 to"),
+    (lambda: planned(memory="1GB"), DtypeError, "memory: expected a number of bytes, got '1GB'"),
+    (lambda: planned(keys=5), DtypeError, "keys: expected a Layout, got 5"),
+    (
+        lambda: planned(machine="rates.json"),
+        DtypeError,
+        "machine: expected a Machine, got 'rates.json'",
+    ),
+    (lambda: planned().local(-1), OptionError, "rank: expected 0 to 3, got -1"),
+    (lambda: planned().tables(4), OptionError, "rank: expected 0 to 3, got 4"),
+    (lambda: planned().cost("zigzag"), OptionError, r"u \* r = 4 ranks, got 'zigzag'"),
+    (lambda: planned().cost(Strategy("ring", 1, 2)), OptionError, "one for 4 ranks, got ring for 2"),
+    (lambda: planned().cost(node_size=0), OptionError, "node_size: expected 1 to"),
+    (lambda: planned().cost().received("fwd"), OptionError, "direction: expected 'forward', 'backward' or"),
+    (
+        lambda: Layout.of(full(), q_len=8, k_len=5, ranks=2).plan(heads=(4, 2)),
+        ShapeError,
+        "of cross attention pass k_len=",
+    ),
     (lambda: planned(memory=10), OptionError, r"memory: expected at least \d+ bytes.*got 10"),
     (lambda: Kept.of(_everything(), 0, planes=3, k_len=2**30), ShapeError, "below 2,147,483,648, got 3 x"),
 ]

@@ -42,6 +42,12 @@ def test_layers_of_one_layout_have_masks_and_strategies_of_their_own(
     assert max(world(ranks).run("sharing_jobs:layers", strategies)) < FLOAT32
 
 
+def test_a_mesh_of_some_ranks_serves_these_and_refuses_others() -> None:
+    for rank, found in enumerate(world(3).run("sharing_jobs:on_some_ranks", (2, 1))):
+        wanted = f"OptionError: mesh: expected this rank, {rank}, among its ranks, got DeviceMesh"
+        assert found == "nan: False" if rank else found.startswith(wanted), found
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_cross_attention_between_two_layouts(ranks: int) -> None:
     assert max(world(ranks).run("sharing_jobs:encoder_and_decoder")) < FLOAT32
@@ -89,6 +95,26 @@ def test_the_ordinary_loop_played_wrongly_raises(way: str) -> None:
 @pytest.mark.parametrize(("ranks", "prefill", "split"), [(2, 0, False), (3, 61, False), (2, 50, True)])
 def test_decoding_with_a_sharded_cache(ranks: int, prefill: int, split: bool) -> None:
     assert max(world(ranks).run("sharing_jobs:decode", prefill, 200, split)) < FLOAT32
+
+
+def test_a_cache_refuses_what_does_not_fit_and_is_left_as_it_was() -> None:
+    expected = {
+        "too long": "ShapeError: ShardedCache.attend: expected at most 6 tokens, got 7",
+        "heads": "ShapeError: ShardedCache.attend: k: expected (2, 2, 1, 8), got (2, 1, 1, 8)",
+        "tokens": "ShapeError: ShardedCache.attend: k: expected (2, 2, 2, 8), got (2, 2, 1, 8)",
+        "values": "ShapeError: ShardedCache.attend: v: expected (2, 2, 1, 8), got (2, 2, 1, 1)",
+        "dtype": "DtypeError: ShardedCache.attend: k: expected torch.float32, got torch.float64",
+        "sinks": "ShapeError: sinks: expected (4,), got (1,)",
+        "softcap": "OptionError: softcap: expected a positive",
+        "filled heads": "ShapeError: ShardedCache.fill: k: expected (2, 2, 3, 8), got (2, 1, 3, 8)",
+        "filled rows": "ShapeError: ShardedCache.fill: k: expected (2, 2, 3, 8), got (2, 2, 2, 8)",
+        "filled length": "ShapeError: ShardedCache.fill: q_index: expected each of the 3 tokens on one rank",
+        "rightly": "nan: False",
+    }
+    for found in world(2).run("sharing_jobs:misuse_cache"):
+        for name, (met, length) in found.items():
+            assert met.startswith(expected[name]), met
+            assert length == (name == "rightly"), name
 
 
 def test_pipeline_stages_take_plans_as_arguments() -> None:

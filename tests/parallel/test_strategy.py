@@ -44,6 +44,12 @@ def test_what_is_no_strategy(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [("rings", 2, 2), ("ring", 0, 4), ("ring", 2, -2)])
+def test_a_strategy_that_does_not_exist(given: tuple[str, int, int]) -> None:
+    with pytest.raises(OptionError, match="Strategy: "):
+        Strategy(*given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("members", range(1, 9))
 def test_each_query_head_is_with_one_member_and_reads_its_key_head(members: int) -> None:
     for group, kv_heads in product(range(1, 7), range(1, 7)):

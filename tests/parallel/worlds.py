@@ -217,6 +217,12 @@ def _answer(request: bytes) -> bytes:
         return pickle.dumps(("raised", traceback.format_exc()))
 
 
+def error(got: Any, wanted: Any) -> float:
+    """Distance of a tensor from another one, relative to the other's norm. For use in jobs."""
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    return float(((got - wanted).norm() / wanted.norm()).detach())
+
+
 @functools.cache
 def mesh(*sizes: int) -> Any:
     """The device mesh of this rank's world: one axis "cp", or ("inter", "intra"). For use in jobs."""

@@ -5,31 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from samples import OPTIONS, make_sample
-from torch import Tensor
+from samples import OPTIONS, qkv
 
 import attnspan
-from attnspan import (
-    causal,
-    documents,
-    full,
-    library,
-    segments,
-)
+from attnspan import causal, documents, full, library, segments
 from attnspan.kernels import cpu
 from attnspan.torch import Attention, SlowPathWarning, attention, explain
 from attnspan.torch import _attention as private
 
-CU = torch.tensor([0, 10, 24])
-
-
-def _qkv(**options: object) -> tuple[Tensor, Tensor, Tensor]:
-    sample = make_sample(**{"q_len": 24, "k_len": 24, "v_dim": 24, **options})  # type: ignore[arg-type]
-    return sample.q, sample.k, sample.v
-
 
 def test_indices() -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     whole = attention(q, k, v, mask=causal())
     rows = torch.tensor([3, 11, 20])
     torch.testing.assert_close(attention(q[:, :, rows], k, v, mask=causal(), q_index=rows), whole[:, :, rows])
@@ -43,7 +29,7 @@ def test_indices() -> None:
 
 
 def test_lowered_masks_are_taken() -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     wanted = attention(q, k, v, mask=causal())
     assert torch.equal(attention(q, k, v, mask=causal().prepare(24, 24, like=q)), wanted)
     assert torch.equal(attention(q, k, v, mask=causal().spans(24, 24)), wanted)  # NumPy bounds
@@ -53,7 +39,7 @@ def test_lowered_masks_are_taken() -> None:
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 @pytest.mark.parametrize("option", ["none", "all"])
 def test_layouts_agree(option: str, layout: Any, backend: str) -> None:
-    q, k, v = _qkv(batch=1)
+    q, k, v = qkv(batch=1)
     options = {
         "backend": backend,
         "mask": causal() & documents(torch.tensor([0, 10, 24])),
@@ -70,7 +56,7 @@ def test_layouts_agree(option: str, layout: Any, backend: str) -> None:
 
 
 def test_autocast_casts_as_torch_does_and_leaves_options_alone(taken: list[bool]) -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     options = {**OPTIONS["all"](2, 4, 24, 24), "bias": torch.randn(4, 24, 24)}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, with_options = attention(q, k, v.half(), mask=causal()), attention(q, k, v, **options)
@@ -90,7 +76,7 @@ def test_autocast_casts_as_torch_does_and_leaves_options_alone(taken: list[bool]
 
 
 def test_the_module_is_the_function() -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     layer = Attention(mask=causal(), scale=0.3)
     assert torch.equal(layer(q, k, v), attention(q, k, v, mask=causal(), scale=0.3))
     assert torch.equal(layer(q, k, v, full()), attention(q, k, v, scale=0.3))
@@ -114,7 +100,7 @@ def test_a_slow_path_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_explain() -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     found = explain(q, k, v, mask=causal() & segments(torch.arange(24) // 6))
     assert (found.backend, found.problem.runs, found.pairs) == ("cpu", 1, 2 * 4 * 4 * 21)
     assert found.coverage == found.pairs / (2 * 4 * 24 * 24)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from closeness import relative_error
-from samples import OPTIONS, make_sample, parameters
+from problem_parts import leaves
+from samples import OPTIONS, qkv
 from torch import Tensor
 
 import attnspan
@@ -22,17 +23,12 @@ EPS = torch.finfo(torch.float32).eps
 SEED = torch.tensor(11)
 
 
-def _qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    sample = make_sample(**{"q_len": S, "k_len": S, "v_dim": 24, **options})
-    return sample.q, sample.k, sample.v
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["sinks in bf16", "dense per row"])
+@pytest.mark.parametrize("name", ["sinks, bf16", "dense, all heads, float16"])
 def test_parameters_of_16_bits_have_gradients_of_16_bits(name: str, backend: str) -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     options = OPTIONS[name](B, H, S, S)
-    (parameter,) = parameters(options)
+    (parameter,) = leaves(options)
     wide = parameter.detach().float().requires_grad_()
     (keyword,) = options
     found = []
@@ -53,7 +49,7 @@ def test_only_what_needs_a_gradient_gets_one(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(cpu, "backward", spy)
     monkeypatch.setattr(_eager, "attend", lambda *_: None)
-    q, k, v = _qkv()
+    q, k, v = qkv()
     for bias, sinks in [(True, False), (False, True), (False, False)]:
         slopes, logits = torch.rand(H).requires_grad_(bias), torch.rand(H).requires_grad_(sinks)
         out = attention(q.requires_grad_(), k, v, bias=alibi(slopes), sinks=logits)
@@ -75,7 +71,7 @@ def test_a_dense_bias_is_read_in_place(monkeypatch: pytest.MonkeyPatch, dtype: t
 
     monkeypatch.setattr(cpu, "forward", spy)
     monkeypatch.setattr(_eager, "attend", lambda *_: None)
-    q, k, v = (x.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16) for x in _qkv())
+    q, k, v = (x.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16) for x in qkv())
     bias = torch.randn(H, S, S).to(dtype)
     attention(q, k, v, bias=bias)
     (read,) = seen
@@ -88,7 +84,7 @@ def test_a_dense_bias_is_read_in_place(monkeypatch: pytest.MonkeyPatch, dtype: t
 
 
 def test_float64_stays_float64() -> None:
-    q, k, v = (x.double() for x in _qkv())
+    q, k, v = (x.double() for x in qkv())
     sinks, slopes = torch.randn(H, dtype=torch.float64), torch.rand(H, dtype=torch.float64)
     options = Options(sinks=sinks.numpy(), bias=slopes[None].numpy(), bias_kind=ALIBI)
     bounds = full().spans(S, S).bounds
@@ -99,7 +95,7 @@ def test_float64_stays_float64() -> None:
 
 # Positions -------------------------------------------------------------------------------------------------
 
-POSITIONAL = ["alibi", "signed alibi", "relative", "dropout", "all"]
+POSITIONAL = ["alibi", "alibi, signed", "distance table", "dropout", "all"]
 CU_Q, CU_K = torch.tensor([0, 2, 8]), torch.tensor([0, 9, 24])
 PLACES: dict[str, tuple[int, Callable[[], attnspan.Mask], dict[str, Tensor]]] = {
     "default": (8, causal, {}),
@@ -129,7 +125,7 @@ ROWS = {
 @pytest.mark.parametrize("place", PLACES)
 def test_positions_come_from_the_mask(place: str, option: str, backend: str) -> None:
     q_len, make_mask, indices = PLACES[place]
-    q, k, v = _qkv(q_len=q_len)
+    q, k, v = qkv(q_len=q_len)
     options = {**OPTIONS[option](B, H, q_len, S), "backend": backend}
     mask = make_mask()
     prepared = mask.prepare(q_len, S, batch=B, like=q, **indices)
@@ -168,7 +164,7 @@ def test_a_prepared_mask_is_placed_once() -> None:
     assert fewer.k_index.tolist() == [[2, 10, 22]]
     assert fewer.q_index.tolist() == [[20, 21, 22, 23]]
     in_numpy = causal().prepare(4, S, q_index=np.arange(4))
-    q, k, v = _qkv(q_len=4)
+    q, k, v = qkv(q_len=4)
     rows = torch.arange(4)
     options = {"bias": alibi(torch.rand(H)), "backend": "math"}
     assert torch.equal(
@@ -181,31 +177,36 @@ def test_a_prepared_mask_is_placed_once() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_shards_drop_what_the_whole_drops(backend: str) -> None:
-    q, k, v = _qkv()
-    options = {"dropout_p": 0.4, "mask": causal(), "backend": backend}
+@pytest.mark.parametrize("q_len", [100, 12, 1])
+def test_shards_drop_what_the_whole_drops(q_len: int, backend: str) -> None:
+    # One value for each key, of which a row's output tells whether it was kept.
+    q, k, _ = qkv(q_len=q_len, k_len=200)
+    v = torch.eye(200).expand(B, 2, 200, 200)
+
+    def kept(*inputs: Tensor, **given: Any) -> Tensor:
+        return attention(*inputs, dropout_p=0.5, backend=backend, **given) != 0
+
     seeds = dropout_seeds(SEED, B, H)
-    whole = attention(q, k, v, dropout_seed=SEED, **options)
-    assert torch.equal(attention(q, k, v, dropout_seed=seeds, **options), whole)
+    whole = kept(q, k, v, dropout_seed=SEED)
+    assert torch.equal(kept(q, k, v, dropout_seed=seeds), whole)
     assert torch.equal(dropout_seeds(SEED, 9, 7)[:B, :H], seeds)
-    part = attention(q[1:, 2:], k[1:, 1:], v[1:, 1:], dropout_seed=seeds[1:, 2:], **options)
-    assert relative_error(part, whole[1:, 2:]) <= 24 * EPS
-    rows = torch.arange(5, 14)
-    part = attention(q[:, :, rows], k, v, dropout_seed=SEED, q_index=rows, **options)
-    assert relative_error(part, whole[:, :, rows]) <= 24 * EPS
-    assert not torch.equal(attention(q, k, v, dropout_seed=SEED + 1, **options), whole)
+    assert not torch.equal(kept(q, k, v, dropout_seed=SEED + 1), whole)
+    rows, keys = torch.arange(0, q_len, 2), torch.arange(3, 200, 3)
+    inputs = q[1:, 2:, rows], k[1:, 1:, keys], v[1:, 1:, keys]
+    part = kept(*inputs, dropout_seed=seeds[1:, 2:], q_index=rows + 200 - q_len, k_index=keys)
+    assert torch.equal(part[..., keys], whole[1:, 2:, rows][..., keys])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_dropout_is_no_dropout(backend: str) -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     plain = attention(q, k, v, backend=backend)
     assert torch.equal(attention(q, k, v, backend=backend, dropout_p=0.0, dropout_seed=SEED), plain)
     assert torch.equal(attention(q, k, v, backend=backend, dropout_p=0), plain)
 
 
 def test_hidden_by_minus_infinity() -> None:
-    q, k, v = (x.requires_grad_() for x in _qkv())
+    q, k, v = (x.requires_grad_() for x in qkv())
     bias = torch.zeros(S, S).masked_fill(~torch.ones(S, S, dtype=torch.bool).tril(), -torch.inf)
     bias[4] = -torch.inf
     bias.requires_grad_()
@@ -224,7 +225,7 @@ def test_hidden_by_minus_infinity() -> None:
 
 
 def test_the_module_keeps_the_tensors_of_its_options() -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     slopes, sinks = torch.nn.Parameter(torch.rand(H)), torch.randn(H)
     layer = Attention(bias=alibi(slopes), sinks=sinks, dropout_p=0.5)
     assert [name for name, _ in layer.named_parameters()] == ["bias_slopes"]
@@ -247,9 +248,9 @@ def test_the_module_keeps_the_tensors_of_its_options() -> None:
 
 
 def test_explain_names_the_options() -> None:
-    q, k, v = _qkv()
+    q, k, v = qkv()
     text = str(explain(q, k, v, **OPTIONS["all"](B, H, S, S)))
-    assert "options  softcap 2, bias relative(float32[4, 9]), sinks, dropout 0.2" in text
+    assert "options  softcap 1.5, bias relative(float32[4, 15]), sinks, dropout 0.3" in text
     assert "options" not in str(explain(q, k, v))
     assert "bias dense_bias(float32[24, 24])" in str(explain(q, k, v, bias=torch.zeros(S, S)))
     with pytest.raises(ValueError, match="softcap"):

@@ -1,21 +1,25 @@
 """What the compiler sees: one node, no breaks, a bounded number of compilations."""
 
 import random
-import subprocess
-import sys
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from covering import everything
+from covering import everything, few
+from problem_parts import leaves
+from programs import run_program
+from samples import OPTIONS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnspan import Mask, Prepared, Spans, causal, segments
+from attnspan import Mask, Spans, alibi, cache, causal, segments
 from attnspan.torch import attention
 
 # Dynamo itself makes an instance of each autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+HEADS = 4
 
 FRESH = """
 import torch
@@ -44,48 +48,52 @@ print("same")
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
-    command = [sys.executable, "-c", FRESH.format(backend=backend)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "same"
+    assert run_program("-c", FRESH.format(backend=backend)).strip() == "same"
 
 
 def _inputs(batch: int, length: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, 4, length, 16, requires_grad=True), torch.randn(batch, 2, length, 16)
+    return torch.randn(batch, HEADS, length, 16, requires_grad=True), torch.randn(batch, 2, length, 16)
 
 
-def _inside(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
-    return attention(q, k, k, mask=causal() & segments(ids))
+def _inside(q: Tensor, k: Tensor, ids: Tensor, several: list[dict[str, Any]]) -> list[Tensor]:
+    return [attention(q, k, k, mask=causal() & segments(ids), **options) for options in several]
 
 
-def _outside(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    return attention(q, k, k, mask=mask)
+def _outside(q: Tensor, k: Tensor, mask: Mask, several: list[dict[str, Any]]) -> list[Tensor]:
+    return [attention(q, k, k, mask=mask, **options) for options in several]
 
 
-def _prepared(ids: Tensor) -> Prepared:
-    mask = causal() & segments(ids)
-    return mask.prepare(ids.shape[1], ids.shape[1], batch=ids.shape[0], like=ids)
+def _compilations(
+    shapes: list[tuple[int, int]],
+    *names: str,
+    inside: bool = True,
+    mark: bool = False,
+    backend: str = "aot_eager",
+) -> list[int]:
+    """Run fullgraph over shapes with new values of everything; the number of compilations after each call.
 
-
-def _run_shapes(inside: bool, shapes: list, *, mark: bool, backend: str = "aot_eager") -> list[int]:
-    """Run fullgraph over the shapes with a new mask each; the number of compilations after each call."""
-    torch._dynamo.reset()
+    Outputs and every gradient are compared with those of eager calls, under options of these names.
+    """
     counter = CompileCounterWithBackend(backend)
     function: Any = _inside if inside else _outside
-    compiled = torch.compile(function, fullgraph=True, backend=counter)
-    counts = []
+    compiled, counts = torch.compile(function, fullgraph=True, backend=counter), []
     for batch, length in shapes:
         q, k = _inputs(batch, length)
         ids = torch.randint(0, 2, (batch, length)).cumsum(-1)
-        mask: Any = ids if inside else _prepared(ids)
-        if mark:
-            of_mask = (ids, (0, 1)) if inside else (mask.lowered.bounds, (0, 2))
-            for x, dims in [(q, (0, 2)), (k, (0, 2)), of_mask]:
-                for dim in dims:
-                    torch._dynamo.mark_dynamic(x, dim)
-        out = compiled(q, k, mask)
-        out.sum().backward()
-        torch.testing.assert_close(out, function(q, k, mask))
+        mask: Any = (
+            ids if inside else (causal() & segments(ids)).prepare(length, length, batch=batch, like=ids)
+        )
+        several = [OPTIONS[name](batch, HEADS, length, length) for name in names] or [{}]
+        of_mask = (ids, (0, 1)) if inside else (mask.lowered.bounds, (0, 2))
+        for x, dims in [(q, (0, 2)), (k, (0, 2)), of_mask] if mark else []:
+            for dim in dims:
+                torch._dynamo.mark_dynamic(x, dim)
+        results = []
+        for run in (compiled, function):
+            outs = run(q, k, mask, several)
+            gradients = torch.autograd.grad(torch.stack(outs).square().sum(), [q, *leaves(several)])
+            results.append([*outs, *gradients])
+        torch.testing.assert_close(*results)  # dtypes too
         counts.append(counter.frame_count)
     return counts
 
@@ -95,23 +103,65 @@ def _shapes(count: int) -> list[tuple[int, int]]:
     return [(generator.randint(2, 5), generator.randint(2, 90)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+SIDES = pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+
+
+@SIDES
 def test_few_compilations_over_many_shapes(inside: bool) -> None:
     # The short run has no batch of one row, which is a program of its own.
     shapes = _shapes(4) if not everything() else [(1, 17), *_shapes(6), (1, 7), *_shapes(12)[6:]]
-    counts = _run_shapes(inside, shapes, mark=False, backend="aot_eager" if everything() else "eager")
+    counts = _compilations(shapes, inside=inside, backend="aot_eager" if everything() else "eager")
     assert counts[-1] <= (4 if everything() else 3), counts
     assert counts[-1] == counts[-2], "compilations must end early"
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@SIDES
 def test_one_compilation_where_dims_are_marked_dynamic(inside: bool) -> None:
-    assert _run_shapes(inside, _shapes(3), mark=True) == [1, 1, 1]
+    assert _compilations(_shapes(3), inside=inside, mark=True) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@SIDES
 def test_a_new_mask_of_the_same_shape_is_no_recompilation(inside: bool) -> None:
-    assert _run_shapes(inside, [(2, 33)] * 3, mark=False, backend="eager") == [1] * 3
+    assert _compilations([(2, 33)] * 3, inside=inside, backend="eager") == [1] * 3
+
+
+# Each kind of array once: the next test has "all".
+@pytest.mark.parametrize(
+    "names",
+    [[x] for x in OPTIONS] if everything() else [["dense, all heads, float16", "alibi, per batch row", "T5"]],
+    ids=str,
+)
+def test_every_option_compiles_in_full_and_once(names: list[str]) -> None:
+    assert _compilations([(2, 33)] * 2, *names) == [1, 1]
+
+
+@pytest.mark.parametrize("name", few(["all", "dense", "dropout by seeds", "alibi, per batch row"], 1))
+def test_few_compilations_of_options_over_many_shapes(name: str) -> None:
+    assert _compilations(_shapes(6 if everything() else 3), name)[-1] <= 2
+
+
+def test_a_new_seed_or_new_slopes_are_no_recompilation_but_take_effect() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def run(q: Tensor, k: Tensor, slopes: Tensor, seed: Tensor) -> Tensor:
+        return attention(q, k, k, bias=alibi(slopes), dropout_p=0.3, dropout_seed=seed)
+
+    (q, k), slopes = _inputs(2, 33), torch.rand(HEADS)
+    outs = [run(q, k, slopes * n, torch.tensor(seed)) for n in range(3) for seed in (5, 2**60)]
+    assert counter.frame_count == 1
+    assert not any(torch.equal(a, b) for a, b in combinations(outs, 2))
+
+
+def test_positions_of_a_prepared_mask_compile_once() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(_outside, fullgraph=True, backend=counter)
+    k, slopes = torch.randn(2, 2, 24, 16), torch.rand(HEADS)
+    for lengths in ([24, 13], [5, 9], [3, 3]):
+        q, options = torch.randn(2, HEADS, 3, 16), [{"bias": alibi(slopes)}]
+        mask = (causal() & cache(torch.tensor(lengths))).prepare(3, 24, batch=2, like=q)
+        torch.testing.assert_close(compiled(q, k, mask, options), _outside(q, k, mask, options))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from closeness import relative_error
-from samples import OPTIONS, parameters
+from problem_parts import leaves
+from samples import OPTIONS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,7 +72,7 @@ def test_both_ways_give_the_same_bits_and_strides(
         with torch.no_grad():
             apart = attention(q, k, v, **options)
         loss = sum(x.float().square().sum() for x in outs)
-        return [*outs, apart, *torch.autograd.grad(loss, [*inputs, *parameters(options)])]
+        return [*outs, apart, *torch.autograd.grad(loss, [*inputs, *leaves(options)])]
 
     short = run()
     assert taken == [True, True]

@@ -1,9 +1,7 @@
 """A forked child computes: the threads of its parent do not survive the fork, and nobody waits for them."""
 
-import subprocess
-import sys
-
 import pytest
+from programs import run_program
 
 COMMON = """
 import warnings
@@ -72,7 +70,4 @@ print("done")
     ids=["multiprocessing", "DataLoader"],
 )
 def test_a_forked_child_attends_after_its_parent_did(program: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", COMMON + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stdout.split() == ["done"]
+    assert run_program("-W", "error", "-c", COMMON + program, timeout=120).split() == ["done"]

@@ -111,24 +111,6 @@ def test_cell_under_inductor(ac: str) -> None:
     _assert_cell("both", ac, _mask("segments"), backend="inductor")
 
 
-@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # from torch 2.15 on
-def test_cells_are_distinct() -> None:
-    # No two masks show the same pairs, so no two columns are one.
-    pictures = {name: _mask(name).spans(Q_LEN, K_LEN, batch=2, heads=HEADS).dense() for name in MASKS}
-    seen = {tuple(p.expand(2, HEADS, -1, -1).flatten().tolist()) for p in pictures.values()}
-    assert len(seen) == len(MASKS)
-    # Checkpointing differs in what it keeps from the forward pass, or in what it runs again.
-    kept = {}
-    for ac in FORWARD_CALLS:
-        sizes: list[Any] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x, sizes=sizes: sizes.append(x.shape) or x, lambda x: x
-        ):
-            Checkpointed(ac)(torch.randn(2, Q_LEN, WIDTH, requires_grad=True), _mask("causal"))
-        kept[ac] = len(sizes)
-    assert kept["full"] < kept["none"]
-
-
 def test_export_keeps_one_node() -> None:
     block = Block(options=True).eval()
     length = torch.export.Dim("length", min=2, max=4096)

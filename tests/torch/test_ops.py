@@ -6,18 +6,23 @@ from typing import Any
 import pytest
 import torch
 from covering import everything
-from samples import OPTIONS, counted_kernel_calls, make_sample
+from problem_parts import ALL
+from samples import OPTIONS, counted_kernel_calls, small
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from attnspan import full
+from attnspan import causal, documents, full
 from attnspan.kernels import cpu
 from attnspan.torch import attention
 from attnspan.torch.ops import backward_op, forward_op
+
+GIVEN = ("queries given", "keys given")
 
 #: Shapes, dtypes and masks; each value of a factor comes once or more. The last ones are for the long run.
 SAMPLES: dict[str, dict[str, Any]] = {
     "mqa": {
         "dtype": torch.bfloat16,
-        "q_heads": 6,
+        "heads": 6,
         "kv_heads": 1,
         "runs": 4,
         "mask_batch": 2,
@@ -28,10 +33,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "mha": {
         "dtype": torch.float16,
-        "q_heads": 2,
+        "heads": 2,
         "v_dim": 24,
         "runs": 2,
-        "transposed": False,
+        "stored": "bhsd",
         "mask_heads": 2,
     },
     "no batch": {"batch": 0},
@@ -41,36 +46,40 @@ SAMPLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*SAMPLES][: None if everything() else 3])
 def test_opcheck(name: str) -> None:
-    sample = make_sample(**SAMPLES[name])
+    sample = small(**SAMPLES[name])
     torch.library.opcheck(forward_op, sample.requires_grad().arguments)
     out, lse = forward_op(*sample.arguments)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     for lse_gradient in (dlse, None) if everything() else (dlse if name == "no queries" else None,):
-        arguments = (dout, lse_gradient, *sample.arguments[:4], out, lse, sample.scale)
+        arguments = (dout, lse_gradient, *sample.arguments[:4], out, lse, sample.case.factor)
         torch.library.opcheck(backward_op, arguments)
 
 
 def test_opcheck_with_the_k_len_of_a_mask() -> None:
-    sample = make_sample(k_len=9).requires_grad()
+    sample = small().requires_grad()
     torch.library.opcheck(forward_op, sample.arguments, {"k_len": torch.tensor(9)})
     with pytest.raises(ValueError, match=r"over k_len=9 keys .* got spans over 8"):
         forward_op(*sample.arguments, k_len=torch.tensor(8))
 
 
-@pytest.mark.parametrize("name", OPTIONS if everything() else ["all", "dense per row", "dropout seeds"])
+@pytest.mark.parametrize(
+    "name", OPTIONS if everything() else ["all", "dense, all heads, float16", "dropout by seeds"]
+)
 def test_opcheck_with_options(name: str) -> None:
-    indices = "dropout" in name or "alibi" in name or name in ("relative", "all")
-    sample = make_sample(q_heads=4).with_options(name, indices=indices)
+    positional = "dropout" in name or "alibi" in name or name in ("distance table", "T5", "all")
+    sample = small(*(ALL if name == "all" else (name,)), *(GIVEN if positional else ()))
     torch.library.opcheck(forward_op, sample.requires_grad().arguments)
     out, lse = forward_op(*sample.arguments)
     arguments = (torch.randn_like(out), None, *sample.arguments[:4], out, lse, *sample.arguments[4:])
     torch.library.opcheck(backward_op, (*arguments, sample.options[1] is not None))
 
 
-@pytest.mark.parametrize("name", ["dense", "dense per head", "alibi per row", "relative", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["dense", "dense, per key and head, float32", "alibi, per batch row", "distance table", "sinks"]
+)
 @pytest.mark.parametrize("empty", [False, True])
 def test_gradients_of_parameters_have_one_layout(name: str, empty: bool) -> None:
-    sample = make_sample(q_len=0 if empty else 7).with_options(name)
+    sample = small(name, q_len=0 if empty else 7)
     out, lse = forward_op(*sample.arguments)
     for want_dbias in (False, True):
         arguments = (out, None, *sample.arguments[:4], out, lse, *sample.arguments[4:], want_dbias)
@@ -87,7 +96,7 @@ def test_gradients_of_parameters_have_one_layout(name: str, empty: bool) -> None
 
 
 def test_options_of_any_strides_are_taken() -> None:
-    sample = make_sample().with_options("all", indices=True)
+    sample = small(*ALL, *GIVEN)
     wanted = forward_op(*sample.arguments)[0]
 
     def strided(x: object) -> object:
@@ -98,7 +107,7 @@ def test_options_of_any_strides_are_taken() -> None:
     strided_options = [strided(x) for x in sample.options]
     assert not strided_options[1].is_contiguous()
     assert torch.equal(forward_op(*sample.arguments[:5], *strided_options)[0], wanted)
-    dense = make_sample().with_options("dense")
+    dense = small("dense")
     wanted = forward_op(*dense.arguments)[0]
     turned = dense.options[1].transpose(2, 3).contiguous().transpose(2, 3)
     got = forward_op(*dense.arguments[:5], 0.0, turned, *dense.options[2:])[0]
@@ -106,10 +115,12 @@ def test_options_of_any_strides_are_taken() -> None:
 
 
 def test_results_are_stored_as_bshd_whatever_comes_in() -> None:
-    for transposed, v_dim in itertools.product((True, False), (16, 24)):
-        sample = make_sample(transposed=transposed, v_dim=v_dim)
+    for stored, v_dim in itertools.product(("bshd", "bhsd", "mixed"), (16, 24)):
+        sample = small(stored=stored, v_dim=v_dim)
         out, lse = forward_op(*sample.arguments)
-        gradients = backward_op(torch.ones_like(out), None, *sample.arguments[:4], out, lse, sample.scale)
+        gradients = backward_op(
+            torch.ones_like(out), None, *sample.arguments[:4], out, lse, sample.case.factor
+        )
         for x in (out, *gradients[:3]):
             assert x.transpose(1, 2).is_contiguous()
         assert lse.is_contiguous()
@@ -117,7 +128,7 @@ def test_results_are_stored_as_bshd_whatever_comes_in() -> None:
 
 
 def test_an_expanded_gradient_is_taken() -> None:
-    sample = make_sample().requires_grad()
+    sample = small().requires_grad()
     inputs = (sample.q, sample.k, sample.v)
     expanded = torch.autograd.grad(forward_op(*sample.arguments)[0].sum(), inputs)
     out = forward_op(*sample.arguments)[0]
@@ -126,11 +137,11 @@ def test_an_expanded_gradient_is_taken() -> None:
 
 
 def test_only_lse_used_or_only_some_inputs_differentiable() -> None:
-    sample = make_sample(empty=False).requires_grad()
+    sample = small(empty=False).requires_grad()
     dq, dv = torch.autograd.grad(forward_op(*sample.arguments)[1].sum(), (sample.q, sample.v))
     assert dq.abs().sum() > 0
     assert dv.abs().sum() == 0
-    frozen = make_sample()
+    frozen = small()
     q = frozen.q.clone().requires_grad_()
     with counted_kernel_calls() as calls:
         forward_op(q, *frozen.arguments[1:])[0].sum().backward()
@@ -139,7 +150,7 @@ def test_only_lse_used_or_only_some_inputs_differentiable() -> None:
 
 
 def test_second_derivatives_raise_by_name() -> None:
-    sample = make_sample().requires_grad()
+    sample = small().requires_grad()
     out, _ = forward_op(*sample.arguments)
     (dq,) = torch.autograd.grad(out.square().sum(), sample.q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r'second derivatives.*backend="math"'):
@@ -149,7 +160,7 @@ def test_second_derivatives_raise_by_name() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func's own
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_forward_mode_raises_by_name(differentiable: bool) -> None:
-    sample = make_sample()
+    sample = small()
     k = sample.k.requires_grad_(differentiable)
 
     def call(q: torch.Tensor) -> torch.Tensor:
@@ -178,3 +189,27 @@ def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch, short: bool) -> N
     else:
         forward_op(x, x, x, full().prepare(2, 2, like=x).lowered.bounds, 0.25)
     assert asked == [7]
+
+
+def _count(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, *, backward: bool) -> int:
+    with FlopCounterMode(display=False) as counter:
+        out = attention(q, k, v, mask=mask)
+        if backward:
+            out.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_visible_pairs_are_counted() -> None:
+    q, k, v = torch.randn(2, 4, 10, 16), torch.randn(2, 2, 10, 16), torch.randn(2, 2, 10, 24)
+    q.requires_grad_()
+    pairs = 2 * 4 * (6 * 7 // 2 + 4 * 5 // 2)
+    mask = causal() & documents(torch.tensor([0, 6, 10]))
+    forward = 2 * pairs * (16 + 24)
+    assert _count(q, k, v, mask, backward=False) == forward
+    assert _count(q, k, v, mask, backward=True) == forward + forward * 5 // 2
+
+
+def test_fake_tensors_give_the_dense_bound() -> None:
+    with FakeTensorMode():
+        q = torch.randn(2, 4, 10, 16)
+        assert _count(q, q, q, causal(), backward=False) == 2 * 2 * 4 * 10 * 10 * 32

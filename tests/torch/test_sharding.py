@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from samples import OPTIONS, make_sample, parameters
+from problem_parts import leaves
+from samples import OPTIONS, small
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,6 +17,7 @@ from attnspan import Mask, alibi, causal, from_predicate, full, library, segment
 from attnspan.errors import OptionError
 from attnspan.torch import attention
 
+SIZES = {"q_len": 24, "k_len": 24, "stored": "bhsd"}
 IDS = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 20])
 
 
@@ -27,17 +29,18 @@ def mesh() -> Iterator[object]:
     dist.destroy_process_group()
 
 
+def _placed(mesh: object, placement: object, *tensors: torch.Tensor) -> list[DTensor]:
+    return [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in tensors]
+
+
 @pytest.mark.parametrize("mask", [causal(), causal() & segments(IDS)], ids=str)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_batch_and_heads(mesh: object, placement: object, mask: Mask) -> None:
-    sample = make_sample(q_len=24, k_len=24, transposed=False)
-    plain = [x.clone().requires_grad_() for x in (sample.q, sample.k, sample.v)]
+    sample = small(**SIZES)
+    plain = [x.clone().requires_grad_() for x in sample.inputs.values()]
     wanted = attention(*plain, mask=mask)
     wanted.square().sum().backward()
-    sharded = [
-        distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
-        for x in (sample.q, sample.k, sample.v)
-    ]
+    sharded = [x.requires_grad_() for x in _placed(mesh, placement, *sample.inputs.values())]
     out = attention(*sharded, mask=mask)
     assert isinstance(out, DTensor)
     assert out.placements == (placement,)
@@ -57,37 +60,37 @@ def _first_part(x: torch.Tensor, placement: object) -> torch.Tensor:
 PARAMETERS = {
     "sinks": {0: Replicate(), 1: Shard(0)},
     "alibi": {0: Replicate(), 1: Shard(0)},
-    "alibi per row": {0: Shard(0), 1: Shard(1)},
-    "relative": {0: Replicate(), 1: Shard(0)},
+    "alibi, per batch row": {0: Shard(0), 1: Shard(1)},
+    "distance table": {0: Replicate(), 1: Shard(0)},
     "dense": {0: Shard(0), 1: Shard(1)},
-    "dense per head": {0: Replicate(), 1: Shard(0)},
+    "dense, per key and head, float32": {0: Replicate(), 1: Shard(0)},
 }
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, "dropout", "dropout seeds", "all"])
+@pytest.mark.parametrize("name", [*PARAMETERS, "dropout", "dropout by seeds", "all"])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_options_shard_with_what_they_belong_to(mesh: object, placement: object, name: str) -> None:
-    sample = make_sample(q_len=24, k_len=24, transposed=False)
+    sample = small(**SIZES)
     options = OPTIONS[name](2, 4, 24, 24)
-    inputs = (sample.q, sample.k, sample.v)
+    inputs = tuple(sample.inputs.values())
     wanted = attention(*inputs, mask=causal(), **options)
     own = PARAMETERS.get(name, {}).get(getattr(placement, "dim", None), Replicate())
-    leaves, spec = torch.utils._pytree.tree_flatten(options)
+    parts, spec = torch.utils._pytree.tree_flatten(options)
     # Parameters as DTensors that lie where the operator wants them: nothing is communicated.
     placed = [
         distribute_tensor(x.detach(), mesh, [own], src_data_rank=None).requires_grad_()
         if name in PARAMETERS and isinstance(x, torch.Tensor)
         else x
-        for x in leaves
+        for x in parts
     ]
-    sharded = [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in inputs]
+    sharded = _placed(mesh, placement, *inputs)
     out = attention(*sharded, mask=causal(), **torch.utils._pytree.tree_unflatten(placed, spec))
     assert out.placements == (placement,)
     torch.testing.assert_close(out.to_local(), _first_part(wanted, placement))
     if name not in PARAMETERS:
         return
     (parameter,) = (x for x in placed if isinstance(x, DTensor))
-    (leaf,) = parameters(options)
+    (leaf,) = leaves(options)
     dout = _first_part(2 * wanted.detach(), placement)
     out.backward(DTensor.from_local(dout, mesh, [placement], run_check=False))
     first = torch.zeros_like(wanted)  # What the first rank knows of: its part of the output.
@@ -100,15 +103,15 @@ def test_options_shard_with_what_they_belong_to(mesh: object, placement: object,
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
 def test_indices_shard_by_batch_only(mesh: object, placement: object) -> None:
-    sample = make_sample(q_len=24, k_len=24, transposed=False)
-    inputs = (sample.q, sample.k, sample.v)
+    sample = small(**SIZES)
+    inputs = tuple(sample.inputs.values())
     options = {
         "mask": full().prepare(24, 24, like=sample.q),
         "bias": alibi(torch.rand(4)),
         "q_index": torch.randint(0, 99, (2, 24)),
         "k_index": torch.randperm(24),
     }
-    sharded = [distribute_tensor(x, mesh, [placement], src_data_rank=None) for x in inputs]
+    sharded = _placed(mesh, placement, *inputs)
     wanted = _first_part(attention(*inputs, **options), placement)
     torch.testing.assert_close(attention(*sharded, **options).to_local(), wanted)
 
@@ -167,21 +170,15 @@ def test_two_ranks_drop_what_one_drops_and_sum_the_gradients(tmp_path: Path) -> 
 
 
 def test_a_sharded_sequence_is_refused(mesh: object) -> None:
-    sample = make_sample(q_len=24, k_len=24, transposed=False)
-    q, k, v = (
-        distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None) for x in (sample.q, sample.k, sample.v)
-    )
+    q, k, v = _placed(mesh, Shard(2), *small(**SIZES).inputs.values())
     with pytest.raises(OptionError, match=r"q as a DTensor: .* got Shard\(dim=2\), which splits q_len"):
         attention(q, k, v)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: library.batchify(x, 24)], ids=["itself", "nested"])
 def test_a_function_of_batch_rows_is_refused_next_to_split_arrays(mesh: object, wrap: object) -> None:
-    sample = make_sample(q_len=24, k_len=24, transposed=False)
-    q, k, v = (
-        distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None) for x in (sample.q, sample.k, sample.v)
-    )
-    ids = distribute_tensor(IDS, mesh, [Shard(0)], src_data_rank=None)
+    q, k, v = _placed(mesh, Shard(0), *small(**SIZES).inputs.values())
+    (ids,) = _placed(mesh, Shard(0), IDS)
     mask = wrap(from_predicate(lambda b, h, i, j: (i >= j) & (b + h >= 0))) & segments(ids)
     with pytest.raises(OptionError, match="number those of this rank from 0"):
         attention(q, k, v, mask=mask)

@@ -24,11 +24,12 @@ from attnspan.train.documents import (
 TEXTS = ["ein Anfang", "zwei\nZeilen", "drei", "vier Ä"]
 
 
-def write(path: Path) -> Path:
+def write(path: Path, **columns: list[str]) -> Path:
+    table = pa.table(columns or {"text": TEXTS, "id": TEXTS})
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS))
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
     elif path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": TEXTS}), path)
+        pq.write_table(table, path)
     else:
         path.write_text("\n\n".join(TEXTS))
     return path
@@ -41,17 +42,10 @@ def test_a_file_gives_its_documents(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_the_field_of_the_text_can_be_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    rows = {"text": ["not this", "nor this"], "body": ["one", "two"]}
-    if path.suffix == ".jsonl":
-        path.write_text(
-            "".join(json.dumps({"text": "not this", "body": body}) + "\n" for body in rows["body"])
-        )
-    else:
-        pq.write_table(pa.table(rows), path)
-    assert read_documents(str(path), "body") == [b"one", b"two"]
-    config = TrainConfig(data=str(path), text_field="body")
-    assert load_data(config, Vocabulary()).train.num_bytes == 3
+    path = write(tmp_path / name, text=["not this"] * 4, body=TEXTS)
+    assert read_documents(str(path), "body") == [text.encode() for text in TEXTS]
+    train, held_out, _ = load_data(TrainConfig(data=str(path), text_field="body"), Vocabulary())
+    assert train.num_bytes + held_out.num_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
 def test_a_folder_gives_a_document_per_text_file_and_the_rows_of_tables(tmp_path: Path) -> None:
@@ -89,17 +83,13 @@ def test_the_split_depends_on_content_alone() -> None:
     assert set(train) <= set(more)
 
 
-def test_copies_never_straddle_the_split() -> None:
-    texts = [str(index % 30).encode() for index in range(90)]
-    train, held_out = split(texts, 0.3)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999999])
+def test_both_halves_have_a_document_and_copies_never_straddle(share: float) -> None:
+    train, held_out = split([str(index % 30).encode() for index in range(90)], share)
+    assert train
+    assert held_out
     assert not set(train) & set(held_out)
     assert len(set(held_out)) == len(held_out)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.999999])
-def test_both_halves_have_a_document_at_any_share(share: float) -> None:
-    train, held_out = split([b"a", b"b"], share)
-    assert len(train) == len(held_out) == 1
 
 
 def test_held_out_text_is_cut_at_the_limits(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from attnspan.kernels import cpu
 from attnspan.train.config import TrainConfig
 from attnspan.train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch, pack_once
 from attnspan.train.documents import Corpus
-from attnspan.train.model import Decoder, Rotary, keep_attention, rotary_table, rotate, token_loss
+from attnspan.train.model import Decoder, keep_attention, rotary_table, token_loss
 from attnspan.train.step import Stepper, learning_rate
 
 VOCAB = 257
@@ -38,22 +38,19 @@ def part_of(config: TrainConfig) -> Part:
 def build(config: TrainConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(config, VOCAB)
-    for (
-        parameter
-    ) in model.parameters():  # standard-normal activations, so that attention has something to choose
-        if parameter.ndim >= 2:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    # Standard-normal activations, so that attention has something to choose.
+    for parameter in (each for each in model.parameters() if each.ndim >= 2):
+        nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return model.to(dtype)
 
 
-def outcome(model: Decoder, config: TrainConfig) -> tuple[Tensor, list[Tensor]]:
+def outcome(config: TrainConfig, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Logits where there is a target, and all gradients of a random projection of them."""
-    part = part_of(config)
+    part, model = part_of(config), build(config, dtype)
     logits = model(part.tokens, part.positions, part.mask)[part.targets != IGNORE]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
-    model.zero_grad(set_to_none=True)
     torch.autograd.backward((logits * weights).sum())
-    return logits.detach().double(), [parameter.grad.double() for parameter in model.parameters()]
+    return [logits.detach().double(), *(parameter.grad.double() for parameter in model.parameters())]
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -63,25 +60,17 @@ def distance(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
 def test_attnspan_is_as_near_to_float64_as_sdpa(tiny: Tiny, ac: str) -> None:
     config, sdpa = tiny(ac=ac), tiny(ac=ac, attention="sdpa")
-    exact, exact_gradients = outcome(build(sdpa, torch.float64), sdpa)
-    theirs, their_gradients = outcome(build(sdpa), sdpa)
-    ours, our_gradients = outcome(build(config), config)
     # Twice the error that the same model makes with torch's own float32 attention.
-    assert 0 < distance(ours, exact) <= 2 * distance(theirs, exact)
-    for mine, their, wanted in zip(our_gradients, their_gradients, exact_gradients, strict=True):
-        assert distance(mine, wanted) <= 2 * distance(their, wanted)
+    for ours, theirs, exact in zip(outcome(config), outcome(sdpa), outcome(sdpa, torch.float64), strict=True):
+        assert 0 < distance(ours, exact) <= 2 * distance(theirs, exact)
 
 
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
 def test_sdpa_per_document_is_sdpa_under_a_dense_mask(tiny: Tiny, ac: str) -> None:
     config, sdpa = tiny(attention="sdpa-documents", ac=ac), tiny(attention="sdpa", ac=ac)
-    exact, exact_gradients = outcome(build(sdpa, torch.float64), sdpa)
-    logits, gradients = outcome(build(config, torch.float64), config)
     # The sums are the same, in another order: some hundred roundings of float64.
-    tolerance = 1000 * torch.finfo(torch.float64).eps
-    assert distance(logits, exact) < tolerance
-    for mine, wanted in zip(gradients, exact_gradients, strict=True):
-        assert distance(mine, wanted) < tolerance
+    for mine, wanted in zip(outcome(config, torch.float64), outcome(sdpa, torch.float64), strict=True):
+        assert distance(mine, wanted) < 1000 * torch.finfo(torch.float64).eps
 
 
 @pytest.mark.parametrize("kind", ["attnspan", "sdpa", "sdpa-documents"])
@@ -108,21 +97,6 @@ def test_only_distances_between_positions_matter(tiny: Tiny) -> None:
     # The angles of other positions round otherwise: some hundred roundings of float32.
     assert distance(shifted, plain) < 1000 * torch.finfo(torch.float32).eps
     assert distance(stretched, plain) > 0.01
-
-
-def test_rotation_keeps_lengths_and_depends_on_the_distance_alone() -> None:
-    cos, sin = rotary_table(20, 8, 10_000.0)
-    q, k = torch.randn(2, 8, dtype=torch.float64)
-    score = {}
-    for i, j in ((3, 1), (12, 10), (12, 9)):
-        a, b = (
-            rotate(x.float()[None, None, None], Rotary(cos[p][None, None, None], sin[p][None, None, None]))
-            for x, p in ((q, i), (k, j))
-        )
-        score[i, j] = float((a * b).sum())
-        assert float(a.norm()) == pytest.approx(float(q.norm()), rel=1e-6)
-    assert score[3, 1] == pytest.approx(score[12, 10], rel=1e-5)
-    assert score[12, 9] != pytest.approx(score[12, 10], rel=1e-3)
 
 
 def test_the_loss_ignores_padding_and_sums_the_rest() -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from train_jobs import figures, scores
 from worlds import World, world
 
 from attnspan.train.config import TrainConfig
@@ -59,11 +60,6 @@ def torchrun(config: TrainConfig, folder: Path, how: dict[int, dict[str, int]]) 
     return out
 
 
-def lines(folder: Path) -> list[tuple[int, float, float]]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
@@ -75,10 +71,9 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     out = torchrun(config, tmp_path / "run", {0: {"step": 6, "signal": kill}})
     assert out.count("parameters") == 2, "started, and started again"
     assert out.count("resumed at step 4") == 1, "two checkpoints were there"
-    assert lines(tmp_path / "run") == lines(tmp_path / "calm"), "bit by bit"
-    assert len(lines(tmp_path / "calm")) == 6
-    scores = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("calm", "run")]
-    assert scores[0]["bits_per_byte_end"] == scores[1]["bits_per_byte_end"]
+    assert figures(tmp_path / "run") == figures(tmp_path / "calm"), "bit by bit"
+    assert len(figures(tmp_path / "calm")) == 6
+    assert scores(tmp_path / "calm") == scores(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -100,5 +95,5 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     error, _ = ranks.run("train_jobs:dying", config, tmp_path / "run", 3, int(kind), **may)
     assert "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after" in error
     assert "--resume" in error
-    assert lines(tmp_path / "run")[-1][0] == 2
+    assert figures(tmp_path / "run")[-1][0] == 2
     assert time.monotonic() - began < timeout + 60, "the margin is for a loaded machine"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,17 @@ import pytest
 import torch
 from covering import everything
 from rich.console import Console
+from torch.distributed import run as torchrun
+from train_jobs import figures, scores
 
+from attnspan.cli import build_app
+from attnspan.errors import OptionError
 from attnspan.train import train as training
 from attnspan.train.config import CheckpointError, ConfigError, TrainConfig
 from attnspan.train.parallelize import peak_flops
 from attnspan.train.progress import Graphs, Summary
 from attnspan.train.sample import generate
+from attnspan.train.step import Stepper, Unobserved
 
 Tiny = Callable[..., TrainConfig]
 
@@ -42,22 +49,14 @@ def train(config: TrainConfig, folder: Path, **options: Any) -> Summary:
     return training.train(config, folder, console=console, **({"sample": 0} | options))
 
 
-def losses(folder: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of all whole lines, exact: JSON keeps every bit of a float."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
-
-
 def test_a_run_leaves_everything_in_its_folder_and_says_it(tiny: Tiny, tmp_path: Path) -> None:
     console, folder = Console(file=io.StringIO(), width=80), tmp_path / "run"
     summary = train(tiny(profile=str(tmp_path / "trace")), folder, console=console, sample=20)
-    figures = json.loads((folder / "summary.json").read_text())
-    assert figures["bits_per_byte_end"] == summary.bits_per_byte_end < summary.bits_per_byte_start
-    assert 7.5 < summary.bits_per_byte_start < 8.5
-    assert figures["warm"] is None, "compilation was off"
+    assert scores(folder) == (summary.bits_per_byte_start, summary.bits_per_byte_end)
+    assert 8.5 > summary.bits_per_byte_start > max(7.5, summary.bits_per_byte_end)
+    assert summary.warm is None, "compilation was off"
     assert TrainConfig.load(folder / "config.json").steps == 12
-    assert [step for step, _, _ in losses(folder)] == list(range(1, 13))
+    assert [step for step, _, _ in figures(folder)] == list(range(1, 13))
     assert list((folder / "tensorboard").glob("events*"))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000012"]
     [trace] = (tmp_path / "trace").glob("rank0*.json")
@@ -118,7 +117,7 @@ def test_a_compiled_run_has_one_graph_and_never_compiles_again(
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Tiny, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny(steps=3, seed=seed), tmp_path / name)
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    assert figures(tmp_path / "a") == figures(tmp_path / "b") != figures(tmp_path / "c")
 
 
 def test_without_steps_a_run_fills_its_minutes(
@@ -130,7 +129,7 @@ def test_without_steps_a_run_fills_its_minutes(
     summary = train(tiny(steps=0, minutes=0.1, warmup=10_000), folder, console=console)
     assert 1 < time.monotonic() - began < 30, "six seconds; a loaded machine is no failure"
     kept = TrainConfig.load(folder / "config.json")
-    assert summary.steps == kept.steps == len(losses(folder)) > 1
+    assert summary.steps == kept.steps == len(figures(folder)) > 1
     assert kept.warmup <= kept.steps // 10
     assert f"0.1 minutes are {kept.steps:,} steps of" in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -157,19 +156,18 @@ def kill_when(child: subprocess.Popen[bytes], condition: Callable[[], bool]) -> 
     return False
 
 
-def lines(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.is_file() else 0
-
-
 @pytest.mark.slow
 def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: Tiny, tmp_path: Path) -> None:
     # A worker makes batches ahead: those that the killed process did not use are made again.
     config = tiny(steps=24, checkpoint_every=4, workers=1)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     moments: list[Callable[[], bool]] = [
-        lambda: lines(cut) >= 6 and any((cut / "checkpoints").glob("step-*")),  # between two checkpoints
-        lambda: lines(cut) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*")),  # amid its files
+        lambda: (
+            len(figures(cut)) >= 6 and any((cut / "checkpoints").glob("step-*"))
+        ),  # between two checkpoints
+        lambda: (
+            len(figures(cut)) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*"))
+        ),  # amid its files
     ]
     how = "start"
     for moment in moments if everything() else moments[1:]:
@@ -178,17 +176,23 @@ def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: 
         how = "resume"
     train(replace(config, workers=0), whole)
     train(replace(config, workers=0), cut, resume=True)
-    assert losses(cut) == losses(whole)
-    assert [step for step, _, _ in losses(whole)] == list(range(1, 25))
-    scores = [json.loads((folder / "summary.json").read_text()) for folder in (whole, cut)]
-    for name in ("bits_per_byte_start", "bits_per_byte_end"):
-        assert scores[0][name] == scores[1][name]
+    assert figures(cut) == figures(whole)
+    assert [step for step, _, _ in figures(whole)] == list(range(1, 25))
+    assert scores(cut) == scores(whole)
 
 
 def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_path: Path) -> None:
     train(tiny(steps=1), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"expected a new run, got .*run, which holds one\. Pass --resume"):
         train(tiny(steps=1), tmp_path / "run")
+    train(tiny(steps=3, checkpoint_every=1), tmp_path / "three")
+    for step, fewer in ((None, 2), (2, 1)):
+        with pytest.raises(
+            ConfigError, match=rf"--steps of at least the {step or 3} that are taken, got {fewer}"
+        ):
+            train(tiny(steps=fewer), tmp_path / "three", resume=True, from_step=step)
+    assert TrainConfig.load(tmp_path / "three" / "config.json").steps == 3
+    assert len(list((tmp_path / "three" / "checkpoints").glob("step-*"))) == 2
     with pytest.raises(CheckpointError, match=r"expected a checkpoint in .*none.*Start the run without"):
         train(tiny(steps=1), tmp_path / "none", resume=True)
     assert not (tmp_path / "none").exists()
@@ -210,6 +214,75 @@ def test_a_run_is_resumed_only_on_its_own_data(tiny: Tiny, tmp_path: Path, chang
         train(config, folder, resume=True)
 
 
+@pytest.mark.parametrize("figure", ["loss", "grad_norm"])
+def test_a_diverged_step_stops_the_run_and_its_weights_replace_no_checkpoint(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: str
+) -> None:
+    step = Stepper.step
+
+    def diverging(self: Stepper, batch: Any, index: int, *rest: Any) -> Any:
+        result = step(self, batch, index, *rest)
+        return result._replace(**{figure: float("nan")}) if index == 3 else result
+
+    monkeypatch.setattr(Stepper, "step", diverging)
+    with pytest.raises(ConfigError, match=r"a finite loss and gradient norm at step 4, got .*lower --lr"):
+        train(tiny(checkpoint_every=1), tmp_path)
+    kept = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert kept == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("last", [3, 1])
+def test_an_interruption_says_how_to_go_on(tiny: Tiny, tmp_path: Path, last: int) -> None:
+    class Interrupting(Unobserved):
+        def step(self, *, number: int | None = None, tokens: int = 0) -> Any:
+            if number == last + 1:
+                raise KeyboardInterrupt
+            return super().step(number=number, tokens=tokens)
+
+    console, folder = Console(file=io.StringIO(), width=80), tmp_path / "run"
+    config, observe = tiny(checkpoint_every=2), lambda _: nullcontext(Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        train(config, folder, console=console, observe=observe)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert (f"attnspan train --resume --runs-dir {tmp_path} --name run   go on from" in said) == (last > 2)
+
+
+def test_folders_that_cannot_be_written_are_said_before_the_first_step(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for changes, folder in (({}, "file/run"), ({"profile": str(tmp_path / "file" / "trace")}, "run")):
+        with pytest.raises(ConfigError, match=r"folders that can be written, got .*--runs-dir and --profile"):
+            train(tiny(**changes), tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [
+        ("runs/a", "--name a"),
+        ("runs/a/b", "--runs-dir runs/a --name b"),
+        ("x y/[v2]", "--runs-dir 'x y' --name '[v2]'"),
+    ],
+)
+def test_what_to_try_next_names_this_very_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, options: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    console = Console(file=io.StringIO(), width=80)
+    train(tiny(steps=1), Path(folder), console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"attnspan train --resume {options} --steps 2 " in said
+    assert f"attnspan sample {shlex.quote(folder)} " in said
+
+
+def test_ranks_are_started_on_the_folder_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Else it is set for good.
+    monkeypatch.setattr(torchrun, "run", started.append)
+    monkeypatch.setattr(sys, "argv", ["attnspan", "train", "--cp", "2", "--name", "a/b"])
+    build_app()(prog_name="attnspan", standalone_mode=False)
+    [args] = started
+    assert args.training_script_args[-4:] == ["--runs-dir", "runs/a", "--name", "b"]
+
+
 def test_what_is_no_run_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"expected a run configuration, got .*config\.json"):
@@ -225,6 +298,10 @@ def test_what_is_no_run_cannot_be_read(tmp_path: Path) -> None:
         ({"ac": "some"}, r"--ac to be one of none, selective, full, got 'some'"),
         ({"method": "fair"}, r"--method to be one of balanced, contiguous, zigzag"),
         ({"minutes": 0.0}, r"--minutes of at least 0\.1, got 0\.0"),
+        ({"minutes": float("inf")}, r"a finite --minutes of at least 0\.1, got inf"),
+        ({"threads": 100_000}, r"--threads of at most 1024, got 100000"),
+        ({"strategy": "rings"}, r"'hybrid\(u, r\)' with u \* r = 1 ranks, got 'rings'"),
+        ({"strategy": "hybrid(2, 2)", "cp": 2}, r"u \* r = 2 ranks, got 'hybrid\(2, 2\)'"),
         ({"accumulate": 0}, r"--accumulate of at least 1, got 0"),
         ({"lr": float("nan")}, r"--lr of at least 0, got nan"),
         ({"held_out": 1.0}, r"--held-out below 1"),
@@ -234,5 +311,5 @@ def test_what_is_no_run_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_options_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, OptionError), match=message):
         TrainConfig(**changes)

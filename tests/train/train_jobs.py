@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,6 +23,20 @@ from attnspan.train import train as training
 from attnspan.train.config import JobError, TrainConfig
 from attnspan.train.parallelize import open_ranks
 from attnspan.train.step import Unobserved
+
+
+def figures(folder: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of all whole lines, exact: JSON keeps every bit of a float."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def scores(folder: Path) -> tuple[float, float]:
+    """Held-out bits per byte at the start and at the end."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["bits_per_byte_start"], summary["bits_per_byte_end"]
 
 
 class Dying(Unobserved):
@@ -82,6 +97,14 @@ def dying(config: TrainConfig, folder: Path, step: int, signal: int) -> str:
 def data_of_its_own(config: TrainConfig, folder: Path, others: list[str]) -> None:
     """Train where each rank finds other documents."""
     train(TrainConfig(**(vars(config) | {"data": others[dist.get_rank()]})), folder)
+
+
+def shared_error(config: TrainConfig, folder: Path) -> None:
+    """A run that fails with one error, which the first rank says for all."""
+    try:
+        train(config, folder)
+    except JobError as error:
+        raise RuntimeError(f"{'shared' if error.shared else 'each'}: {error}") from None
 
 
 def without_room(config: TrainConfig, folder: Path) -> None:

@@ -1,21 +1,19 @@
 """Cells of the conformance suite on XLA tensors."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import problems
 import torch
 import torch_xla
-from closeness import error
-from conformance_cases import FEW, Cell, Problem, make, oracle
+from problem_parts import Case
+from problems import Problem, make
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from attnspan.xla import attention
 
-#: Times the error that no implementation can avoid; of a result of a few elements, six sigma.
-FACTOR, FACTOR_OF_FEW = 3, 6
 #: Relative error of an exponential in float32.
 EXPONENTIAL = 1.2e-7
 
@@ -39,24 +37,16 @@ def run(problem: Problem, places: Mapping[str, Any] | None = None) -> dict[str, 
     for gradient, leaf in zip(gradients, leaves.values(), strict=True):
         assert gradient.dtype == leaf.dtype
         assert gradient.shape == leaf.shape
-    assert out.dtype == problem.cell.dtype
+    assert out.dtype == problem.case.dtype
     named = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
     results = {"out": out, "lse": lse, **named}
     torch_xla.sync()
     return {name: x.detach().cpu().double().numpy() for name, x in results.items()}
 
 
-def check(cell: Cell, places: Mapping[str, Any] | None = None) -> None:
-    """Compare a cell with the oracle, within what roundings explain."""
-    got = run(make(cell), places)
-    exact, unavoidable = oracle(cell)
-    assert got.keys() == exact.keys()
-    shape = cell.shape
-    terms = max(shape.k_len, shape.q_len * shape.heads // shape.kv_heads)
-    pairs = shape.batch * shape.q_len * shape.k_len
-    for result, value in got.items():
-        walk = 2**-24 * math.sqrt(terms if result in ("out", "lse", "dq", "dk", "dv") else pairs)
-        factor = FACTOR if value.size >= FEW else FACTOR_OF_FEW
-        bound = factor * (unavoidable[result] + walk + EXPONENTIAL)
-        found = error(value, exact[result])
-        assert found <= bound, f"{result}: error {found:.3g}, allowed {bound:.3g}"
+def check(case: Case, places: Mapping[str, Any] | None = None) -> None:
+    """Compare a problem with the oracle, within what roundings explain."""
+    problem = make(case)
+    got = run(problem, places)
+    assert got.keys() == {"out", "lse", "dq", "dk", "dv", *(f"d{x}" for x in problem.setting.parameters)}
+    problems.check(case, got, exponential=EXPONENTIAL)

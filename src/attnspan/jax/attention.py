@@ -49,33 +49,26 @@ def attention(
 ) -> Any:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
-    The same function as `attnspan.torch.attention`: masks, options, numbers. It works under jit, grad, vmap,
-    scan and remat; a mask may be an argument of a jitted function, and new ids compile nothing. On CPU,
-    "bshd", the layout of projections, is read without a copy.
+    The same function as `attnspan.torch.attention`, which says what each argument means: masks, options,
+    numbers. It works under jit, grad, vmap, scan and remat; a mask may be an argument of a jitted function,
+    and new ids compile nothing. On CPU, "bshd", the layout of projections, is read without a copy.
 
     Args:
         q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
         k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
         v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
-            ``mask.prepare(...)``, or under jit by ``mask.spans(...)``. Over several devices, what `shard`
-            or a plan's ``on(mesh)`` makes.
-        scale: Factor of the scores; 1/sqrt(D) by default.
-        softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
-        bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
-            a floating array of shape (B|1, Hq|1, Sq|1, Sk), which may lack axes in front; with gradients to
-            its arrays. A dense -inf hides its key; a row of nothing else has output 0.
-        sinks: Shape (Hq,), floating: logits that take part in each row's softmax without a value of their
-            own; with gradient.
-        dropout_p: Share of the weights to drop, in [0, 1), as a multiple of 2**-16; needs ``dropout_seed``.
+        mask: None is ``full()``. Lower a mask that many layers share once, by ``mask.prepare(...)``, or under
+            jit by ``mask.spans(...)``. Over several devices, what `shard` or a plan's ``on(mesh)`` makes.
+        scale, softcap: Python numbers; 1/sqrt(D) and none by default.
+        bias: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or a floating array of
+            shape (B|1, Hq|1, Sq|1, Sk), which may lack the batch and head axes; with gradients to its arrays.
+        sinks: Shape (Hq,), floating; with gradient.
+        dropout_p: Python number in [0, 1); needs ``dropout_seed``.
         dropout_seed: Integer of shape (), a typed key of two words, or uint32 (B, Hq, 2), as `dropout_seeds`
-            makes them. What is dropped depends on it, batch row, head and the global indices of query and key
-            alone, and is what PyTorch drops.
-        q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the
-            keys.
-        k_index: Shape (Sk,), ascending integers: global indices of the keys. With a mask that is already
-            lowered, both are read by ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape
-            (B, Sk) and any order.
+            makes them. What is dropped is what PyTorch drops.
+        q_index: Shape (Sq,) or (B, Sq), integer; by default the last Sq of the keys.
+        k_index: Shape (Sk,), ascending integers. With a mask that is already lowered, both are read by
+            ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape (B, Sk) and any order.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
         backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
@@ -83,8 +76,8 @@ def attention(
 
     Returns:
         The output in q's layout with head dim Dv; with ``return_lse`` also ``lse``, float32 (float64 for
-        float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd"; it counts sinks, and knows no
-        dropout. A row that may see nothing has output 0 and lse -inf, or its sink.
+        float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A row that may see nothing has
+        output 0 and lse -inf, or its sink.
 
     Raises:
         ValueError: Shapes, devices, shardings or options do not fit; no backend can run the call.

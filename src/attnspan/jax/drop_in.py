@@ -3,6 +3,8 @@
 Axes as there: B batch, T queries, S keys, N query heads, K key heads, H head dim.
 """
 
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import jax
@@ -182,7 +184,4 @@ def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
 def _joined(masks: list[Mask | Spans]) -> Mask | Spans:
     if len(masks) == 1:
         return masks[0]
-    joined: Mask = full()
-    for mask in masks:
-        joined = joined & (spans(mask) if isinstance(mask, Spans) else mask)
-    return joined
+    return reduce(and_, (spans(mask) if isinstance(mask, Spans) else mask for mask in masks), full())

@@ -132,13 +132,7 @@ def split_seeds(low: Array, high: Array, batch: int, heads: int) -> Array:
 
 
 def row_words(low: Any, high: Any, q_index: Any) -> tuple[Any, Any]:
-    """The two words of each query row that `keeps` hashes with its keys.
-
-    Args:
-        low: uint32, low words of the seeds; broadcasts with the others.
-        high: uint32, high words.
-        q_index: integer, global indices of the queries.
-    """
+    """The two words of each query row that `keeps` hashes with its keys, of uint32 words of the seeds."""
     row = q_index.astype(jnp.uint32)
     zero = row ^ row
     first, second, _, _ = philox((row, zero, zero, zero), (low + zero, high + zero))
@@ -146,14 +140,7 @@ def row_words(low: Any, high: Any, q_index: Any) -> tuple[Any, Any]:
 
 
 def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
-    """Which weights of a tile are kept, bool, given the words of its rows.
-
-    Args:
-        p: Probability of being dropped, in (0, 1).
-        first: uint32, from `row_words`; broadcasts with the others.
-        second: uint32, from `row_words`.
-        k_index: integer, global indices of the keys, in any order.
-    """
+    """Which weights of a tile are kept, bool, of the words of its rows, from `row_words`, and its keys."""
     key = k_index.astype(jnp.uint32)
     x = (key >> np.uint32(5) << np.uint32(4) | (key & np.uint32(15))) ^ first
     x = (x ^ x >> _HALF) * np.uint32(0x7FEB352D)
@@ -167,11 +154,7 @@ def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
     """Which weights are kept, bool (B, H, m, n), as `attnspan._dropout.kept`.
 
-    Args:
-        p: Probability of being dropped, in (0, 1).
-        seeds: uint32 (B, H, 2), low and high words.
-        q_index: integer (B|1, m), global indices of the queries.
-        k_index: integer (B|1, n), global indices of the keys, in any order.
+    Of uint32 seeds (B, H, 2), and global indices of queries (B|1, m) and keys (B|1, n), these in any order.
     """
     first, second = row_words(seeds[..., :1], seeds[..., 1:], q_index[:, None, :])
     kept: Array = keeps(p, first[..., None], second[..., None], k_index[:, None, None, :])

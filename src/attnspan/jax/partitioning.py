@@ -25,6 +25,9 @@ from .backends import Operands, Static
 
 __all__ = ["partitioned", "refuse"]
 
+#: The remedy where JAX cannot tell which axes a `shard_map` over some of them left to its compiler.
+INSIDE = "inside of a shard_map over some axes, pass mask=attnspan.jax.shard(mesh, mask=..., heads=...)"
+
 # The axes of an array in letters: b batch row, h query head, g key head, a dot for one that no device splits,
 # a dash for that of a single key head, which all query heads share.
 _AXES = {"bhsd": {"q": "bh..", "k": "bg.."}, "bshd": {"q": "b.h.", "k": "b.g."}}
@@ -158,7 +161,7 @@ def _spec_of(x: Any) -> tuple[Any, ...]:
         return tuple(sharding.spec)
     # Without a mesh nobody can name its axes: what is split cannot be described, only noticed.
     whole = tuple(sharding.shard_shape(x.shape)) == tuple(x.shape)
-    remedy = "Place the arrays by jax.device_put(x, NamedSharding(mesh, spec))"
+    remedy = "Place the arrays by jax.device_put(x, NamedSharding(mesh, spec)); " + INSIDE
     expect(whole, "sharding", "a NamedSharding of a mesh", str(sharding), remedy)
     return (None,) * len(x.shape)
 

@@ -9,9 +9,9 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
-from ..errors import DeviceError
+from ..errors import DeviceError, expect
 from ..options import Given
-from .partitioning import refuse
+from .partitioning import INSIDE, refuse
 
 __all__ = ["check_devices", "check_sharding", "explicit_sharding", "in_auto_mode", "is_traced", "platform_of"]
 
@@ -94,6 +94,8 @@ def explicit_sharding(q: Array) -> NamedSharding | None:
     """The sharding in the type of q, on a mesh whose axes are explicit; else None."""
     sharding = jax.typeof(q).sharding if isinstance(q, jax.Array) else None
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        wanted, got = "a shard_map over all axes of the mesh", f"one over {sharding.mesh.manual_axes}"
+        expect(not sharding.mesh.manual_axes, "shard_map", wanted, got, f"Leave out axis_names; {INSIDE}")
         return sharding
     return None
 

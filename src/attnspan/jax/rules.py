@@ -94,10 +94,8 @@ batching.primitive_batchers[_refusal] = lambda args, dims, **words: (_refusal.bi
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """`forward` with `backward` as its derivative.
 
-    Args:
-        forward: ``(how, q, k, v, given, *rest)`` gives out and lse; `how` is hashable, and the rest has no
-            gradient.
-        backward: ``(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
+    ``forward(how, q, k, v, given, *rest)`` gives out and lse; `how` is hashable, and the rest has no
+    gradient. ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
     """
 
     def attend_forward(how: Any, *primals: Any) -> tuple[Any, Any]:
@@ -197,13 +195,9 @@ def _to_bhsd(x: Array, layout: str) -> Array:
 def batched(run: Callable[..., Any], static: Static, *, sums: bool = False, want_dbias: bool = False) -> Any:
     """`run` with a batching rule: a mapped axis joins the batch, so that one call of a kernel does all of it.
 
-    Args:
-        run: Function of arrays whose first axis is the batch, of None and one `Operands`. Its results have
-            the batch as their first axis.
-        static: What it was made for.
-        sums: It also sums gradients of the sinks, and of the bias, over the batch, which mapped calls must
-            not share.
-        want_dbias: That of the bias is wanted.
+    All arrays but those of one `Operands`, and all results, have the batch as their first axis. With ``sums``
+    the results are also gradients of the sinks, and of the bias where `want_dbias`, that are summed over the
+    batch: mapped calls must not share those.
     """
     mapped = jax.custom_batching.custom_vmap(run)
 

@@ -34,8 +34,8 @@ def supports(problem: Problem) -> str | None:
 
 def has_autocast(device: str) -> bool:
     """Whether torch has autocast on a kind of device."""
-    # torch is not asked about known devices: Dynamo of torch 2.11 cannot trace the question.
-    return device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    # torch is not asked about known devices: Dynamo cannot trace the question, up to torch 2.11.
+    return device in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device)
 
 
 def forward(

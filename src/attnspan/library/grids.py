@@ -93,8 +93,7 @@ class natten(_Grid):
     def __post_init__(self) -> None:
         self._check(canvas=_canvas, text=checks.count)
         axes = len(self.canvas)
-        each, flag = partial(_sizes, axes=axes), lambda _, x: bool(x)
-        flags = partial(_sizes, axes=axes, check=flag)
+        each, flags = partial(_sizes, axes=axes), partial(_sizes, axes=axes, check=checks.flag)
         self._check(kernel=each, dilation=each, stride=each, causal=flags)
         _check_kernel("natten", self.canvas, self.kernel, self.dilation)
         for k, s in zip(self.kernel, self.stride, strict=True):

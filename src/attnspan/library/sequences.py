@@ -49,7 +49,7 @@ class dilated(Mask):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        self._check(window=checks.count, dilation=checks.positive)
+        self._check(window=checks.count, dilation=checks.positive, causal=checks.flag)
 
     def _lower(self, low: Lowering) -> Rows:
         if self.dilation == 1:

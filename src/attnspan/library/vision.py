@@ -43,7 +43,7 @@ class flamingo(RowNumbered):
     earlier: bool = False
 
     def __post_init__(self) -> None:
-        self._check(positions=checks.integers, image_length=checks.positive)
+        self._check(positions=checks.integers, image_length=checks.positive, earlier=checks.flag)
 
     def _key_len(self) -> Any:
         return self.positions.shape[-1] * self.image_length
@@ -127,10 +127,15 @@ def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, mul
     prompt = checks.count("spatial_heads: prompt", prompt)
     frame = checks.positive("spatial_heads: frame", frame)
     multiple = checks.positive("spatial_heads: multiple", multiple)
+    _check_width("spatial_heads: width", width)
     band = math.floor(width * frame / multiple) * multiple
-    band = checks.count("spatial_heads: width * frame", band)
     always = masks.global_keys(prompt + frame if sink else prompt) | global_rows(prompt)
     return masks.window(band - 1, band - 1) | always if band else always
+
+
+def _check_width(what: str, width: Any) -> None:
+    fits = isinstance(width, (int, float)) and not isinstance(width, bool) and 0 <= width < math.inf
+    expect(fits, what, "a number of at least 0", repr(width), "Pass how many frames a row sees")
 
 
 class temporal_heads(Mask):
@@ -160,7 +165,7 @@ class temporal_heads(Mask):
 
     def __post_init__(self) -> None:
         self._check(prompt=checks.count, frame=checks.positive, frames=checks.positive)
-        checks.count("temporal_heads: width * frame", self._reach())
+        _check_width("temporal_heads: width", self.width)
 
     def _reach(self) -> int:
         return math.floor(self.width * self.frame / self.frames)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from ..errors import expect
-from .cost import Cost, Sizes
-from .machine import Machine
-from .strategy import Strategy
+from .cost import Cost
+from .machine import Machine, Prediction
+from .strategy import Strategy, members_of_node
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -25,36 +25,40 @@ class Choice:
     """The strategy that "auto" takes, and all that were considered.
 
     Attributes:
-        best: The choice.
-        considered: All candidates, the best first.
-        machine: Whose rates predicted times; None where bytes decided.
+        considered: All candidates, the choice first.
+        predicted: The time of each, where rates were measured; else empty.
+        machine: Whose rates; None where bytes decided.
         memory: The bytes that buffers of one call may take; None for no limit.
-        sizes: Of the call.
+        members: Ranks of a node that share heads; None where any ranks may.
     """
 
-    best: Cost
     considered: tuple[Cost, ...]
+    predicted: tuple[Prediction, ...]
     machine: Machine | None
     memory: int | None
-    sizes: Sizes
+    members: int | None
+
+    @property
+    def best(self) -> Cost:
+        """The choice."""
+        return self.considered[0]
 
     def __str__(self) -> str:
-        lines = [f"{'strategy':<20}{'received MB':>12}{'memory MB':>11}{'max/mean':>10}{'ms':>9}  bound by"]
-        for cost in self.considered:
-            cells = (
-                f"{cost.received().max() / 1e6:>12.4g}{cost.memory.max() / 1e6:>11.4g}{cost.balance:>10.3f}"
-            )
-            time = f"{'-':>9}"
-            if self.machine is not None:
-                predicted = self.machine.predict(cost, self.sizes)
-                time = f"{predicted.seconds * 1e3:>9.4g}  {predicted.bound}"
-            beyond = "" if self.memory is None or cost.memory.max() <= self.memory else "  too large"
-            lines.append(f"{cost.strategy.name:<20}{cells}{time}{beyond}")
+        lines = [f"{'strategy':<20}{'received MB':>12}{'memory MB':>11}{'max/mean':>10}{'ms':>11}  bound by"]
+        for cost, time in zip_longest(self.considered, self.predicted):
+            received, memory = cost.received().max(), cost.memory.max()
+            cells = f"{received / 1e6:>12.4g}{memory / 1e6:>11.4g}{cost.balance:>10.3f}"
+            cells += f"{'-':>11}" if time is None else f"{time.seconds * 1e3:>11.4g}  {time.bound}"
+            beyond = "" if self.memory is None or memory <= self.memory else "  too large"
+            lines.append(f"{cost.strategy.name:<20}{cells}{beyond}")
         rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
         if self.machine is not None:
             rule = "Shortest predicted time; within 5 % the fewest bytes."
-        lines.append(rule if self.memory is None else f"{rule} Buffers may take {self.memory / 1e6:.4g} MB.")
-        return "\n".join(lines if self.machine is None else [*lines, f"Rates: {self.machine}."])
+        if self.memory is not None:
+            rule += f" Buffers may take {self.memory / 1e6:.4g} MB."
+        if self.members is not None:
+            rule += f" Only ranks of a node share heads: {self.members}."
+        return "\n".join([*lines, rule, *([] if self.machine is None else [f"Rates: {self.machine}."])])
 
 
 def candidates(ranks: int, q_heads: int) -> list[Strategy]:
@@ -78,37 +82,35 @@ def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory
 
     Without rates it takes the strategy whose busiest rank receives the fewest bytes. With them it takes the
     shortest predicted time, and of those within 5 % the fewest bytes. Strategies whose buffers exceed
-    `memory` are left out. With `node_size` only the ranks of a node share heads.
+    `memory` are left out. With `node_size`, and more ranks than those, groups that share heads are as large
+    as a node allows: no group lies in two nodes, and each rank has a query head.
 
     Args:
         plan: The problem.
-        node_size: Ranks of a node; None for one level.
-        machine: Measured rates; None for those that ATTNSPAN_MACHINE names, if any.
-        memory: Bytes that the buffers of one call may take; None for no limit.
+        node_size, machine, memory: As of `attnspan.parallel.plan.make_plan`.
 
     Raises:
         OptionError: No strategy fits into `memory`.
     """
-    machine = Machine.default() if machine is None else machine
-    ranks, sizes = plan.layout.ranks, plan.sizes
+    ranks, sizes, members = plan.layout.ranks, plan.sizes, None
     strategies = candidates(ranks, sizes.q_heads)
-    if node_size is not None and ranks % node_size == 0 and node_size <= sizes.q_heads:
-        strategies = [x for x in strategies if x.members == node_size]
+    if node_size is not None and node_size < ranks:
+        members = members_of_node(node_size, ranks, sizes.q_heads)
+        strategies = [x for x in strategies if x.members == members]
     node_size = machine.node_size if node_size is None and machine is not None else node_size
     costs = [plan.cost(strategy, node_size) for strategy in strategies]
-    order = sorted(costs, key=lambda cost: _merit(cost, costs, machine, sizes))
-    fitting = [cost for cost in order if memory is None or cost.memory.max() <= memory]
+    predicted = [] if machine is None else [machine.predict(cost, sizes) for cost in costs]
+    fits = [memory is None or bool(cost.memory.max() <= memory) for cost in costs]
     least = min(int(cost.memory.max()) for cost in costs)
     remedy = "Use more ranks, or allow more memory"
-    expect(fitting, "memory", f"at least {least} bytes, which the smallest strategy takes", memory, remedy)
-    rest = [cost for cost in order if cost is not fitting[0]]
-    return Choice(fitting[0], (fitting[0], *rest), machine, memory, sizes)
+    expect(any(fits), "memory", f"at least {least} bytes, which the smallest strategy takes", memory, remedy)
+    shortest = min((time.seconds for time, fit in zip(predicted, fits, strict=False) if fit), default=0.0)
 
+    def rank(number: int) -> tuple[bool, float, int]:
+        seconds = predicted[number].seconds if predicted else 0.0
+        time = 0.0 if seconds <= _ALIKE * shortest else seconds
+        return not fits[number], time, int(costs[number].received().max())
 
-def _merit(cost: Cost, costs: Sequence[Cost], machine: Machine | None, sizes: Sizes) -> tuple[float, float]:
-    received = float(cost.received().max())
-    if machine is None:
-        return 0.0, received
-    shortest = min(machine.predict(each, sizes).seconds for each in costs)
-    seconds = machine.predict(cost, sizes).seconds
-    return (0.0 if seconds <= _ALIKE * shortest else seconds), received
+    order = sorted(range(len(costs)), key=rank)
+    times = tuple(predicted[x] for x in order) if predicted else ()
+    return Choice(tuple(costs[x] for x in order), times, machine, memory, members)

@@ -65,13 +65,7 @@ class Chunks:
 
     @classmethod
     def of(cls, spans: Spans, edges: Ints, planes: int = 1) -> Chunks:
-        """Cut the rows of a lowered mask. O(S * R) for each plane and head of the mask.
-
-        Args:
-            spans: bounds of NumPy, validated.
-            edges: where chunks begin, and the end of the last one; each plane begins a chunk.
-            planes: planes of the chunks, at least those of the mask.
-        """
+        """Cut the rows of a lowered mask, in O(S * R) for each plane and head; each plane begins a chunk."""
         bounds: NDArray[Any] = spans.bounds
         mask_planes, heads, q_len, runs, _ = bounds.shape
         planes = max(planes, mask_planes)
@@ -96,19 +90,12 @@ class Chunks:
 
     def of_plane(self, plane: int) -> Chunks:
         """The chunks of one plane, with its rows and keys numbered from 0."""
-        first, last = np.searchsorted(self.edges, [plane * self.q_len, (plane + 1) * self.q_len])
-        at = slice(self.starts[first], self.starts[last])
-        base = plane * self.k_len
-        return Chunks(
-            1,
-            self.q_len,
-            self.k_len,
-            self.edges[first : last + 1] - plane * self.q_len,
-            self.pairs[first:last],
-            self.starts[first : last + 1] - self.starts[first],
-            self.lo[at] - base,
-            self.hi[at] - base,
-        )
+        row, key = plane * self.q_len, plane * self.k_len
+        first, last = np.searchsorted(self.edges, [row, row + self.q_len])
+        starts, pairs = self.starts[first : last + 1], self.pairs[first:last]
+        edges, at = self.edges[first : last + 1] - row, slice(starts[0], starts[-1])
+        lo, hi = self.lo[at] - key, self.hi[at] - key
+        return Chunks(1, self.q_len, self.k_len, edges, pairs, starts - starts[0], lo, hi)
 
 
 def _strips(lo: NDArray[Any], hi: NDArray[Any], edges: Ints) -> tuple[Ints, Ints, Ints]:

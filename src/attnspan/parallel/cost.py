@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import expect
 from .intervals import Ints
 from .needs import foreign, lent
 from .strategy import HeadSlice, Strategy, split_heads
@@ -97,10 +99,16 @@ class Cost:
 
     def received(self, direction: str = "both") -> Ints:
         """Bytes that each rank receives, int64 (P,), in "forward", "backward" or "both"."""
-        phases = [*self.forward.values()] if direction != "backward" else []
-        phases += self.backward.values() if direction != "forward" else ()
+        known = {
+            "forward": [self.forward],
+            "backward": [self.backward],
+            "both": [self.forward, self.backward],
+        }
+        expect(
+            direction in known, "direction", "'forward', 'backward' or 'both'", repr(direction), "Pass one"
+        )
         total = np.zeros(len(self.pairs), np.int64)
-        for phase in phases:
+        for phase in chain.from_iterable(phases.values() for phases in known[direction]):
             total += phase.received
         return total
 
@@ -123,7 +131,8 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
     Args:
         plan: The problem; its own strategy does not matter.
         strategy: What to cost.
-        node_size: Ranks of a node; None: all ranks lie in one.
+        node_size: Ranks of a node; None: all ranks lie in one. Where a group lies in two nodes, its exchange
+            is counted as if all other groups were in other nodes.
 
     Example:
         >>> from attnspan import causal
@@ -134,18 +143,16 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
     """
     members, groups, ranks = strategy.members, strategy.groups, strategy.ranks
     node_size = ranks if node_size is None else node_size
-    sizes, heads = plan.sizes, split_heads(*plan.sizes.heads, members)
-    counts = _Counts(plan, heads)
-    node = np.arange(ranks) // node_size
+    heads, node = split_heads(*plan.sizes.heads, members), np.arange(ranks) // node_size
+    call = _Call(plan, heads)
     forward: dict[str, Phase] = {}
     backward: dict[str, Phase] = {}
-    fetched = np.full(groups, (groups - 1) * members * counts.keys * plan.planes)
+    fetched = np.full(groups, (groups - 1) * members * plan.keys.rows_per_rank * plan.planes)
     returned = np.zeros(groups, np.int64)
-    least = 0
     if members > 1:
-        forward["scatter"], backward["scatter"] = _scatter(counts, node)
+        forward["scatter"], backward["scatter"] = call.scatter(node)
     if groups > 1 and strategy.kind == "ring":
-        forward["ring"], backward["gradients"] = _ring(counts, groups, node)
+        forward["ring"], backward["gradients"] = call.ring(groups, node)
         backward["ring"] = forward["ring"]
     elif groups > 1:
         needs, holders = plan.needs(strategy), plan.holders(strategy)
@@ -153,101 +160,93 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
         near = max(1, node_size // members)
         across = foreign(needs, holders, near) if near < groups else np.zeros(groups, np.int64)
         # What is lent to other nodes is not counted one by one: as large a share as of what is received.
-        share = across.sum() / max(fetched.sum(), 1)
-        moved = Phase(fetched, returned, across, (returned * share).astype(np.int64))
-        forward["exchange"] = backward["exchange"] = _weighed(moved, counts.kv_bytes)
-        back = Phase(moved.sent, moved.received, moved.sent_across, moved.received_across)
-        backward["gradients"] = _weighed(back, counts.gradient_bytes)
-        most = np.asarray(plan.mask.lowered.cost())
-        least = max(0, int(most.max(initial=0)) - members * counts.keys)
+        sent_across = (returned * (across.sum() / max(fetched.sum(), 1))).astype(np.int64)
+        forward["exchange"] = backward["exchange"] = _weighed(
+            (fetched, returned, across, sent_across), call.row * call.itemsize
+        )
+        backward["gradients"] = _weighed((returned, fetched, sent_across, across), call.row * call.wide)
     if members > 1:
-        forward["gather"], backward["gather"] = _gather(counts, node)
-    of_group = plan.pairs.reshape(groups, members).sum(1) / plan.bounds.shape[1]
-    of_head = of_group * (sizes.batch / plan.planes)
-    pairs = np.outer(of_head, [each.heads for each in heads]).reshape(-1)
+        forward["gather"], backward["gather"] = call.gather(node)
+    of_head = plan.pairs(strategy) / plan.bounds.shape[1] * (plan.sizes.batch / plan.planes)
     parts = groups if strategy.kind == "ring" else exchange_parts(heads)
-    memory = _memory(strategy, counts, np.asarray(fetched), returned, parts)
-    every = np.repeat(fetched, members)
-    return Cost(strategy, pairs, every, least, forward, backward, memory, parts)
+    return Cost(
+        strategy,
+        np.outer(of_head, [each.heads for each in heads]).reshape(-1),
+        np.repeat(fetched, members),
+        max(0, int(plan.mask.lowered.cost().max(initial=0)) - members * plan.keys.rows_per_rank),
+        forward,
+        backward,
+        call.memory(strategy, fetched, returned, parts),
+        parts,
+    )
 
 
-class _Counts:
-    """What the rows of a call weigh: rows and keys of a rank, bytes per row for each member, int64 (u,)."""
+class _Call:
+    """Elements of one rank's rows that each member attends with, int64 (u,): q, out, lse, and k with v.
+
+    `row` are those of one key that travels: for all batch rows that share its plane.
+    """
 
     def __init__(self, plan: Plan, heads: list[HeadSlice]) -> None:
         sizes = plan.sizes
-        self.sizes, self.rows, self.keys = sizes, plan.layout.rows_per_rank, plan.keys.rows_per_rank
-        self.q_heads = np.array([part.heads for part in heads], np.int64)
-        self.kv = np.array([len(part.kv) for part in heads], np.int64) * (sizes.head_dim + sizes.v_dim)
-        # Keys of a plane travel for all batch rows that share it.
-        self.shared = sizes.batch // plan.planes
-        self.kv_bytes = self.kv * sizes.itemsize * self.shared
-        self.gradient_bytes = self.kv * sizes.wide * self.shared
+        rows = sizes.batch * plan.layout.rows_per_rank
+        kv = np.array([len(part.kv) for part in heads], np.int64) * (sizes.head_dim + sizes.v_dim)
+        self.lse = rows * np.array([part.heads for part in heads], np.int64)
+        self.q, self.out = self.lse * sizes.head_dim, self.lse * sizes.v_dim
+        self.kv = sizes.batch * plan.keys.rows_per_rank * kv
+        self.row = sizes.batch // plan.planes * kv
+        self.itemsize, self.wide = sizes.itemsize, sizes.wide
+
+    def scatter(self, node: Ints) -> tuple[Phase, Phase]:
+        """What a member receives from each other member depends on its own heads."""
+        forward, backward = (self.q + self.kv) * self.itemsize, self.out * self.itemsize
+        return _inside(forward[:, None], node), _inside(backward[:, None], node)
+
+    def gather(self, node: Ints) -> tuple[Phase, Phase]:
+        """What a member receives from another one depends on the other's heads."""
+        forward = self.out * self.itemsize + self.lse * self.wide
+        backward = self.q * self.itemsize + self.kv * self.wide
+        return _inside(forward[None], node), _inside(backward[None], node)
+
+    def ring(self, groups: int, node: Ints) -> tuple[Phase, Phase]:
+        """Blocks come from the same member of the group before; gradients travel along, a full turn."""
+        members = len(self.kv)
+        keys = np.tile((groups - 1) * members * self.kv * self.itemsize, groups)
+        gradients = np.tile(groups * members * self.kv * self.wide, groups)
+        into, out = ((node != np.roll(node, step)).astype(np.int64) for step in (members, -members))
+        return Phase(keys, keys, keys * into, keys * out), Phase(
+            gradients, gradients, gradients * into, gradients * out
+        )
+
+    def memory(self, strategy: Strategy, fetched: Ints, returned: Ints, parts: int) -> Ints:
+        """Bytes in backward, where they are most, int64 (P,)."""
+        members, groups = strategy.members, strategy.groups
+        own = members * self.kv
+        if groups == 1:
+            used = own * self.wide
+        elif strategy.kind == "ring":
+            # Two blocks of keys, two of gradients; dq and a part of it in float32.
+            used = 2 * own * (self.itemsize + self.wide) + 2 * members * self.q * self.wide
+        else:
+            # What was fetched, as received and (one part at a time) in order; gradients of all, lent and own.
+            rows, lent_rows = np.outer(fetched, self.row), np.outer(returned, self.row)
+            used = rows * self.itemsize + (rows + own) // parts * self.itemsize
+            used = used + (rows + lent_rows + 2 * own) * self.wide
+        if members > 1:  # q, out, k, v and lse of the group's rows are kept for backward.
+            used = used + members * ((self.q + self.out + self.kv) * self.itemsize + self.lse * 8)
+        return np.broadcast_to(used, (groups, members)).reshape(-1).astype(np.int64)
 
 
-def _weighed(rows: Phase, weight: Ints) -> Phase:
+def _weighed(rows: tuple[Ints, ...], weight: Ints) -> Phase:
     """Rows of each group as bytes of each rank."""
     return Phase(*(np.outer(x, weight).reshape(-1) for x in rows))
-
-
-def _scatter(counts: _Counts, node: Ints) -> tuple[Phase, Phase]:
-    """What a member receives from each other member depends on its own heads."""
-    sizes, rows, heads = counts.sizes, counts.rows, counts.q_heads
-    forward = sizes.batch * sizes.itemsize * (rows * heads * sizes.head_dim + counts.keys * counts.kv)
-    backward = sizes.batch * rows * heads * sizes.v_dim * sizes.itemsize
-    return _inside(forward[:, None], node), _inside(backward[:, None], node)
-
-
-def _gather(counts: _Counts, node: Ints) -> tuple[Phase, Phase]:
-    """What a member receives from another one depends on the other's heads."""
-    sizes, rows, heads = counts.sizes, counts.rows, counts.q_heads
-    forward = sizes.batch * rows * heads * (sizes.v_dim * sizes.itemsize + sizes.wide)
-    backward = sizes.batch * (
-        rows * heads * sizes.head_dim * sizes.itemsize + counts.keys * counts.kv * sizes.wide
-    )
-    return _inside(forward[None], node), _inside(backward[None], node)
 
 
 def _inside(size: Ints, node: Ints) -> Phase:
     """A phase inside of each group: size[a, c] bytes go from member c to member a."""
     members = max(size.shape)
-    size = np.where(~np.eye(members, dtype=bool), np.broadcast_to(size, (members, members)), 0)
+    size = np.where(~np.eye(members, dtype=bool), size, 0)
     place = node.reshape(-1, members)
     across = size * (place[:, :, None] != place[:, None, :])  # (groups, receiver, sender)
-    groups = len(place)
-    received, sent = (np.tile(size.sum(axis), groups) for axis in (1, 0))
+    received, sent = (np.tile(size.sum(axis), len(place)) for axis in (1, 0))
     return Phase(received, sent, across.sum(2).reshape(-1), across.sum(1).reshape(-1))
-
-
-def _ring(counts: _Counts, groups: int, node: Ints) -> tuple[Phase, Phase]:
-    """Blocks come from the same member of the group before, gradients travel along and make a full turn."""
-    members, batch = len(counts.kv), counts.sizes.batch
-    block = members * counts.keys * batch * counts.kv
-    keys = np.tile((groups - 1) * block * counts.sizes.itemsize, groups)
-    gradients = np.tile(groups * block * counts.sizes.wide, groups)
-    into, out = ((node != np.roll(node, step)).astype(np.int64) for step in (members, -members))
-    return tuple(Phase(x, x, x * into, x * out) for x in (keys, gradients))  # type: ignore[return-value]
-
-
-def _memory(strategy: Strategy, counts: _Counts, fetched: Ints, returned: Ints, parts: int) -> Ints:
-    """Bytes in backward, where they are most."""
-    sizes, members, batch = counts.sizes, strategy.members, counts.sizes.batch
-    own = members * counts.keys * batch * counts.kv  # elements of the group's keys and values, by member
-    if strategy.kind == "ring" and strategy.groups > 1:
-        # Two blocks of keys, two of gradients; dq and a part of it in float32.
-        dq = 2 * members * counts.rows * batch * counts.q_heads * sizes.head_dim
-        used = np.tile(2 * own * (sizes.itemsize + sizes.wide) + dq * sizes.wide, strategy.groups)
-    elif strategy.groups > 1:
-        # What was fetched, as received and (one part at a time) in order; gradients of all, lent and own
-        # ones.
-        rows = np.outer(fetched, counts.kv) * counts.shared
-        lent_rows = np.outer(returned, counts.kv) * counts.shared
-        used = rows * sizes.itemsize + (rows + own) // parts * sizes.itemsize
-        used = (used + (rows + lent_rows + 2 * own) * sizes.wide).reshape(-1)
-    else:
-        used = np.tile(own * sizes.wide, strategy.groups)
-    if members > 1:  # q, out, k, v and lse of the group's rows are kept for backward.
-        rows = members * counts.rows * batch * counts.q_heads
-        kept = (rows * (sizes.head_dim + sizes.v_dim) + own) * sizes.itemsize + rows * 8
-        used = used + np.tile(kept, strategy.groups)
-    return used.astype(np.int64)

@@ -81,26 +81,20 @@ class _Pool:
             return min(slots, chunks)
         return max(1, min(slots, chunks, round(chunks * room / beyond)))
 
-    def fillers(self, count: int, besides: int) -> list[int]:
-        """Up to `count` chunks from the fronts of other documents, first what needs least before it."""
+    def fillers(self, count: int) -> list[int]:
+        """Up to `count` chunks from the fronts of documents, first what needs least before it."""
         found: list[int] = []
-        own = []
         while self.fronts and len(found) < count:
-            front = self.fronts[0]
-            number = front[2]
+            number = self.fronts[0][2]
             left = self.left[number]
             if not left:
                 heapq.heappop(self.fronts)
                 continue
             now = (left[0] - self.start[number], self.cost[left[0]], number)
-            if now != front:
+            if now != self.fronts[0]:
                 heapq.heapreplace(self.fronts, now)
-            elif number == besides:
-                own.append(heapq.heappop(self.fronts))
             else:
                 found += self._take(number, min(count - len(found), len(left)), None, 0)
-        for front in own:
-            heapq.heappush(self.fronts, front)
         return found
 
     def ends(self, number: int, count: int, work: float) -> list[int]:
@@ -137,7 +131,7 @@ class _Pool:
 def share_documents(
     cost: NDArray[np.int64], edges: NDArray[Any], load: NDArray[np.int64], share: float
 ) -> NDArray[np.int64]:
-    """Assign the chunks, group by group.
+    """Assign the chunks, group by group: (groups, slots).
 
     Args:
         cost: int64 (groups * slots,), visible pairs of each chunk.
@@ -145,9 +139,6 @@ def share_documents(
         load: int64 (groups,), pairs that groups have already.
         share: part of a document's fair share that each group takes: below 1, more of its room is left for
             light chunks.
-
-    Returns:
-        int64 (groups, slots), the chunks of each group.
 
     Example:
         >>> share_documents(np.array([1, 2, 3, 4]), np.array([0, 4]), np.zeros(2, int), 1.0).tolist()
@@ -164,7 +155,7 @@ def share_documents(
         got: list[int] = []
         if count < min(slots, len(pool.left[number])):
             count = max(1, round(count * share))
-            got = pool.fillers(slots - count, number)
+            got = pool.fillers(slots - count)
         weight = sum(pool.cost[x] for x in got)
         while True:
             count = min(len(pool.left[number]), slots - len(got))

@@ -12,7 +12,7 @@ __all__ = ["explain"]
 _MOST_RANKS = 16  # lines of a printed table
 
 
-def explain(plan: Plan, node_size: int | None = None) -> str:
+def explain(plan: Plan) -> str:
     """Pairs, fetched rows and bytes of each rank, the lower bounds, and what "auto" compared.
 
     Example:
@@ -23,7 +23,7 @@ def explain(plan: Plan, node_size: int | None = None) -> str:
         exchange on 2 ranks: 64 rows, 64 keys, 4/2 heads
         ...
     """
-    cost, layout, strategy = plan.cost(node_size=node_size), plan.layout, plan.strategy
+    cost, layout, strategy = plan.cost(), plan.layout, plan.strategy
     spare = layout.rows_per_rank * layout.ranks - layout.q_len
     heads = "/".join(map(str, plan.sizes.heads))
     lines = [
@@ -31,18 +31,11 @@ def explain(plan: Plan, node_size: int | None = None) -> str:
         f"  rows     {layout.rows_per_rank:,} per rank; {spare:,} of all are padding",
         "".join(f"{name:>14}" for name in ("rank", "pairs", "of mean", "fetched", "fwd MB", "bwd MB")),
     ]
-    forward, backward = cost.received("forward"), cost.received("backward")
-    mean = max(cost.pairs.mean(), 1.0)
+    moved = [cost.received(direction) / 1e6 for direction in ("forward", "backward")]
+    of_mean = cost.pairs / max(cost.pairs.mean(), 1.0)
     for rank in range(min(layout.ranks, _MOST_RANKS)):
-        cells = (
-            f"{rank}",
-            f"{cost.pairs[rank]:,.0f}",
-            f"{cost.pairs[rank] / mean:.3f}",
-            f"{cost.fetched[rank]:,}",
-            f"{forward[rank] / 1e6:,.3f}",
-            f"{backward[rank] / 1e6:,.3f}",
-        )
-        lines.append("".join(f"{cell:>14}" for cell in cells))
+        cells = f"{rank:>14}{cost.pairs[rank]:>14,.0f}{of_mean[rank]:>14.3f}{cost.fetched[rank]:>14,}"
+        lines.append(cells + "".join(f"{received[rank]:>14,.3f}" for received in moved))
     if layout.ranks > _MOST_RANKS:
         lines.append(f"{'...':>14}")
     lines.append(f"  balance  busiest rank {cost.balance:.3f} of the mean; 1 is the lower bound")

@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "covered", "expand", "union"]
+__all__ = ["Ints", "below", "covered", "expand", "union"]
 
 Ints = NDArray[np.int64]
 
 
 def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: int) -> tuple[Ints, Ints, Ints]:
     """The union of the intervals of each family: ascending, disjoint, not touching.
-
-    Args:
-        family: integer (m,) in [0, families).
-        lo, hi: integer (m,), 0 <= lo; an interval with lo >= hi is empty.
-        families: number of families; some may have no interval.
 
     Returns:
         starts (families + 1,) and lo, hi (k,): family f has the intervals starts[f]:starts[f + 1].
@@ -51,34 +46,31 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
 
 
 def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: Ints) -> Ints:
-    """How many keys of [a, b) a family holds, for many (family, a, b) at once.
-
-    Args:
-        starts, lo, hi: what `union` returned.
-        family, a, b: integer (n,).
-
-    Returns:
-        int64 (n,).
+    """How many keys of [a, b) a family of `union` holds, for many (family, a, b) at once.
 
     Example:
         >>> one = (np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
         >>> covered(*one, np.array([0, 0]), np.array([2, 0]), np.array([7, 10])).tolist()
         [2, 4]
     """
-    if not len(lo):
-        return np.zeros(len(a), np.int64)
     width = max(int(hi.max(initial=0)), int(b.max(initial=0))) + 1
-    owner = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    low = owner * width + lo
-    before = np.concatenate([[0], np.cumsum(hi - lo)])
+    low = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) * width + lo
+    sums, base = np.append(0, np.cumsum(hi - lo)), family.astype(np.int64) * width
+    return below(low, sums, base + b) - below(low, sums, base + a)
 
-    def below(x: Ints) -> Ints:
-        """Keys below x of the family and of all families before it."""
-        at = np.searchsorted(low, family.astype(np.int64) * width + x, side="right") - 1
-        into = np.clip(family.astype(np.int64) * width + x - low[at], 0, (hi - lo)[at])
-        return np.where(at < 0, 0, before[at] + into)
 
-    return below(b) - below(a)
+def below(lo: Ints, sums: Ints, x: Ints) -> Ints:
+    """How many integers below each x are in ascending ranges: range i starts at lo[i], behind sums[i] others.
+
+    Example:
+        >>> below(np.array([1, 6]), np.array([0, 2, 4]), np.array([0, 2, 6, 9])).tolist()
+        [0, 1, 2, 4]
+    """
+    if not len(lo):
+        return np.zeros_like(x)
+    at = np.searchsorted(lo, x, side="right") - 1
+    inside = np.minimum(x - lo[at], np.diff(sums)[at])
+    return np.where(at < 0, 0, sums[at] + inside)
 
 
 def expand(lo: Ints, hi: Ints) -> Ints:

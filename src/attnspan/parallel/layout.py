@@ -6,35 +6,35 @@ problem, n rows of a rank, padding included.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._pytrees import static_key
 from ..arrays import Array, arrays_for, is_array
-from ..checks import count
+from ..checks import count, number
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import WITHOUT_DATA, Mask, Prepared, full
 from ..spans import Spans
 from .chunks import Chunks
 from .intervals import Ints
-from .partition import Method, chunk_size, owners
-from .rows import fill_of, marked, take
+from .lowered import digest, lower
+from .partition import Method, chunk_size, owners, rows_of
+from .rows import checked_rows, fill_of, marked, take
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Runs", "Source", "digest", "lower"]
+__all__ = ["Layout", "Runs", "Source"]
 
 #: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
 _MOST_REMEMBERED = 16
 _remembered: dict[Any, Layout] = {}
-_PROBLEM = "Describe the whole problem, with global ids: the layout shards it"
 
 
 class Source(NamedTuple):
@@ -87,6 +87,10 @@ class Layout:
     rows: NDArray[np.int32]
     _source: Source | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if self._source is None:  # A search has not found them.
+            object.__setattr__(self, "rows", checked_rows(self.q_len, self.rows))
+
     @classmethod
     def of(
         cls,
@@ -126,12 +130,15 @@ class Layout:
         Raises:
             OptionError, ShapeError, DtypeError: An argument does not fit.
         """
-        count("Layout.of: q_len", q_len, least=1)
-        count("Layout.of: ranks", ranks, least=1)
-        count("Layout.of: members", members, least=1)
+        sizes = {"q_len": q_len, "ranks": ranks, "batch": batch, "heads": heads, "members": members}
+        for name, size in sizes.items():
+            count(f"Layout.of: {name}", size, least=1)
         what, remedy = "Layout.of: members", "Every group has the same number of ranks"
         expect(ranks % members == 0, what, f"a divisor of {ranks} ranks", members, remedy)
-        expect(tolerance >= 1, "Layout.of: tolerance", "at least 1", tolerance, "Pass largest over mean work")
+        fits, remedy = isinstance(tolerance, Real) and tolerance >= 1, "Pass largest over mean work"
+        expect(fits, "Layout.of: tolerance", "a number of at least 1", repr(tolerance), remedy)
+        names = "'balanced', 'contiguous' or 'zigzag'"
+        expect(method in get_args(Method), "method", names, repr(method), "Pass one of them")
         mask, groups = full() if mask is None else mask, ranks // members
         k_len = q_len if k_len is None else k_len
         if rows_per_chunk is None:
@@ -146,12 +153,10 @@ class Layout:
         edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
         chunks = Chunks.of(prepared.lowered, edges)
         owner = owners(chunks, groups, method, tolerance)
-        table = _table(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
+        table = rows_of(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
         found = cls(q_len, table, Source(prepared, chunks, owner, members))
         if key is not None:
-            _remembered[key, given] = found
-            while len(_remembered) > _MOST_REMEMBERED:
-                _remembered.pop(next(iter(_remembered)))
+            _remember(_remembered, (key, given), found)
         return found
 
     @classmethod
@@ -205,9 +210,17 @@ class Layout:
         flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)[:, : self.q_len]
         return bool((flat == np.arange(self.q_len)).all())
 
+    def runs(self, planes: int) -> Runs:
+        """The rows as runs of neighbours with one owner, over at least as many planes as the layout has."""
+        one = self._runs
+        if self.planes == planes:
+            return one
+        base = np.arange(planes, dtype=np.int64)[:, None] * self.q_len
+        edges = np.append((base + one.edges[:-1]).reshape(-1), planes * self.q_len)
+        return Runs(edges, np.tile(one.rank, planes))
+
     @cached_property
-    def runs(self) -> Runs:
-        """The rows as runs of neighbours with one owner."""
+    def _runs(self) -> Runs:
         ranks, planes, _ = self.rows.shape
         flat = np.arange(planes)[:, None] * self.q_len + self.rows.astype(np.int64)
         begins = np.ones(self.rows.shape, bool)
@@ -220,7 +233,7 @@ class Layout:
 
     def valid(self, rank: int) -> NDArray[np.bool_]:
         """Which rows of a rank are real, bool (L, n)."""
-        return np.asarray(self.rows[self._rank(rank)] >= 0)
+        return np.asarray(self.rows[self.checked_rank(rank)] >= 0)
 
     def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = None) -> Any:
         """One rank's rows of whole inputs.
@@ -231,22 +244,25 @@ class Layout:
             rank: 0..P-1, the rank within the context-parallel mesh.
             dim: The dimension of the rows.
             fill: Value of padding rows, None for 0. For a mapping a number for all entries, or a mapping by
-                name; by default ids get -1, names that contain "label" or "target" -100, and all others 0.
+                name; by default integers get -1 if they are ids, -100 if their name contains "label" or
+                "target", and all else gets 0.
 
         Returns:
             A copy with n rows along `dim`; for a mapping `Rows`, which also holds "q_index".
 
         Raises:
             ShapeError: Another number of rows.
-            OptionError: There is no such rank, or the mapping has a "q_index".
+            OptionError: There is no such rank, the mapping has a "q_index", or an array cannot hold its fill.
             DtypeError: Something is no array.
         """
-        self._rank(rank)
+        self.checked_rank(rank)
         if not isinstance(x, Mapping):
-            return self._shard("x", x, rank, dim, 0 if fill is None else fill)
+            return self._shard("x", x, rank, dim, fill)
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
-        parts = {name: self._shard(name, part, rank, dim, fill_of(name, fill)) for name, part in x.items()}
+        unknown = set(fill) - set(x) if isinstance(fill, Mapping) else set()
+        expect(not unknown, "Layout.shard: fill", f"names of {list(x)}", f"{list(unknown)}", "Mend the names")
+        parts = {name: self._shard(name, part, rank, dim, fill) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
         return marked(parts, self.fingerprint, rank)
@@ -255,6 +271,9 @@ class Layout:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
         rows = self.rows[rank]
         found = take(x, np.maximum(rows, 0), dim)
+        if self.rows_per_rank * self.ranks == self.q_len:
+            return found
+        value = fill_of(name, fill, x)  # On all ranks, so that all raise or none does.
         if (rows >= 0).all():
             return found
         shape = [1] * x.ndim
@@ -262,7 +281,7 @@ class Layout:
         if self.planes > 1:
             shape[0] = self.planes
         valid = arrays_for([x]).asarray((rows >= 0).reshape(shape), "bool")
-        return xp.where(valid, found, xp.full_like(found[:1], fill))  # type: ignore[no-any-return]
+        return xp.where(valid, found, xp.full_like(found[:1], value))  # type: ignore[no-any-return]
 
     def unshard(self, parts: Sequence[Array], dim: int = 1) -> Array:
         """The whole from the rows of all ranks, in the order of the ranks; padding is dropped.
@@ -275,11 +294,12 @@ class Layout:
             >>> layout.unshard([layout.shard(np.array([5, 6, 7]), rank, dim=0) for rank in range(2)], dim=0)
             array([5, 6, 7])
         """
+        parts = list(parts)
         what, remedy = "Layout.unshard: parts", "Gather the parts of all ranks, in their order"
         expect(len(parts) == self.ranks, what, f"{self.ranks} parts", len(parts), remedy, error=ShapeError)
         for part in parts:
             xp = self._checked(what, part, dim, self.rows_per_rank)
-        joined = xp.cat(list(parts), dim) if hasattr(xp, "cat") else xp.concatenate(list(parts), axis=dim)
+        joined = xp.cat(parts, dim) if hasattr(xp, "cat") else xp.concatenate(parts, axis=dim)
         return take(joined, self.places, dim)
 
     def gather(self, x: Any, mesh: Any, dim: int = 1) -> Any:
@@ -330,16 +350,19 @@ class Layout:
             options["machine"] = Machine.default()  # The environment may name another one at the next call.
         # The layout's own mask, or one without data; what an array holds may change.
         same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
-        key = (same, heads, *options.items()) if same is not None and isinstance(heads, tuple) else None
-        if key in self._plans:
-            return self._plans[key]
+        key = None if same is None else (same, heads, *options.items())
+        try:
+            if key in self._plans:
+                return self._plans[key]
+        except TypeError:
+            key = None  # An option that cannot be hashed is none: make_plan says so.
         if mask is None:
             remedy = "Pass the layers' mask: a pickled layout has none"
             expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
             mask = self._source.mask  # type: ignore[union-attr]
         plan = make_plan(self, mask, heads=heads, **options)
         if key is not None:
-            self._plans[key] = plan
+            _remember(self._plans, key, plan)
         return plan
 
     @cached_property
@@ -351,9 +374,10 @@ class Layout:
         """What this layout was made of, if that is this lowered mask."""
         return self._source if self._source is not None and mask is self._source.mask else None
 
-    def _rank(self, rank: int) -> int:
-        known, remedy = 0 <= rank < self.ranks, "Pass the rank within the context-parallel mesh"
-        expect(known, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
+    def checked_rank(self, rank: int) -> int:
+        """The rank, if there is such a one."""
+        rank, remedy = number("Layout: rank", rank), "Pass the rank within the context-parallel mesh"
+        expect(0 <= rank < self.ranks, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
         return rank
 
     def _checked(self, what: str, x: Any, dim: int, rows: int) -> Any:
@@ -369,78 +393,7 @@ class Layout:
         return arrays_for([x]).xp
 
 
-def _table(owner: NDArray[np.int32], q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
-    """The rows of each rank from the group of each chunk, (L, n_chunks)."""
-    planes, count = owner.shape
-    slots = -(-count // groups)
-    # A group may have a short chunk; chunks ascend, so its padding still comes last.
-    order = np.argsort(owner, axis=1, kind="stable")
-    sorted_owner = np.take_along_axis(owner, order, 1)
-    counts = np.array([np.bincount(row, minlength=groups) for row in owner])
-    first = np.cumsum(counts, axis=1) - counts
-    place = np.arange(count) - np.take_along_axis(first, sorted_owner, 1)
-    numbers = order[:, :, None] * size + np.arange(size)
-    table = np.full((planes, groups, slots, size), -1, np.int32)
-    table[np.arange(planes)[:, None], sorted_owner, place] = np.where(numbers < q_len, numbers, -1)
-    each = -(-min(slots * size, q_len) // members)
-    rows = np.full((planes, groups, members * each), -1, np.int32)
-    width = min(members * each, slots * size)
-    rows[:, :, :width] = table.reshape(planes, groups, -1)[:, :, :width]
-    return rows.reshape(planes, groups * members, each).transpose(1, 0, 2).copy()
-
-
-def digest(*arrays: Any) -> int:
-    """60 bits of some arrays of NumPy, never 0."""
-    found = hashlib.blake2b(digest_size=8)
-    for x in arrays:
-        x = np.ascontiguousarray(x)
-        found.update(f"{x.dtype}{x.shape}".encode())
-        found.update(x.data)
-    return (int.from_bytes(found.digest(), "big") >> 4) or 1
-
-
-def lower(
-    mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, known: bool = False
-) -> Prepared:
-    """The mask of a whole problem, with bounds and indices in NumPy; `known` bounds are legal.
-
-    Raises:
-        DtypeError: It is no mask.
-        ShapeError: It was lowered for another problem.
-        OptionError: Its data break a promise.
-
-    Example:
-        >>> from attnspan import causal
-        >>> lower(causal(), 4, 4, batch=1, heads=1).lowered.bounds.shape
-        (1, 1, 4, 1, 2)
-    """
-    from .._mistakes import not_a_mask
-
-    if isinstance(mask, Spans):
-        mask = Prepared(mask)
-    if not isinstance(mask, Mask):
-        raise not_a_mask(mask)
-    found = mask if isinstance(mask, Prepared) else mask.prepare(q_len, k_len, batch=batch, heads=heads)
-    what = "keys of a mask with context parallelism"
-    expect(found.k_index is None, what, "0..k_len-1", "others", _PROBLEM)
-    spans = found.lowered
-    fits = spans.q_len == q_len and spans.k_len == k_len
-    what, wanted = "mask with context parallelism", f"{q_len} rows and {k_len} keys, the whole problem"
-    expect(fits, what, wanted, repr(spans), _PROBLEM, error=ShapeError)
-    # A mask that was lowered for other batch rows or heads would give some of them the first ones' mask.
-    for name, got, whole in zip(("batch rows", "heads"), spans.bounds.shape[:2], (batch, heads), strict=True):
-        remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
-        wanted = f"{whole} {name}, or 1 that all share"
-        expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
-    if not isinstance(spans.bounds, np.ndarray) or found is not mask:
-        found = Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
-    if isinstance(mask, Prepared) and not known:
-        # On the keys of a rank an illegal span may look like a legal one.
-        found.lowered.validate()
-    return found
-
-
-def _numpy(x: object) -> object:
-    if x is None or isinstance(x, np.ndarray):
-        return x
-    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    known[key] = value
+    while len(known) > _MOST_REMEMBERED:
+        known.pop(next(iter(known)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,10 +50,13 @@ class Machine:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            fits = isinstance(value, str) or 0 < value < math.inf
-            remedy = "Measure it with Machine.calibrate()"
-            expect(fits, f"Machine: {each.name}", "a positive, finite figure", value, remedy)
+            value, remedy = getattr(self, each.name), "Measure it with Machine.calibrate()"
+            if each.type == "str":
+                fits, wanted = isinstance(value, str), "a text"
+            else:
+                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite figure"
+                fits = isinstance(value, kind) and 0 < value < math.inf
+            expect(fits, f"Machine: {each.name}", wanted, repr(value), remedy)
 
     @classmethod
     def default(cls) -> Machine | None:
@@ -64,7 +66,7 @@ class Machine:
             OptionError: The variable names a file that cannot be used.
         """
         path = os.environ.get(_VARIABLE)
-        return cls.load(Path(path)) if path else None
+        return cls.load(path) if path else None
 
     @classmethod
     def calibrate(cls, group: Any = None, **options: Any) -> Machine:
@@ -82,18 +84,18 @@ class Machine:
 
         return calibrate(group, **options)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the figures as JSON; a reader sees the old file or the new one."""
-        write_json(path, self, indent=1)
+        write_json(Path(path), self, indent=1)
 
     @classmethod
-    def load(cls, path: Path) -> Machine:
+    def load(cls, path: Path | str) -> Machine:
         """Read what `save` wrote.
 
         Raises:
             OptionError: The file is missing, or is something else.
         """
-        return from_plain(cls, read_json(path, "the figures of a machine"), str(path))
+        return from_plain(cls, read_json(Path(path), "the figures of a machine"), str(path))
 
     def predict(self, cost: Cost, sizes: Sizes) -> Prediction:
         """The time of one call, forward and backward.
@@ -102,27 +104,27 @@ class Machine:
         nodes work at the same time, both directions of each too, and nobody shares one. A ring's steps are
         taken to cost the same; where a mask makes some heavier, a real ring is slower than this.
         """
-        forward, backward = flops_of(cost.pairs, head_dim=sizes.head_dim, v_dim=sizes.v_dim)
-        times = (
-            self._times(forward / self.forward_flops, cost.forward, cost),
-            self._times(backward / self.backward_flops, cost.backward, cost),
-        )
-        return Prediction(
-            sum(float(x.total.max()) for x in times),
-            float(forward.mean() / self.forward_flops + backward.mean() / self.backward_flops),
-            float(np.sum([x.network + x.exposed for x in times], axis=0).max()),
-            _bound(times),
-        )
-
-    def _times(self, compute: Floats, phases: Mapping[str, Phase], cost: Cost) -> _Times:
-        """Work in equal parts: while one is computed, the next ones travel; a ring's first part is there."""
-        network, exposed = np.zeros(len(compute)), np.zeros(len(compute))
-        for name, phase in phases.items():
-            sums = exposed if name in ("scatter", "gather") else network
-            sums += self._seconds(phase) + self.latency * (cost.parts if sums is network else 1)
-        first = 0.0 if cost.strategy.kind == "ring" else network / cost.parts
-        last = compute / cost.parts * (network > 0)
-        return _Times(compute, network, exposed, np.maximum(compute + first, network + last) + exposed)
+        work = flops_of(cost.pairs, head_dim=sizes.head_dim, v_dim=sizes.v_dim)
+        rates, directions = (self.forward_flops, self.backward_flops), (cost.forward, cost.backward)
+        spent = dict.fromkeys(("compute", "exchange", "scatter and gather"), 0.0)
+        seconds, least, away = 0.0, 0.0, np.zeros(len(cost.pairs))
+        for flops, rate, phases in zip(work, rates, directions, strict=True):
+            compute, network, exposed = flops / rate, np.zeros(len(flops)), np.zeros(len(flops))
+            for name, phase in phases.items():
+                overlaps = name not in ("scatter", "gather")
+                sums = network if overlaps else exposed
+                sums += self._seconds(phase) + self.latency * (cost.parts if overlaps else 1)
+            # Work in equal parts: while one is computed the next ones travel; a ring's first part is there.
+            first = 0.0 if cost.strategy.kind == "ring" else network / cost.parts
+            last = compute / cost.parts * (network > 0)
+            total = np.maximum(compute + first, network + last) + exposed
+            slowest = int(total.argmax())
+            for name, x in zip(spent, (compute, network, exposed), strict=True):
+                spent[name] += float(x[slowest])
+            seconds += float(total.max())
+            least += float(compute.mean())
+            away += network + exposed
+        return Prediction(seconds, least, float(away.max()), max(spent, key=lambda name: spent[name]))
 
     def _seconds(self, phase: Phase) -> Floats:
         received, sent, received_across, sent_across = phase
@@ -134,15 +136,6 @@ class Machine:
         rates = f"{self.forward_flops / 1e12:.3g} and {self.backward_flops / 1e12:.3g} TFLOP/s"
         links = f"{self.bandwidth_within / 1e9:.3g} and {self.bandwidth_across / 1e9:.3g} GB/s"
         return f"{self.name} ({self.dtype}, {rates}; {links} in nodes of {self.node_size} and across)"
-
-
-class _Times(NamedTuple):
-    """Where the time of one direction goes, each float64 (P,), s."""
-
-    compute: Floats
-    network: Floats
-    exposed: Floats
-    total: Floats
 
 
 class Prediction(NamedTuple):
@@ -160,15 +153,6 @@ class Prediction(NamedTuple):
     compute_seconds: float
     network_seconds: float
     bound: str
-
-
-def _bound(times: tuple[_Times, ...]) -> str:
-    parts = dict.fromkeys(("compute", "exchange", "scatter and gather"), 0.0)
-    for one in times:
-        slowest = int(one.total.argmax())
-        for name, x in zip(parts, (one.compute, one.network, one.exposed), strict=True):
-            parts[name] += float(x[slowest])
-    return max(parts, key=lambda name: parts[name])
 
 
 def flops_of(pairs: Floats, *, head_dim: int, v_dim: int) -> tuple[Floats, Floats]:

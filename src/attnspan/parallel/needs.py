@@ -5,14 +5,16 @@ Keys are flat: plane * k_len + key. Shapes: r groups, m intervals.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .chunks import Chunks
 from .intervals import Ints, covered, union
-from .layout import Layout
+
+if TYPE_CHECKING:
+    from .layout import Layout
 
 __all__ = ["Holders", "Needs", "Pieces", "Traffic", "foreign", "lent", "needs_of", "pieces", "traffic"]
 
@@ -53,16 +55,12 @@ class Holders(NamedTuple):
         """The holders of a layout's rows, over at least as many planes as it has.
 
         Example:
+            >>> from attnspan.parallel import Layout
             >>> Holders.of(Layout.contiguous(3, ranks=2), planes=2, members=1).lo.tolist()
             [0, 2, 3, 5]
         """
-        runs = keys.runs
-        lo, hi, group = runs.edges[:-1], runs.edges[1:], runs.rank // members
-        if keys.planes == 1 and planes > 1:
-            base = np.arange(planes)[:, None] * keys.q_len
-            lo, hi = (base + lo).reshape(-1), (base + hi).reshape(-1)
-            group = np.tile(group, planes)
-        return cls(lo, hi, group)
+        runs = keys.runs(planes)
+        return cls(runs.edges[:-1], runs.edges[1:], runs.rank // members)
 
 
 class Pieces(NamedTuple):
@@ -75,12 +73,7 @@ class Pieces(NamedTuple):
 
 
 def needs_of(chunks: Chunks, owner: NDArray[Any], groups: int) -> Needs:
-    """The union of the keys that the chunks of each group need.
-
-    Args:
-        chunks: the rows.
-        owner: integer (n_chunks,), the group of each chunk.
-        groups: r.
+    """The union of the keys that the chunks of each group need; `owner` is the group of each chunk.
 
     Example:
         >>> from attnspan import window
@@ -94,18 +87,11 @@ def needs_of(chunks: Chunks, owner: NDArray[Any], groups: int) -> Needs:
 
 
 def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
-    """How many flat keys each group needs that no group of its node holds, int64 (r,). O(m log m).
-
-    Args:
-        needs: of all groups.
-        holders: of all groups.
-        node: neighbouring groups of a node; 1: what the group itself does not hold.
+    """How many flat keys each group needs that none of the `node` groups of its node holds, int64 (r,).
 
     Example:
-        >>> from attnspan import causal
-        >>> chunks = Chunks.of(causal().spans(6, 6), Chunks.even_edges(6, 1, 2))
-        >>> holders = Holders(np.array([0, 2]), np.array([2, 6]), np.array([0, 1]))
-        >>> foreign(needs_of(chunks, np.array([0, 1, 1]), 2), holders).tolist()
+        >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
+        >>> foreign(needs, Holders(np.array([0, 2]), np.array([2, 4]), np.array([0, 1]))).tolist()
         [0, 2]
     """
     found = needs.rows.astype(np.float64)  # exact below 2**53
@@ -120,39 +106,31 @@ def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
 
 
 def lent(needs: Needs, holders: Holders) -> Ints:
-    """How many keys each group sends, counted for each receiver, int64 (r,). O(m log m).
+    """How many keys each group sends, counted for each receiver, int64 (r,).
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
         >>> lent(needs, Holders(np.array([0, 2]), np.array([2, 4]), np.array([0, 1]))).tolist()
         [2, 0]
     """
-    ends = np.concatenate([needs.lo, needs.hi])
-    order = np.argsort(ends, kind="stable")
-    ends, sign = ends[order], np.where(order < len(needs.lo), 1, -1)
-    readers = np.cumsum(sign)
-    area = np.concatenate([[0], np.cumsum(np.diff(ends) * readers[:-1])])
-
-    def before(x: Ints) -> Ints:
-        at = np.searchsorted(ends, x, side="right") - 1
-        inside = np.where(at < 0, 0, area[at] + (x - ends[at]) * readers[at])
-        return inside.astype(np.int64)
-
-    if not len(ends):
-        return np.zeros(needs.groups, np.int64)
-    read = before(holders.hi) - before(holders.lo)
+    read = _read(needs, holders.hi) - _read(needs, holders.lo)
     sums = np.bincount(holders.group, weights=read, minlength=needs.groups).astype(np.int64)
     return sums - (needs.rows - foreign(needs, holders))
 
 
-def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: int | None = None) -> Pieces:
-    """What must travel, as intervals.
+def _read(needs: Needs, x: Ints) -> Ints:
+    """How many keys below each x are read, counted for each reader."""
 
-    Args:
-        needs: of all groups.
-        holders: of all groups.
-        group: only what this group receives.
-        source: only what this group sends.
+    def since(starts: Ints) -> Ints:
+        starts = np.sort(starts)
+        passed = np.searchsorted(starts, x)
+        return np.asarray(passed * x - np.append(0, np.cumsum(starts))[passed], np.int64)
+
+    return since(needs.lo) - since(needs.hi)
+
+
+def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: int | None = None) -> Pieces:
+    """What must travel: all of it, or what one group receives or what one sends.
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -194,14 +172,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(needs: Needs, holders: Holders, planes: int, k_len: int, parts: int = 1) -> Traffic:
-    """Count an exchange without listing its keys. O(m log m + parts * r * r).
-
-    Args:
-        needs: of all groups.
-        holders: of all groups.
-        planes: batch rows that are told apart.
-        k_len: keys of a plane.
-        parts: into how many parts the planes are split, each with an exchange of its own.
+    """Count an exchange without listing its keys, for each of so many parts of the planes.
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -218,9 +189,9 @@ def traffic(needs: Needs, holders: Holders, planes: int, k_len: int, parts: int 
     plane = np.tile(np.arange(planes, dtype=np.int64) * k_len, groups)
     family = np.repeat(np.arange(groups), planes)
     keys = covered(*needs, family, plane, plane + k_len)
-    ends = np.concatenate([needs.hi, needs.lo])  # Of equal numbers, ends come before starts.
-    sign = np.where(np.argsort(ends, kind="stable") < len(needs.hi), -1, 1)
-    readers = np.cumsum(sign).max(initial=0)
+    # Where a need begins, as many are under way as have begun and not yet ended.
+    begun = np.arange(len(needs.lo)) + 1
+    readers = (begun - np.searchsorted(np.sort(needs.hi), np.sort(needs.lo), "right")).max(initial=0)
     return Traffic(
         counts.astype(np.int64).reshape(parts, groups, groups), int(keys.max(initial=0)), int(readers)
     )

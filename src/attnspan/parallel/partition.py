@@ -15,13 +15,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError
 from .chunks import Chunks
 from .documents import document_edges, share_documents
 from .intervals import Ints
+from .needs import Holders, lent, needs_of
 from .search import Assignment
 
-__all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "zigzag"]
+__all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "rows_of", "zigzag"]
 
 Method = Literal["balanced", "contiguous", "zigzag"]
 Owner = NDArray[np.int32]
@@ -41,6 +41,9 @@ _SHARES = (0.8, 1.0, 0.9, 0.6)
 _ROUNDS = 384
 #: Unevenness counts in steps of 0.5 %: less is not worth a fetched row.
 _STEP = 0.005
+#: A row that is lent to many comes back as many gradients. Of assignments that fetch alike, one may send the
+#: busiest lender twice as many as another: what is received in all counts an eighth of what is fetched.
+_LENT = 1 / 8
 
 
 def chunk_size(q_len: int, groups: int) -> int:
@@ -61,20 +64,7 @@ def chunk_size(q_len: int, groups: int) -> int:
 
 
 def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Owner:
-    """The group of each chunk, (planes * n,); all planes together are balanced.
-
-    Args:
-        chunks: of all planes.
-        groups: r.
-        method: "balanced", "contiguous" or "zigzag".
-        tolerance: largest over mean visible pairs of a group that "balanced" aims at.
-
-    Raises:
-        OptionError: for another method.
-    """
-    if method not in ("balanced", *_ORDERS):
-        names = "'balanced', 'contiguous' or 'zigzag'"
-        raise OptionError("method", expected=names, got=repr(method), remedy="Pass one of them")
+    """The group of each chunk, (planes * n,); all planes together are balanced. See `Layout.of`."""
     found: list[Owner] = []
     load, foreign = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
     for number in range(chunks.planes):
@@ -85,10 +75,28 @@ def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Own
         # Each plane makes up for what the ones before it left uneven.
         best = _balanced(plane, groups, tolerance, load, foreign)
         load, foreign = best.load, best.foreign
-        owner = np.empty(best.table.size, np.int32)
-        owner[best.table] = np.arange(groups, dtype=np.int32)[:, None]
-        found.append(owner[: len(plane)])
+        found.append(_owner_of(best.table)[: len(plane)])
     return np.concatenate(found)
+
+
+def rows_of(owner: Owner, q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
+    """The rows of each rank, (P, L, n), from the group of each chunk of `size` rows, (L, n_chunks)."""
+    planes, count = owner.shape
+    slots = -(-count // groups)
+    # A group may have a short chunk; chunks ascend, so its padding still comes last.
+    order = np.argsort(owner, axis=1, kind="stable")
+    sorted_owner = np.take_along_axis(owner, order, 1)
+    counts = np.array([np.bincount(row, minlength=groups) for row in owner])
+    first = np.cumsum(counts, axis=1) - counts
+    place = np.arange(count) - np.take_along_axis(first, sorted_owner, 1)
+    numbers = order[:, :, None] * size + np.arange(size)
+    table = np.full((planes, groups, slots, size), -1, np.int32)
+    table[np.arange(planes)[:, None], sorted_owner, place] = np.where(numbers < q_len, numbers, -1)
+    each = -(-min(slots * size, q_len) // members)
+    rows = np.full((planes, groups, members * each), -1, np.int32)
+    width = min(members * each, slots * size)
+    rows[:, :, :width] = table.reshape(planes, groups, -1)[:, :, :width]
+    return rows.reshape(planes, groups * members, each).transpose(1, 0, 2).copy()
 
 
 def contiguous(count: int, groups: int) -> Owner:
@@ -140,21 +148,28 @@ def by_pairs(pairs: Ints, load: Ints) -> Ints:
 
 
 def _balanced(chunks: Chunks, groups: int, tolerance: float, load: Ints, foreign: Ints) -> Assignment:
-    """Equal pairs within `tolerance` as far as possible, then the smallest largest count of foreign keys.
+    """Equal pairs within `tolerance` as far as possible, then few keys to fetch and to lend.
 
     First assignments are evened out by swaps, and the best one is kept. Where none becomes even, as for masks
     without any order, pairs alone decide.
     """
-    full = _filled(chunks, groups)
-    found = []
+    full, found = _filled(chunks, groups), []
+    least = _least_foreign(full, groups) + int(foreign.max())
     for table in _first_tables(full, groups, load):
-        found.append(Assignment(full, table, load, foreign))
-        found[-1].even(tolerance, _ROUNDS)
-        if _merit(found[-1], tolerance) <= (0, _least_foreign(full, groups) + int(foreign.max())):
-            return found[-1]
+        one = Assignment(full, table, load, foreign)
+        one.even(tolerance, _ROUNDS)
+        if _unevenness(one) <= tolerance and one.foreign.max() < least:
+            return one
+        found.append(one)
     if not found or min(map(_unevenness, found)) > tolerance:
         found.append(Assignment(full, by_pairs(full.pairs, load), load, foreign))
-    return min(found, key=lambda one: _merit(one, tolerance))
+    return found[0] if len(found) == 1 else min(found, key=lambda one: _merit(one, tolerance))
+
+
+def _owner_of(table: Ints) -> Owner:
+    owner = np.empty(table.size, np.int32)
+    owner[table] = np.arange(len(table), dtype=np.int32)[:, None]
+    return owner
 
 
 def _first_tables(chunks: Chunks, groups: int, load: Ints) -> Iterator[Ints]:
@@ -180,10 +195,15 @@ def _unevenness(one: Assignment) -> float:
     return float(one.load.max() / max(one.load.mean(), 1))
 
 
-def _merit(one: Assignment, tolerance: float) -> tuple[int, int, int]:
-    """Less is better: steps of unevenness beyond the tolerance, then the largest foreign count, then all."""
-    beyond = max(_unevenness(one) - tolerance, 0)
-    return ceil(beyond / _STEP), int(one.foreign.max()), int(one.foreign.sum())
+def _merit(one: Assignment, tolerance: float) -> tuple[int, float, int]:
+    """Less is better: steps of unevenness beyond the tolerance, then the largest counts of rows, then all."""
+    beyond, moved = max(_unevenness(one) - tolerance, 0), one.foreign
+    if one.chunks.q_len == one.chunks.k_len:
+        edges, owner = one.chunks.edges, _owner_of(one.table)
+        held = np.flatnonzero(np.diff(edges))
+        holders = Holders(edges[held], edges[held + 1], owner[held].astype(np.int64))
+        moved = moved + lent(needs_of(one.chunks, owner, len(one.table)), holders)
+    return ceil(beyond / _STEP), float(one.foreign.max() + _LENT * moved.max()), int(one.foreign.sum())
 
 
 def _filled(chunks: Chunks, groups: int) -> Chunks:

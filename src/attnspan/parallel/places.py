@@ -12,38 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ShapeError, expect
-from .intervals import Ints, expand
-from .layout import Layout, Runs
+from .intervals import Ints, below, expand
 from .needs import Needs
 
-__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows", "tiled"]
+__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows"]
 
 Places = NDArray[np.int32]
-
-
-def tiled(runs: Runs, layout: Layout, planes: int) -> Runs:
-    """Runs of a layout over at least as many planes as it has."""
-    if layout.planes == planes:
-        return runs
-    base = np.arange(planes, dtype=np.int64)[:, None] * layout.q_len
-    edges = np.append((base + runs.edges[:-1]).reshape(-1), planes * layout.q_len)
-    return Runs(edges, np.tile(runs.rank, planes))
 
 
 def take_rows(bounds: Any, rows: Places, planes: int) -> Places:
     """The bounds of some rows, (planes, H|1, N, R, 2); padding sees nothing."""
     at = np.maximum(rows, 0)
-    if len(rows) == 1:
-        taken = bounds[:, :, at[0]].copy()
-        taken[:, :, rows[0] < 0] = 0
-    else:
-        whole = np.broadcast_to(bounds, (planes, *bounds.shape[1:]))
-        taken = np.stack([whole[plane][:, at[plane]] for plane in range(planes)])
-        taken[(np.broadcast_to((rows < 0)[:, None], taken.shape[:3]))] = 0
-    if len(taken) < planes:  # Keys lie otherwise in each plane.
-        taken = np.repeat(taken, planes, axis=0)
-    found: Places = taken
-    return found
+    taken = np.stack([bounds[x % len(bounds)][:, at[x % len(rows)]] for x in range(planes)])
+    taken[np.broadcast_to((rows < 0)[:, None], taken.shape[:3])] = 0
+    return taken
 
 
 def ascending(rows: Places) -> Places:
@@ -86,12 +68,14 @@ class Kept:
     Attributes:
         lo: int64 (n,), first flat key of each range.
         sums: int64 (n + 1,), keys before each range.
+        before: int64 (planes,), keys in the planes before each one.
         k_len: keys of a plane.
         keys: int32 (planes, K), global numbers of the keys of each plane, 0 behind the last.
     """
 
     lo: Ints
     sums: Ints
+    before: Ints
     k_len: int
     keys: Places
 
@@ -106,38 +90,29 @@ class Kept:
         """
         at = slice(needs.starts[group], needs.starts[group + 1])
         lo, hi = needs.lo[at], needs.hi[at]
-        sums = np.concatenate([[0], np.cumsum(hi - lo)])
+        sums = np.append(0, np.cumsum(hi - lo))
         k_len = max(k_len, 1)  # a divisor, also where there are no keys
-        bare = cls(lo, sums, k_len, np.empty((planes, 0), np.int32))
-        before = bare.count(np.arange(planes + 1) * k_len)
+        before = below(lo, sums, np.arange(planes + 1) * k_len)
         most = int(np.diff(before).max(initial=0))
         check_places(planes, most)
         keys = np.zeros((planes, most), np.int32)
         flat = expand(lo, hi)
         plane = flat // k_len
         keys[plane, np.arange(len(flat)) - before[plane]] = flat % k_len
-        return cls(lo, sums, k_len, keys)
+        return cls(lo, sums, before[:-1], k_len, keys)
 
     def count(self, flat: Ints) -> Ints:
         """Number of kept keys below each flat key."""
-        if not len(self.lo):
-            return np.zeros_like(flat)
-        at = np.searchsorted(self.lo, flat, "right") - 1
-        inside = np.minimum(flat - self.lo[at], self.sums[at + 1] - self.sums[at])
-        return np.where(at < 0, 0, self.sums[at] + inside)
+        return below(self.lo, self.sums, flat)
 
     def has(self, flat: Ints) -> NDArray[np.bool_]:
         """Which flat keys are kept."""
         return self.count(flat + 1) > self.count(flat)
 
-    def before(self, flat: Ints) -> Ints:
-        """Number of kept keys in the planes before that of each flat key."""
-        return self.count(flat // self.k_len * self.k_len)
-
     def place(self, flat: Ints) -> Places:
         """Where kept keys lie: plane * K + place in the plane."""
-        inside = self.count(flat) - self.before(flat)
-        found: Places = (flat // self.k_len * self.keys.shape[1] + inside).astype(np.int32)
+        plane = flat // self.k_len
+        found: Places = (plane * self.keys.shape[1] + self.count(flat) - self.before[plane]).astype(np.int32)
         return found
 
 

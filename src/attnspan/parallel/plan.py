@@ -7,25 +7,28 @@ keys of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError, ShapeError, expect
+from ..checks import count
+from ..errors import DtypeError, OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
 from .auto import Choice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
-from .intervals import Ints, expand
-from .layout import Layout, digest, lower
+from .intervals import expand
+from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
+from .lowered import digest, lower
 from .machine import Machine
-from .needs import Holders, Needs, Pieces, Traffic, needs_of, pieces, traffic
-from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows, tiled
+from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
+from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows
 from .strategy import Strategy
 
 __all__ = ["Plan", "make_plan"]
@@ -63,21 +66,20 @@ def make_plan(
         batch: Batch rows of a rank's q; None for those of the layout.
         head_dim, v_dim, itemsize: Elements of a row of q and k, and of v, and bytes of an element: for "auto"
             and `explain` alone.
-        node_size: Ranks of a node. Under "auto" these share heads, so that keys cross between nodes once.
+        node_size: Ranks of a node. Under "auto" as many of these as can share heads, and no others, so that
+            few keys cross between nodes twice.
         machine: Measured rates. With them "auto" predicts times; without, it takes the fewest bytes.
         memory: Bytes that the buffers of one call may take; "auto" leaves out strategies that need more.
 
     Raises:
         OptionError, ShapeError, DtypeError: An argument does not fit.
     """
-    _check_heads(heads)
-    if keys is None and k_len is not None:
-        keys = Layout.contiguous(k_len, layout.ranks)
-    remedy = "Make both layouts for the same ranks"
-    if keys is not None:
-        expect(keys.ranks == layout.ranks, "keys", f"a layout of {layout.ranks} ranks", keys.ranks, remedy)
-        fits = k_len is None or keys.q_len == k_len
-        expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
+    _check_sizes(heads, batch, head_dim, v_dim, itemsize, node_size)
+    kinds = ("keys", keys, Layout, "a Layout"), ("machine", machine, Machine, "a Machine")
+    for what, x, kind, wanted in (*kinds, ("memory", memory, Real, "a number of bytes")):
+        remedy = "Pass one, or leave it out"
+        expect(x is None or isinstance(x, kind), what, wanted, repr(x), remedy, error=DtypeError)
+    keys = _keys_of(layout, keys, k_len)
     batch = max(layout.planes, 1 if keys is None else keys.planes) if batch is None else batch
     known, given = layout.source_of(mask) is not None, layout if keys is None else keys
     prepared = lower(mask, layout.q_len, given.q_len, batch, heads[0], known)
@@ -86,16 +88,26 @@ def make_plan(
     what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
     for got in (layout.planes, plan.keys.planes):
         expect(got in (1, batch), what, f"1 or {batch}", got, remedy, error=ShapeError)
-    if strategy == "auto":
+    if isinstance(strategy, str) and strategy == "auto":
         choice = choose(plan, node_size=node_size, machine=machine, memory=memory)
         return plan.with_strategy(choice.best.strategy, choice)
-    found = strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy, layout.ranks)
-    wanted, remedy = f"one for {layout.ranks} ranks", "Its members times its groups are the ranks"
-    expect(found.ranks == layout.ranks, "strategy", wanted, f"{found.name} for {found.ranks}", remedy)
-    return plan.with_strategy(found)
+    return plan.with_strategy(Strategy.parse(strategy, layout.ranks))
 
 
-def _check_heads(heads: Any) -> None:
+def _keys_of(layout: Layout, keys: Layout | None, k_len: int | None) -> Layout | None:
+    if keys is None:
+        return None if k_len is None else Layout.contiguous(k_len, layout.ranks)
+    remedy = "Make both layouts for the same ranks"
+    expect(keys.ranks == layout.ranks, "keys", f"a layout of {layout.ranks} ranks", keys.ranks, remedy)
+    fits = k_len is None or keys.q_len == k_len
+    expect(fits, "keys", f"{k_len} rows, as k_len says", keys.q_len, remedy, error=ShapeError)
+    return keys
+
+
+def _check_sizes(heads: Any, *sizes: Any) -> None:
+    for name, size in zip(("batch", "head_dim", "v_dim", "itemsize", "node_size"), sizes, strict=True):
+        if size is not None:
+            count(name, size, least=1)
     whole = isinstance(heads, tuple) and len(heads) == 2 and all(type(x) is int and x > 0 for x in heads)
     remedy = "Pass the numbers of heads of a rank's q and k"
     wanted = "(query heads, key heads), the second a divisor of the first"
@@ -134,7 +146,7 @@ class Plan:
 
     def with_strategy(self, strategy: Strategy, choice: Choice | None = None) -> Plan:
         """The same problem under another strategy."""
-        return Plan(self.layout, self.keys, self.mask, strategy, self.sizes, choice)
+        return replace(self, strategy=strategy, choice=choice)
 
     @property
     def bounds(self) -> Any:
@@ -154,35 +166,36 @@ class Plan:
     @cached_property
     def _cut(self) -> tuple[Chunks, NDArray[Any]]:
         """Chunks of the rows, and the rank of each."""
-        runs = tiled(self.layout.runs, self.layout, self.planes)
+        runs = self.layout.runs(self.planes)
         return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank
+
+    def _chunks(self, strategy: Strategy) -> tuple[Chunks, NDArray[Any]]:
+        """Rows in chunks, and the group of each."""
+        source, u = self.layout.source_of(self.mask), strategy.members
+        if source is not None and source.chunks.planes == self.planes and u % source.members == 0:
+            return source.chunks, source.owner // (u // source.members)
+        chunks, rank = self._cut
+        return chunks, rank // u
 
     def needs(self, strategy: Strategy) -> Needs:
         """The keys that each group of a strategy needs."""
-        source, u = self.layout.source_of(self.mask), strategy.members
-        if source is not None and source.chunks.planes == self.planes and u % source.members == 0:
-            return needs_of(source.chunks, source.owner // (u // source.members), strategy.groups)
-        chunks, rank = self._cut
-        return needs_of(chunks, rank // u, strategy.groups)
+        return needs_of(*self._chunks(strategy), strategy.groups)
 
     def holders(self, strategy: Strategy) -> Holders:
         """Which group of a strategy holds which keys."""
         return Holders.of(self.keys, self.planes, strategy.members)
 
-    @cached_property
-    def pairs(self) -> Ints:
-        """Visible pairs of each rank, over batch rows and heads of the mask, int64 (P,)."""
-        runs = tiled(self.layout.runs, self.layout, self.planes)
-        bounds, q_len = self.bounds, self.layout.q_len
-        per_row = (bounds[..., 1].astype(np.int64) - bounds[..., 0]).sum(axis=(1, 3))
-        flat = np.broadcast_to(per_row, (self.planes, q_len)).reshape(-1)
-        before = np.append(0, np.cumsum(flat))
-        each = np.diff(before[runs.edges])
-        return np.bincount(runs.rank, weights=each, minlength=self.layout.ranks).astype(np.int64)
+    def pairs(self, strategy: Strategy) -> NDArray[np.float64]:
+        """Visible pairs of each group, over batch rows and heads of the mask."""
+        chunks, owner = self._chunks(strategy)
+        return np.bincount(owner, chunks.pairs, strategy.groups).astype(np.float64)
 
-    def cost(self, strategy: Strategy | None = None, node_size: int | None = None) -> Cost:
+    def cost(self, strategy: str | Strategy | None = None, node_size: int | None = None) -> Cost:
         """Pairs, bytes and memory of each rank, under this strategy or another."""
-        return cost_of(self, self.strategy if strategy is None else strategy, node_size)
+        if node_size is not None:
+            count("node_size", node_size, least=1)
+        found = self.strategy if strategy is None else Strategy.parse(strategy, self.layout.ranks)
+        return cost_of(self, found, node_size)
 
     @cached_property
     def facts(self) -> dict[str, int]:
@@ -196,32 +209,26 @@ class Plan:
             "strategy and heads": digest(np.frombuffer(words, np.uint8)),
         }
 
-    def explain(self, node_size: int | None = None) -> str:
+    def explain(self) -> str:
         """Pairs and bytes of each rank, the lower bounds, and what "auto" compared; ``print`` it."""
         from .explain import explain
 
-        return explain(self, node_size)
+        return explain(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # What was derived stays here.
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    def local(self, rank: int) -> LocalPlan:
-        """One rank's part."""
-        if rank not in self._parts:
-            self._parts[rank] = self._part(rank)
-        return self._parts[rank]
+        return type(self), tuple(getattr(self, each.name) for each in fields(self))
 
     @cached_property
     def _parts(self) -> dict[int, LocalPlan]:
         return {}
 
-    def _part(self, rank: int) -> LocalPlan:
+    def local(self, rank: int) -> LocalPlan:
+        """One rank's part."""
+        if rank in self._parts:
+            return self._parts[rank]
         data, numbers = encode(self.tables(rank))
-        return LocalPlan(
+        self._parts[rank] = LocalPlan(
             strategy=self.strategy,
             rank=rank,
             heads=self.sizes.heads,
@@ -236,6 +243,7 @@ class Plan:
             data=data,
             numbers=numbers,
         )
+        return self._parts[rank]
 
     def on(self, mesh: Any, **options: Any) -> Any:
         """The plan on a mesh: a mask for `attention`, of torch for a DeviceMesh, of JAX for a JAX mesh.
@@ -277,7 +285,7 @@ class Plan:
 
     def tables(self, rank: int) -> Tables:
         """What the operator of one rank reads; tables of the members of a group differ in `rank` only."""
-        strategy = self.strategy
+        strategy, rank = self.strategy, self.layout.checked_rank(rank)
         group = rank // strategy.members
         rows = self._rows(self.layout, group)
         taken = take_rows(self.bounds, rows, self.planes)
@@ -305,17 +313,10 @@ class Plan:
         return rows
 
     def _q_index(self, rows: Places) -> Places:
-        index = self.mask.q_index
-        if index is None:
-            found = rows + (self.k_len - self.layout.q_len)
-        else:
-            index = np.asarray(index)
-            planes = max(len(index), len(rows))
-            found = np.take_along_axis(
-                np.broadcast_to(index, (planes, index.shape[1])),
-                np.broadcast_to(np.maximum(rows, 0), (planes, rows.shape[1])),
-                axis=1,
-            )
+        found, index = rows + (self.k_len - self.layout.q_len), self.mask.q_index
+        if index is not None:
+            planes = np.arange(max(len(index), len(rows)))[:, None]
+            found = index[planes % len(index), np.maximum(rows, 0)]
         placed: Places = np.where(rows < 0, 0, found).astype(np.int32)
         return placed
 
@@ -335,28 +336,21 @@ class Plan:
         check_places(self.planes, slots.shape[1])
         needs, holders = self._needs_and_holders
         kept = Kept.of(needs, group, self.planes, self.k_len)
-        base = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None] * self.k_len
-        stage = Stage(kept.keys, (kept.count(bounds + base) - kept.before(base)).astype(np.int32))
+        planes = np.arange(self.planes, dtype=np.int64)[:, None, None, None, None]
+        ranks = kept.count(bounds + planes * self.k_len) - kept.before[planes]
+        stage = Stage(kept.keys, ranks.astype(np.int32))
         leaving = pieces(needs, holders, source=group)
         coming = pieces(needs, holders, group=group)
         order = np.argsort(coming.source, kind="stable")
         slot_of = Slots(slots, self.planes, self.k_len)
         own = slot_of.keys[kept.has(slot_of.keys)]
-        transfer = Transfer(
-            slot_of(expand(leaving.lo, leaving.hi)),
-            kept.place(expand(coming.lo[order], coming.hi[order])),
-            slot_of(own),
-            kept.place(own),
-            self._counts(leaving.group, leaving),
-            self._counts(coming.source, coming),
-        )
-        return (stage,), transfer
+        counts: Any = [
+            np.bincount(peer, x.hi - x.lo, self.strategy.groups).astype(np.int64)
+            for peer, x in ((leaving.group, leaving), (coming.source, coming))
+        ]
+        send, place = expand(leaving.lo, leaving.hi), expand(coming.lo[order], coming.hi[order])
+        return (stage,), Transfer(slot_of(send), kept.place(place), slot_of(own), kept.place(own), *counts)
 
     @cached_property
     def _needs_and_holders(self) -> tuple[Needs, Holders]:
         return self.needs(self.strategy), self.holders(self.strategy)
-
-    def _counts(self, peer: Ints, found: Pieces) -> Any:
-        """How many keys go to or come from each group."""
-        counts = np.bincount(peer, weights=found.hi - found.lo, minlength=self.strategy.groups)
-        return counts.astype(np.int64)

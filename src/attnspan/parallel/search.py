@@ -92,14 +92,8 @@ class Assignment:
     def _score(self, heavy: Ints, light: Ints, columns: Ints, most: float) -> NDArray[np.float64]:
         """What each swap leaves to be desired, inf for those that help nobody.
 
-        Args:
-            heavy: (h,) groups.
-            light: (h, l), the partners of each.
-            columns: (c,), which chunks of each group are looked at.
-            most: work that no group should exceed.
-
-        Returns:
-            (h, l, c, c): by partner, its chunk, and the chunk of the heavy group.
+        The h heavy groups have l light partners each, and c `columns` of a group's chunks are looked at: the
+        result is (h, l, c, c), by partner, its chunk, and the chunk of the heavy group.
         """
         mine, theirs = self.table[heavy][:, columns], self.table[light][:, :, columns]
         pairs, load = self.chunks.pairs, self.load.astype(np.float64)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from ..errors import OptionError
+from ..checks import count
+from ..errors import OptionError, expect
 
-__all__ = ["HeadSlice", "Strategy", "split_heads"]
+__all__ = ["HeadSlice", "Strategy", "members_of_node", "split_heads"]
 
+Kind = Literal["exchange", "ring"]
 _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)?\)")
 
 
@@ -28,9 +30,15 @@ class Strategy:
         'hybrid(2, 4)'
     """
 
-    kind: Literal["exchange", "ring"]
+    kind: Kind
     members: int
     groups: int
+
+    def __post_init__(self) -> None:
+        known, remedy = self.kind in ("exchange", "ring"), "Or name one: Strategy.parse"
+        expect(known, "Strategy: kind", "'exchange' or 'ring'", repr(self.kind), remedy)
+        count("Strategy: members", self.members, least=1)
+        count("Strategy: groups", self.groups, least=1)
 
     @property
     def ranks(self) -> int:
@@ -47,27 +55,27 @@ class Strategy:
         return f"hybrid({self.members}, {self.groups}{', ring' if self.kind == 'ring' else ''})"
 
     @classmethod
-    def parse(cls, text: str, ranks: int) -> Strategy:
-        """Read a strategy's name.
-
-        Args:
-            text: "exchange", "ring", "ulysses", "hybrid(u, r)" or "hybrid(u, r, ring)".
-            ranks: number of ranks.
+    def parse(cls, text: str | Strategy, ranks: int) -> Strategy:
+        """Read "exchange", "ring", "ulysses", "hybrid(u, r)" or "hybrid(u, r, ring)", or check a strategy.
 
         Raises:
-            OptionError: for another text, or a hybrid of another number of ranks.
+            OptionError: for something else, or a strategy for another number of ranks.
 
         Example:
             >>> Strategy.parse("hybrid(2, 2, ring)", ranks=4)
             Strategy(kind='ring', members=2, groups=2)
         """
+        if isinstance(text, Strategy):
+            wanted, got = f"one for {ranks} ranks", f"{text.name} for {text.ranks}"
+            expect(text.ranks == ranks, "strategy", wanted, got, "Its members times its groups are the ranks")
+            return text
         hybrid = _HYBRID.fullmatch(text) if isinstance(text, str) else None
         if hybrid:
             members, groups = int(hybrid[1]), int(hybrid[2])
             if members * groups == ranks and ranks > 0:
                 return cls("ring" if hybrid[3] == "ring" else "exchange", members, groups)
-        elif text == "exchange" or text == "ring":
-            return cls("ring" if text == "ring" else "exchange", 1, ranks)
+        elif text in ("exchange", "ring"):
+            return cls(cast(Kind, text), 1, ranks)
         elif text == "ulysses":
             return cls("exchange", ranks, 1)
         raise OptionError(
@@ -104,13 +112,21 @@ class HeadSlice:
         return self.q_stop - self.q_start
 
 
+def members_of_node(node_size: int, ranks: int, q_heads: int) -> int:
+    """The most ranks of a node that can share heads: no group lies in two nodes, each rank has a query head.
+
+    Example:
+        >>> members_of_node(8, 64, 32), members_of_node(8, 64, 6), members_of_node(8, 12, 32)
+        (8, 4, 4)
+    """
+    common = math.gcd(node_size, ranks)
+    return max(u for u in range(1, min(common, q_heads) + 1) if common % u == 0)
+
+
 def split_heads(q_heads: int, kv_heads: int, members: int) -> list[HeadSlice]:
     """Share query heads out among the members of a group, as evenly as can be, with the key heads they read.
 
-    Args:
-        q_heads: Hq.
-        kv_heads: Hkv, divides Hq.
-        members: u; where it exceeds Hq, some members have no heads.
+    Where there are more members than query heads, some have none.
 
     Example:
         >>> split_heads(8, 2, 4)[1]

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._biases import short
+from .._pytrees import short
 from ..call import check_keywords
 from ..options import Bias
 from ._attention import AnyMask, attention

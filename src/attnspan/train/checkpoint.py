@@ -67,12 +67,9 @@ class CheckpointStore:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
     def save(self, step: int, tensors: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Copy a state and start to write it; once written it is the latest checkpoint.
+        """Copy a state for `torch.distributed.checkpoint` and start to write it, with progress as JSON.
 
-        Args:
-            step: Steps taken so far; names the checkpoint.
-            tensors: State for `torch.distributed.checkpoint`.
-            progress: What else is needed to go on; must fit into JSON.
+        Once written it is the latest checkpoint.
         """
         self.wait()
         target, group = self.root / f"step-{step:08d}", self.ranks.saver
@@ -140,11 +137,7 @@ class CheckpointStore:
         return sorted(step for path in _folders(self.root) if (step := step_of(path.name)) is not None)
 
     def load(self, tensors: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Overwrite a state by a checkpoint, the latest by default; its step and progress.
-
-        Raises:
-            CheckpointError: There is no such checkpoint, or one of its files is damaged.
-        """
+        """Overwrite a state by a checkpoint, the latest by default; its step and progress."""
         folder, manifest = self.ranks.first(lambda: self._manifest(step))
         self.ranks.together(lambda: self._verify(folder, manifest["files"]))
         try:
@@ -176,14 +169,11 @@ class CheckpointStore:
         try:
             manifest = json.loads(path.read_text())
             files, _ = manifest["files"], manifest["progress"]["step"]
-            whole = files.keys() >= needed and all(len(entry) == 2 for entry in files.values())
-        except OSError as error:
-            raise self._damaged(path, str(error)) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            whole = False
-        if not whole:
-            raise self._damaged(path, "it does not list the checkpoint's files")
-        return folder, manifest
+            if files.keys() >= needed and all(len(entry) == 2 for entry in files.values()):
+                return folder, manifest
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise self._damaged(path, "it is missing, or does not list the checkpoint's files")
 
     def _verify(self, folder: Path, files: dict[str, list[Any]]) -> None:
         """Compare files with the manifest, each rank some: torch reads damaged tensors as they are."""

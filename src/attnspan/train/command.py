@@ -10,31 +10,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from attnspan.console import options_of
 from attnspan.train.config import MOVABLE, CheckpointError, ConfigError, JobError, TrainConfig
 
 if TYPE_CHECKING:
     import torch
-    import typer
 
     from attnspan.train.train import Observe
 
 __all__ = ["command"]
 
 Monitored = Callable[[Path, "torch.device"], "AbstractContextManager[Observe]"]
-
-
-class _Wishes(NamedTuple):
-    """The command's own options, next to those of `TrainConfig`."""
-
-    name: str | None
-    runs_dir: Path
-    resume: bool
-    from_step: int | None
-    sample: int
-    monitor: bool
 
 
 def command(monitored: Monitored) -> Callable[..., None]:
@@ -51,44 +39,41 @@ def command(monitored: Monitored) -> Callable[..., None]:
         runs_dir: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
         resume: Annotated[bool, typer.Option("--resume", help="go on with --name or the last run")] = False,
         from_step: Annotated[int | None, typer.Option(help="with --resume: an older checkpoint")] = None,
-        sample: Annotated[int, typer.Option(help="bytes of text that the model writes at the end")] = 200,
+        sample: Annotated[int, typer.Option(help="bytes of text of the model at the end", min=0)] = 200,
         monitor: Annotated[bool, typer.Option(help="record where the time of each step goes")] = True,
         **options: Any,
     ) -> None:
-        given = {key for key in options if _is_given(context, key)}
-        wishes = _Wishes(name, runs_dir, resume, from_step, sample, monitor)
-        _run(TrainConfig(**options), given, wishes, monitored)
+        from attnspan.train.parallelize import is_rank
+
+        sources = {key: context.get_parameter_source(key) for key in options}
+        given = {key for key, source in sources.items() if source and source.name == "COMMANDLINE"}
+        config, folder = TrainConfig(**options), _folder(name, runs_dir, resume)
+        whole, remedy = from_step is None or resume, "Add --resume, or leave it away"
+        ConfigError.unless(whole, "--from-step with --resume", "it alone", remedy)
+        if resume:
+            config = _stored(folder, config, given)
+        if not is_rank() and (config.world > 1 or config.fsdp):
+            _start_ranks(config, folder)
+        else:
+            how = {"resume": resume, "from_step": from_step, "sample": sample}
+            _run(config, folder, monitored if monitor else None, how)
 
     own = [each for each in inspect.signature(train).parameters.values() if each.name != "options"]
     train.__signature__ = inspect.Signature([*own, *options_of(TrainConfig)])  # type: ignore[attr-defined]
     return train
 
 
-def _is_given(context: "typer.Context", name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _run(config: TrainConfig, given: set[str], wishes: _Wishes, monitored: Monitored) -> None:
-    """In a process that is a rank already, the run; in one that is not, the ranks."""
-    from attnspan.train.parallelize import is_rank, open_ranks
+def _run(config: TrainConfig, folder: Path, monitored: Monitored | None, how: dict[str, Any]) -> None:
+    """What one rank does, or a job without ranks."""
+    from attnspan.train.parallelize import open_ranks
     from attnspan.train.train import train
 
-    folder = _folder(wishes)
-    alone = wishes.from_step is not None and not wishes.resume
-    ConfigError.unless(not alone, "--from-step with --resume", "it alone", "Add --resume, or leave it away")
-    if wishes.resume:
-        config = _stored(folder, config, given)
-    if not is_rank() and (config.world > 1 or config.fsdp):
-        _start_ranks(config, folder)
-        return
     with open_ranks(config) as ranks:
         try:
             folder = ranks.first(lambda: folder)
-            watched = wishes.monitor and ranks.is_first
-            with monitored(folder, ranks.device) if watched else nullcontext() as observe:
-                how: dict[str, Any] = {"from_step": wishes.from_step, "sample": wishes.sample}
-                train(config, folder, resume=wishes.resume, ranks=ranks, observe=observe, **how)
+            watched = monitored(folder, ranks.device) if monitored and ranks.is_first else nullcontext()
+            with watched as observe:
+                train(config, folder, ranks=ranks, observe=observe, **how)
         except JobError as error:
             cause: BaseException | None = error
             while cause is not None:  # Process groups that frames hold at exit abort the process.
@@ -99,14 +84,14 @@ def _run(config: TrainConfig, given: set[str], wishes: _Wishes, monitored: Monit
             raise SystemExit(2) from None  # The first rank says it for all.
 
 
-def _folder(wishes: _Wishes) -> Path:
-    named = wishes.name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+def _folder(name: str | None, runs_dir: Path, resume: bool) -> Path:
+    named = name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     remedy = "Name the run, so that restarted ranks find it"
     ConfigError.unless(named, "--name with torchrun --max-restarts", "none", remedy)
-    if wishes.name is not None or not wishes.resume:
-        return wishes.runs_dir / (wishes.name or time.strftime("%Y%m%d-%H%M%S"))
-    folders = sorted(wishes.runs_dir.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime)
-    wanted = f"a run with a checkpoint in {wishes.runs_dir}"
+    if name is not None or not resume:
+        return runs_dir / (name or time.strftime("%Y%m%d-%H%M%S"))
+    folders = sorted(runs_dir.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime)
+    wanted = f"a run with a checkpoint in {runs_dir}"
     CheckpointError.unless(folders, wanted, "none", "Start one without --resume")
     return folders[-1].parents[1]
 
@@ -135,7 +120,7 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
     share = max(1, torch.get_num_threads() // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or share))
     # The name is settled: ranks that looked at the clock could disagree.
-    command = ["-m", "attnspan", *sys.argv[1:], "--name", folder.name]
+    command = ["-m", "attnspan", *sys.argv[1:], "--runs-dir", str(folder.parent), "--name", folder.name]
     arguments = ["--standalone", "--nproc-per-node", str(config.world), *command]
     try:
         torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]

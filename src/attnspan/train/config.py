@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from attnspan.console import option
 from attnspan.errors import _Explained
+from attnspan.parallel.strategy import Strategy
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
 
@@ -128,8 +130,11 @@ class TrainConfig:
             value, kind = getattr(self, item.name), type(item.default)
             lowest = _LOWEST.get(item.name, 0 if kind is float else 1)
             if kind in (int, float):
-                flag = item.name.replace("_", "-")
-                check(value >= lowest, f"--{flag} of at least {lowest}", value, "Pass a larger number")
+                wanted = f"a finite --{item.name.replace('_', '-')} of at least {lowest}"
+                check(lowest <= value < math.inf, wanted, value, "Pass such a number")
+        check(self.threads <= 1024, "--threads of at most 1024", self.threads, "Pass the number of cores")
+        if self.strategy != "auto":
+            Strategy.parse(self.strategy, self.cp)
         heads = f"{self.heads} heads and {self.kv_heads} key/value heads"
         check(self.heads % self.kv_heads == 0, "--kv-heads to divide --heads", heads, "Choose a divisor")
         check(self.head_dim % 2 == 0, "an even --head-dim", self.head_dim, "Rotary embedding turns pairs")

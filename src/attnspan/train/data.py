@@ -84,14 +84,8 @@ class PackedStream:
     otherwise be hundreds of steps in a row. The order of an epoch is drawn from (seed, epoch), so that four
     integers are the whole state.
 
-    Args:
-        corpus: The documents.
-        seq_len: S, tokens of a row.
-        batch_size: B, rows of a batch.
-        seed: Seed of the document order.
-        replica: Which of several replicas this is, from 0.
-        replicas: How many there are: each gets B rows of every R * B, and all of them together get what one
-            with batches of R * B rows would get, in the same order.
+    Each of R replicas gets B (`batch_size`) rows of every R * B: all of them together get what one with
+    batches of R * B rows would get, in the same order.
     """
 
     def __init__(
@@ -173,12 +167,7 @@ class Batch(NamedTuple):
 class Batches(IterableDataset[Batch]):
     """The batches of one rank: rows are packed, partitioned and planned here, in the data loader's workers.
 
-    Args:
-        config: The job.
-        corpus: What to train on.
-        rank: Number of this rank in the job.
-        steps: How many batches.
-        place: Where the data go on (`PackedStream.state_dict`); None is the beginning.
+    There are ``steps`` of them, from ``place`` (`PackedStream.state_dict`) or from the beginning.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from attnspan.train.config import DataError, TrainConfig
 __all__ = ["Corpus", "Data", "Vocabulary", "load_data", "load_vocabulary", "read_documents", "split"]
 
 _NOT_STANDARD = {"site-packages", "dist-packages"}
+_TABLES = {".jsonl", ".parquet"}
 # Held-out documents are scored by their beginnings, so that one huge file cannot be the whole evaluation.
 _EVAL_DOCUMENT_BYTES = 16_384
 
@@ -201,27 +202,21 @@ def _text_files(root: Path, standard: bool) -> Iterator[Path]:
                 yield path
 
 
-def _json_rows(path: Path, _field: str) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
-        yield from (json.loads(line) for line in lines if line.strip())
+def _table(path: Path, field: str) -> Iterator[Any]:
+    """The rows of a table, without other columns where that saves reading them."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+    elif path.stat().st_size:
+        from pyarrow import parquet
 
-
-def _parquet_rows(path: Path, field: str) -> Iterator[Any]:
-    from pyarrow import parquet
-
-    if path.stat().st_size:
         table = parquet.ParquetFile(path)
-        columns = [field] if field in table.schema_arrow.names else None
-        for batch in table.iter_batches(columns=columns):
+        for batch in table.iter_batches(columns=[field] if field in table.schema_arrow.names else None):
             yield from batch.to_pylist()
 
 
-_TABLES = {".jsonl": _json_rows, ".parquet": _parquet_rows}
-
-
 def _rows(path: Path, field: str) -> Iterator[bytes]:
-    """The documents of a table, without reading its other columns."""
-    for row in _TABLES[path.suffix](path, field):
+    for row in _table(path, field):
         text: Any = row.get(field) if isinstance(row, dict) else row
         got = f"a row with the fields {sorted(row)}" if text is None else type(text).__name__
         wanted = f"a string in the field {field!r} of every row of {path}"

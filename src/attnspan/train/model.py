@@ -226,13 +226,7 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
-        """Logits of the next token, (B, S, V).
-
-        Args:
-            tokens: (B, S) int64.
-            positions: Position of each token within its segment, (B, S) int64, below `TrainConfig.seq_len`.
-            mask: See `_attend`.
-        """
+        """Logits of the next token, (B, S, V). Positions are within segments; both are (B, S) int64."""
         rotary = Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
         x = self.embedding(tokens)
         x = x.to(torch.promote_types(x.dtype, torch.float32))  # The residual stream, in mixed precision too.

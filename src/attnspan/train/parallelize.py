@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from timeit import repeat
 from typing import Any, TypeVar, cast
 
 import torch
@@ -147,12 +148,7 @@ def is_rank() -> bool:
 
 @contextmanager
 def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """Join the other ranks, as the launcher's environment says, or those of a group that exists already.
-
-    Raises:
-        ConfigError: There are more or fewer than the configuration says, or no such device.
-        RankError: Some did not come in the time that the configuration says.
-    """
+    """Join the other ranks, as the launcher's environment says, or those of a group that exists already."""
     there = dist.is_initialized()
     world = dist.get_world_size() if there else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
     start = f"Start them: torchrun --nproc-per-node {config.world} -m attnspan train ..."
@@ -256,15 +252,12 @@ def faster_dtype(device: torch.device = _CPU) -> str:
     """
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    best = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        factor, times = torch.randn(512, 512).to(dtype), []
-        for _ in range(8):
-            start = time.perf_counter()
-            factor @ factor
-            times.append(time.perf_counter() - start)
-        best[dtype] = min(times)
-    return "bfloat16" if best[torch.float32] >= 1.5 * best[torch.bfloat16] else "float32"
+
+    def seconds(dtype: torch.dtype) -> float:
+        factor = torch.randn(512, 512).to(dtype)
+        return min(repeat(lambda: factor @ factor, number=1, repeat=8))
+
+    return "bfloat16" if seconds(torch.float32) >= 1.5 * seconds(torch.bfloat16) else "float32"
 
 
 def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> list[float]:

@@ -25,15 +25,10 @@ _SMOOTHING = 0.9
 
 
 class MetricsLog:
-    """One JSON line per step, continued after a resume as if nothing had happened.
-
-    Args:
-        path: File; made when missing. A damaged line of it raises a CheckpointError.
-        step: Steps that are already taken; later lines are of a run that was cut off, and removed.
-    """
+    """One JSON line per step, continued after ``step`` steps as if nothing had happened."""
 
     def __init__(self, path: Path, step: int) -> None:
-        # The last line may be cut short: then it has no newline.
+        # Later lines are of a run that was cut off. The last one may be cut short: then it has no newline.
         whole = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
         kept = [line for number, line in enumerate(whole, 1) if _step(line, number, path) <= step]
         write_whole(path, b"".join(line + b"\n" for line in kept))
@@ -139,8 +134,10 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """Names and texts of the table."""
         score = f"{self.bits_per_byte_start:.3f} at the start, {self.bits_per_byte_end:.3f} at the end"
-        speed = f"{self.tokens_per_second:,.0f} tokens/s, {rate_text(self.flops_per_second)}"
-        rows = [("held-out bits per byte", score), ("speed", speed)]
+        rows = [("held-out bits per byte", score)]
+        if self.tokens_per_second:  # A run that is resumed at its end takes no step.
+            speed = f"{self.tokens_per_second:,.0f} tokens/s, {rate_text(self.flops_per_second)}"
+            rows.append(("speed", speed))
         if self.mfu is not None:
             low, high = rate_text(min(self.ceiling)), rate_text(max(self.ceiling))
             bursts = f"bursts of multiply-adds on registers: {low} to {high}"

@@ -18,14 +18,10 @@ __all__ = ["continue_text", "generate"]
 
 
 def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-    """Continue a text, piece by piece, until the model ends the document.
+    """Continue a text, piece by piece, until the model ends the document or there are ``tokens`` more.
 
-    Args:
-        path: A run's folder (its latest checkpoint is taken) or the folder of one checkpoint.
-        prompt: Text to continue.
-        tokens: Most tokens to add, 0 or more.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        seed: Seed of the draw.
+    The path is a run's folder, whose latest checkpoint is taken, or the folder of one checkpoint.
+    Temperature 0 takes the likeliest token.
     """
     wanted, got = "--temperature and --tokens of 0 or more", f"{temperature} and {tokens}"
     ConfigError.unless(temperature >= 0 <= tokens, wanted, got, "Pass larger numbers")

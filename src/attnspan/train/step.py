@@ -76,29 +76,25 @@ class StepResult(NamedTuple):
     def figures(self) -> dict[str, float]:
         """What is logged: rates instead of counts."""
         same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
-        rates = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
-        rates = {name: value / self.seconds for name, value in rates.items()}
-        return same | rates | {"tokens_per_second": self.tokens / self.seconds, "memory": self.memory}
+        work = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
+        rates = {name: x / self.seconds for name, x in (work | {"tokens_per_second": self.tokens}).items()}
+        return same | rates | {"memory": self.memory}
 
 
 class Stepper(Stateful):
     """A model with its optimizer, ready to take steps; as a state, what a checkpoint holds of them.
 
-    The optimizer is AdamW (Loshchilov and Hutter 2019); it decays matrices and leaves norms alone.
-
-    Args:
-        config: The run; its dtype must be resolved ("auto" is not a dtype).
-        vocab_size: V.
-        ranks: Who takes the steps together; by default this process alone.
+    The optimizer is AdamW (Loshchilov and Hutter 2019); it decays matrices and leaves norms alone. The dtype
+    of the configuration must be resolved ("auto" is not a dtype).
     """
 
     def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
         self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
         self.model = build_model(config, vocab_size, ranks)
-        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
-        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}]
-        groups.append({"params": vectors, "weight_decay": 0.0})
+        decays = config.weight_decay, 0.0
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in decays]
+        for parameter in self.model.parameters():
+            groups[parameter.ndim < 2]["params"].append(parameter)
         self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
     def loss(self, part: Part, observer: Any = UNOBSERVED) -> Tensor:
@@ -108,13 +104,7 @@ class Stepper(Stateful):
             return token_loss(self.model(part.tokens, part.positions, part.mask), part.targets)
 
     def step(self, batch: Batch, index: int, observer: Any = UNOBSERVED) -> StepResult:
-        """Forward and backward of each micro-batch, clip, update.
-
-        Args:
-            batch: This rank's.
-            index: Steps taken before this one; it sets the learning rate.
-            observer: Told of the phases (`Unobserved`).
-        """
+        """Forward and backward of each micro-batch, clip, update. ``index`` steps were taken before."""
         start, config, ranks = time.perf_counter(), self.config, self.ranks
         lr = learning_rate(index, config)
         for group in self.optimizer.param_groups:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
+from attnspan.errors import OptionError
 from attnspan.files import to_plain, write_json, write_whole
 from attnspan.train.checkpoint import CheckpointStore
 from attnspan.train.config import CheckpointError, ConfigError, DataError, TrainConfig
@@ -24,7 +28,7 @@ from attnspan.train.documents import Data, Vocabulary, load_data, load_vocabular
 from attnspan.train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops
 from attnspan.train.progress import Graphs, Reporter, Summary
 from attnspan.train.sample import continue_text
-from attnspan.train.step import UNOBSERVED, Stepper
+from attnspan.train.step import UNOBSERVED, Stepper, StepResult
 
 __all__ = ["Run", "train"]
 
@@ -67,13 +71,19 @@ class Run:
     def load(self, step: int | None) -> None:
         """Return to a checkpoint, the latest by default; one of other data raises a CheckpointError."""
         self.done, progress = self.store.load({"state": self.stepper}, step)
-        for part, digest in self.data.digests.items():
-            stored = progress.get("digests", {}).get(part)
-            wanted = f"the {part} documents that {self.folder} was trained with, sha256 {stored}"
-            remedy = "Restore the data and the tokenizer as they were, or start a new run with another --name"
-            CheckpointError.unless(digest == stored, wanted, f"{digest} from {self.data.source}", remedy)
-        self.ranks.first(lambda: self.store.go_back(self.done))
+        self.ranks.first(lambda: self._go_back(progress.get("digests", {})))
         self.place, self.start_score = progress["place"], progress["start_score"]
+
+    def _go_back(self, digests: dict[str, str]) -> None:
+        steps, remedy = self.config.steps, "Pass more steps, or go back with --from-step"
+        wanted = f"--steps of at least the {self.done} that are taken"
+        ConfigError.unless(steps == 0 or steps >= self.done, wanted, steps, remedy)
+        for part, digest in self.data.digests.items():
+            wanted = f"the {part} documents that {self.folder} was trained with, sha256 {digests.get(part)}"
+            remedy = "Restore the data and the tokenizer as they were, or start a new run with another --name"
+            same = digest == digests.get(part)
+            CheckpointError.unless(same, wanted, f"{digest} from {self.data.source}", remedy)
+        self.store.go_back(self.done)
 
 
 def train(
@@ -96,28 +106,38 @@ def train(
     Args:
         config: Options. When resuming, those of the run itself, moved at most (`TrainConfig.moved`).
         folder: The run's folder, which ranks on several machines all see.
-        resume: Go on from a checkpoint.
-        from_step: Which checkpoint to resume from; None takes the latest.
+        resume: Go on from a checkpoint: ``from_step``, or the latest.
+        from_step: See ``resume``.
         sample: Bytes of text to sample at the end.
         ranks: Who runs it; by default whom the launcher or the present process group names (`open_ranks`).
         observe: Makes the observer of the steps; it is open during them.
-        console: Where people read; standard output by default.
+        console: Standard output by default.
     """
     began = time.perf_counter()
     with nullcontext(ranks) if ranks is not None else open_ranks(config) as ranks:
         console = (console or Console()) if ranks.is_first else Console(quiet=True)
         with ranks.joined(lambda: "the start"):
             run = _open(config, folder, ranks, resume, from_step)
-        with ranks.joined(lambda: run.doing):
-            found = _train(run, console, began, observe)
-            run.doing = "sampling"
-            found = replace(found, text=_sample(run, sample), seconds=time.perf_counter() - began)
+        with ranks.joined(lambda: run.doing), _interruptible(run, console):
+            found = _train(run, console, began, observe, sample)
             summary = ranks.first(lambda: found)  # It alone has seen all of the run.
         if ranks.is_first:
             write_json(folder / _SUMMARY, {**to_plain(summary), "mfu": summary.mfu}, indent=2)
         summary.show(console)
         _suggest(run, console)
         return summary
+
+
+@contextmanager
+def _interruptible(run: Run, console: Console) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.ranks.world == 1:  # Others may have ended already.
+            run.store.wait()
+        if steps := run.store.steps():
+            _say(console, "next", f"attnspan train --resume {_named(run)}   go on from step {steps[-1]}")
+        raise
 
 
 def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_step: int | None) -> Run:
@@ -128,8 +148,8 @@ def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_st
     store = CheckpointStore(folder / "checkpoints", ranks)
     if ranks.first(lambda: _opened_before(folder)):
         resume, from_step = ranks.first(lambda: bool(store.steps())), None
-    new, remedy = resume or not ranks.first(store.steps), "Pass --resume, or another --name"
-    ConfigError.unless(new, "a new run", f"{folder}, which holds one", remedy)
+    got, remedy = f"{folder}, which holds one", "Pass --resume, or another --name"
+    ranks.first(lambda: ConfigError.unless(resume or not store.steps(), "a new run", got, remedy))
     vocabulary, data = ranks.together(lambda: _read(config))
     expected = ranks.first(lambda: data.digests)
     ranks.together(lambda: _refuse_other_data(data, expected))
@@ -166,13 +186,19 @@ def _opened_before(folder: Path) -> bool:
 
 def _keep(config: TrainConfig, folder: Path) -> None:
     """Write the options of a run, as it goes on now."""
-    write_json(folder / _CONFIG, config, indent=2)
-    if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
-        write_whole(folder / _JOB, job)
+    try:
+        write_json(folder / _CONFIG, config, indent=2)
+        if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
+            write_whole(folder / _JOB, job)
+        if config.profile:
+            Path(config.profile).mkdir(parents=True, exist_ok=True)
+    except (OSError, OptionError) as error:
+        wanted, remedy = "folders that can be written", "Choose others with --runs-dir and --profile"
+        raise ConfigError.of(wanted, error, remedy) from None
 
 
-def _train(run: Run, console: Console, began: float, observe: Observe | None) -> Summary:
-    """From the first compilation to the last score."""
+def _train(run: Run, console: Console, began: float, observe: Observe | None, sample: int) -> Summary:
+    """From the first compilation to the text of the trained model."""
     ranks, stepper, device = run.ranks, run.stepper, run.ranks.device
     _introduce(run, console)
     bursts, before = peak_flops(run.config, device), Graphs.since()
@@ -189,6 +215,8 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
     run.doing = "the held-out score"
     score = stepper.bits_per_byte(run.data.held_out)
     bursts += peak_flops(run.config, device)
+    run.doing = "sampling"
+    text = _sample(run, sample)
     # A run that is resumed at its very end has taken no step.
     speeds = [each["gflops"] * 1e9 for each in results] or [0.0]
     return Summary(
@@ -203,8 +231,9 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None) ->
         warm=warm if run.config.compile else None,
         later=Graphs.since(*so_far) if run.config.compile else None,
         peak_memory=memory,
-        seconds=0.0,
+        seconds=time.perf_counter() - began,
         ranks=_in_words(run.config),
+        text=text,
     )
 
 
@@ -235,6 +264,7 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
             with observer.step(number=run.done + 1, tokens=round(batch.tokens * config.world)):
                 result = run.stepper.step(batch, run.done, observer)
             run.done, run.place = run.done + 1, batch.place
+            _refuse_divergence(run, result)
             results.append({"step": run.done} | result.figures())
             if reporter:
                 reporter.update(results[-1])
@@ -246,6 +276,17 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
                 run.save()
         run.store.wait()
     return results
+
+
+def _refuse_divergence(run: Run, result: StepResult) -> None:
+    """Stop before weights that are not finite replace a good checkpoint. All ranks know the figures."""
+    if math.isfinite(result.loss + result.grad_norm):
+        return
+    run.store.wait()
+    wanted = f"a finite loss and gradient norm at step {run.done}"
+    got = f"{result.loss} and {result.grad_norm} at the learning rate {result.lr:.3g}"
+    remedy = "Start a new run with a lower --lr or a longer --warmup; earlier checkpoints are as they were"
+    run.ranks.first(lambda: ConfigError.unless(False, wanted, got, remedy))
 
 
 def _profiler(config: TrainConfig, rank: int) -> profile:
@@ -263,7 +304,7 @@ def _sample(run: Run, size: int) -> str:
 
 
 def _say(console: Console, name: str, text: str) -> None:
-    console.print(f"[bold]{name:>6}[/bold]  {text}", soft_wrap=True, highlight=False)
+    console.print(f"[bold]{name:>6}[/bold]  {escape(text)}", soft_wrap=True, highlight=False)
 
 
 def _introduce(run: Run, console: Console) -> None:
@@ -286,11 +327,19 @@ def _in_words(config: TrainConfig) -> str:
     return f"{config.world} ranks: cp {config.cp}{shared}, dp {config.dp}{', sharded' * config.fsdp}"
 
 
+def _named(run: Run) -> str:
+    """The options that name a run."""
+    runs, name = shlex.quote(str(run.folder.parent)), shlex.quote(run.folder.name)
+    return f"--name {name}" if runs == "runs" else f"--runs-dir {runs} --name {name}"
+
+
 def _suggest(run: Run, console: Console) -> None:
     """What to try next."""
-    name, config = run.folder, run.config
-    _say(console, "next", f'attnspan sample {name} "import "   more text of this model')
-    _say(console, "", f"attnspan train --resume --name {name.name} --steps {2 * config.steps}   train on")
+    config = run.config
+    _say(
+        console, "next", f'attnspan sample {shlex.quote(str(run.folder))} "import "   more text of this model'
+    )
+    _say(console, "", f"attnspan train --resume {_named(run)} --steps {2 * config.steps}   train on")
     if config.world == 1:
         _say(console, "", "attnspan train --cp 2   two ranks share each row; --fsdp shards the model")
     if config.data is None:

@@ -33,33 +33,24 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attnspan.torch.attention` on XLA tensors, as a part of the XLA graph that torch_xla builds.
 
-    Arguments, results and their meaning are those of `attnspan.torch.attention`; here is what differs. Values
-    are not read when the graph is built, so what the others refuse by value (ids in more runs than promised,
-    illegal bounds) makes the rows concerned NaN. Calls that differ in values only share a trace.
+    Arguments, results and errors are those of `attnspan.torch.attention`, but for ``backend``; here is what
+    differs. Values are not read when the graph is built, so what the others refuse by value (ids in more runs
+    than promised, illegal bounds) makes the rows concerned NaN. Calls that differ in values only share a
+    trace.
 
     With ``partition_spec`` each device computes its own batch rows and heads, and nothing of q, k and v is
     gathered. Every other tensor (segment ids, bounds, biases, sinks, seeds, indices) is split as q is, on the
     axes that it shares with q. Heads that share keys may be split further than the keys' heads.
 
     Args:
-        q: Shape (B, Hq, Sq, D) in layout "bhsd"; on an XLA device.
-        k: Shape (B, Hkv, Sk, D).
-        v: Shape (B, Hkv, Sk, Dv).
+        q, k, v: Shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in layout "bhsd", on XLA.
         mesh: A mesh of ``torch_xla.distributed.spmd``; by default the global one.
-        partition_spec: For each dim of q, a mesh axis by name or number, a tuple of them, or None. Batch and
-            heads may be split.
+        partition_spec: For each dim of q in ``layout``, a mesh axis by name or number, several, or None.
+            Batch and heads may be split; what splits the sequence or the head dim raises.
         specs: Where other tensors than q, k and v lie, by name: keywords of this function, or names of the
             mask's and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
         **options: Keywords of `attnspan.torch.attention` but ``backend``. Arrays of the mask are XLA tensors
-            or of NumPy; the function of ``from_predicate`` is given XLA tensors. ``layout`` is also the order
-            of ``partition_spec``.
-
-    Returns:
-        The output in q's layout; with ``return_lse`` also ``lse``, shape (B, Hq, Sq), or (Hq, T) in "thd".
-
-    Raises:
-        ValueError: Shapes, devices, options or specs do not fit; a spec splits the sequence or the head dim.
-        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
+            or of NumPy; the function of ``from_predicate`` is given XLA tensors.
 
     Example:
         >>> import torch, torch_xla

@@ -31,20 +31,8 @@ def lower_all(
 ) -> tuple[Given, Prepared]:
     """Lower the mask of a call, after its tensors and those of its options are where the specs say.
 
-    Args:
-        mask: A mask, prepared or not, or spans.
-        q: Shape (B, H, Sq, D).
-        k: Shape (B, Hkv, Sk, D).
-        given: The options.
-        places: How q is split.
-        specs: Specs by name, in place of those that follow from q's.
-
-    Returns:
-        The options with tensors in their places, and the mask as bounds with indices.
-
-    Raises:
-        OptionError: A spec does not fit, or has the name of no tensor of the call.
-        DeviceError: An array of the mask is on another device.
+    ``places`` say how q is split; ``specs`` stand, by name, in place of those that follow from q's. Returns
+    the options with tensors in their places, and the mask as bounds with indices.
     """
     words, arrays, names = _worded(mask)
     _check_names(specs, places, [*names, *_names(given)])

@@ -30,18 +30,9 @@ _PLANS = (
 
 @dataclass(frozen=True)
 class Places:
-    """How q is split.
+    """How q is split: mesh axes that split its batch and its heads, and into how many parts.
 
-    Attributes:
-        key: Names the mesh for `mesh_of`.
-        batch: Mesh axes that split the batch.
-        heads: Mesh axes that split the heads.
-        batch_parts: Number of parts of the batch.
-        head_parts: Number of parts of the heads.
-
-    Example:
-        >>> Places("", ("data",), (), 4, 1).spec(True, True, False)
-        ('data', None, None)
+    ``key`` names the mesh for `mesh_of`.
     """
 
     key: str
@@ -66,18 +57,7 @@ def _entry(axes: Axes) -> Any:
 
 
 def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places | None:
-    """How q is split over a mesh; None where no partition spec is given.
-
-    Args:
-        q: The queries, in ``layout``.
-        mesh: A mesh of torch_xla, or None for the global one.
-        partition_spec: One entry for each dim of q: a mesh axis by name or number, several of them, or None.
-        layout: A key of `attnspan.call.LAYOUTS`.
-
-    Raises:
-        OptionError: The spec does not fit q or the mesh, or splits what only a plan can split.
-        DtypeError: ``mesh`` is no mesh.
-    """
+    """How q, in ``layout``, is split over a mesh of torch_xla; None where no partition spec is given."""
     if partition_spec is None:
         remedy = "Pass q's, such as ('data', None, None, None)"
         expect(mesh is None, "mesh", "a partition_spec with it", "None", remedy)
@@ -129,7 +109,7 @@ def _number_of(axis: Any, mesh: Any, what: str = "partition_spec") -> int:
 
 def _parts_of(axes: Axes, mesh: Any) -> int:
     """The number of parts into which mesh axes split a dim."""
-    count = 1
+    count = 1  # Not math.prod, which Dynamo of torch 2.9 cannot trace.
     for axis in axes:
         count *= int(mesh.mesh_shape[_number_of(axis, mesh)])
     return count
@@ -184,11 +164,6 @@ def default_spec(x: Any, places: Places, name: str, batch: int, heads: int) -> S
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec as a Python literal, which an operator can be told.
-
-    Example:
-        >>> spec_text(("data", None, (0, "model")))
-        "('data',None,(0,'model',),)"
-    """
+    """A spec as a Python literal, which an operator can be told: "('data',None,(0,'model',),)"."""
     entries = [spec_text(tuple(x)) if isinstance(x, (tuple, list)) else f"{x!r}" for x in spec]
     return "(" + "".join([f"{x}," for x in entries]) + ")"

@@ -75,15 +75,10 @@ def _wide(args: Sequence[Any]) -> Any:
 
 @cache
 def lowering(recipe: str, sizes: tuple[int, int, int, int]) -> Program:
-    """Lower a mask: ``program(arrays, q_index, k_index)``.
+    """``program(arrays, q_index, k_index)`` lowers the mask of a text of `attnspan.xla.recipe.encode`.
 
-    Args:
-        recipe: The text of `attnspan.xla.recipe.encode`.
-        sizes: q_len, k_len, batch and heads.
-
-    Returns:
-        A function whose results are the bounds, the rows' indices where those are not the last of the keys,
-        and ``k_index`` where it is given.
+    ``sizes`` are q_len, k_len, batch and heads. Its results are the bounds, the rows' indices where those are
+    not the last of the keys, and ``k_index`` where it is given.
     """
     from .recipe import decode
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,17 +37,19 @@ class World:
 
 @dataclass
 class VirtualDevice:
-    """The same on a clock that only moves when told: exact on the busiest machine.
+    """A queue whose work goes on after a call has returned.
 
     Args:
         world: Whose clock moves while a wait lasts.
         work: Seconds of each call.
         round_trip: Seconds that a wait takes besides.
+        waits: Whether `synchronize` waits at all; one that does not is what users forget.
     """
 
     world: World
     work: float
     round_trip: float = 0.0
+    waits: bool = True
     pending: int = 0
     name = "virtual"
     is_asynchronous = True
@@ -62,8 +61,9 @@ class VirtualDevice:
 
     def synchronize(self, result: Any) -> None:
         del result
-        self.world.now += self.pending * self.work + self.round_trip
-        self.pending = 0
+        if self.waits:
+            self.world.now += self.pending * self.work + self.round_trip
+            self.pending = 0
 
     def is_idle(self, result: Any) -> bool:
         del result
@@ -74,56 +74,6 @@ class VirtualDevice:
 
     def subject(self, name: str) -> Subject:
         return Subject(name, self.submit, self)
-
-
-class SleepingDevice:
-    """A worker thread that sleeps for every call; waiting for it costs a round trip besides.
-
-    Args:
-        work: Seconds of each call.
-        round_trip: Seconds that a wait takes after the work is done.
-        waits: Whether `synchronize` waits at all; one that does not is what users forget.
-    """
-
-    name = "sleeping"
-    is_asynchronous = True
-    is_ordered = True
-
-    def __init__(self, work: float, round_trip: float = 0.0, waits: bool = True) -> None:
-        self._work, self._round_trip, self._waits = work, round_trip, waits
-        self._queue: queue.Queue[object] = queue.Queue()
-        self._pending = 0
-        self._changed = threading.Condition()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            self._queue.get()
-            time.sleep(self._work)
-            with self._changed:
-                self._pending -= 1
-                self._changed.notify_all()
-
-    def submit(self) -> str:
-        with self._changed:
-            self._pending += 1
-        self._queue.put(None)
-        return "a result to come"
-
-    def synchronize(self, result: Any) -> None:
-        del result
-        if self._waits:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending == 0)
-            time.sleep(self._round_trip)
-
-    def is_idle(self, result: Any) -> bool:
-        del result
-        with self._changed:
-            return self._pending == 0
-
-    def timer(self) -> None:
-        return None
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_devices import FakeProbe
 
-from attnspan.tools.bench import environment, resident
+from attnspan.tools.bench import environment, processes
 from attnspan.tools.bench.ceilings import measure_ceilings, native_probe
 from attnspan.tools.bench.cells import Workload
 from attnspan.tools.bench.devices import Device
@@ -78,21 +78,21 @@ def test_the_environment_tells_what_decides_speed(monkeypatch, tmp_path):
 
 @on_linux
 def test_resident_memory_grows_shrinks_and_has_a_peak_that_can_be_forgotten():
-    resident.trim()
-    resident.forget_peak()
-    before, peak = resident.resident_memory(), resident.resident_peak()
+    processes.trim()
+    processes.forget_peak()
+    before, peak = processes.resident_memory(), processes.resident_peak()
     block = torch.ones(BLOCK // 4)
-    assert 0.9 * BLOCK < resident.resident_memory() - before < 2 * BLOCK
+    assert 0.9 * BLOCK < processes.resident_memory() - before < 2 * BLOCK
     del block
     # Small pieces, which the allocator keeps when they are freed, and one at the end, which pins them.
     pieces = [torch.ones(2**14) for _ in range(BLOCK // 2**16)]
-    last, grown = torch.ones(2**14), resident.resident_memory()
+    last, grown = torch.ones(2**14), processes.resident_memory()
     del pieces
-    resident.trim()
-    assert resident.resident_memory() < grown - 0.5 * BLOCK
-    assert 0.9 * BLOCK < resident.resident_peak() - peak < 2 * BLOCK
-    resident.forget_peak()
-    assert resident.resident_peak() < peak + 0.5 * BLOCK
+    processes.trim()
+    assert processes.resident_memory() < grown - 0.5 * BLOCK
+    assert 0.9 * BLOCK < processes.resident_peak() - peak < 2 * BLOCK
+    processes.forget_peak()
+    assert processes.resident_peak() < peak + 0.5 * BLOCK
     del last
 
 

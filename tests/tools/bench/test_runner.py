@@ -1,23 +1,22 @@
 """A cell lists every peer; wrong and failing ones are found before they are timed; nothing is lost."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from fake_devices import FakeProbe, SleepingDevice
+from fake_devices import FakeProbe, VirtualDevice, World
 
-from attnspan.errors import OptionError
 from attnspan.tools.bench import runner
 from attnspan.tools.bench.cells import Workload
-from attnspan.tools.bench.peers import Ready, peers_by_name, peers_named
+from attnspan.tools.bench.peers import Ready, peers_by_name
 from attnspan.tools.bench.results import Results
-from attnspan.tools.bench.runner import Options, Plan, measure_cell, peers_for, run_plan
+from attnspan.tools.bench.runner import Plan, measure_cell, peers_for, run_plan
 from attnspan.tools.bench.timing import Budget, MeasurementError
 from attnspan.tools.bench.workloads import grid
 
 WORK = Workload("tiny", "own", 1, 2, 2, 16, 16, 8, 8, "float32", "causal")
 QUICK = Budget(seconds=0.02, sample_seconds=1e-5)
-OPTIONS = Options(budget=QUICK)
 OURS = peers_by_name()["attnspan"]
 
 
@@ -35,8 +34,8 @@ class Changed:
         return replace(ready, call=lambda: self._change(ready.call()))
 
 
-def _cell(*peers, options=OPTIONS, mode="forward"):
-    return measure_cell(WORK, mode, [OURS, *peers], options)
+def _cell(*peers, mode="forward", **how):
+    return measure_cell(WORK, mode, [OURS, *peers], QUICK, **how)
 
 
 def test_a_cell_has_every_figure_of_a_peer_that_ran():
@@ -56,7 +55,7 @@ def test_a_wrong_result_is_never_timed(mode):
         return result * 1.01 if mode == "forward" else (result[0], -result[1], *result[2:])
 
     run = _cell(Changed(change), mode=mode).runs[1]
-    assert run.reason.startswith("its result differs from attnspan's by ")
+    assert run.reason.startswith("its result differs from that of attnspan by ")
     assert run.execute is run.ratio is None
     assert run.error > 1e-3
 
@@ -67,21 +66,56 @@ def test_failures_and_nan_are_reasons_and_the_others_go_on():
 
     cell = _cell(Changed(fail), Changed(lambda out: out * float("nan"), "nan"), Changed(name="after"))
     assert cell.run("changed").reason == "it failed: RuntimeError: no kernel image"
-    assert cell.run("nan").reason.startswith("its result differs from attnspan's by nan")
+    assert cell.run("nan").reason.startswith("its result differs from that of attnspan by nan")
     assert cell.run("after").ran
 
 
-def test_peers_run_and_show_no_ratio_where_attnspan_cannot():
-    peers = [Changed(name="attnspan", reason="not today"), Changed(name="one"), Changed(name="other")]
-    cell = measure_cell(WORK, "forward", peers, OPTIONS)
-    assert cell.ours.reason == "not today"
-    assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None)] * 2
+def _nan(out):
+    return out * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        (Changed(name="attnspan", reason="not today"), "not today"),
+        (Changed(_nan, "attnspan"), "its result has values that are not finite"),
+    ],
+)
+def test_peers_run_and_show_no_ratio_where_attnspan_cannot(ours, reason):
+    peers = [ours, Changed(name="one"), Changed(name="other"), Changed(lambda out: -out, "wrong")]
+    cell = measure_cell(WORK, "forward", peers, QUICK)
+    assert cell.ours.reason == reason
+    assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None), (True, None), (False, None)]
+    assert cell.peers[2].reason.startswith("its result differs from that of one by 2 ")
+
+
+@pytest.mark.parametrize("name", ["attnspan", "changed"])
+def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
+    calls = iter(range(10**9))
+
+    def fail(out):
+        if next(calls) == 6:
+            raise RuntimeError("out of memory")
+        return out
+
+    peers = [Changed(fail if name == x else lambda out: out, x) for x in ("attnspan", "changed", "other")]
+    cell = measure_cell(WORK, "forward", peers, QUICK)
+    assert cell.run(name).reason == "it failed while it was timed: RuntimeError: out of memory"
+    assert [run.ran for run in cell.runs if run.peer != name] == [True, True]
+    assert cell.run("other").ratio is None or name != "attnspan"
+
+
+def test_inputs_that_do_not_fit_are_the_reason_of_all():
+    work = replace(WORK, batch=1 << 40)
+    found = [run.reason for run in measure_cell(work, "forward", [OURS, Changed()], QUICK).runs]
+    assert len(found) == 2
+    assert all(reason.startswith("there is no memory for its inputs: RuntimeError") for reason in found)
 
 
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
     class Early(Changed):
         def prepare(self, _job):
-            device = SleepingDevice(0.05, waits=False)
+            device = VirtualDevice(World(), 0.05, waits=False)
             return Ready(lambda: (device.submit(), torch.zeros(1))[1], device)
 
     with pytest.raises(MeasurementError, match="expected its work to be done"):
@@ -94,7 +128,7 @@ def test_memory_that_cannot_be_measured_leaves_the_times():
             raise OSError("no process")
         return 4096
 
-    ours, peer = _cell(Changed(), options=replace(OPTIONS, memory=memory)).runs
+    ours, peer = _cell(Changed(), memory=memory).runs
     assert (ours.peak_memory, peer.peak_memory, peer.ran) == (4096, None, True)
     assert peer.note.endswith("memory: OSError: no process")
 
@@ -107,8 +141,6 @@ def test_the_grid_is_against_the_fused_kernels_unless_others_are_named():
     ):
         assert [peer.name for peer in peers_for(grid()[0], names, device)] == wanted
     assert len(peers_for(WORK, [], "cpu")) == len(peers_by_name())
-    with pytest.raises(OptionError, match="expected some of attnspan, sdpa-flash, "):
-        peers_named(["spda"])
 
 
 def _plan(**changes):
@@ -130,13 +162,17 @@ def test_a_run_writes_after_every_cell(tmp_path):
 
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path):
-    def before(workload, mode):
-        if workload.name == "c":
+    def before(workload, _mode, at="c"):
+        if workload.name == at:
             raise KeyboardInterrupt
 
     results = run_plan(_plan(), path=tmp_path / "results.json", before=before)
     assert [cell.workload.name for cell in results.cells] == ["a", "b"]
     assert not results.complete
+    assert Results.load(tmp_path / "results.json") == results
+    # Before the first cell, an older file is worth more.
+    at_once = partial(before, at="a")
+    assert run_plan(_plan(), path=tmp_path / "results.json", before=at_once).cells == ()
     assert Results.load(tmp_path / "results.json") == results
 
 
@@ -160,5 +196,3 @@ def test_threads_are_set_for_the_run_only():
     assert results.environment["threads"] == wanted
     assert results.ceilings.flops["fma_f32"] == 1e12 * wanted
     assert torch.get_num_threads() == before
-    with pytest.raises(OptionError, match="expected 1 or more, got 0"):
-        _plan(threads=0)

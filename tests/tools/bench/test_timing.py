@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from fake_devices import SleepingDevice, VirtualDevice, World
+from fake_devices import VirtualDevice, World
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench.cells import Timing
@@ -14,7 +14,6 @@ from attnspan.tools.bench.statistics import Interval, discoveries, order_level, 
 from attnspan.tools.bench.timing import (
     Budget,
     MeasurementError,
-    Meter,
     Subject,
     first_call,
     interleave,
@@ -46,7 +45,10 @@ def test_the_number_of_rounds_is_fixed_before_and_never_below_nine():
     assert {len(x.execute.samples) for x in lowered} == {19}, "the trial samples count too"
     slow = [world.subject(name, [100.0]) for name in "ab"]
     assert {len(x.execute.samples) for x in _measure(world, slow, seconds=1.0)} == {9}
-    for limits in ({"rounds": 8}, {"seconds": 0}, {"width": -1}):
+    for limits in (
+        *({"rounds": 8}, {"seconds": 0}, {"width": -1}),
+        *({"seconds": math.inf}, {"width": math.nan}, {"sample_seconds": math.nan}),
+    ):
         with pytest.raises(OptionError, match=r"rounds: expected 9 or more|budget: expected positive limits"):
             Budget(**limits)
 
@@ -99,37 +101,32 @@ def test_evicting_walks_more_than_the_last_cache(monkeypatch):
     assert seen == [(True, 1 << 17)]
 
 
-def test_waiting_for_every_call_is_seen():
-    device = SleepingDevice(work=0.001, round_trip=0.02)
-    subject = Subject("a", device.submit, device)
-    (found,) = interleave([subject], Budget(seconds=0.5, sample_seconds=0.1), basis="pipelined")
-    assert found.execute.median > 2.5 * found.pipelined.median
-    assert found.dispatch.median < 0.5 * found.pipelined.median
-
-
-def test_where_waiting_is_free_both_ways_of_timing_agree():
+@pytest.mark.parametrize(("round_trip", "execute"), [(0.0, 0.004), (0.01, 0.014)])
+def test_waiting_for_every_call_is_seen(round_trip, execute):
     world = World()
-    (found,) = _measure(world, [VirtualDevice(world, work=0.004).subject("a")], sample_seconds=0.02)
-    assert found.execute.median == pytest.approx(found.pipelined.median) == pytest.approx(0.004)
+    subject = VirtualDevice(world, 0.004, round_trip).subject("a")
+    (found,) = _measure(world, [subject], calls=10)
+    assert found.execute.median == pytest.approx(execute)
+    assert found.pipelined.median == pytest.approx(0.004 + round_trip / 10)
+    assert found.dispatch.median == 0.0
     assert found.utilisation is None, "the processor's use says nothing of another device"
 
 
 def test_never_waiting_is_refused():
-    device = SleepingDevice(work=0.05, waits=False)
+    world = World()
+    subject = VirtualDevice(world, 0.05, waits=False).subject("a")
     with pytest.raises(MeasurementError, match="expected its work to be done when the clock stops"):
-        interleave([Subject("a", device.submit, device)], Budget())
+        _measure(world, [subject])
     with pytest.raises(MeasurementError, match="got work that goes on"):
-        first_call(Subject("a", device.submit, device), Meter())
+        first_call(subject, world.meter())
 
 
 def test_the_ratio_of_asynchronous_sides_is_of_pipelined_times_where_asked():
     world = World()
     subjects = [VirtualDevice(world, work, round_trip=0.01).subject(str(work)) for work in (0.001, 0.004)]
-    budget = Budget(sample_seconds=0.1, seconds=1e9)
-    _, pipelined = interleave(subjects, budget, world.meter(), basis="pipelined")
-    _, execute = interleave(subjects, budget, world.meter(), basis="execute")
-    assert pipelined.ratio.median > 2.2
-    assert execute.ratio.median == pytest.approx(14 / 11)
+    for basis, ratio in (("pipelined", 5 / 2), ("execute", 14 / 11)):
+        found = interleave(subjects, Budget(1e9, sample_seconds=1e-9, calls=10), world.meter(), basis=basis)
+        assert found[1].ratio.median == pytest.approx(ratio)
 
 
 def test_results_of_an_asynchronous_library_are_not_timed_as_the_hosts():
@@ -154,8 +151,6 @@ def test_a_known_ratio_is_recovered_through_drift():
     found = paired(ours, theirs)
     assert found.low < 1.37 < found.high
     assert found.width < 0.05
-    assert found.is_faster
-    assert not found.is_slower
 
 
 @pytest.mark.parametrize("count", [3, 5, 9, 10, 25, 40])
@@ -190,6 +185,7 @@ def test_many_cells_without_a_difference_are_not_called_different():
         nothing = [sign_test(np.exp(0.05 * rng.standard_normal(9))) for _ in range(168)]
         false += any(discoveries(nothing))
     assert false <= 6, "uncorrected, hardly a table of 168 cells would be free of them"
+    assert sign_test([1.0] * 13 + [1.1] * 12) == 1.0, "ties speak for a median of 1"
     real = [sign_test([1.1] * 25)] * 20
     assert discoveries([*real, *[0.5] * 148])[:20] == [True] * 20
     assert discoveries([]) == []

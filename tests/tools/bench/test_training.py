@@ -1,35 +1,29 @@
-"""Whole training steps: all attentions are really taken, in turn; their memory is that of new processes."""
+"""Whole training steps: kinds of attention and ranks take turns; memory is that of new processes."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
-from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from attnspan.errors import OptionError
 from attnspan.tools.bench import training
 from attnspan.tools.bench.results import Results
-from attnspan.tools.bench.training import measure_training, steps_peak, training_peak
-from attnspan.tools.bench.training_comparison import RowStepper as Stepper
+from attnspan.tools.bench.table import show_results
+from attnspan.tools.bench.timing import MeasurementError
+from attnspan.tools.bench.training import RowStepper as Stepper
+from attnspan.tools.bench.training import measure_ranks, measure_training, steps_peak
 from attnspan.train.config import TrainConfig
 from attnspan.train.data import Rows as Batch
 from attnspan.train.step import StepResult
 
-SHAPE: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
-HOW: dict[str, Any] = {"seq_len": 48, "batch_size": 2, "dtype": "float32", "compile": False, "threads": 1}
-
 Tiny = Callable[..., TrainConfig]
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Tiny:
-    (tmp_path / "data.txt").write_text("\n\n".join("abcdefg" * n for n in range(1, 20)))
-    return lambda **changes: TrainConfig(**(SHAPE | HOW | {"data": str(tmp_path / "data.txt")} | changes))
 
 
 @pytest.fixture
@@ -87,17 +81,19 @@ def test_peaks_are_those_of_new_processes(
 ) -> None:
     asked: list[TrainConfig] = []
 
-    def peak(config: TrainConfig) -> tuple[int | None, str]:
-        asked.append(config)
-        return (None, "no peak memory: killed") if config.attention == "sdpa" else (len(asked), "")
+    def peak(what: str, _module: str, task: Any, *, remedy: str) -> int:
+        asked.append(TrainConfig(**task["config"]))
+        if what == "memory of sdpa":
+            raise MeasurementError(what, expected="a figure", got="killed", remedy=remedy)
+        return len(asked)
 
-    monkeypatch.setattr(training, "training_peak", peak)
+    monkeypatch.setattr(training, "fresh_process", peak)
     monkeypatch.setattr(training, "faster_dtype", lambda: "bfloat16")
     torch.set_num_threads(1)
     cells = measure_training(tiny(dtype="auto", threads=0), rounds=9)
     assert [config.attention for config in asked] == [cell.attention for cell in cells]
     assert [cell.peak_memory for cell in cells] == [1, None, 3]
-    assert cells[1].note.endswith("; no peak memory: killed")
+    assert cells[1].note.endswith("; memory of sdpa: expected a figure, got killed. Try --no-memory.")
     # What is open is settled before the first process.
     assert {(config.dtype, config.threads) for config in asked} == {("bfloat16", 1)}
     assert "bfloat16" in cells[0].note
@@ -112,40 +108,53 @@ def test_the_peak_is_of_the_steps_and_shows_what_attention_keeps(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Rows whose dense mask alone, 4 bytes an element as SDPA takes it, has 64 MiB.
     shape = {"seq_len": 4096, "batch_size": 1, "layers": 1, "heads": 1, "kv_heads": 1}
-    peaks = {}
-    for kind in ("attnspan", "sdpa"):
-        peaks[kind], trouble = training_peak(tiny(attention=kind, **shape))
-        assert not trouble
-    assert peaks["sdpa"] > peaks["attnspan"] + 2**25
+    ours, dense = measure_training(tiny(**shape), rounds=9, kinds=("sdpa",))
+    assert dense.peak_memory > ours.peak_memory + 2**25
 
 
-def test_the_peak_leaves_out_what_compiling_needed(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_peak_leaves_out_what_compiling_needed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     monkeypatch.setattr(Stepper, "warm_up", lambda *_: happened.append("compiled"))
     monkeypatch.setattr(Stepper, "step", lambda *_: happened.append("step"))
     monkeypatch.setattr(training, "forget_peak", lambda: happened.append("forgotten"))
     monkeypatch.setattr(training, "resident_peak", lambda: happened.append("asked") or 123)
-    steps_peak(json.dumps(asdict(tiny())))
+    assert steps_peak(tiny()) == 123
     assert happened == ["compiled", "step", "forgotten", "step", "step", "step", "asked"]
-    assert capsys.readouterr().out == "123\n"
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_does(tiny: Tiny, tmp_path: Path) -> None:
+    times = measure_ranks(tiny(cp=2, accumulate=2), rounds=3)
+    # Sums of the same float32 numbers in other orders.
+    assert max(times.losses, times.norms) <= 20 * torch.finfo(torch.float32).eps
+    assert len(times.all_ranks) == len(times.one_rank) == len(times.sdpa) == 3
+    assert min(times.all_ranks + times.one_rank + times.sdpa) > 0
+    # Raw samples are kept, and the table is made of them.
+    Results(ranks=times).save(tmp_path / "results.json.gz")
+    kept = Results.load(tmp_path / "results.json.gz")
+    assert kept.ranks == times
+    console = Console(width=80, record=True, file=StringIO())
+    show_results(kept, console)
+    assert re.search(r"2 ranks +\S+ m?s.*1 rank +.*1 rank, SDPA", console.export_text(), re.DOTALL)
 
 
 @pytest.mark.long
-def test_a_process_that_fails_says_why(tiny: Tiny) -> None:
-    peak, trouble = training_peak(tiny(data="/nowhere"))
-    assert peak is None
-    assert trouble.startswith("no peak memory: attnspan.train.config.DataError: data: expected")
+def test_ranks_that_fail_say_so(tiny: Tiny) -> None:
+    with pytest.raises(MeasurementError, match="ranks: expected a process that ends with a figure, got"):
+        measure_ranks(tiny(cp=2, data="/nowhere"))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("measure", "options", "changes", "message"),
     [
-        ({"rounds": 8}, r"rounds: expected 9 or more, got 8"),
-        ({"kinds": ("flash",)}, r"attention: expected one of attnspan, sdpa, sdpa-documents, got 'flash'"),
+        (measure_training, {"rounds": 8}, {}, "rounds: expected 9 or more, got 8"),
+        (measure_training, {"kinds": ("flash",)}, {}, "attention: expected one of attnspan, .* got 'flash'"),
+        (measure_ranks, {}, {}, "ranks: expected 2 or more, got 1"),
+        (measure_ranks, {"rounds": 1}, {"cp": 2}, "rounds: expected 2 or more, got 1"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str, tiny: Tiny) -> None:
+def test_impossible_options_are_refused(
+    tiny: Tiny, measure: Any, options: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
-        measure_training(tiny(), **options)
+        measure(tiny(**changes), **options)

@@ -1,9 +1,12 @@
 """The workloads that were promised are there, and count what they say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from attnspan.errors import OptionError
+from attnspan.files import write_json
 from attnspan.tools.bench.cells import Workload
 from attnspan.tools.bench.workloads import (
     DTYPES,
@@ -13,7 +16,6 @@ from attnspan.tools.bench.workloads import (
     load_workloads,
     mask_of,
     minimal_bytes,
-    save_workloads,
     select,
     total_flops,
     visible_pairs,
@@ -88,16 +90,22 @@ def test_a_selection_of_nothing_is_refused():
 
 def test_ones_own_workloads_are_read_and_checked(tmp_path):
     path = tmp_path / "own.json"
-    save_workloads(path, [TINY])
+    write_json(path, [TINY], indent=1)
     assert load_workloads(path) == (TINY,)
+    assert select([replace(TINY, k_len=12), TINY, replace(TINY, dtype="float32")])[0].k_len == 12
+    assert len(select([TINY, TINY])) == 1, "a label is that of one cell"
+    write_json(tmp_path / "twice.json", [TINY, TINY])
+    with pytest.raises(OptionError, match="tiny: expected a name that no other workload of its dtype has"):
+        load_workloads(tmp_path / "twice.json")
     for old, new, message in (
         ('"causal & window(3)"', '"causl"', "expected the name of a mask, got causl"),
         ('"kv_heads": 2', '"kv_heads": 3', "kv_heads that divide q_heads"),
         ('"bfloat16"', '"float64"', "a dtype of float32"),
         ('"q_len": 6', '"q_len": "six"', r"\[0\].q_len: expected int, got 'six'"),
         ("[", "", "expected a JSON list of workloads"),
+        ("causal & window(3)", "keys([True, False])", "describe 10 keys, got 2"),
     ):
         bad = tmp_path / "bad.json"
         bad.write_text(path.read_text().replace(old, new, 1))
-        with pytest.raises(OptionError, match=message):
+        with pytest.raises(ValueError, match=message):
             load_workloads(bad)

@@ -1,10 +1,13 @@
 """Attention on one XLA device: every option, every mask, every dtype against the oracle in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch_xla
-from conformance_cases import DTYPES, OPTIONS, SHAPES, Cell, Shape
-from conformance_masks import MASKS
+from conformance_cases import OPTIONS, SHAPES, SMALL
+from problem_parts import MASKS
+from problems import DTYPES
 from xla_cells import check, on_xla
 
 import attnspan as a
@@ -15,22 +18,22 @@ from attnspan.xla import attention
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option(option: str) -> None:
-    check(Cell(option, "segments", Shape(), torch.float32))
+    check(replace(SMALL, options=OPTIONS[option], mask="segments"))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(mask: str) -> None:
-    check(Cell("alibi", mask, Shape(), torch.float32))
+    check(replace(SMALL, options=("alibi",), mask=mask))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_dtype(dtype: str) -> None:
-    check(Cell("everything, dense", "cache", Shape(), DTYPES[dtype]))
+    check(replace(SMALL, options=OPTIONS["everything, dense"], mask="cache", dtype=DTYPES[dtype]))
 
 
 @pytest.mark.parametrize("shape", ["one query", "more queries than keys", "odd head dims"])
 def test_shapes(shape: str) -> None:
-    check(Cell("everything", "random", SHAPES[shape], torch.float32))
+    check(replace(SHAPES[shape], options=OPTIONS["everything"]))
 
 
 def test_float64() -> None:

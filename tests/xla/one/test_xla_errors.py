@@ -51,6 +51,8 @@ def test_arguments_that_do_not_fit() -> None:
         attention(q, q, q, q_index=on_xla(torch.zeros(6)))
     with pytest.raises(OptionError, match="dropout_seed: expected an integer tensor"):
         attention(q, q, q, dropout_p=0.1)
+    with pytest.raises(TypeError, match=r"got is_causal=\. Pass mask=causal\(\)"):
+        attention(q, q, q, is_causal=True)
     with pytest.raises(OptionError, match="documents"):
         attention(q[0], q[0], q[0], layout="thd", mask=a.causal())
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from conformance_cases import Cell, Shape
+from conformance_cases import OPTIONS, RANDOM, SMALL
+from problem_parts import MASKS, Case
 from torch_xla.experimental.custom_kernel import _shard_map
 from xla_cells import check, on_xla
 from xla_meshes import SPLITS, mesh
@@ -21,7 +23,8 @@ from attnspan import reference
 from attnspan.errors import OptionError
 from attnspan.xla import attention
 
-SHAPE = Shape(batch=4, heads=4, kv_heads=2)
+MANY = {"batch": 4, "heads": 4, "kv_heads": 2}
+SEGMENTS = replace(SMALL, mask="segments", **MANY)
 
 
 def places(name: str) -> dict[str, object]:
@@ -32,35 +35,26 @@ def places(name: str) -> dict[str, object]:
     "option", ["T5", "dense, one for all", "alibi, signed, per batch row", "everything, dense"]
 )
 def test_options_split_by_batch_and_heads(option: str) -> None:
-    check(Cell(option, "segments", SHAPE, torch.float32), places("batch and heads"))
+    check(replace(SEGMENTS, options=OPTIONS[option]), places("batch and heads"))
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_splits(split: str) -> None:
-    check(Cell("everything, indices given", "random", SHAPE, torch.float32), places(split))
+    check(replace(RANDOM, options=OPTIONS["everything, indices given"], **MANY), places(split))
 
 
-@pytest.mark.parametrize(
-    "mask", ["R = 1 per head", "R = 5 per batch row and head", "cache, 4 rows", "dense, 4 rows"]
-)
+@pytest.mark.parametrize("mask", ["R = 1 per head", "R = 5 per batch row and head", "cache", "dense, 4 rows"])
 def test_masks_split_by_batch_and_heads(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import conformance_masks
+    def dense(case: Case) -> tuple[a.Mask, None]:
+        visible = torch.rand(*case.sizes.values(), generator=torch.Generator().manual_seed(2)) > 0.8
+        return a.from_dense(visible, max_runs=9), None
 
-    def cache(shape: Shape) -> conformance_masks.MaskSample:
-        return conformance_masks._cache(shape)
-
-    def dense(shape: Shape) -> conformance_masks.MaskSample:
-        sizes = shape.batch, shape.heads, shape.q_len, shape.k_len
-        visible = torch.rand(sizes, generator=torch.Generator().manual_seed(2)) > 0.8
-        return conformance_masks.MaskSample(a.from_dense(visible, max_runs=9))
-
-    monkeypatch.setitem(conformance_masks.MASKS, "cache, 4 rows", cache)
-    monkeypatch.setitem(conformance_masks.MASKS, "dense, 4 rows", dense)
-    check(Cell("dropout", mask, SHAPE, torch.float32), places("batch and heads"))
+    monkeypatch.setitem(MASKS, "dense, 4 rows", dense)
+    check(replace(SEGMENTS, options=("dropout",), mask=mask), places("batch and heads"))
 
 
 def test_without_a_spec_the_whole_is_computed() -> None:
-    check(Cell("everything", "segments", SHAPE, torch.float32))
+    check(replace(SEGMENTS, options=OPTIONS["everything"]))
 
 
 def test_a_global_mesh_and_the_other_layout() -> None:
@@ -123,7 +117,7 @@ def test_a_split_sequence_is_wrong_in_the_field_and_refused_here() -> None:
     wrong = _shard_map(plain, mesh(), [spec] * 3, [spec])(*on_xla((q, k, v))).cpu().numpy()
     assert wrong.shape == exact.shape
     assert abs(wrong - exact).max() > 2
-    with pytest.raises(OptionError, match=r"partition_spec: length: .*plan.*ContextParallel"):
+    with pytest.raises(OptionError, match=r"partition_spec: length: .*plan with attnspan.parallel.Layout"):
         attention(*on_xla((q, k, v)), mesh=mesh(), partition_spec=spec)
 
 

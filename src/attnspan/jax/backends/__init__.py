@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,7 @@ __all__ = [
     "module_of",
     "result_dtype",
     "static_for",
+    "symbols",
     "warn_if_slow",
     "words_of",
 ]
@@ -142,20 +144,14 @@ def module_of(backend: str) -> Any:
     return import_module(f".{MODULES[backend]}", __name__)
 
 
-class _Candidate:
-    """A backend as `choose` sees it, for the numbers of one call."""
-
-    def __init__(self, name: str, static: Static, unasked: bool) -> None:
-        self.name, self.static, self.unasked = name, static, unasked
-
-    def supports(self, problem: Problem) -> str | None:
-        reason: str | None = module_of(self.name).supports(problem, self.static)
-        return BY_NAME.get(self.name) if reason is None and self.unasked else reason
-
-
 def candidates(static: Static, names: Any = MODULES, unasked: bool = False) -> dict[str, Any]:
     """Backends by name, as `choose` sees them; where none was asked for, some are for their names only."""
-    return {name: _Candidate(name, static, unasked) for name in names}
+
+    def supports(name: str, problem: Problem) -> str | None:
+        reason: str | None = module_of(name).supports(problem, static)
+        return BY_NAME.get(name) if reason is None and unasked else reason
+
+    return {name: SimpleNamespace(supports=partial(supports, name)) for name in names}
 
 
 def choice_of(problem: Problem, static: Static, requested: str | None) -> Choice:
@@ -173,9 +169,7 @@ def choose_backend(problem: Problem, static: Static, requested: str | None) -> s
 def branches_of(problem: Problem, static: Static, requested: str | None) -> tuple[Branch, ...]:
     """The backend of each platform that a program may be compiled for; the last branch is any other platform.
 
-    Raises:
-        OptionError: There is no backend of that name.
-        BackendError: The requested backend runs the call on no platform.
+    Raises where there is no backend of that name, or it runs the call on no platform.
     """
     problems = {platform: replace(problem, device=platform) for platform in DEFAULTS}
     if requested is None:
@@ -229,13 +223,7 @@ def warn_if_slow(problem: Problem, static: Static, requested: str | None) -> Non
 
 
 def words_of(mask: object, problem: Problem, default_indices: bool) -> MaskWords | None:
-    """The mask in words; None where only its bounds say what it is.
-
-    Args:
-        mask: As `attention` takes it.
-        problem: The call.
-        default_indices: Rows and keys have the indices that they have by default.
-    """
+    """The mask of `attention` in words; None where only its bounds say what it is."""
     if not isinstance(mask, Mask) or not default_indices:
         return None
     leaves = list(mask._leaves())
@@ -251,6 +239,12 @@ def words_of(mask: object, problem: Problem, default_indices: bool) -> MaskWords
     if not left and right == [0]:
         return ("causal",)
     return ("window", min(left, default=None), min(right, default=None))
+
+
+def symbols(problem: Problem) -> str | None:
+    """None, or why a kernel whose grid is made when a call is traced cannot run it."""
+    known = all(isinstance(size, int) for size in (problem.batch, problem.q_len, problem.k_len))
+    return None if known else "it needs sizes that are numbers, not symbols"
 
 
 def result_dtype(like: Any, static: Static) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ...call import Problem
-from . import Operands, Static
+from . import Operands, Static, symbols
 
 #: JAX differentiates `forward` itself; there is no `backward` here.
 OWN_DERIVATIVE = True
@@ -53,6 +53,8 @@ def _lacks_mask(problem: Problem, static: Static) -> str | None:
 
 
 def _lacks_size(problem: Problem) -> str | None:
+    if reason := symbols(problem):
+        return reason
     if problem.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim != problem.v_dim:

@@ -18,7 +18,7 @@ from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from ..dropout import kept
 from . import Operands, Static, result_dtype
 from .products import pair_product, row_product
-from .tiles import capped, illegal_rows, positions_of
+from .tiles import by_distance, capped, illegal_rows, positions_of
 
 #: JAX differentiates `forward` itself: there is no `backward` here.
 OWN_DERIVATIVE = True
@@ -114,13 +114,11 @@ def _bias(
         visible = visible & ~(bias_bhms < HIDES)
         return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
     queries, keys = positions_of(given, fold.rows, k_len)
-    distance = keys[:, None, :] - queries[:, :, None]
     if kind == DISTANCE:
-        reach = bias.shape[1] // 2
-        values = bias[:, jnp.clip(distance, -reach, reach) + reach].swapaxes(0, 1)
-        bias_bhms = fold(values.astype(wide))
+        bias_bhms = fold(by_distance(bias, queries, keys).astype(wide))
         return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
     assert kind in (ALIBI, SIGNED_ALIBI), kind
+    distance = keys[:, None, :] - queries[:, :, None]
     factor = fold((distance if kind == SIGNED_ALIBI else -jnp.abs(distance))[:, None].astype(wide))
     slope = fold(bias[:, :, None, None].astype(wide))
     origin = jnp.where(slope < 0, -largest(-factor), largest(factor))

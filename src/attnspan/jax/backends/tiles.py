@@ -1,6 +1,9 @@
 """What backends share, of a tile of scores or of all of them: softcap, dropout, derivatives, bounds."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -14,6 +17,21 @@ from . import Operands, Static
 
 #: Kernels for devices compute powers of two: their scores and lse are in units of log2.
 LOG2E, LN2 = math.log2(math.e), math.log(2)
+
+#: Whether Pallas kernels run as plain array code, see `interpreted`.
+interpret = ContextVar("attnspan_interpret", default=False)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Run Pallas kernels as plain array code, on CPU: for tests. What was compiled outside stays what it
+    is.
+    """
+    token = interpret.set(True)
+    try:
+        yield
+    finally:
+        interpret.reset(token)
 
 
 class InBlocks:
@@ -57,17 +75,10 @@ def gradients_of_scores(
 ) -> tuple[Any, Any, Any]:
     """The backward pass of a tile; see `attnspan.reference.backward` for the formulas.
 
-    Args:
-        weights: Of the softmax; anything where ``visible`` is False.
-        dweights: dout . v of each pair.
-        common: What the pairs of a row share: dlse minus the row's sum of dout * out.
-        static: The numbers of the call.
-        visible: Which pairs are seen; None for all.
-        keep: Which weights dropout keeps; None for all.
-        slope: Derivative of the softcap; None for 1.
-
-    Returns:
-        The weights that met the values, and the gradients of the scores after and before the softcap.
+    Of the softmax's ``weights``, anything where ``visible`` is False; ``dweights``, dout . v of each pair;
+    and ``common`` of `common_of`. ``visible`` and ``keep`` are None for all pairs, ``slope``, the derivative
+    of the softcap, None for 1. Returns the weights that met the values, and the gradients of the scores after
+    and before the softcap.
     """
     met = weights
     if keep is not None:
@@ -106,6 +117,15 @@ def positions_of(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, ja
     if queries is None:
         queries = jnp.arange(k_len - q_len, k_len, dtype=jnp.int32)[None]
     return queries, jnp.arange(k_len, dtype=jnp.int32)[None] if keys is None else keys
+
+
+def by_distance(table: Any, queries: Any, keys: Any) -> jax.Array:
+    """Values of a distance table (Hq, 2L + 1) for indices (B|1, m) and (B|1, n): (B|1, Hq, m, n)."""
+    (heads, width), reach = table.shape, table.shape[1] // 2
+    columns = jnp.clip(keys[:, None, :] - queries[:, :, None], -reach, reach) + reach
+    # Of one axis: on TPUs gathered columns of all heads would each fill 128 lanes.
+    at = columns[:, None] + jnp.arange(heads, dtype=jnp.int32)[:, None, None] * width
+    return table.reshape(-1)[at]  # type: ignore[no-any-return]
 
 
 def words_of_rows(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from jax import lax
 
 from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from . import Operands, Static
+from .tiles import by_distance
 from .xla_tiles import Keys, Rows, Sizes, add_block, grouped, take, ungrouped
 
 
@@ -98,19 +99,15 @@ class _Table:
     def __init__(self, table: jax.Array, sizes: Sizes, wide: Any) -> None:
         self.table, self.sizes = table.astype(wide), sizes
 
-    def _columns(self, rows: Rows, keys: Keys) -> jax.Array:
-        reach = self.table.shape[1] // 2
-        return jnp.clip(_distance(rows, keys), -reach, reach) + reach
-
     def tile(self, rows: Rows, keys: Keys) -> jax.Array:
-        values = self.table[:, self._columns(rows, keys)]
-        return grouped(values.swapaxes(0, 1), self.sizes)
+        return grouped(by_distance(self.table, rows.indices, keys.indices), self.sizes)
 
     def zeros(self) -> jax.Array:
         return jnp.zeros_like(self.table)
 
     def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
-        columns = self._columns(rows, keys)
+        reach = self.table.shape[1] // 2
+        columns = jnp.clip(_distance(rows, keys), -reach, reach) + reach
         dx = _sum_to(dx, (columns.shape[0], *dx.shape[1:]))
         return gradient.at[:, columns].add(ungrouped(dx).swapaxes(0, 1))
 

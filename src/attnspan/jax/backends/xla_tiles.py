@@ -77,7 +77,9 @@ def sizes_of(q: jax.Array, k: jax.Array) -> Sizes:
     batch, q_heads, q_len, _ = q.shape
     kv_heads, k_len = k.shape[1:3]
     q_block, k_block = _Q_BLOCK, _K_BLOCK
-    while batch * q_heads * q_block * k_block > _TILE and (q_block > _LEAST or k_block > _LEAST):
+    # A batch that is a symbol may be as large as that.
+    rows = batch * q_heads if isinstance(batch, int) else _TILE
+    while rows * q_block * k_block > _TILE and (q_block > _LEAST or k_block > _LEAST):
         q_block, k_block = (q_block, k_block // 2) if k_block > q_block else (q_block // 2, k_block)
     group = q_heads // kv_heads
     return Sizes(batch, kv_heads, group, q_len, k_len, min(q_block, q_len), min(k_block, k_len))

@@ -22,7 +22,7 @@ from ...jax.backends import Operands, choose_backend, static_for, words_of
 from ...jax.front import JaxFront, operands_of, static_of
 from ...jax.rules import differentiable, first_order
 from ...masks import Prepared
-from ...options import DENSE, DISTANCE, Given
+from ...options import DISTANCE, Given
 from .axes import Axes
 from .device import Work, backward, forward
 from .route import Route
@@ -46,6 +46,7 @@ class _Front(JaxFront):
         del mask, given
         axes = self.sharded.axes
         q, k, v = map(jnp.asarray, (q, k, v))
+        axes.check_around(q, k, v)
         if layout != "bhsd":
             q, k, v = ((x[None] if layout == "thd" else x).swapaxes(1, 2) for x in (q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -140,10 +141,10 @@ def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
     local = replace(whole, batch=batch, q_heads=heads, kv_heads=kv_heads)
     if route is None:
         return local
-    keys, parts = route.keys if route.exchange is None else route.exchange.keys, axes.size("sequence")
-    return replace(
-        local, q_len=whole.q_len // parts, k_len=keys.shape[1] // parts, runs=route.bounds.shape[4]
-    )
+    *_, n, runs, _ = route.bounds.shape
+    keys = route.keys.shape[1] // axes.size("sequence")
+    k_len = keys if route.exchange is None else route.exchange.keys.shape[3]
+    return replace(local, q_len=n, k_len=k_len, runs=runs)
 
 
 # Eager calls then find the compiled program.
@@ -176,23 +177,19 @@ def _specs(work: Work, given: Operands, route: Route | None) -> tuple[Any, ...]:
 
 def _run(work: Work, *args: Any) -> Any:
     q, kv, lse, *rest = _specs(work, *args[3:])
-    how: Any = {"mesh": work.axes.mesh, "in_specs": (q, kv, kv, *rest), "out_specs": (q, lse)}
-    return jax.shard_map(partial(forward, work), **how, check_vma=False)(*args)
+    return work.axes.on_each(partial(forward, work), (q, kv, kv, *rest), (q, lse))(*args)
 
 
 def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
-    dlse, bias, axes = args[1], args[5].bias, work.axes
+    dlse, axes = args[1], work.axes
     q, kv, lse, given, route = _specs(work, args[5], args[8])
-    # The axes over whose devices a bias is the same: each finds a part of its gradient.
-    over: tuple[str, ...] = axes.sequence
-    if bias is not None and (work.static.bias_kind == DISTANCE or bias.shape[0] == 1):
-        over += axes.batch
-    if bias is not None and work.static.bias_kind == DENSE and bias.shape[1] == 1:
-        over += axes.heads
+    # Over the axes that split a bias no further, each device finds a part of its gradient.
+    split = jax.tree.leaves(tuple(given.bias or ()))
+    over = tuple(name for name in (*axes.sequence, *axes.batch, *axes.heads) if name not in split)
     in_specs = q, None if dlse is None else lse, q, kv, kv, given, q, lse, route
     out_specs = q, kv, kv, given.bias if want_dbias else None, given.sinks
-    how: Any = {"mesh": axes.mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
-    return first_order(work.backend, jax.shard_map(partial(backward, work, want_dbias, over), **how))(*args)
+    run = axes.on_each(partial(backward, work, want_dbias, over), in_specs, out_specs)
+    return first_order(work.backend, run)(*args)
 
 
 _run_once = differentiable(_run, _differentiate)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ...errors import DtypeError, ShapeError, expect
+from ...errors import DeviceError, DtypeError, ShapeError, expect
 from ...jax.placement import is_traced
+from ...jax.varying import axes_of
 
 __all__ = ["Axes", "AxisNames"]
 
@@ -60,6 +62,13 @@ class Axes:
         """Into how many parts a dim is split."""
         return math.prod(self.mesh.shape[name] for name in self.names(dim))
 
+    def places(self, dim: str) -> list[int]:
+        """The numbers of a dim's parts in `jax.lax.ppermute`, which counts in the mesh's order of axes."""
+        names = self.names(dim)
+        ordered = [name for name in self.mesh.axis_names if name in names]
+        numbers = np.arange(self.size(dim)).reshape([self.mesh.shape[name] for name in ordered])
+        return numbers.transpose([ordered.index(name) for name in names]).ravel().tolist()  # type: ignore[no-any-return]
+
     def spec(self, *dims: str | None) -> PartitionSpec:
         """The spec of an array with these dims; None for a dim that is whole everywhere."""
         every = map(self.names, dims)
@@ -78,6 +87,33 @@ class Axes:
         """Whether shardings are part of the types of arrays."""
         return AxisType.Explicit in self.mesh.axis_types
 
+    @property
+    def here(self) -> Any:
+        """The mesh; inside a `shard_map` over other axes than these, what that left of it."""
+        inside = jax.sharding.get_abstract_mesh()
+        return inside if inside.manual_axes else self.mesh
+
+    def on_each(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """`run` on each device with its parts."""
+        inside = jax.sharding.get_abstract_mesh().manual_axes
+        axes = {name for name in self.mesh.axis_names if name not in inside}
+        how: Any = {"mesh": self.here, "axis_names": axes, "check_vma": False}
+        return jax.shard_map(run, **how, in_specs=in_specs, out_specs=out_specs)
+
+    def check_around(self, *arrays: Any) -> None:
+        """Raise inside of a `shard_map` that split these axes already, or that checks which arrays vary."""
+        taken = set(jax.sharding.get_abstract_mesh().manual_axes)
+        free = bool(set(self.mesh.axis_names) - taken) and not taken & {
+            *self.batch,
+            *self.heads,
+            *self.sequence,
+        }
+        what, wanted = "a mask over a mesh, inside of shard_map", "axes of the mask that it leaves whole"
+        remedy = "Call attention with a plain mask there, or leave these axes out of axis_names"
+        expect(free, what, wanted, ", ".join(sorted(taken)), remedy)
+        wanted, remedy = "shard_map(..., check_vma=False)", "JAX cannot nest ours in one that checks"
+        expect(not axes_of(*arrays), what, wanted, "check_vma=True", remedy)
+
     def place(self, x: Any, *dims: str | None) -> jax.Array:
         """The array on the mesh, with these dims split; traceable and differentiable."""
         self.check_dims(x.shape, dims)
@@ -85,12 +121,19 @@ class Axes:
 
     def put(self, x: Any, spec: PartitionSpec) -> jax.Array:
         """The array with a sharding."""
-        sharding = NamedSharding(self.mesh, spec)
         if not is_traced(x):
-            return jax.device_put(x, sharding)  # type: ignore[no-any-return]
-        if self.explicit:
-            return jax.sharding.reshard(x, sharding)  # type: ignore[no-any-return]
-        return jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-any-return]
+            return jax.device_put(x, NamedSharding(self.mesh, spec))  # type: ignore[no-any-return]
+        groups = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        types = dict(zip(self.here.axis_names, self.here.axis_types, strict=True))
+        moves: Any = {
+            AxisType.Explicit: jax.sharding.reshard,
+            AxisType.Auto: jax.lax.with_sharding_constraint,
+        }
+        for kind, move in moves.items():
+            if kind in types.values():
+                kept = (tuple(name for name in group if types.get(name) == kind) for group in groups)
+                x = move(x, NamedSharding(self.here, PartitionSpec(*kept)))
+        return x  # type: ignore[no-any-return]
 
     def check_dims(self, shape: Sequence[int], dims: Sequence[str | None]) -> None:
         """Raise unless an array can be split evenly."""
@@ -109,7 +152,16 @@ class Axes:
         What is whole on all devices passes: each takes its part. Of tracers on meshes whose axes are not
         explicit the sharding is unknown.
         """
-        sharding = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
+        sharding: Any = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
+        if not is_traced(x) and x.committed:
+            wanted, got = "the devices of the mask's mesh, in its order", f"{sharding}"
+            remedy = (
+                "Place it by the mask's shard(...), or jax.device_put(x, NamedSharding(mesh, mask.spec()))"
+            )
+            devices = [*self.mesh.devices.flat]
+            named = isinstance(sharding, NamedSharding)
+            same = [*sharding.mesh.devices.flat] == devices if named else x.devices() == {*devices}
+            expect(same, name, wanted, got, remedy, error=DeviceError)
         if not isinstance(sharding, NamedSharding):
             return
         for dim, entry in zip(dims, sharding.spec, strict=False):

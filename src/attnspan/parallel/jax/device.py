@@ -57,6 +57,7 @@ def forward(
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
     k, v = (_take_heads(work, x, q.shape[1]) for x in (k, v))
     if route is not None:
+        route = route.own()
         if route.exchange is None:
             return _forward_ring(work, q, k, v, given, route)
         given = _at_stage(work, given, route, 0, route.exchange.keys)
@@ -81,6 +82,7 @@ def backward(
 ) -> Any:
     """`Gradients` of `forward`, summed over devices; that of the bias over `bias_axes`, if it is wanted."""
     if route is not None:
+        route = route.own()
         # Else a compiler may find that forward has fetched these keys already, and keep them until now.
         k, v, dout, out, lse = lax.optimization_barrier((k, v, dout, out, lse))
     held = k, v
@@ -156,7 +158,8 @@ def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array,
     """
 
     parts, axis = work.axes.size("sequence"), work.axes.sequence
-    turned = [(i, (i + 1) % parts) for i in range(parts)]
+    place = work.axes.places("sequence")
+    turned = list(zip(place, [*place[1:], *place[:1]], strict=True))
 
     def passed(tree: Any) -> Any:
         return jax.tree.map(lambda x: x if parts == 1 else lax.ppermute(x, axis, turned), tree)

@@ -28,11 +28,11 @@ def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]
         axis: Mesh axes that split the sequence.
     """
     batch, _, held, dim = k.shape
-    planes = lists.own.shape[-1] // held
+    planes = len(lists.own) // held
     rows = _to_rows(jnp.concatenate([k, v], -1), planes)
-    send, receive, there, _ = lists.counts.reshape(4, -1)
-    received = _travel(_take(rows, lists.send.reshape(-1)), send, receive, there, piece, axis)
-    stage = _take(jnp.concatenate([rows, received]), lists.source.reshape(-1))
+    send, receive, there, _ = lists.counts
+    received = _travel(_take(rows, lists.send), send, receive, there, piece, axis)
+    stage = _take(jnp.concatenate([rows, received]), lists.source)
     both = _from_rows(stage, planes, batch)
     return both[..., :dim], both[..., dim:]
 
@@ -45,14 +45,14 @@ def give_back(
     They are the sums over the stages of all devices, in the order of these. Arguments are as for `fetch`.
     """
     batch, dim = dk.shape[0], dk.shape[3]
-    planes = lists.own.shape[-1] // held
+    planes = len(lists.own) // held
     both = jnp.concatenate([dk, dv], -1)
     stage = _to_rows(both.astype(jnp.promote_types(both.dtype, jnp.float32)), planes)
-    send, receive, _, back = lists.counts.reshape(4, -1)
-    returned = _travel(_take(stage, lists.place.reshape(-1)), receive, send, back, piece, axis)
+    send, receive, _, back = lists.counts
+    returned = _travel(_take(stage, lists.place), receive, send, back, piece, axis)
     # Each key gathers its parts and sums them: no scatter, whose order of additions devices do not fix.
-    total = _take(returned, lists.back.reshape(lists.back.shape[-2:])).sum(1)
-    found = _from_rows(_take(stage, lists.own.reshape(-1)) + total, planes, batch)
+    total = _take(returned, lists.back).sum(1)
+    found = _from_rows(_take(stage, lists.own) + total, planes, batch)
     return found[..., :dim], found[..., dim:]
 
 
@@ -76,6 +76,9 @@ def _travel(
 
 
 def _ragged(axis: tuple[str, ...], rows: Array, send: Array, receive: Array, there: Array) -> Array:
+    # JAX cannot vmap it where rows are mapped and numbers are not: these become so.
+    mapped = jnp.isnan(rows.reshape(-1)[:1]) & False
+    send, receive, there = (x + mapped for x in (send, receive, there))
     begins = jnp.cumsum(send) - send
     room = jnp.zeros_like(rows)
     found: Array = lax.ragged_all_to_all(rows, room, begins, send, there, receive, axis_name=axis)

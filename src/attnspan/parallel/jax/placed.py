@@ -11,13 +11,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..._mistakes import not_a_mask
 from ...call import LAYOUTS
-from ...errors import expect
+from ...errors import DtypeError, expect
 from ...jax.front import ShardedMask
 from ...masks import Mask, full
 from ...spans import Spans
 from ..plan import Plan
 from ..rows import Rows
-from . import rows as row_order
 from .attention import attention
 from .axes import Axes, AxisNames
 from .route import Route, Sizes, make_route
@@ -84,15 +83,15 @@ class Sharded(ShardedMask):
         Raises:
             ShapeError: Another number of rows, or a batch that the mesh axes do not divide.
         """
-        return row_order.shard(x, axis, batch_axis, fill, self._queries)
+        return self._queries.shard(x, axis, batch_axis, fill)
 
     def shard_keys(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = None) -> Any:
         """`shard` of what keys are made of in cross attention; `shard` itself in self-attention."""
-        return row_order.shard(x, axis, batch_axis, fill, self._keys)
+        return self._keys.shard(x, axis, batch_axis, fill)
 
     def unshard(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0) -> Array:
         """The inverse of `shard`: the whole in its own order, without padding; batch rows stay split."""
-        return row_order.unshard(x, axis, batch_axis, self._queries)  # type: ignore[no-any-return]
+        return self._queries.unshard(x, axis, batch_axis)  # type: ignore[no-any-return]
 
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
         """`attnspan.jax.attention` of global arrays, each device with its part; inside or outside of jit.
@@ -241,7 +240,7 @@ def place(
     Raises:
         ValueError: Axes or sizes do not fit; the strategy needs ranks that share heads; ``rows`` are another
             layout's.
-        TypeError: ``mesh`` is no mesh, or ``rows`` are no marked batch.
+        TypeError: ``mesh`` is no mesh, ``rows`` are no marked batch, or ``like`` is no placed plan.
     """
     axes = Axes.of(mesh, batch=batch, heads=heads, sequence=sequence)
     plan = _between_groups(plan)
@@ -253,6 +252,9 @@ def place(
     axes.check_divides("batch rows of the plan", plan.sizes.batch, "batch" if plan.planes > 1 else None)
     if rows is not None:
         check_marked(rows, plan.layout)
+    wanted, remedy = "a placed plan, or None", "Pass what plan.on(...) returned"
+    fits, kind = like is None or isinstance(like, PlacedPlan), type(like).__name__
+    expect(fits, "like", wanted, kind, remedy, error=DtypeError)
     route, sizes = make_route(plan, axes, None if like is None else like.frame.sizes)
     return PlacedPlan(_Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes), route, plan)
 

@@ -70,17 +70,17 @@ def _capacity(needed: int, most: int, before: int) -> int:
 
 
 class Exchange(NamedTuple):
-    """Which keys go where.
+    """Which keys go where, for each device.
 
     Attributes:
-        keys: int32 (P, C * K), global numbers of the keys that each part attends to.
-        source: int32 (E, C, p * K), where each of them is found: among the part's own (p * m), then among
-            those received (N).
-        send: int32 (E, C, N), the own keys to send, by destination.
-        place: int32 (E, C, N), where received keys go, among p * K.
-        own: int32 (E, C, p * m), where own keys go.
-        back: int32 (E, C, p * m, D), where gradients of own keys come back, among N.
-        counts: int32 (E, C, 4, C), for each other part: rows sent to it and received from it; where the first
+        keys: int32 (p, K), global numbers of the keys that it attends to.
+        source: int32 (p * K,), where each of them is found: among its own (p * m), then among those that it
+            receives (N).
+        send: int32 (N,), its own keys to send, by destination.
+        place: int32 (N,), where received keys go, among p * K.
+        own: int32 (p * m,), where its own keys go.
+        back: int32 (p * m, D), where gradients of its own keys come back, among N.
+        counts: int32 (4, C), for each other part: rows sent to it and received from it; where the first
             begin there, among all that it receives; where the second began there, among all that it sends.
     """
 
@@ -94,37 +94,40 @@ class Exchange(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What all devices must know, a pytree.
+    """What all devices must know, a pytree. Of all arrays but `rows` and `keys`, (E, C) come first.
 
     Attributes:
-        bounds: int32 (stages, P, H|1, C * n, R, 2), on the keys of each stage. An exchange has one stage, a
-            ring one for each part of the sequence, in the order in which they come by.
-        q_index: int32 (P, C * n), global indices of the rows; 0 for padding.
+        bounds: int32 (stages, p, H|1, n, R, 2), on the keys of each stage. An exchange has one stage, a ring
+            one for each part of the sequence, in the order in which they come by.
+        q_index: int32 (p|1, n), global indices of the rows; 0 for padding.
+        exchange: Of an exchange; None for a ring.
         rows: int32 (P|1, C * n), the number of each row; -1 for padding.
         keys: int32 (P|1, C * m), the number of each key that a part holds; -1 for padding.
-        exchange: Of an exchange; None for a ring.
     """
 
     bounds: Any
     q_index: Any
+    exchange: Exchange | None
     rows: Any
     keys: Any
-    exchange: Exchange | None
 
     @property
     def planes(self) -> int:
-        """P, or p on a device."""
-        return int(self.q_index.shape[0])
+        """P."""
+        return int(self.bounds.shape[0] * self.bounds.shape[3])
 
     def specs(self, axes: Axes) -> Route:
         """How its arrays are split: as q, k and v are."""
-        rest = jax.tree.map(lambda x: axes.spec_of(x.shape, *_ROWS), self)
-        return rest._replace(bounds=axes.spec_of(self.bounds.shape, *_BOUNDS))  # type: ignore[no-any-return]
+        return jax.tree.map(lambda x: axes.spec_of(x.shape, *_DIMS[: x.ndim]), self)  # type: ignore[no-any-return]
+
+    def own(self) -> Route:
+        """On a device: its arrays, without (E, C)."""
+        mine: Route = jax.tree.map(lambda x: x[0, 0], self._replace(rows=None, keys=None))
+        return mine._replace(rows=self.rows, keys=self.keys)
 
 
-# What splits the first dims of bounds, and of all other arrays.
-_BOUNDS = (None, "batch", "heads", "sequence")
-_ROWS = ("batch", "sequence")
+# What splits the first dims; of arrays with heads these are the fifth, and no other has as many dims.
+_DIMS = ("batch", "sequence", None, None, "heads")
 
 
 def flat_rows(layout: Layout) -> Ints:
@@ -148,48 +151,35 @@ def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes
     of_part = lru_cache(parts)(lambda part: plan.of_planes(part, parts))
 
     @lru_cache(parts * ranks)
-    def of_device(part: int, rank: int) -> Route:
+    def of_device(part: int, rank: int) -> list[Ints]:
         counts = None if traffic is None else traffic.counts[part]
-        return _of_device(of_part(part), rank, sizes, counts)
+        return jax.tree.leaves(_of_device(of_part(part), rank, sizes, counts))
 
-    def place(at: int, own: Any) -> jax.Array:
-        dims = _BOUNDS if at == 0 else _ROWS  # The bounds come first.
-        planes, rows = map(dims.index, _ROWS)
-        shape = list(own.shape)
-        shape[planes], shape[rows] = shape[planes] * parts, shape[rows] * ranks
+    def place(shape: tuple[int, ...], shard: Any) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(shape, *_DIMS[: len(shape)]))
+        return jax.make_array_from_callback(shape, sharding, shard)
 
+    def place_leaf(at: int, own: Any) -> jax.Array:
         def shard(index: Any) -> Any:
-            starts = ((index[i].start or 0) // own.shape[i] for i in (planes, rows))
-            found = jax.tree.leaves(of_device(*starts))[at]
-            return found[:, :, index[2]] if at == 0 else found
+            return of_device(*(x.start or 0 for x in index[:2]))[at][index[2:]][None, None]
 
-        return _from_callback(axes, tuple(shape), dims, shard)
-
-    def place_rows(layout: Layout) -> jax.Array:
-        rows = flat_rows(layout)
-        return _from_callback(axes, rows.shape, _ROWS, lambda index: rows[index])
+        return place((parts, ranks, *own.shape), shard)
 
     # Shapes are those of any device; this host makes those of its own.
-    grid = jax.sharding.NamedSharding(axes.mesh, axes.spec_of((parts, ranks), *_ROWS))
+    grid = jax.sharding.NamedSharding(axes.mesh, axes.spec_of((parts, ranks), *_DIMS[:2]))
     local = next(iter(grid.addressable_devices_indices_map((parts, ranks)).values()))
-    tree: Any
-    own, tree = jax.tree.flatten(of_device(*(at.start or 0 for at in local or ())))
-    route = tree.unflatten(map(place, range(len(own)), own))
-    return route._replace(rows=place_rows(plan.layout), keys=place_rows(plan.keys)), sizes
+    own = of_device(*(x.start or 0 for x in local or ()))
+    tables = [flat_rows(layout) for layout in (plan.layout, plan.keys)]
+    rows, keys = (place(table.shape, table.__getitem__) for table in tables)
+    bounds, q_index, *lists = map(place_leaf, range(len(own)), own)
+    return Route(bounds, q_index, Exchange(*lists) if lists else None, rows, keys), sizes
 
 
-def _from_callback(axes: Axes, shape: tuple[int, ...], dims: tuple[str | None, ...], shard: Any) -> jax.Array:
-    sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(shape, *dims))
-    return jax.make_array_from_callback(shape, sharding, shard)
-
-
-def _of_device(plan: Plan, rank: int, sizes: Sizes, counts: Any) -> Route:
-    """The arrays of one device; heads are not split yet."""
+def _of_device(plan: Plan, rank: int, sizes: Sizes, counts: Any) -> tuple[Any, ...]:
+    """Bounds, with all heads, q_index and the exchange of one device."""
     tables = plan.tables(rank)
     bounds = _padded(np.stack([stage.bounds for stage in tables.stages]), sizes.runs, axis=4)
-    q_index = np.broadcast_to(tables.q_index, (plan.planes, tables.q_index.shape[1]))
-    exchange = None if counts is None else _exchange(tables, sizes, counts)
-    return Route(bounds, q_index, None, None, exchange)
+    return bounds, tables.q_index, None if counts is None else _exchange(tables, sizes, counts)
 
 
 def _exchange(tables: Tables, sizes: Sizes, counts: Any) -> Exchange:
@@ -223,7 +213,7 @@ def _exchange(tables: Tables, sizes: Sizes, counts: Any) -> Exchange:
         back,
         table,
     )
-    return Exchange(_padded(stage.keys, room, axis=1), *(x[None, None] for x in lists))
+    return Exchange(_padded(stage.keys, room, axis=1), *lists)
 
 
 def _padded(x: Any, length: int, axis: int = 0, fill: int = 0) -> Ints:

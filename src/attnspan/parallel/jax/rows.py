@@ -6,7 +6,8 @@ Shapes: L batch rows that are partitioned one by one (1 where they share rows), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,17 +20,18 @@ from ..rows import Rows, fill_of, marked
 from .axes import Axes
 from .route import flat_rows
 
-__all__ = ["Placing", "check_marked", "shard", "unshard"]
+__all__ = ["Placing", "check_marked"]
 
-# A marked batch is an argument of compiled functions, which see a dict: marks differ between steps.
-jax.tree_util.register_pytree_node(
+# Functions of pytrees see a marked batch as a dict: a mark is another at each step, and no reason to compile.
+jax.tree_util.register_pytree_with_keys(
     Rows,
-    lambda x: (list(x.values()), tuple(x)),  # type: ignore[arg-type, return-value]
+    lambda x: ([(jax.tree_util.DictKey(name), y) for name, y in x.items()], tuple(x)),  # type: ignore[arg-type, return-value]
     lambda names, values: dict(zip(names, values, strict=True)),  # type: ignore[arg-type, return-value]
 )
 
 
-class Placing(NamedTuple):
+@dataclass(frozen=True)
+class Placing:
     """Where rows go.
 
     Attributes:
@@ -44,6 +46,72 @@ class Placing(NamedTuple):
     length: int = 0
     layout: Layout | None = None
 
+    def shard(self, x: Any, axis: int, batch_axis: int | None, fill: Any) -> Any:
+        """See `Sharded.shard`."""
+        if isinstance(x, Mapping):
+            return self._shard_each(x, axis, batch_axis, fill)
+        axis, dims = self._dims("shard: x", x, axis, batch_axis, self.length)
+        if self.rows is None:
+            return self.axes.place(x, *dims)
+        if self.layout is None or not isinstance(x, np.ndarray):
+            x = _filled(jnp, self._whole(jnp.asarray(x)), self._whole(self.rows), axis, fill)
+            return self.axes.place(x, *dims)
+        # NumPy's rows are taken on the host, by each host those of its own devices.
+        table = flat_rows(self.layout)
+
+        def part(index: Any) -> Any:
+            own = tuple(slice(None) if at == axis else of for at, of in enumerate(index))
+            planes = index[0] if len(table) > 1 else slice(None)
+            return _filled(np, x[own], table[planes, index[axis]], axis, fill)
+
+        shape = (*x.shape[:axis], table.shape[1], *x.shape[axis + 1 :])
+        self.axes.check_dims(shape, dims)
+        return jax.make_array_from_callback(shape, self.axes.sharding(*dims), part)
+
+    def _shard_each(self, x: Mapping[str, Any], axis: int, batch_axis: int | None, fill: Any) -> Any:
+        # Without padding no fill is needed, so that none has to fit.
+        padded = self.rows is not None and self.rows.shape[1] > self.length
+        fills = {name: fill_of(name, fill, y) if padded else None for name, y in x.items()}
+        found = {name: self.shard(y, axis, batch_axis, fills[name]) for name, y in x.items()}
+        if self.rows is None:
+            return found
+        remedy = "Name it otherwise: attention's q_index of these rows goes there"
+        expect("q_index" not in x, "shard: x", "no entry 'q_index'", "one", remedy)
+        found["q_index"] = self.rows
+        return found if self.layout is None else marked(found, self.layout.fingerprint, rank=-1)
+
+    def unshard(self, x: Any, axis: int, batch_axis: int | None) -> Any:
+        """See `Sharded.unshard`."""
+        length = 0 if self.rows is None else self.rows.shape[1]
+        axis, dims = self._dims("unshard: x", x, axis, batch_axis, length)
+        if self.rows is not None:
+            rows = self._whole(self.rows)
+            order = jnp.argsort(jnp.where(rows < 0, self.length, rows), axis=1, stable=True)
+            x = _filled(jnp, self._whole(jnp.asarray(x)), order[:, : self.length], axis, 0)
+        dims[axis] = None
+        return self.axes.place(x, *dims)
+
+    def _whole(self, x: Any) -> Any:
+        # Where shardings are types, rows cannot be taken along a dim that is split.
+        return self.axes.place(x, *([None] * x.ndim)) if self.axes.explicit else x
+
+    def _dims(self, what: str, x: Any, axis: int, batch_axis: int | None, length: int) -> tuple[int, Any]:
+        """The axis of the rows, counted from 0, and what splits each dim."""
+        is_array, kind = hasattr(x, "shape") and hasattr(x, "dtype"), type(x).__name__
+        expect(is_array, what, "an array", kind, "Leave it out of the batch", error=DtypeError)
+        fits = -x.ndim <= axis < x.ndim and length in (0, x.shape[axis])
+        wanted = f"{length or 'any number of'} rows along axis {axis}"
+        expect(fits, what, wanted, tuple(x.shape), "Pass the axis of the rows", error=ShapeError)
+        dims: list[str | None] = [None] * x.ndim
+        if batch_axis is not None:
+            dims[batch_axis] = "batch"
+        dims[axis] = "sequence"
+        planes = 1 if self.rows is None else self.rows.shape[0]
+        fits = planes == 1 or (dims[0] == "batch" and x.shape[0] == planes)
+        wanted, remedy = f"{planes} batch rows as axis 0, each with rows of its own", "Pass the whole batch"
+        expect(fits, what, wanted, tuple(x.shape), remedy, error=ShapeError)
+        return axis % x.ndim, dims
+
 
 def check_marked(rows: Any, layout: Layout) -> None:
     """Raise unless a batch is one of a layout."""
@@ -52,48 +120,6 @@ def check_marked(rows: Any, layout: Layout) -> None:
     wanted, got = f"rows of layout {layout.fingerprint}", f"layout {rows.layout}"
     remedy, mine = "Use the plan with the batch of the layout that made it", rows.layout == layout.fingerprint
     expect(mine, "rows with a plan", wanted, got, remedy, error=PlanMismatchError)
-
-
-def shard(x: Any, axis: int, batch_axis: int | None, fill: Any, placing: Placing) -> Any:
-    """See `Sharded.shard`."""
-    axes, rows, length, layout = placing
-    if isinstance(x, Mapping):
-        found = {name: shard(y, axis, batch_axis, fill_of(name, fill), placing) for name, y in x.items()}
-        if rows is None:
-            return found
-        remedy = "Name it otherwise: attention's q_index of these rows goes there"
-        expect("q_index" not in x, "shard: x", "no entry 'q_index'", "one", remedy)
-        found["q_index"] = rows
-        return found if layout is None else marked(found, layout.fingerprint, rank=-1)
-    axis, dims = _dims("shard: x", x, axis, batch_axis, rows, length)
-    if rows is None:
-        return axes.place(x, *dims)
-    if layout is None or not isinstance(x, np.ndarray):
-        x = _filled(jnp, _whole(axes, jnp.asarray(x)), _whole(axes, rows), axis, fill)
-        return axes.place(x, *dims)
-    # NumPy's rows are taken on the host, by each host those of its own devices.
-    table = flat_rows(layout)
-
-    def part(index: Any) -> Any:
-        own = tuple(slice(None) if at == axis else of for at, of in enumerate(index))
-        planes = index[0] if len(table) > 1 else slice(None)
-        return _filled(np, x[own], table[planes, index[axis]], axis, fill)
-
-    shape = (*x.shape[:axis], table.shape[1], *x.shape[axis + 1 :])
-    axes.check_dims(shape, dims)
-    return jax.make_array_from_callback(shape, axes.sharding(*dims), part)
-
-
-def unshard(x: Any, axis: int, batch_axis: int | None, placing: Placing) -> Any:
-    """See `Sharded.unshard`."""
-    axes, rows, length, _ = placing
-    axis, dims = _dims("unshard: x", x, axis, batch_axis, rows, 0 if rows is None else rows.shape[1])
-    if rows is not None:
-        rows = _whole(axes, rows)
-        order = jnp.argsort(jnp.where(rows < 0, length, rows), axis=1, stable=True)
-        x = _filled(jnp, _whole(axes, jnp.asarray(x)), order[:, :length], axis, 0)
-    dims[axis] = None
-    return axes.place(x, *dims)
 
 
 def _filled(xp: Any, x: Any, rows: Any, axis: int, fill: Any) -> Any:
@@ -107,26 +133,3 @@ def _filled(xp: Any, x: Any, rows: Any, axis: int, fill: Any) -> Any:
     else:
         found = xp.take_along_axis(x, xp.maximum(index, 0), axis=axis)
     return xp.where(index >= 0, found, xp.asarray(0 if fill is None else fill, dtype=found.dtype))
-
-
-def _whole(axes: Axes, x: Any) -> Any:
-    # Where shardings are types, rows cannot be taken along a dim that is split.
-    return axes.place(x, *([None] * x.ndim)) if axes.explicit else x
-
-
-def _dims(what: str, x: Any, axis: int, batch_axis: int | None, rows: Any, length: int) -> tuple[int, Any]:
-    """The axis of the rows, counted from 0, and what splits each dim."""
-    is_array, kind = hasattr(x, "shape") and hasattr(x, "dtype"), type(x).__name__
-    expect(is_array, what, "an array", kind, "Leave it out of the batch", error=DtypeError)
-    fits = -x.ndim <= axis < x.ndim and (rows is None or x.shape[axis] == length)
-    wanted = f"{length or 'any number of'} rows along axis {axis}"
-    expect(fits, what, wanted, tuple(x.shape), "Pass the axis of the rows", error=ShapeError)
-    dims: list[str | None] = [None] * x.ndim
-    if batch_axis is not None:
-        dims[batch_axis] = "batch"
-    dims[axis] = "sequence"
-    planes = 1 if rows is None else rows.shape[0]
-    fits = planes == 1 or (dims[0] == "batch" and x.shape[0] == planes)
-    wanted, remedy = f"{planes} batch rows as axis 0, each with rows of its own", "Pass the whole batch"
-    expect(fits, what, wanted, tuple(x.shape), remedy, error=ShapeError)
-    return axis % x.ndim, dims

@@ -9,18 +9,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from ..._biases import DenseBias
 from ...call import Call, check_layout
 from ...errors import ShapeError, expect
-from ...options import Given
+from ...options import Given, dense_bias
 from ...torch._front import TorchFront, from_bhsd
 from ...torch._options import dropout_seeds
 from ...torch.dtensor import Places, ShardedMask, is_dtensor
 from ..errors import PlanMismatchError
 from ..local import LocalPlan
 from ..rows import Rows
-from ..strategy import split_heads
-from .comm import Ranks
+from ..strategy import Strategy, split_heads
+from .comm import Ranks, moved
 from .dtensor import attend
 from .ops import sharded_forward
 
@@ -35,33 +34,26 @@ class Frame(NamedTuple):
     Attributes:
         mesh: The ranks.
         group: Name of the process group of all of them.
-        strategy: Its name.
-        members: u, ranks that share heads.
-        ranks: P.
+        strategy: How they share the work.
         heads: (Hq, Hkv) of a rank's q and k.
-        heads_here, kv_here: Heads of this rank while it attends.
+        heads_here: The same while this rank attends.
         q_len, k_len: Rows and keys of the whole problem.
-        rows_per_rank, keys_per_rank: n, and that of the keys.
+        rows_per_rank, keys_per_rank: Those of a rank, padding included.
         planes: Batch rows of the mask.
-        natural: Whether ranks hold rows in their own order.
-        dtensor_rows: The order in which DTensors hold rows.
+        ordered: Whether DTensors hold rows in the plan's order.
     """
 
     mesh: DeviceMesh
     group: str
-    strategy: str
-    members: int
-    ranks: int
+    strategy: Strategy
     heads: tuple[int, int]
-    heads_here: int
-    kv_here: int
+    heads_here: tuple[int, int]
     q_len: int
     k_len: int
     rows_per_rank: int
     keys_per_rank: int
     planes: int
-    natural: bool
-    dtensor_rows: str
+    ordered: bool
 
 
 class MeshPlan(ShardedMask):
@@ -127,36 +119,23 @@ class MeshPlan(ShardedMask):
         """
         known, remedy = dtensor_rows in ("natural", "plan"), "Say in which order DTensors hold their rows"
         expect(known, "dtensor_rows", '"natural" or "plan"', repr(dtensor_rows), remedy)
-        ranks = Ranks.of(mesh, plan.strategy.members)
+        strategy = plan.strategy
+        ranks = Ranks.of(mesh, strategy.members)
         group = ranks.whole
         remedy = "Make the layout for the ranks of this mesh, and take plan.local(...) of this rank in it"
-        wanted, got = f"rank {plan.rank} of {plan.strategy.ranks}", f"rank {group.rank()} of {group.size()}"
-        expect((group.rank(), group.size()) == (plan.rank, plan.strategy.ranks), "mesh", wanted, got, remedy)
+        wanted, got = f"rank {plan.rank} of {strategy.ranks}", f"rank {group.rank()} of {group.size()}"
+        expect((group.rank(), group.size()) == (plan.rank, strategy.ranks), "mesh", wanted, got, remedy)
         if rows is not None:
             _check_rows(plan, rows)
         if check:
             ranks.agreement.start(plan.facts, mesh.device_type)
-        here = split_heads(*plan.heads, plan.strategy.members)[plan.rank % plan.strategy.members]
-        frame = Frame(
-            mesh=mesh,
-            group=group.group_name,
-            strategy=plan.strategy.name,
-            members=plan.strategy.members,
-            ranks=plan.strategy.ranks,
-            heads=plan.heads,
-            heads_here=here.heads,
-            kv_here=len(here.kv),
-            q_len=plan.q_len,
-            k_len=plan.k_len,
-            rows_per_rank=plan.rows.shape[1],
-            keys_per_rank=plan.keys_per_rank,
-            planes=plan.planes,
-            natural=plan.natural,
-            dtensor_rows=dtensor_rows,
-        )
+        here = split_heads(*plan.heads, strategy.members)[plan.rank % strategy.members]
+        sizes = plan.q_len, plan.k_len, plan.rows.shape[1], plan.keys_per_rank, plan.planes
+        heads, ordered = (here.heads, len(here.kv)), plan.natural or dtensor_rows == "plan"
+        frame = Frame(mesh, group.group_name, strategy, plan.heads, heads, *sizes, ordered)
         # A plan may be made while evaluating and serve training, which inference tensors could not.
         with torch.inference_mode(False):
-            data, q_index = (_moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
+            data, q_index = (moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
             numbers = torch.from_numpy(plan.numbers)
         # The plan of the next step has another length: no reason to compile anything.
         torch._dynamo.maybe_mark_dynamic(data, 0)
@@ -195,8 +174,8 @@ class MeshPlan(ShardedMask):
             v: Its values, (B, Hkv, n, Dv).
             scale, layout, return_lse: As of `attnspan.torch.attention`.
             backend: Not taken: the kernel where it runs, else framework code.
-            q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds. If they are another
-                layout's it raises, or, on devices and in compiled code, the output is NaN.
+            q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds, (n,) or (L | B, n). If they
+                are another layout's it raises, or, on devices and in compiled code, the output is NaN.
             **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all
                 heads; a ``dropout_seed`` is of shape (), the same on all ranks, or (B, Hq): what is dropped
                 is what one rank would drop. ``k_index`` is not taken: the plan knows where keys are.
@@ -219,74 +198,52 @@ class MeshPlan(ShardedMask):
         if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
             check_layout(front, layout, q, k, v)
             places = cast(Places, front.split(q, k, v, given, layout))
-            self._check_order()
+            remedy = "Make them by DTensor.from_local(layout.shard(x, rank), ...) and pass "
+            remedy += "dtensor_rows='plan' to plan.on(...), or use a layout with method='contiguous'"
+            what, wanted = "DTensors with context parallelism", "rows in the plan's order, which must be said"
+            expect(self.frame.ordered, what, wanted, "a plan whose layout changes the order", remedy)
             found = attend(self, places, q, k, v, given, return_lse=return_lse, **asked)
             return self._marked(found, q_index)
         call = Call.of(front, q, k, v, given, mask=None, **asked)
         frame = self.frame
         out, lse, *_ = sharded_forward(
-            *(call.q, call.k, call.v, self.data, self.numbers, frame.group, frame.members),
-            *(frame.heads_here, frame.kv_here, call.scale, *_arguments(call)),
+            *(call.q, call.k, call.v, self.data, self.numbers, frame.group, frame.strategy.members),
+            *(*frame.heads_here, call.scale, *_arguments(call)),
         )
         return self._marked(from_bhsd(out, lse, layout, return_lse), q_index)
 
-    def _marked(self, found: Any, q_index: Tensor | None) -> Any:
+    def _marked(self, found: Any, q_index: Any) -> Any:
         """The results, if q's rows are those of the plan; else NaN, or an error where the host knows."""
         if q_index is None:
             return found
         mine = self.q_index
-        what, wanted, remedy = (
-            "q_index with context parallelism",
-            "the rows of the plan's layout, {}",
-            _REMEDY,
-        )
-        expect(q_index.shape == mine.shape, what, wanted, q_index.shape, remedy, mine.shape, error=ShapeError)
-        same = (q_index == mine).all()
-        if not torch.compiler.is_compiling() and same.is_cpu and not same:
-            raise PlanMismatchError(
-                what, expected="the rows of the plan's layout", got="others", remedy=remedy
-            )
-        if isinstance(found, tuple):
-            return tuple(torch.where(same, x, torch.nan) for x in found)
-        return torch.where(same, found, torch.nan)
-
-    def _check_order(self) -> None:
-        frame = self.frame
-        what, got = "DTensors with context parallelism", "a plan whose layout changes the order"
-        remedy = (
-            "Make them by DTensor.from_local(layout.shard(x, rank), ...) and pass dtensor_rows='plan' to "
-        )
-        remedy += "plan.on(...), or use a layout with method='contiguous'"
-        fits = frame.dtensor_rows == "plan" or frame.natural
-        expect(fits, what, "rows in the plan's order, which must be said", got, remedy)
+        index = q_index.to_local() if is_dtensor(q_index) else torch.as_tensor(q_index, device=mine.device)
+        what, wanted = "q_index with context parallelism", "the rows of the plan's layout"
+        fits = index.ndim in (1, 2) and index.shape[-1] == mine.shape[1]
+        fits = fits and (index.ndim == 1 or mine.shape[0] in (1, index.shape[0]))
+        expect(fits, what, wanted + ", {}", index.shape, _REMEDY, mine.shape, error=ShapeError)
+        same = (index == mine).all()
+        if same.is_cpu and not torch.compiler.is_compiling():
+            if not same:
+                raise PlanMismatchError(what, expected=wanted, got="others", remedy=_REMEDY)
+            return found
+        return pytree.tree_map(lambda x: torch.where(same, x, torch.nan), found)
 
     def _check_local(self, given: Given, q: Tensor, k: Tensor) -> None:
-        frame = self.frame
-        for name, x, count, rows in (
-            ("q", q, frame.heads[0], frame.rows_per_rank),
-            ("k", k, frame.heads[1], frame.keys_per_rank),
-        ):
-            fits = x.shape[1] == count and x.shape[2] == rows
-            if not fits:
-                wanted = "{} heads and this rank's {} rows, padding included"
+        frame, at = self.frame, "{} with context parallelism".format
+        sizes = zip("qk", (q, k), frame.heads, (frame.rows_per_rank, frame.keys_per_rank), strict=True)
+        for name, x, heads, rows in sizes:
+            wanted = "{} heads and this rank's {} rows, padding included"
+            if x.shape[1] != heads or x.shape[2] != rows:
                 got = f"shape {tuple(x.shape)} in layout bhsd"
-                expect(
-                    fits,
-                    f"{name} with context parallelism",
-                    wanted,
-                    got,
-                    _SHARD,
-                    count,
-                    rows,
-                    error=ShapeError,
-                )
-        what, wanted = "q with context parallelism", "{} batch rows, as the plan has"
+                expect(False, at(name), wanted, got, _SHARD, heads, rows, error=ShapeError)
         fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
-        expect(fits, what, wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
+        wanted = "{} batch rows, as the plan has"
+        expect(fits, at("q"), wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
         got = "a dense bias, which holds a value for each pair of rows of all ranks"
-        what, wanted = "bias with context parallelism", "alibi(...) or relative(...)"
         remedy = "Use a bias by position, or fold what is visible into the mask"
-        expect(not isinstance(given.bias, Tensor | DenseBias), what, wanted, got, remedy)
+        by_position = not isinstance(given.bias, Tensor | dense_bias)
+        expect(by_position, at("bias"), "alibi(...) or relative(...)", got, remedy)
 
     def __deepcopy__(self, memo: Any) -> MeshPlan:
         """The plan itself: it is not changed, and a copy of a model works with the same ranks."""
@@ -301,9 +258,8 @@ class MeshPlan(ShardedMask):
     def __repr__(self) -> str:
         frame = self.frame
         sizes = f"q_len={frame.q_len}, k_len={frame.k_len}, heads={frame.heads}"
-        return (
-            f"MeshPlan({frame.strategy} on {frame.ranks} ranks, {sizes}, rows_per_rank={frame.rows_per_rank})"
-        )
+        ranks = f"{frame.strategy.name} on {frame.strategy.ranks} ranks"
+        return f"MeshPlan({ranks}, {sizes}, rows_per_rank={frame.rows_per_rank})"
 
 
 _REMEDY = "Use the plan with the batch of the layout that made it"
@@ -316,12 +272,6 @@ def _check_rows(plan: LocalPlan, rows: Any) -> None:
         if mine != theirs:
             expected, got = f"rows of {what} {mine}", f"{what} {theirs}"
             raise PlanMismatchError("rows with a plan", expected=expected, got=got, remedy=_REMEDY)
-
-
-def _moved(x: Any, device: str) -> Tensor:
-    """An array of NumPy on a device; the host does not wait."""
-    found = torch.from_numpy(x)
-    return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 class _Front(TorchFront):
@@ -348,8 +298,13 @@ def _arguments(call: Call) -> tuple[Any, ...]:
     return o.softcap, o.bias, o.bias_kind, o.sinks, o.dropout_p, seed
 
 
+_TENSORS = ("data", "numbers", "q_index")
 pytree.register_pytree_node(
     MeshPlan,
-    lambda plan: ([plan.data, plan.numbers, plan.q_index], plan.frame),
+    lambda plan: ([getattr(plan, name) for name in _TENSORS], plan.frame),
     lambda children, frame: MeshPlan(frame, *children),
+    flatten_with_keys_fn=lambda plan: (
+        [(pytree.GetAttrKey(name), getattr(plan, name)) for name in _TENSORS],
+        plan.frame,
+    ),
 )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import OptionError
+from ...errors import expect
 from ...masks import causal
 from ...torch import attention
 from ..machine import Machine, flops_of
@@ -36,7 +36,10 @@ def calibrate(
     device: str | None = None,
 ) -> Machine:
     """What `Machine.calibrate` does."""
-    ranks = _ranks(group)
+    ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 0
+    got, remedy = f"one of {ranks}" if ranks else "none", "Run it under torchrun, after "
+    remedy += "torch.distributed.init_process_group()"
+    expect(ranks > 1, "Machine.calibrate", "a process group of two ranks or more", got, remedy)
     engine = str(dist.get_backend(group))
     device = device or ("cuda" if "nccl" in engine else "cpu")
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
@@ -44,11 +47,12 @@ def calibrate(
     timer = _Timer(group, where, seconds / 6)
     forward, backward = _rates(timer, dtype, head_dim)
     within, across = (_bandwidth(timer, node_size, near=near) for near in (True, False))
-    every = list(range(timer.ranks))
-    latency = timer.median(_exchange(timer, every, _SMALL))
+    latency = timer.median(_exchange(timer, range(ranks), _SMALL))
+    cuda, processor = where.type == "cuda", f"{platform.machine()} x {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(where) if cuda else processor
     # Where a level has no ranks, its links are as the other's.
     return Machine(
-        name=f"measured on {ranks} ranks of {_device_name(where)} over {engine}",
+        name=f"measured on {ranks} ranks of {name} over {engine}",
         dtype=dtype,
         forward_flops=forward,
         backward_flops=backward,
@@ -57,24 +61,6 @@ def calibrate(
         latency=latency,
         node_size=node_size,
     )
-
-
-def _ranks(group: Any) -> int:
-    ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 0
-    if ranks < 2:
-        raise OptionError(
-            "Machine.calibrate",
-            expected="a process group of two ranks or more",
-            got=f"one of {ranks}" if ranks else "none",
-            remedy="Run it under torchrun, after torch.distributed.init_process_group()",
-        )
-    return ranks
-
-
-def _device_name(where: torch.device) -> str:
-    if where.type == "cuda":
-        return torch.cuda.get_device_name(where)
-    return f"{platform.machine()} x {torch.get_num_threads()} threads"
 
 
 class _Timer:
@@ -91,15 +77,12 @@ class _Timer:
         return float(value)
 
     def once(self, call: Callable[[], object]) -> float:
-        self.wait()
+        wait: Any = torch.cuda.synchronize if self.where.type == "cuda" else lambda: None
+        wait()
         start = time.perf_counter()
         call()
-        self.wait()
+        wait()
         return time.perf_counter() - start
-
-    def wait(self) -> None:
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
 
     def median(self, call: Callable[[], object]) -> float:
         """Seconds of a call, repeated equally often on all ranks."""

@@ -10,7 +10,7 @@ import math
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -73,14 +73,20 @@ def counted_bytes() -> Iterator[Counts]:
 
 
 class Pending:
-    """An exchange under way; its buffers live as long as it does."""
+    """What an exchange under way will bring; its buffers live as long as it does."""
 
-    def __init__(self, received: Tensor, sent: Tensor, work: Any, group: Any, phase: str) -> None:
+    def __init__(self, received: Any, sent: Any = None, work: Any = None, group: Any = None, phase: str = ""):
         self._received, self._sent, self._work = received, sent, work
         self._group, self._phase = group, phase
+        self._change: Callable[[Any], Any] = lambda received: received
 
-    def wait(self) -> Tensor:
-        """The received rows, once they are there.
+    def then(self, change: Callable[[Any], Any]) -> Pending:
+        """The same, changed once it is there."""
+        self._change = change
+        return self
+
+    def wait(self) -> Any:
+        """The received rows, once they are there, or what they were to be changed to.
 
         Raises:
             CommunicationError: A rank did not answer.
@@ -90,10 +96,9 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 raise_broken(self._group, self._phase, error)
-            self._work = None
             # The rows that were sent are no longer needed.
-            self._sent = self._received
-        return self._received
+            self._work = self._sent = None
+        return self._change(self._received)
 
 
 def exchange(
@@ -280,6 +285,10 @@ _REMEDY = {
 }
 
 
+def _group_named(at: int) -> Any:
+    return property(lambda ranks: _resolve_process_group(ranks._names[at]))
+
+
 class Ranks:
     """The process groups of a mesh under a strategy of u members, and what is kept for them.
 
@@ -294,20 +303,8 @@ class Ranks:
         self._names = [group.group_name for group in (whole, members, peers)]
         self._free: list[Scratch] = []
 
-    @property
-    def whole(self) -> Any:
-        """All ranks."""
-        return _resolve_process_group(self._names[0])  # type: ignore[arg-type]
-
-    @property
-    def members(self) -> Any:
-        """Ranks that share heads: rank p // u * u and those after it."""
-        return _resolve_process_group(self._names[1])  # type: ignore[arg-type]
-
-    @property
-    def peers(self) -> Any:
-        """Ranks with the same heads, one of each group."""
-        return _resolve_process_group(self._names[2])  # type: ignore[arg-type]
+    # All ranks; those that share heads, rank p // u * u and those after it; one of each group.
+    whole, members, peers = (_group_named(at) for at in range(3))
 
     @classmethod
     def of(cls, mesh: DeviceMesh, members: int) -> Ranks:
@@ -323,6 +320,10 @@ class Ranks:
             first = rank // members * members
             inner = _subgroup(whole, ranks[first : first + members], mesh.device_type)
             outer = _subgroup(whole, ranks[rank % members :: members], mesh.device_type)
+        for name, u in list(_known):
+            of = _known[name, u]._is_of()
+            if of is None or (name == whole.group_name and of is not whole):
+                del _known[name, u]  # With its buffers.
         agreement = next((x.agreement for x in _known.values() if x._is_of() is whole), None)
         _known[key] = cls(whole, inner, outer, agreement or Agreement(whole))
         return _known[key]
@@ -361,6 +362,8 @@ def group_of(mesh: DeviceMesh) -> Any:
     remedy = "Make one by torch.distributed.device_mesh.init_device_mesh"
     is_mesh = isinstance(mesh, DeviceMesh)
     expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
+    remedy, wanted = "Call it on the ranks of the mesh alone", "this rank, {}, among its ranks"
+    expect(mesh.get_coordinate() is not None, "mesh", wanted, repr(mesh), remedy, dist.get_rank())
     if mesh.ndim == 1:
         return mesh.get_group()
     wanted, remedy = (

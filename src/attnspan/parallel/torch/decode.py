@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ShapeError, expect
+from ...errors import DtypeError, ShapeError, expect
 from ...masks import Mask, causal
 from ...torch import attention
 from .comm import group_of, raise_broken
@@ -35,7 +35,6 @@ class ShardedCache(nn.Module):
         max_len: Most tokens of the sequence.
         head_dim: Elements of a key.
         v_dim: Elements of a value; None for `head_dim`.
-        slots: Tokens that this rank has room for; None for an even share and, after `fill`, what it got.
         dtype, device: Of the buffers.
 
     Attributes:
@@ -65,24 +64,33 @@ class ShardedCache(nn.Module):
         max_len: int,
         head_dim: int,
         v_dim: int | None = None,
-        slots: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: Any = None,
     ) -> None:
         super().__init__()
-        self._mesh, self.max_len, self.length, self._used = mesh, max_len, 0, 0
+        self._mesh, self.max_len = mesh, max_len
         self.ranks, self.rank = group_of(mesh).size(), group_of(mesh).rank()
-        slots = -(-max_len // self.ranks) if slots is None else slots
-        shape = (batch, kv_heads, slots)
-        v_dim = head_dim if v_dim is None else v_dim
-        keys, values = (torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in (head_dim, v_dim))
-        self.register_buffer("keys", keys, persistent=False)
-        self.register_buffer("values", values, persistent=False)
-        # Free slots are keys after all tokens, which no query sees.
-        self.register_buffer("k_index", max_len + torch.arange(slots, device=device), persistent=False)
+        empty = torch.empty(batch, kv_heads, 0, 1, dtype=dtype, device=device)
+        index = torch.empty(0, dtype=torch.int64, device=device)
+        sizes = head_dim, head_dim if v_dim is None else v_dim
+        k, v = (empty.expand(-1, -1, -1, size) for size in sizes)
+        self._hold(k, v, index, 0)
 
+    def _hold(self, k: Tensor, v: Tensor, index: Tensor, length: int) -> None:
+        """Keep these keys, with room for this rank's share of the tokens to come."""
+        slots = len(index) + -(-(self.max_len - length) // self.ranks)
+        for name, x in (("keys", k), ("values", v)):
+            buffer = x.new_zeros((*x.shape[:2], slots, x.shape[3]))
+            buffer[:, :, : len(index)] = x
+            self.register_buffer(name, buffer, persistent=False)
+        k_index = index.new_zeros(slots)
+        k_index[: len(index)] = index
+        self.register_buffer("k_index", k_index, persistent=False)
+        self.length, self._used = length, len(index)
+
+    @torch.no_grad()
     def fill(self, k: Tensor, v: Tensor, q_index: Tensor, length: int) -> None:
-        """Take the rows of a prefill as a layout has partitioned them.
+        """Take the rows of a prefill as a layout has partitioned them. The ranks compare what they hold.
 
         Args:
             k: This rank's keys, shape (B, G, m, D).
@@ -91,25 +99,25 @@ class ShardedCache(nn.Module):
             length: Tokens of the whole sequence.
 
         Raises:
-            ShapeError: The sequence is longer than `max_len`, or batch rows are partitioned one by one.
+            ShapeError: The sequence is longer than `max_len`, batch rows are partitioned one by one, or the
+                ranks do not hold each token once.
+            DtypeError: k or v have another dtype than the cache.
         """
         what, wanted = "ShardedCache.fill: q_index", "(1, rows), one order for all batch rows"
         shared = q_index.dim() == 1 or q_index.shape[0] == 1
         remedy = "Prefill with a layout whose mask all batch rows share"
         expect(shared, what, wanted, tuple(q_index.shape), remedy, error=ShapeError)
-        self._check_room("fill", length)
         rows = q_index.flatten()
-        rows = rows[rows >= 0]
-        # Room for what is held now, and for this rank's share of the tokens to come.
-        slots = len(rows) + -(-(self.max_len - length) // self.ranks)
-        for name, x in (("keys", k), ("values", v)):
-            own = getattr(self, name)
-            buffer = own.new_zeros((*own.shape[:2], slots, own.shape[3]))
-            buffer[:, :, : len(rows)] = x[:, :, : len(rows)]
-            setattr(self, name, buffer)
-        self.k_index = self.max_len + torch.arange(slots, device=rows.device)
-        self.k_index[: len(rows)] = rows
-        self.length, self._used = length, len(rows)
+        self._check("fill", k, v, self.keys.shape[0], len(rows), length)
+        # Padding first, and what is beyond the sequence last.
+        mine = torch.bincount(rows.clamp(-1, length) + 1, minlength=length + 2)
+        counts = torch.stack(self._gather(mine)).sum(0)[1:]
+        remedy = "Pass the rows and the q_index that one layout.shard(...) gave, and its q_len"
+        once = bool((counts[:-1] == 1).all() and counts[-1] == 0)
+        got = f"{int(counts.sum())} of them in all"
+        expect(once, what, f"each of the {length} tokens on one rank", got, remedy, error=ShapeError)
+        seen = rows >= 0
+        self._hold(k[:, :, seen], v[:, :, seen], rows[seen], length)
 
     @torch.no_grad()
     def attend(
@@ -120,7 +128,10 @@ class ShardedCache(nn.Module):
         *,
         mask: Mask | None = None,
         split_batch: bool = False,
-        **options: Any,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        bias: Any = None,
     ) -> Tensor:
         """Append n new tokens, and attend with their queries to the keys of all ranks.
 
@@ -131,42 +142,46 @@ class ShardedCache(nn.Module):
             v: Their values, (B, G, n, Dv).
             mask: What they may see besides ``causal()``, as ``window(4095)``; its arrays are global.
             split_batch: Whether ranks hold different batch rows.
-            **options: ``scale``, ``softcap``, ``bias`` and ``sinks`` of `attnspan.torch.attention`.
+            sinks, scale, softcap, bias: As of `attnspan.torch.attention`.
 
         Returns:
             Output for q, as q lies. Parts of the ranks are merged in their order by lse, in float32.
 
         Raises:
-            ShapeError: The sequence becomes longer than `max_len`.
-            CommunicationError: A rank did not answer.
+            ShapeError: The sequence becomes longer than `max_len`, or shapes do not fit the cache.
+            DtypeError: k or v have another dtype than the cache.
+            CommunicationError: A rank did not answer. The tokens are not appended after any error.
         """
+        batch, new = self.keys.shape[0] // (self.ranks if split_batch else 1), q.shape[2]
+        self._check("attend", k, v, batch, new, self.length + new)
+        if sinks is not None:
+            fits, remedy = sinks.shape == q.shape[1:2], "Pass one for each query head"
+            expect(fits, "sinks", "({},)", tuple(sinks.shape), remedy, q.shape[1], error=ShapeError)
         if split_batch:
             q, k, v = (torch.cat(self._gather(x)) for x in (q, k, v))
-        new = q.shape[2]
-        self._append(k, v)
-        tokens = torch.arange(self.length - new, self.length, device=q.device)
-        sinks = options.pop("sinks", None)
+        tokens = torch.arange(self.length, self.length + new, device=q.device)
+        mine = slice((self.rank - self.length) % self.ranks, None, self.ranks)
+        used = self._used + len(tokens[mine])
+        for held, x in ((self.keys, k), (self.values, v), (self.k_index[None, None], tokens[None, None])):
+            held[:, :, self._used : used] = x[:, :, mine]
         seen = causal() if mask is None else causal() & mask
-        options |= {"mask": seen, "q_index": tokens, "k_index": self.k_index}
-        out, lse = attention(q, self.keys, self.values, return_lse=True, **options)
+        options: Any = {"scale": scale, "softcap": softcap, "bias": bias, "q_index": tokens}
+        options["k_index"] = self.k_index[:used]
+        keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        out, lse = attention(q, keys, values, mask=seen, return_lse=True, **options)
         outs, lses = self._gather(out.to(torch.promote_types(out.dtype, torch.float32))), self._gather(lse)
         found = merged(outs, lses, sinks).to(out.dtype)
+        self.length, self._used = self.length + new, used
         return found.chunk(self.ranks)[self.rank] if split_batch else found
 
-    def _append(self, k: Tensor, v: Tensor) -> None:
-        self._check_room("attend", self.length + k.shape[2])
-        tokens = range(self.length, self.length + k.shape[2])
-        mine = [i for i, token in enumerate(tokens) if token % self.ranks == self.rank]
-        at = slice(self._used, self._used + len(mine))
-        self.keys[:, :, at], self.values[:, :, at] = k[:, :, mine], v[:, :, mine]
-        self.k_index[at] = torch.tensor(
-            [tokens[i] for i in mine], dtype=torch.int64, device=self.k_index.device
-        )
-        self.length, self._used = self.length + k.shape[2], at.stop
-
-    def _check_room(self, what: str, length: int) -> None:
-        remedy = "Make the cache with a larger max_len"
-        wanted = f"at most {self.max_len} tokens"
+    def _check(self, what: str, k: Tensor, v: Tensor, batch: int, rows: int, length: int) -> None:
+        for name, x, held in (("k", k, self.keys), ("v", v, self.values)):
+            sizes, remedy = (batch, held.shape[1], rows, held.shape[3]), "Make the cache for these sizes"
+            where = f"ShardedCache.{what}: {name}"
+            expect(x.shape == sizes, where, "{}", tuple(x.shape), remedy, sizes, error=ShapeError)
+            fits = x.dtype == held.dtype
+            expect(fits, where, str(held.dtype), str(x.dtype), "Convert it, or the cache", error=DtypeError)
+        remedy, wanted = "Make the cache with a larger max_len", f"at most {self.max_len} tokens"
         expect(length <= self.max_len, f"ShardedCache.{what}", wanted, length, remedy, error=ShapeError)
 
     def _gather(self, x: Tensor) -> list[Tensor]:

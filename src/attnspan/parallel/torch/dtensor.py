@@ -46,10 +46,8 @@ def attend(
     Args:
         plan: Of this rank.
         places: How q, k and v lie, consistently.
-        q: A DTensor; the size of its sequence is that of all ranks together, padding included.
-        k, v: Keys and values.
-        given: The options.
-        scale, layout, return_lse: As of `attnspan.torch.attention`.
+        q, k, v: DTensors; the size of their sequences is that of all ranks together, padding included.
+        given, scale, layout, return_lse: As of `attnspan.torch.attention`.
 
     Returns:
         DTensors that lie as q does.
@@ -58,11 +56,20 @@ def attend(
         ShapeError: Sizes do not fit the plan.
         OptionError: An option lies otherwise than q, or describes the whole where a part is needed.
     """
-    local = [x.to_local() for x in (q, k, v)]
-    _check_sizes(plan, q, k, local, layout)
-    options = _Options(places, _counts(q, layout), _counts(local[0], layout)).of(given)
+    local, dims, frame = [x.to_local() for x in (q, k, v)], LAYOUTS[layout], plan.frame
+    rows = dims.index("tokens" if layout == "thd" else "length")
+    for name, x, each in (("q", q, frame.rows_per_rank), ("k", k, frame.keys_per_rank)):
+        what, whole = f"{name} as a DTensor with context parallelism", each * frame.strategy.ranks
+        wanted = "{} rows: those of {} ranks, in the plan's order and with its padding"
+        got, ranks = f"shape {tuple(x.shape)} in layout {layout}", frame.strategy.ranks
+        remedy = "Make it by DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])"
+        expect(x.shape[rows] == whole, what, wanted, got, remedy, whole, ranks, error=ShapeError)
+    counts = [
+        (sizes.get("batch", 1), sizes["heads"])
+        for sizes in (dict(zip(dims, x.shape, strict=True)) for x in (q, local[0]))
+    ]
+    options = _local_options(places, given, *counts)
     found = plan.attention(*local, scale=scale, layout=layout, return_lse=True, **options.keywords())
-    dims = LAYOUTS[layout]
     out = _join(found[0], (*q.shape[:-1], v.shape[-1]), dims, places)
     if not return_lse:
         return out
@@ -71,88 +78,44 @@ def attend(
     return out, _join(found[1], tuple(sizes[dim] for dim in dims), dims, places)
 
 
-def _counts(q: Tensor, layout: str) -> tuple[Any, Any]:
-    """Batch rows and heads."""
-    sizes = dict(zip(LAYOUTS[layout], q.shape, strict=True))
-    return sizes.get("batch", 1), sizes["heads"]
-
-
-def _check_sizes(plan: MeshPlan, q: Tensor, k: Tensor, local: list[Tensor], layout: str) -> None:
-    dims, frame = LAYOUTS[layout], plan.frame
-    rows, heads = dims.index("tokens" if layout == "thd" else "length"), dims.index("heads")
-    for name, x, part, each, count in (
-        ("q", q, local[0], frame.rows_per_rank, frame.heads[0]),
-        ("k", k, local[1], frame.keys_per_rank, frame.heads[1]),
-    ):
-        what, whole = f"{name} as a DTensor with context parallelism", each * frame.ranks
-        wanted = "{} rows: those of {} ranks, in the plan's order and with its padding"
-        remedy = "Make it by DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])"
-        got = f"shape {tuple(x.shape)} in layout {layout}"
-        expect(x.shape[rows] == whole, what, wanted, got, remedy, whole, frame.ranks, error=ShapeError)
-        remedy, got = (
-            "Plan with the heads of one rank's part",
-            f"{part.shape[heads]} here, of {x.shape[heads]} in all",
-        )
-        expect(
-            part.shape[heads] == count, what, "{} heads on this rank", got, remedy, count, error=ShapeError
-        )
-
-
-class _Options:
-    """The options of a call as this rank takes them.
-
-    Args:
-        places: How q lies.
-        whole: Batch rows and heads of q.
-        here: Those of this rank's part.
-    """
-
-    def __init__(self, places: Places, whole: tuple[Any, Any], here: tuple[Any, Any]) -> None:
-        self.places, self.whole, self.here = places, whole, here
-
-    def of(self, given: Given) -> Given:
-        parts = {
-            name.rpartition(".")[2]: self._part(name, x, batch, heads)
-            for name, x, batch, heads in option_tensors(given)
-            if x is not None
-        }
-        seed, sinks = parts.pop("dropout_seed", None), parts.pop("sinks", None)
-        if seed is not None and seed.dim() == 0 and {BATCH, HEADS} & set(self.places.roles):
-            # Each rank numbers its batch rows and heads from 0: it needs the seeds of those it has.
-            seed = self.places.part("dropout_seed", dropout_seeds(seed, *self.whole), 0, 1)
-        bias: Any = given.bias
-        if parts and not isinstance(bias, Tensor):
-            bias = replace(bias, **parts)
-        return replace(given, bias=bias, sinks=sinks, dropout_seed=seed)
-
-    def _part(self, name: str, x: Any, batch: int | None, heads: int | None) -> Any:
+def _local_options(places: Places, given: Given, whole: tuple[Any, Any], here: tuple[Any, Any]) -> Given:
+    """The options of a call as this rank takes them; ``whole`` and ``here`` are batch rows and heads of q."""
+    parts = {}
+    for name, x, *dims in option_tensors(given):
         if is_dtensor(x):
-            return self._local(name, x, batch, heads)
-        for what, dim, whole, here in zip((BATCH, HEADS), (batch, heads), self.whole, self.here, strict=True):
-            if dim is not None and what in self.places.roles and x.shape[dim] == whole != here:
-                what, wanted = (
-                    f"{name} with context parallelism of DTensors",
-                    f"that of this rank's {what}, {here}, or a DTensor",
-                )
-                got = f"a plain tensor for all {whole}, of shape {tuple(x.shape)}"
+            x = _part(places, name, x, *dims)
+        for role, dim, all_of_it, mine in zip((BATCH, HEADS), dims, whole, here, strict=True):
+            if dim is not None and role in places.roles and x.shape[dim] == all_of_it != mine:
+                wanted = f"that of this rank's {role}, {mine}, or a DTensor"
+                got = f"a plain tensor for all {all_of_it}, of shape {tuple(x.shape)}"
                 remedy = "Distribute it along the mesh axis that splits q so, or take this rank's part"
-                expect(False, what, wanted, got, remedy)
-        return x
+                expect(False, f"{name} with context parallelism of DTensors", wanted, got, remedy)
+        if x is not None:
+            parts[name.rpartition(".")[2]] = x
+    seed, sinks = parts.pop("dropout_seed", None), parts.pop("sinks", None)
+    if seed is not None and seed.dim() == 0 and {BATCH, HEADS} & set(places.roles):
+        # Each rank numbers its batch rows and heads from 0: it needs the seeds of those it has.
+        seed = places.part("dropout_seed", dropout_seeds(seed, *whole), 0, 1)
+    bias: Any = given.bias
+    if parts and not isinstance(bias, Tensor):
+        bias = replace(bias, **parts)
+    return replace(given, bias=bias, sinks=sinks, dropout_seed=seed)
 
-    def _local(self, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
-        """This rank's part of a DTensor; its gradient is summed over ranks that share the part."""
-        from torch.distributed.tensor import Partial, Replicate
 
-        check_follower(self.places, name, x, batch, heads)
-        wanted = self.places.wanted(x, batch, heads)
-        gradient = [
-            place if place.is_shard() else Partial() if role in (BATCH, HEADS, ROWS) else Replicate()
-            for role, place in zip(self.places.roles, wanted, strict=True)
-        ]
-        if tuple(x.placements) != wanted:  # It is whole: each rank cuts its own part out.
-            x = x.redistribute(self.places.mesh, wanted)
-        part: Tensor = x.to_local(grad_placements=gradient)
-        return part
+def _part(places: Places, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
+    """This rank's part of a DTensor; its gradient is summed over ranks that share the part."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    check_follower(places, name, x, batch, heads)
+    wanted = places.wanted(x, batch, heads)
+    gradient = [
+        place if place.is_shard() else Partial() if role in (BATCH, HEADS, ROWS) else Replicate()
+        for role, place in zip(places.roles, wanted, strict=True)
+    ]
+    if tuple(x.placements) != wanted:  # It is whole: each rank cuts its own part out.
+        x = x.redistribute(places.mesh, wanted)
+    part: Tensor = x.to_local(grad_placements=gradient)
+    return part
 
 
 def _join(x: Tensor, shape: tuple[Any, ...], dims: tuple[str, ...], places: Places) -> Tensor:

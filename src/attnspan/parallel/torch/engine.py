@@ -6,6 +6,7 @@ float32, whatever the inputs are.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from .heads import Team, fold_heads, repeat_heads
 from .kernel import Call, attend, differentiate
 from .keys import Route, from_rows, pass_on, to_rows, unsorted, whole
 
-__all__ = ["Done", "Given", "Gradients", "backward", "bias_at", "forward", "merged", "options_of"]
+__all__ = ["Done", "Given", "Gradients", "backward", "forward", "merged"]
 
 
 class Given(NamedTuple):
@@ -32,7 +33,7 @@ class Given(NamedTuple):
         k: Shape (B, G, S, D).
         v: Shape (B, G, S, Dv).
         scale: Factor of the scores.
-        options: Of these heads, without indices; None for none.
+        options: Of all members' heads, without indices; None for none.
     """
 
     tables: Tables
@@ -42,6 +43,16 @@ class Given(NamedTuple):
     v: Tensor
     scale: float
     options: Options | None
+
+    @property
+    def every(self) -> slice:
+        """This rank's query heads among themselves."""
+        return slice(0, self.q.shape[1])
+
+    def among_all(self, heads: slice) -> slice:
+        """Some of this rank's query heads, among those of all members."""
+        first = self.team.mine.q_start
+        return slice(first + heads.start, first + heads.stop)
 
 
 class Done(NamedTuple):
@@ -66,7 +77,7 @@ class Gradients(NamedTuple):
     Args:
         dq: Shape (B, H, N, D), in q's dtype.
         dkv: Shape (B, G, S, D + Dv), keys and values side by side, float32 (float64 for float64).
-        dbias: In the shape of the options' bias, or None.
+        dbias: In the shape of the options' bias, or None; zero for heads that others have.
         dsinks: In the shape of the options' sinks, or None.
     """
 
@@ -78,97 +89,52 @@ class Gradients(NamedTuple):
 
 def forward(given: Given) -> tuple[Tensor, Tensor]:
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
-    if given.tables.transfer is not None:
-        return _forward_exchange(given)
-    if len(given.tables.stages) == 1:
-        return _forward_own(given)
-    return _forward_ring(given)
+    return (_forward_at_once if len(given.tables.stages) == 1 else _forward_ring)(given)
 
 
 def backward(given: Given, done: Done) -> Gradients:
     """The gradients of `forward`."""
-    if given.tables.transfer is not None:
-        return _backward_exchange(given, done)
-    if len(given.tables.stages) == 1:
-        return _backward_own(given, done)
-    return _backward_ring(given, done)
+    return (_backward_at_once if len(given.tables.stages) == 1 else _backward_ring)(given, done)
 
 
-def _parts(given: Given) -> Iterator[tuple[slice, slice]]:
+def _parts(given: Given) -> list[tuple[slice, slice]]:
     """Query and key heads of each part."""
-    count = exchange_parts(list(given.team.heads))
+    count = 1 if given.tables.transfer is None else exchange_parts(list(given.team.heads))
     heads, key_heads = given.q.shape[1], given.k.shape[1]
-    for i in range(count):
-        first, last = key_heads * i // count, key_heads * (i + 1) // count
-        if count == 1:
-            yield slice(0, heads), slice(0, key_heads)
-        else:
-            group = heads // key_heads
-            yield slice(first * group, last * group), slice(first, last)
+    if count == 1:
+        return [(slice(0, heads), slice(0, key_heads))]
+    group, cuts = heads // key_heads, [key_heads * i // count for i in range(count + 1)]
+    return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(cuts)]
 
 
-def _forward_exchange(given: Given) -> tuple[Tensor, Tensor]:
-    q, options = given.q, given.options
+def _forward_at_once(given: Given) -> tuple[Tensor, Tensor]:
+    q, stage = given.q, given.tables.stages[0]
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
-    route, parts = Route(given.tables, given.team), list(_parts(given))
+    route, parts = Route(given.tables, given.team), _parts(given)
     # All exchanges at once: while one part is computed, the others travel.
     coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
     for (heads, _), fetched in zip(parts, coming, strict=True):
-        k, v = from_rows(fetched.wait(), q.shape[3])
-        call = _call(given, given.tables.stages[0], q[:, heads], k, v, options_of(options, heads), heads)
-        lse[:, heads] = _attend_some(call, out[:, heads])
+        k, v = fetched.wait()
+        lse[:, heads] = _attend_some(_call(given, stage, k, v, given.options, heads), out[:, heads])
     return out, lse
 
 
-def _forward_own(given: Given) -> tuple[Tensor, Tensor]:
-    """All keys of the group's rows are here."""
-    q, k, v = given.q, given.k, given.v
-    if given.tables.key_order.numel():
-        k, v = from_rows(to_rows(k, v, given.tables.numbers.planes, given.tables.key_order), q.shape[3])
-    out = _like_bshd(q, q.shape[1], q.shape[2], v.shape[3], q.dtype)
-    return out, _attend_some(_call(given, given.tables.stages[0], q, k, v, given.options), out)
-
-
-def _backward_exchange(given: Given, done: Done) -> Gradients:
-    q, options, stage = given.q, given.options, given.tables.stages[0]
-    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    sums = _OptionSums(options)
-    route, parts = Route(given.tables, given.team), list(_parts(given))
-    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
-    returned = []
-    for i, ((heads, _), fetched) in enumerate(zip(parts, coming, strict=True)):
-        rows = fetched.wait()
-        k, v = from_rows(rows, q.shape[3])
-        call = _call(given, stage, q[:, heads], k, v, options_of(options, heads), heads)
-        grads = given.team.scratch.new(f"grads {i}", rows.shape, rows, _wide(rows))
-        dkv = from_rows(grads, q.shape[3])
-        sums.add(_differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv), heads)
-        returned.append((grads, route.give_back(grads, i)))
-    batch, kv_heads, length, dim = given.k.shape
-    planes = given.tables.numbers.planes
-    shape = (planes, length, batch // planes, kv_heads, dim + given.v.shape[3])
-    total = given.team.scratch.new("total", shape, given.k, _wide(given.k))
-    for (_, at), (grads, pending) in zip(parts, returned, strict=True):
-        route.collect(grads, pending, total[..., at, :])
-    return Gradients(dq, whole(total), *sums.results())
-
-
-def _backward_own(given: Given, done: Done) -> Gradients:
-    q, k, v, order = given.q, given.k, given.v, given.tables.key_order
-    if order.numel():
-        rows = to_rows(k, v, given.tables.numbers.planes, order)
-        k, v = from_rows(rows, q.shape[3])
-        grads = torch.empty_like(rows, dtype=_wide(k))
-    else:
-        shape = (1, k.shape[2], k.shape[0], k.shape[1], k.shape[3] + v.shape[3])
-        grads = k.new_empty(shape, dtype=_wide(k))
+def _backward_at_once(given: Given, done: Done) -> Gradients:
+    q, stage = given.q, given.tables.stages[0]
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     sums = _OptionSums(given.options)
-    call = _call(given, given.tables.stages[0], q, k, v, given.options)
-    found = _differentiate_some(given, call, done, dq, from_rows(grads, k.shape[3]))
-    sums.add(found, slice(0, q.shape[1]))
-    return Gradients(dq, whole(unsorted(grads, order)), *sums.results())
+    route, parts = Route(given.tables, given.team), _parts(given)
+    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    returned = []
+    for i, ((heads, at), fetched) in enumerate(zip(parts, coming, strict=True)):
+        k, v = fetched.wait()
+        call, grads = _call(given, stage, k, v, given.options, heads), route.gradients(k, v, i)
+        dkv = from_rows(grads, q.shape[3])
+        found = _differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv)
+        sums.add(found, given.among_all(heads))
+        returned.append((at, grads, route.give_back(grads, i)))
+    return Gradients(dq, whole(route.collect(returned, *given.k.shape[1:3])), *sums.results())
 
 
 def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
@@ -180,9 +146,9 @@ def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
             continue
         k, v = from_rows(rows, q.shape[3])
         part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
-        total.add(part, _attend_some(_call(given, stage, q, k, v, bare), part))
+        total.add(part, _attend_some(_call(given, stage, k, v, bare, given.every), part))
     if options is not None and options.sinks is not None:
-        total.join(options.sinks)
+        total.join(options.sinks[given.among_all(given.every)])
     out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
     return out.copy_(total.out), total.lse
 
@@ -192,7 +158,7 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
     q, options = given.q, given.options
     bare = None if options is None else options._replace(sinks=None)
     dq = q.new_zeros(q.shape, dtype=_wide(q))
-    sums, every = _OptionSums(options), slice(0, q.shape[1])
+    sums, every = _OptionSums(options), given.among_all(given.every)
     behind: Pending | None = None
     shape: tuple[int, ...] = ()
     for stage, rows in _round(given):
@@ -201,7 +167,7 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
         if stage.visible:
             k, v = from_rows(rows, q.shape[3])
             part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
-            call = _call(given, stage, q, k, v, bare)
+            call = _call(given, stage, k, v, bare, given.every)
             sums.add(_differentiate_some(given, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
         if behind is not None:
@@ -209,7 +175,7 @@ def _backward_ring(given: Given, done: Done) -> Gradients:
         behind = pass_on(grads, given.team, "gradients")
     assert behind is not None
     if options is not None and options.sinks is not None:
-        sums.add((None, _sink_gradients(options.sinks, done)), every)
+        sums.add((None, _sink_gradients(options.sinks[every], done)), every)
     dkv = whole(unsorted(behind.wait().view(shape), given.tables.key_order))
     narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     return Gradients(narrow.copy_(dq), dkv, *sums.results())
@@ -276,16 +242,17 @@ class _OptionSums:
     """Gradients of bias and sinks, which several calls and heads add to."""
 
     def __init__(self, options: Options | None) -> None:
-        self._options = options
-        bias, sinks = (None, None) if options is None else (options.bias, options.sinks)
-        self._bias = None if bias is None else torch.zeros_like(bias)
-        self._sinks = None if sinks is None else torch.zeros_like(sinks)
+        self._options, like = options, torch.contiguous_format
+        each = (None, None) if options is None else (options.bias, options.sinks)
+        self._bias, self._sinks = (
+            None if x is None else torch.zeros_like(x, memory_format=like) for x in each
+        )
 
     def add(self, found: tuple[Tensor | None, Tensor | None], heads: slice) -> None:
         """Add what a call for some heads found."""
         dbias, dsinks = found
         if dbias is not None and self._options is not None:
-            self._bias[bias_at(self._options, heads)] += dbias  # type: ignore[index]
+            self._bias[_bias_at(self._options, heads)] += dbias  # type: ignore[index]
         if dsinks is not None:
             self._sinks[heads] += dsinks  # type: ignore[index]
 
@@ -294,46 +261,32 @@ class _OptionSums:
         return self._bias, self._sinks
 
 
-def bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
+def _bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
     """Where the heads are in the bias: (H, n) by distance, (B|1, H) of slopes."""
     return (heads,) if options.bias_kind == DISTANCE else (slice(None), heads)
 
 
-def options_of(options: Options | None, heads: slice) -> Options | None:
+def _options_of(options: Options, heads: slice) -> Options:
     """The options of some of the heads."""
-    if options is None:
-        return None
     seed, sinks, bias = options.dropout_seed, options.sinks, options.bias
     return options._replace(
-        bias=None if bias is None else bias[bias_at(options, heads)].contiguous(),
+        bias=None if bias is None else bias[_bias_at(options, heads)].contiguous(),
         sinks=None if sinks is None else sinks[heads].contiguous(),
         dropout_seed=None if seed is None else seed[:, heads].contiguous(),
     )
 
 
-def _call(
-    given: Given,
-    stage: Stage,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options | None,
-    heads: slice | None = None,
-) -> Call:
-    """A call for some of this rank's heads (None: all) on the keys of a stage."""
-    bounds = stage.bounds
+def _call(given: Given, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Call:
+    """A call for some of this rank's heads on the keys of a stage."""
+    bounds, at = stage.bounds, given.among_all(heads)
     if bounds.shape[1] > 1:
-        first = given.team.mine.q_start
-        at = slice(0, q.shape[1]) if heads is None else heads
-        bounds = bounds[:, first + at.start : first + at.stop].contiguous()
-    if options is not None and _changes_anything(options):
+        bounds = bounds[:, at].contiguous()
+    options = None if options is None or not _changes_anything(options) else _options_of(options, at)
+    if options is not None:
         options = options._replace(q_index=given.tables.q_index, k_index=stage.keys)
-    else:
-        options = None
-    kv_map = given.team.mine.kv_map
-    if heads is None or heads == slice(0, given.q.shape[1]):
-        k, v = repeat_heads(k, kv_map), repeat_heads(v, kv_map)
-    return Call(q, k, v, bounds, given.scale, options)
+    if heads == given.every:
+        k, v = (repeat_heads(x, given.team.mine.kv_map) for x in (k, v))
+    return Call(given.q[:, heads], k, v, bounds, given.scale, options)
 
 
 def _changes_anything(options: Options) -> bool:

@@ -14,18 +14,7 @@ from ..local import Numbers
 from ..strategy import HeadSlice
 from .comm import Pending, Ranks, Scratch, exchange
 
-__all__ = [
-    "Gathered",
-    "Scattered",
-    "Team",
-    "Which",
-    "fold_heads",
-    "gather",
-    "key_heads",
-    "query_heads",
-    "repeat_heads",
-    "scatter",
-]
+__all__ = ["Team", "Which", "fold_heads", "gather", "key_heads", "query_heads", "repeat_heads", "scatter"]
 
 Which = Callable[[HeadSlice], slice]
 
@@ -61,7 +50,7 @@ def key_heads(heads: HeadSlice) -> slice:
     return slice(heads.kv[0], heads.kv[-1] + 1) if heads.kv else slice(0, 0)
 
 
-def scatter(team: Team, x: Tensor, which: Which, name: str) -> "Scattered":
+def scatter(team: Team, x: Tensor, which: Which, name: str) -> Pending:
     """Start to hand each member its heads of this rank's rows.
 
     Args:
@@ -69,6 +58,9 @@ def scatter(team: Team, x: Tensor, which: Which, name: str) -> "Scattered":
         x: Shape (B, H, n, D), all heads; any strides.
         which: `query_heads` or `key_heads`.
         name: Of the buffer; other exchanges under way have other names.
+
+    Returns:
+        Rows of the whole group under way, (B, heads of this member, u * n, D).
     """
     batch, _, rows, dim = x.shape
     slices = [which(heads) for heads in team.heads]
@@ -77,32 +69,25 @@ def scatter(team: Team, x: Tensor, which: Which, name: str) -> "Scattered":
     for piece, at in zip(torch.split(send, sizes), slices, strict=True):
         piece.view(rows, batch, at.stop - at.start, dim).copy_(x[:, at].permute(2, 0, 1, 3))
     mine = which(team.mine)
-    shape = (rows * len(sizes), batch, mine.stop - mine.start, dim)
-    received = x.new_empty(shape)  # kept for backward
+    received = x.new_empty((rows * len(sizes), batch, mine.stop - mine.start, dim))  # kept for backward
     each = [received.numel() // len(sizes)] * len(sizes)
-    return Scattered(exchange(send, sizes, each, team.ranks.members, "scatter", received.view(-1)), shape)
+    pending = exchange(send, sizes, each, team.ranks.members, "scatter", received.view(-1))
+    return pending.then(lambda _: received.permute(1, 2, 0, 3))
 
 
-class Scattered(NamedTuple):
-    """Rows of the whole group under way."""
-
-    pending: Pending
-    shape: tuple[int, ...]
-
-    def wait(self) -> Tensor:
-        """Shape (B, heads of this member, u * n, D)."""
-        return self.pending.wait().view(self.shape).permute(1, 2, 0, 3)
-
-
-def gather(team: Team, x: Tensor, which: Which, heads: int, name: str) -> "Gathered":
+def gather(team: Team, x: Tensor, which: Which, heads: int, name: str) -> Pending:
     """Start to hand each member its rows of this rank's heads.
 
     Args:
         team: Who takes part.
         x: Shape (B, heads of this member, u * n, D).
-        which: `query_heads` or `key_heads`; of the latter several members may have the same, which are added.
+        which: `query_heads` or `key_heads`; of the latter several members may have the same.
         heads: H, of all members.
         name: Of the buffers.
+
+    Returns:
+        All heads of this rank's rows under way, (B, H, n, D), stored as (B, n, H, D); heads of several
+        members are summed in their order.
     """
     members = len(team.heads)
     batch, count, group_rows, dim = x.shape
@@ -112,38 +97,25 @@ def gather(team: Team, x: Tensor, which: Which, heads: int, name: str) -> "Gathe
     slices = [which(member) for member in team.heads]
     sizes = [rows * batch * (at.stop - at.start) * dim for at in slices]
     received = team.scratch.new(f"gathered {name}", (sum(sizes),), x)
-    each = [rows * batch * count * dim] * members
-    pending = exchange(send.view(-1), each, sizes, team.ranks.members, "gather", received)
-    out = x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
-    return Gathered(pending, slices, sizes, out)
 
-
-class Gathered(NamedTuple):
-    """All heads of this rank's rows under way."""
-
-    pending: Pending
-    slices: list[slice]
-    sizes: list[int]
-    out: Tensor
-
-    def wait(self) -> Tensor:
-        """Shape (B, H, n, D), stored as (B, n, H, D); heads of several members are summed in their order."""
-        batch, heads, rows, dim = self.out.shape
-        shared = sum(at.stop - at.start for at in self.slices) > heads
-        if shared:
-            self.out.zero_()
-        for piece, at in zip(torch.split(self.pending.wait(), self.sizes), self.slices, strict=True):
+    def joined(received: Tensor) -> Tensor:
+        shared = sum(at.stop - at.start for at in slices) > heads
+        out = (x.new_zeros if shared else x.new_empty)((batch, rows, heads, dim)).transpose(1, 2)
+        for piece, at in zip(torch.split(received, sizes), slices, strict=True):
             part = piece.view(rows, batch, at.stop - at.start, dim).permute(1, 2, 0, 3)
-            here = self.out[:, at]
-            here.copy_(here + part if shared else part)
-        return self.out
+            out[:, at] = out[:, at] + part if shared else part
+        return out
+
+    each = [rows * batch * count * dim] * members
+    return exchange(send.view(-1), each, sizes, team.ranks.members, "gather", received).then(joined)
 
 
 def repeat_heads(x: Tensor, kv_map: Sequence[int]) -> Tensor:
     """Key heads as the kernel is to be given them; x itself where that is all of them once."""
     if list(kv_map) == list(range(x.shape[1])):
         return x
-    return x.index_select(1, torch.tensor(kv_map, device=x.device))
+    # An index would have to be sent to the device, for which the host waits.
+    return torch.cat([x[:, head : head + 1] for head in kv_map], 1)
 
 
 def fold_heads(grad: Tensor, kv_map: Sequence[int], out: Tensor) -> None:

@@ -4,6 +4,7 @@ Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys
 stage. A row holds the key and the value of h heads: (B / P, h, D + Dv).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ..local import Tables, Transfer
 from .comm import Pending, exchange
 from .heads import Team
 
-__all__ = ["Fetched", "Route", "as_rows", "from_rows", "move", "pass_on", "to_rows", "unsorted", "whole"]
+__all__ = ["Route", "as_rows", "from_rows", "move", "pass_on", "to_rows", "unsorted", "whole"]
 
 _MOVED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -88,94 +89,94 @@ def as_rows(x: Tensor, planes: int) -> Tensor:
 
 
 class Route(NamedTuple):
-    """The exchange of a plan, and its buffers.
+    """How the keys of the one stage of a plan come and their gradients go, and the buffers for them.
 
     Args:
-        tables: Of this rank, with a transfer.
+        tables: Of this rank. Without a transfer the group has all keys that it needs.
         team: Who takes part.
     """
 
     tables: Tables
     team: Team
 
-    @property
-    def lists(self) -> Transfer:
-        """Which rows go where."""
-        assert self.tables.transfer is not None
-        return self.tables.transfer
-
-    def fetch(self, k: Tensor, v: Tensor, part: int) -> "Fetched":
+    def fetch(self, k: Tensor, v: Tensor, part: int) -> Pending:
         """Start to send the keys that other groups need, and to receive those that this one does.
 
         Args:
             k: Shape (B, h, S, D).
             v: Shape (B, h, S, Dv).
             part: Number of the part of the heads.
+
+        Returns:
+            Keys (B, h, K, D) and values in the order of the stage's keys; valid until the next part's.
         """
-        lists, planes = self.lists, self.tables.numbers.planes
+        lists, planes, dim = self.tables.transfer, self.tables.numbers.planes, k.shape[3]
+        if lists is None:
+            order = self.tables.key_order
+            return Pending(from_rows(to_rows(k, v, planes, order), dim) if order.numel() else (k, v))
         own = as_rows(k, planes), as_rows(v, planes)
-        width = *own[0].shape[2:4], k.shape[3] + v.shape[3]
+        width = *own[0].shape[2:4], dim + v.shape[3]
         new = self.team.scratch.new
         send = new(f"send {part}", (1, sum(lists.send_counts), *width), k)
         received = new(f"received {part}", (sum(lists.receive_counts), *width), k)
-        for x, half in zip(own, _split(send, k.shape[3]), strict=True):
+        for x, half in zip(own, _split(send, dim), strict=True):
             move(half, None, x, lists.send)
         counts = lists.send_counts, lists.receive_counts
-        return Fetched(self, own, exchange(send[0], *counts, self.team.ranks.peers, "exchange", received))
+        coming = exchange(send[0], *counts, self.team.ranks.peers, "exchange", received)
+        return coming.then(lambda received: from_rows(self._placed(lists, own, received), dim))
+
+    def _placed(self, lists: Transfer, own: tuple[Tensor, Tensor], received: Tensor) -> Tensor:
+        planes, keys = self.tables.stages[0].keys.shape
+        rows = self.team.scratch.new("rows", (planes, keys, *received.shape[1:]), received)
+        if lists.own.shape[0] + lists.place.shape[0] < planes * keys:
+            # Behind the last key of a plane nothing is visible, but garbage may be NaN, which has a slow way.
+            rows.zero_()
+        for x, half in zip(own, _split(rows, own[0].shape[4]), strict=True):
+            move(half, lists.own_place, x, lists.own)
+        move(rows, lists.place, received[None], None)
+        return rows
+
+    def gradients(self, k: Tensor, v: Tensor, part: int) -> Tensor:
+        """Rows (P, K, B / P, h, D + Dv) for the gradients of fetched keys, in the dtype of sums."""
+        sorted_here = self.tables.transfer is not None or self.tables.key_order.numel()
+        planes = self.tables.numbers.planes if sorted_here else 1
+        shape = planes, k.shape[2], k.shape[0] // planes, k.shape[1], k.shape[3] + v.shape[3]
+        return self.team.scratch.new(f"grads {part}", shape, k, torch.promote_types(k.dtype, torch.float32))
 
     def give_back(self, grads: Tensor, part: int) -> Pending:
-        """Start to send the gradients of fetched keys to those who own them.
-
-        Args:
-            grads: Shape (P, K, B / P, h, D + Dv), float32.
-            part: Number of the part, whose keys are not under way any more.
-        """
-        lists, width, new = self.lists, grads.shape[2:], self.team.scratch.new
+        """Start to send the gradients of fetched keys, rows as of `gradients`, to those who own them."""
+        lists, width, new = self.tables.transfer, grads.shape[2:], self.team.scratch.new
+        if lists is None:
+            return Pending(grads)
         send = new(f"received {part}", (1, sum(lists.receive_counts), *width), grads)
         received = new(f"send {part}", (sum(lists.send_counts), *width), grads)
         move(send, None, grads, lists.place)
         counts = lists.receive_counts, lists.send_counts
         return exchange(send[0], *counts, self.team.ranks.peers, "gradients", received)
 
-    def collect(self, grads: Tensor, returned: Pending, total: Tensor) -> None:
-        """Add up all parts of the gradients of this group's keys, in the groups' order.
+    def collect(self, returned: Sequence[tuple[slice, Tensor, Pending]], heads: int, length: int) -> Tensor:
+        """All gradients of this group's keys, (P, S, B / P, G, D + Dv), added in the groups' order.
 
         Args:
-            grads: Shape (P, K, B / P, h, D + Dv), this group's part, of the stage's keys.
-            returned: The other groups' parts.
-            total: Shape (P, S, B / P, h, D + Dv), written.
+            returned: Of each part: its heads, the gradients that this group has found, and the others'.
+            heads: G.
+            length: S.
         """
-        lists = self.lists
-        if lists.own.shape[0] < total.shape[0] * total.shape[1]:
-            total.zero_()
-        move(total, lists.own, grads, lists.own_place)
-        at = 0
-        for part in torch.split(returned.wait(), [n for n in lists.send_counts if n]):
-            # A key occurs once in each part, so the order of the sums is that of the groups.
-            move(total, lists.send[at : at + part.shape[0]], part[None], None, add=True)
-            at += part.shape[0]
-
-
-class Fetched(NamedTuple):
-    """The keys of a stage under way."""
-
-    route: Route
-    own: tuple[Tensor, Tensor]
-    pending: Pending
-
-    def wait(self) -> Tensor:
-        """Shape (P, K, B / P, h, D + Dv), in the order of the stage's keys; valid until the next part's."""
-        t, (planes, keys) = self.route.lists, self.route.tables.stages[0].keys.shape
-        received = self.pending.wait()
-        dim = self.own[0].shape[4]
-        rows = self.route.team.scratch.new("rows", (planes, keys, *received.shape[1:]), received)
-        if t.own.shape[0] + t.place.shape[0] < planes * keys:
-            # Behind the last key of a plane nothing is visible, but garbage may be NaN, which has a slow way.
-            rows.zero_()
-        for x, half in zip(self.own, _split(rows, dim), strict=True):
-            move(half, t.own_place, x, t.own)
-        move(rows, t.place, received[None], None)
-        return rows
+        lists, (_, first, _) = self.tables.transfer, returned[0]
+        if lists is None:
+            return unsorted(first, self.tables.key_order)
+        shape = first.shape[0], length, first.shape[2], heads, first.shape[4]
+        whole = self.team.scratch.new("total", shape, first)
+        if lists.own.shape[0] < shape[0] * length:
+            whole.zero_()
+        for heads_of, grads, pending in returned:
+            total, at = whole[..., heads_of, :], 0
+            move(total, lists.own, grads, lists.own_place)
+            for part in torch.split(pending.wait(), [n for n in lists.send_counts if n]):
+                # A key occurs once in each part, so the order of the sums is that of the groups.
+                move(total, lists.send[at : at + part.shape[0]], part[None], None, add=True)
+                at += part.shape[0]
+        return whole
 
 
 def _split(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:

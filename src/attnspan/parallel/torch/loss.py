@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...errors import OptionError
+from ...errors import DtypeError, expect
 
 __all__ = [
     "RankGroups",
@@ -111,13 +112,12 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
         >>> next_token_targets(torch.tensor([5, 6, 7, 8, 0]), torch.tensor([0, 0, 1, 1, -1])).tolist()
         [6, -100, 8, -100, -100]
     """
-    if ids is not None and tuple(ids.shape) != tuple(tokens.shape):
-        raise OptionError(
-            "ids",
-            expected=f"one for each token, {tuple(tokens.shape)}",
-            got=str(tuple(ids.shape)),
-            remedy="Pass the segment ids of these very tokens",
-        )
+    signed = np.dtype(str(tokens.dtype).removeprefix("torch.")).kind == "i"
+    remedy = "Convert them, for ignore_index is negative"
+    expect(signed, "tokens", "signed integers", str(tokens.dtype), remedy, error=DtypeError)
+    if ids is not None:
+        wanted, remedy = tuple(tokens.shape), "Pass the segment ids of these very tokens"
+        expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
     # The array's own copy and assignment serve both frameworks.
     targets = tokens.clone() if isinstance(tokens, Tensor) else tokens.copy()
     targets[..., :-1] = tokens[..., 1:]
@@ -142,7 +142,8 @@ def sum_gradients(
         bucket_bytes: About how much is copied into one buffer and sent at once.
 
     Raises:
-        OptionError: A parameter is a DTensor, whose gradient belongs to whoever sharded it.
+        OptionError: A parameter is a DTensor, whose gradient belongs to whoever sharded it; or a gradient is
+            sparse.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -151,14 +152,9 @@ def sum_gradients(
         >>> weight.grad.tolist()
         [1.0, 1.0]
     """
-    groups = list(_groups(ranks))
-    if not groups:
+    if not (groups := _groups(ranks)):
         return
-    for bucket in _buckets(parameters, bucket_bytes):
-        for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+    for gradients in _buckets(parameters, bucket_bytes):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         for group in groups:
             dist.all_reduce(flat, group=group)
@@ -167,39 +163,31 @@ def sum_gradients(
             gradient.copy_(part.view_as(gradient))
 
 
-def _groups(ranks: RankGroups) -> Iterator[dist.ProcessGroup]:
+def _groups(ranks: RankGroups) -> list[dist.ProcessGroup]:
     """Groups whose sums, one after the other, are the sum over all ranks."""
     if isinstance(ranks, DeviceMesh):
-        yield from ranks.get_all_groups()
-    elif ranks is not None:
-        yield ranks
+        return ranks.get_all_groups()
+    return [] if ranks is None else [ranks]
 
 
 def _buckets(parameters: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Parameters of one dtype and device that together are about as large as a bucket may be."""
+    """Gradients of one dtype and device that together are about as large as a bucket may be."""
     bucket: list[Tensor] = []
-    filled = 0
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        _refuse_sharded(parameter)
-        size = parameter.numel() * parameter.element_size()
-        other = bucket and (parameter.dtype, parameter.device) != (bucket[0].dtype, bucket[0].device)
-        if bucket and (other or filled + size > bucket_bytes):
+        got = f"a DTensor of shape {tuple(parameter.shape)}"
+        remedy = "With FSDP2 leave this call away, and on each sharded module call "
+        remedy += "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True)"
+        expect(not isinstance(parameter, DTensor), "parameters", "replicated parameters", got, remedy)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad, remedy = parameter.grad, "Make the layer without sparse=True"
+        expect(grad.layout is torch.strided, "parameters", "dense gradients", str(grad.layout), remedy)
+        other = bucket and (grad.dtype, grad.device) != (bucket[0].dtype, bucket[0].device)
+        if bucket and (other or sum(x.nbytes for x in bucket) + grad.nbytes > bucket_bytes):
             yield bucket
-            bucket, filled = [], 0
-        bucket.append(parameter)
-        filled += size
+            bucket = []
+        bucket.append(grad)
     if bucket:
         yield bucket
-
-
-def _refuse_sharded(parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        raise OptionError(
-            "parameters",
-            expected="replicated parameters",
-            got=f"a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}",
-            remedy="With FSDP2 leave this call away, and on each sharded module call "
-            "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True)",
-        )

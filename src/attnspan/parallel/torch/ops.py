@@ -5,6 +5,8 @@ change at each step without compiling anything; what a compiler must know of a r
 while it attends. docs/design.md has the contract.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -16,10 +18,10 @@ from torch.utils.flop_counter import register_flop_formula
 from ...options import Options
 from ...torch.compile import save_also
 from ...torch.ops import autograd_kernel, below_autograd, readable
-from ..local import Tables, decode
+from ..local import decode
 from ..strategy import split_heads
-from .comm import Ranks, Scratch
-from .engine import Done, Given, backward, bias_at, forward, options_of
+from .comm import Ranks
+from .engine import Done, Given, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
 __all__ = ["sharded_backward", "sharded_forward"]
@@ -78,122 +80,78 @@ def _read(options: tuple[Any, ...]) -> Options | None:
     return Options(softcap, bias, kind, sinks, dropout_p, seed)
 
 
-class _Call:
-    """The arguments that forward and backward share, read.
+@contextmanager
+def _reading(
+    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...], more: object
+) -> Iterator[tuple[Team, Callable[..., Given]]]:
+    """Who takes part in a call, and what the engine is to compute, given q, k and v of this rank's heads.
 
     Args:
-        scratch: Where buffers come from.
-        ranks: The process groups.
-        tables: The plan.
+        what: "forward" or "backward"; the ranks compare the sequence of their calls.
         heads: (Hq, Hkv) of all members.
-        scale: Factor of the scores.
-        options: As the operator takes them.
+        q, v: For their dtype and head dims.
+        given: All arguments that forward and backward share.
+        more: What the ranks compare besides.
     """
-
-    def __init__(
-        self,
-        scratch: Scratch,
-        ranks: Ranks,
-        tables: Tables,
-        heads: tuple[int, int],
-        scale: float,
-        options: tuple[Any, ...],
-    ) -> None:
-        self.tables, self.scale, self.read = tables, scale, _read(options)
-        self.team = Team(ranks, tables.numbers, split_heads(*heads, tables.numbers.strategy.members), scratch)
-        self.mine = options_of(self.read, query_heads(self.team.mine))
-
-    def given(self, q: Tensor, k: Tensor, v: Tensor) -> Given:
-        """What this rank computes."""
-        return Given(self.tables, self.team, q, k, v, self.scale, self.mine)
-
-    def note(self, what: str, q: Tensor, v: Tensor, more: object) -> None:
-        """Remember the call for the comparison between ranks."""
-        o = self.read or Options()
-        sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
-        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, self.scale, str(q.dtype), q.shape[3], v.shape[3]
-        self.team.ranks.agreement.note(what, *facts, more)
+    data, numbers, group, members, _, _, scale, *options = given
+    ranks, read = Ranks.named(group, members), _read(tuple(options))
+    o = read or Options()
+    sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
+    with ranks.scratch() as scratch:
+        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, scale, str(q.dtype), q.shape[3], v.shape[3]
+        ranks.agreement.note(what, *facts, more)
+        tables = decode(data, numbers.tolist())
+        team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
+        yield team, lambda q, k, v: Given(tables, team, q, k, v, scale, read)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    data, numbers, group, members, _, _, scale, *options = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+    shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    ranks = Ranks.named(group, members)
-    with ranks.scratch() as scratch:
-        tables = decode(data, numbers.tolist())
-        call = _Call(scratch, ranks, tables, (q.shape[1], k.shape[1]), scale, tuple(options))
-        call.note("forward", q, v, q.shape[0])
-        if members == 1:
-            out, wide_lse = forward(call.given(q, k, v))
+    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared, q.shape[0]) as (team, mine):
+        if len(team.heads) == 1:
+            out, wide_lse = forward(mine(q, k, v))
             # An operator's results are apart from each other.
             lse = wide_lse.to(_lse_dtype(q), copy=True)
             return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
-        team = call.team
         arriving = [
             scatter(team, x, at, name)
             for x, at, name in ((q, query_heads, "q"), (k, key_heads, "k"), (v, key_heads, "v"))
         ]
         group_q, group_k, group_v = (each.wait() for each in arriving)
-        group_out, group_lse = forward(call.given(group_q, group_k, group_v))
+        group_out, group_lse = forward(mine(group_q, group_k, group_v))
         own_lse = group_lse[..., None].to(_lse_dtype(q))
-        gathered = [
+        leaving = [
             gather(team, x, query_heads, q.shape[1], name)
             for x, name in ((group_out, "out"), (own_lse, "lse"))
         ]
-        out, lse = gathered[0].wait(), gathered[1].wait()[..., 0].contiguous()
-        return out, lse, group_q, group_k, group_v, group_out, group_lse
+        out, lse = (each.wait() for each in leaving)
+        return out, lse[..., 0].contiguous(), group_q, group_k, group_v, group_out, group_lse
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_heads: int,
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    data, numbers, group, members, _, _, scale, *options = _all(given, 7)
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    dout, dlse, q, k, v, out, lse, kv_heads, *given = inputs
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
-    q_heads, ranks = dout.shape[1], Ranks.named(group, members)
-    with ranks.scratch() as scratch:
-        tables = decode(data, numbers.tolist())
-        call = _Call(scratch, ranks, tables, (q_heads, kv_heads), scale, tuple(options))
-        call.note("backward", q, v, dlse is not None)
-        if members > 1:
+    heads = dout.shape[1], kv_heads
+    with _reading("backward", heads, q, v, _all(tuple(given), 7), dlse is not None) as (team, mine):
+        if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
-            arriving = [scatter(call.team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
+            arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
             dout, *rest = (each.wait() for each in arriving)
             dlse = rest[0][..., 0] if rest else None
-        found = backward(call.given(q, k, v), Done(dout, dlse, out, lse))
+        found = backward(mine(q, k, v), Done(dout, dlse, out, lse))
         dq, dkv = found.dq, found.dkv
-        if members > 1:
-            gathered = [
-                gather(call.team, dq, query_heads, q_heads, "dq"),
-                gather(call.team, dkv, key_heads, kv_heads, "dkv"),
-            ]
-            dq, dkv = gathered[0].wait(), gathered[1].wait()
+        if len(team.heads) > 1:
+            parts = (dq, query_heads, heads[0], "dq"), (dkv, key_heads, kv_heads, "dkv")
+            leaving = [gather(team, *part) for part in parts]
+            dq, dkv = (each.wait() for each in leaving)
         dk, dv = (
             _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
             for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
         )
-        return dq, dk, dv, *_whole(call.read, found, query_heads(call.team.mine), q)
-
-
-def _whole(read: Options | None, found: Any, heads: slice, like: Tensor) -> list[Tensor]:
-    """Gradients of all heads' bias and sinks: zero for heads that others have."""
-    bias, sinks = (None, None) if read is None else (read.bias, read.sinks)
-    results = []
-    for x, part, at in ((bias, found.dbias, None), (sinks, found.dsinks, (heads,))):
-        if x is None:
-            results.append(like.new_empty(0, dtype=torch.float32))
-            continue
-        whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        whole[bias_at(read, heads) if at is None else at] = part  # type: ignore[arg-type]
-        results.append(whole)
-    return results
+        each = found.dbias, found.dsinks
+        dbias, dsinks = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in each)
+        return dq, dk, dv, dbias, dsinks
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -212,19 +170,9 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
     return out, lse, group_q, group_k, group_v, group_out, group_lse
 
 
-def _backward_fake(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_heads: int,
-    *given: Any,
-) -> tuple[Tensor, ...]:
-    del dlse, out, lse
-    _, _, _, members, _, _, _, *options = _all(given, 7)
+def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    dout, _, q, k, v, _, _, kv_heads, *given = inputs
+    _, _, _, members, _, _, _, *options = _all(tuple(given), 7)
     dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
     dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
     bias, sinks = options[1], options[3]
@@ -310,32 +258,29 @@ for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward
 save_also(sharded_forward)
 
 
-def _pairs(plan: Tensor, numbers: Tensor, batch: int, heads: int, rows: int, keys: int, ranks: int) -> int:
-    """Visible pairs of a rank over its batch rows and heads; all pairs where the plan has no data."""
+def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) -> int:
+    """2 * pairs * (D + Dv) over the visible pairs of a rank; over all pairs where the plan has no data."""
+    plan, numbers, group, members, heads = given[:5]
     if isinstance(plan, FakeTensor) or plan.is_meta:
-        return batch * heads * rows * keys * ranks
-    total = 0
+        every: int = batch * heads * rows * keys * Ranks.named(group, members).whole.size()
+        return 2 * dims * every
+    pairs = 0.0
     for stage in decode(plan, numbers.tolist()).stages:
         lo, hi = stage.bounds.unbind(-1)
         # Where heads of the mask differ, each is taken to cost their mean.
         repeats = batch // stage.bounds.shape[0] * heads / stage.bounds.shape[1]
-        total += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
-    return total
+        pairs += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
+    return int(2 * dims * pairs)
 
 
 @register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
-    """Operations of one rank's forward call, 2 * pairs * (D + Dv): visible pairs only."""
-    plan, numbers, group, members, heads_here = given[:5]
-    ranks = Ranks.named(group, members).whole.size()
-    pairs = _pairs(plan, numbers, q.shape[0], heads_here, q.shape[2] * members, k.shape[2], ranks)
-    return 2 * pairs * (q.shape[3] + v.shape[3])
+    """Operations of one rank's forward call."""
+    return _flops(given, q.shape[0], q.shape[2] * given[3], k.shape[2], q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's backward call, 2.5 times the forward's."""
-    plan, numbers, group, members, heads_here = given[3:8]
-    ranks = Ranks.named(group, members).whole.size()
-    pairs = _pairs(plan, numbers, dout.shape[0], heads_here, q.shape[2], k.shape[2] // members, ranks)
-    return 5 * pairs * (q.shape[3] + v.shape[3])
+    keys: int = k.shape[2] // given[6]
+    return 5 * _flops(given[3:], dout.shape[0], q.shape[2], keys, q.shape[3] + v.shape[3]) // 2

@@ -17,6 +17,10 @@ __all__ = ["gather_rows"]
 
 def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """See `Layout.gather`."""
+    group, remedy = group_of(mesh), "Pass the mesh of the ranks that the layout was made for"
+    expect(
+        group.size() == layout.ranks, "Layout.gather: mesh", "{} ranks", group.size(), remedy, layout.ranks
+    )
     fits = -x.dim() <= dim < x.dim() and x.shape[dim] == layout.rows_per_rank
     wanted, remedy = (
         f"{layout.rows_per_rank} rows along dimension {dim}",
@@ -28,7 +32,7 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
     what, wanted = "Layout.gather: x", f"{layout.planes} batch rows as dimension 0"
     expect(alone, what, wanted, tuple(x.shape), remedy, error=ShapeError)
     places = torch.from_numpy(layout.places).to(x.device)
-    return _GatherRows.apply(x, dim, places, layout.ranks, group_of(mesh))  # type: ignore[no-any-return,no-untyped-call]
+    return _GatherRows.apply(x, dim, places, layout.ranks, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _at(places: Tensor) -> tuple[Tensor, ...]:

@@ -79,10 +79,11 @@ class Run:
         trace_seconds: Tracing on the host before the first call, where the peer traces.
         compile_seconds: First call less a warm call: compilation, packing, allocation.
         execute: Seconds per call, each waited for.
-        pipelined: Seconds per call of many in a row, waited for once; None where calls are synchronous.
+        pipelined: Seconds per call of many in a row, waited for once; None where calls are synchronous, or
+            caches were emptied.
         dispatch: Seconds until a call returns, without waiting for its result; None where synchronous.
         peak_memory: Bytes above the inputs at the call's peak.
-        utilisation: Busy share of the cores it may use, 0..1.
+        utilisation: Processor time over wall time and threads. Threads that spin while they wait are busy.
         ratio: Its time over attnspan's; None for attnspan itself and where nothing was timed.
         noisy: The interval of the ratio is wider than was asked for.
         error: Norm of the difference from attnspan's result over the norm of that result.

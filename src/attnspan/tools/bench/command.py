@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from attnspan.console import Column, numbers, print_table, seconds_text, stdout, words
 from attnspan.errors import OptionError, expect
+from attnspan.files import check_writable
 from attnspan.tools.bench.ceilings import native_probe
 from attnspan.tools.bench.cells import Cell, Workload
 from attnspan.tools.bench.compare import compare
@@ -20,15 +20,13 @@ from attnspan.tools.bench.peers import PEERS, peers_named
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.runner import Plan, run_plan
 from attnspan.tools.bench.table import show_comparison, show_results, show_summary
-from attnspan.tools.bench.timing import Budget
+from attnspan.tools.bench.timing import LEAST_ROUNDS, Budget
 from attnspan.tools.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
-
-    from attnspan.train.config import TrainConfig
 
 __all__ = ["execute", "plan_of", "run_bench"]
 
@@ -38,7 +36,7 @@ _DEFAULT_DTYPES = ("float32", "bfloat16")
 _TRAINING = "training"
 
 
-def execute(options: BenchOptions, write_page: WritePage, console: Console | None = None) -> bool:
+def execute(options: BenchOptions, write_page: WritePage, console: Console | None = None) -> int:
     """Run the command.
 
     Args:
@@ -47,26 +45,47 @@ def execute(options: BenchOptions, write_page: WritePage, console: Console | Non
         console: Where to print; the terminal by default.
 
     Returns:
-        Whether a comparison found something slower.
+        The exit code: 1 if a comparison found something slower, 130 if a measurement was interrupted.
 
     Raises:
         OptionError: An option names nothing that exists, or a file cannot be read.
     """
     console = console or stdout()
+    asked = [name for name in ("list", "show", "summary", "compare") if getattr(options, name)]
+    one = " or ".join(f"--{name}" for name in asked)
+    expect(len(asked) < 2, "attnspan bench", f"one of {one}", "several", "Run it once for each")
+    _check_page(options.html)
     if options.compare is not None:
         old, new = options.compare
         comparison = compare(Results.load(old), Results.load(new))
         show_comparison(comparison, console)
-        return bool(comparison.regressions)
+        return int(bool(comparison.regressions))
     if options.show is not None:
-        show_results(Results.load(options.show), console)
+        results = Results.load(options.show)
+        show_results(results, console)
+        _write_page(results, options, write_page, console)
     elif options.summary is not None:
         show_summary(Results.load(options.summary), console)
     elif options.list:
         _list_workloads(options, console)
     else:
-        run_bench(options, console, write_page)
-    return False
+        return 0 if run_bench(options, console, write_page).complete else 130
+    return 0
+
+
+def _check_page(path: Path | None) -> None:
+    """Whether a page can be written is known before anything is measured."""
+    if path is not None:
+        import jinja2  # noqa: F401
+        import plotly  # noqa: F401
+
+        check_writable(path)
+
+
+def _write_page(results: Results, options: BenchOptions, write_page: WritePage, console: Console) -> None:
+    if options.html is not None:
+        write_page(results, options.html)
+        console.print(f"page: {options.html}")
 
 
 def plan_of(options: BenchOptions) -> Plan:
@@ -84,11 +103,17 @@ def plan_of(options: BenchOptions) -> Plan:
         for value in given:
             expect(value in known, name, f"some of {', '.join(known)}", repr(value), "Name one of these")
     peers_named(peers)
-    device_named(options.device)
     if _TRAINING in options.asked and options.device != "cpu":
         raise OptionError(
             "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
         )
+    device_named(options.device)
+    trains = _TRAINING in options.asked or (options.full and options.device == "cpu")
+    for what in ("samples", "rounds"):
+        number = getattr(options, what)
+        expect(number >= LEAST_ROUNDS, f"--{what}", "{} or more", number, "Pass more", LEAST_ROUNDS)
+    expect(options.ranks >= 1, "--ranks", "1 or more", options.ranks, "Pass more")
+    expect(options.ranks == 1 or trains, "--ranks", "a run of training", "none", "Ask for training too")
     budget = Budget(options.seconds, options.samples, options.width)
     own = load_workloads(options.workloads) if options.workloads else ()
     names = tuple(name for name in options.asked if name != _TRAINING)
@@ -114,11 +139,10 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
         options: Of the command.
         console: Where to print.
         write_page: Writes the HTML page, where the options ask for one.
-
-    Raises:
-        OptionError: An option names nothing that exists.
     """
     plan = plan_of(options)
+    if options.json is not None:
+        check_writable(options.json)
     with _progress(plan, console) as (before, after):
         results = run_plan(plan, path=options.json, before=before, after=after)
     wants_training = _TRAINING in options.asked or (options.full and options.device == "cpu")
@@ -127,47 +151,25 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     show_results(results, console)
     if any(cell.workload.family == "grid" for cell in results.cells):
         show_summary(results, console)
-    if options.json is not None:
+    if options.json is not None and (results.cells or results.training or results.ranks):
         results.save(options.json)
         console.print(f"raw samples: {options.json}")
-    if options.html is not None:
-        write_page(results, options.html)
-        console.print(f"page: {options.html}")
+    _write_page(results, options, write_page, console)
     return results
 
 
 def _with_training(results: Results, options: BenchOptions, plan: Plan, console: Console) -> Results:
-    from attnspan.tools.bench.training import measure_training
+    from attnspan.tools.bench.training import measure_ranks, measure_training
     from attnspan.train.config import TrainConfig
 
     console.print("training steps")
     config = TrainConfig(threads=plan.threads or 0)
     try:
         if options.ranks > 1:
-            _show_ranks(replace(config, cp=options.ranks), options.rounds, console)
-        training = measure_training(config, options.rounds, memory=plan.memory)
+            results = replace(results, ranks=measure_ranks(replace(config, cp=options.ranks), options.rounds))
+        return replace(results, training=measure_training(config, options.rounds, memory=plan.memory))
     except KeyboardInterrupt:
         return replace(results, complete=False)
-    return replace(results, training=training)
-
-
-def _show_ranks(config: TrainConfig, rounds: int, console: Console) -> None:
-    """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
-    from attnspan.tools.bench.training_comparison import measure_ranks
-
-    times = measure_ranks(config, rounds)
-    rows = [
-        (f"{config.cp} ranks", times.all_ranks),
-        ("1 rank", times.one_rank),
-        ("1 rank, SDPA", times.sdpa),
-    ]
-    columns = [Column("steps of", words=True), Column("median"), Column("over the ranks'")]
-    base = median(times.all_ranks)
-    cells = [[name, seconds_text(median(x)), f"{median(x) / base:.2f}"] for name, x in rows]
-    print_table(console, f"training on {config.cp} ranks, {rounds} steps each in turn", columns, cells)
-    far = f"losses {times.parity.loss:.1e}, norms of gradients {times.parity.grad_norm:.1e}"
-    steps = times.parity.steps
-    console.print(f"largest relative differences of the first {steps} steps from one rank: {far}")
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from attnspan.errors import DeviceError, expect
+from attnspan.tools.bench.environment import caches
 
 __all__ = ["CudaDevice", "Device", "JaxDevice", "cache_evictor", "device_named"]
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE = 64 << 20
 
 
@@ -151,8 +150,6 @@ def cache_evictor(name: str) -> Callable[[], object]:
 
 def _last_level_bytes() -> int:
     """Size of the largest cache of the first core; 64 MiB where the system does not tell."""
-    units, found = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}, [0]
-    for path in _CACHES.glob("index*/size"):
-        text = path.read_text().strip()
-        found.append(int(text.rstrip("KMG")) * units.get(text[-1], 1))
-    return max(found) or _UNKNOWN_CACHE
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = [int(text.rstrip("KMG")) * units.get(text[-1], 1) for text in caches().values()]
+    return max(sizes, default=_UNKNOWN_CACHE)

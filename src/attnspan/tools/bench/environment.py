@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_environment", "same_machine"]
+__all__ = ["caches", "describe_environment", "same_machine"]
 
 _PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", "tokamax", "flash-attn", "triton", "transformers")
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "XLA_FLAGS", "NPROC")
@@ -42,7 +42,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "isa": cpu.isa() if built else None,
         "threading": cpu.threading() if built else None,
         "aten_capability": torch.backends.cpu.get_cpu_capability(),
-        "caches": _caches(),
+        "caches": caches(),
         "governor": _first_line(_SYSTEM / "cpu0/cpufreq/scaling_governor"),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
@@ -106,7 +106,7 @@ def _usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def _caches() -> dict[str, str]:
+def caches() -> dict[str, str]:
     """Size by level of the first core, like {"L1 Data": "48K"}."""
     found = {}
     for folder in sorted((_SYSTEM / "cpu0/cache").glob("index*")):

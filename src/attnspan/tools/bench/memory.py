@@ -8,9 +8,9 @@ above the inputs, with the peer's mask, its results and whatever it keeps.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,11 +18,18 @@ from attnspan.files import from_plain, to_plain
 from attnspan.masks import documents
 from attnspan.tools.bench.cells import Workload
 from attnspan.tools.bench.peers import Job, Peer, peers_by_name, peers_named
-from attnspan.tools.bench.resident import forget_peak, resident_memory, resident_peak, trim
-from attnspan.tools.bench.timing import MeasurementError
+from attnspan.tools.bench.processes import (
+    forget_peak,
+    fresh_process,
+    resident_memory,
+    resident_peak,
+    trim,
+)
 from attnspan.tools.bench.workloads import mask_of
 
 __all__ = ["cuda_peak", "high_water_refusal", "peak_here", "process_peak"]
+
+_PATIENCE = 600.0  # Seconds for one call in a fresh process.
 
 
 def high_water_refusal() -> str | None:
@@ -35,7 +42,7 @@ def high_water_refusal() -> str | None:
     return None
 
 
-def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout: float = 600.0) -> int:
+def process_peak(peer: str, workload: Workload, mode: str, threads: int) -> int:
     """Peak bytes above the inputs of a call on CPU, in a fresh process.
 
     Args:
@@ -43,7 +50,6 @@ def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout
         workload: What it computes.
         mode: "forward" or "forward+backward".
         threads: Threads of torch.
-        timeout: Seconds after which the process is ended.
 
     Raises:
         OptionError: There is no such peer.
@@ -51,27 +57,8 @@ def process_peak(peer: str, workload: Workload, mode: str, threads: int, timeout
     """
     peers_named([peer])
     task = {"peer": peer, "workload": to_plain(workload), "mode": mode, "threads": threads}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "attnspan.tools.bench.memory"],
-            input=json.dumps(task),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise _failed(peer, f"none after {timeout:.0f} s") from None
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()
-        raise _failed(peer, last[-1] if last else f"exit code {done.returncode}")
-    return int(done.stdout.split()[-1])
-
-
-def _failed(peer: str, got: str) -> MeasurementError:
-    return MeasurementError(
-        f"memory of {peer}", expected="a process that ends with a figure", got=got, remedy="Try --no-memory"
-    )
+    found = fresh_process(f"memory of {peer}", __name__, task, remedy="Try --no-memory", timeout=_PATIENCE)
+    return int(found)
 
 
 def cuda_peak(peer: Peer, workload: Workload, mode: str) -> int:
@@ -113,12 +100,11 @@ def peak_here(peer: Peer, workload: Workload, mode: str) -> int:
     return max(0, resident_peak() - inputs)
 
 
-def _main() -> None:
-    task = json.loads(sys.stdin.read())
+def _main(task: dict[str, Any]) -> None:
     torch.set_num_threads(task["threads"])
     workload = from_plain(Workload, task["workload"], "workload")
     print(peak_here(peers_by_name()[task["peer"]], workload, task["mode"]))
 
 
 if __name__ == "__main__":
-    _main()
+    _main(json.loads(sys.argv[1]))

@@ -46,7 +46,7 @@ class BenchOptions:
     ranks: int = _how("ranks that share a sequence in training, next to one", default=1)
 
     json: Path | None = _where("raw samples; written after every cell; .gz compresses", default=None)
-    html: Path | None = _where("a page of figures that needs nothing else", default=None)
+    html: Path | None = _where("a page of figures that needs nothing else; also of --show", default=None)
     list: bool = _where("print workloads and peers, and measure nothing", "--list", default=False)
     show: Path | None = _where("print the tables of a results file", default=None)
     summary: Path | None = _where("print the table of targets of a results file", default=None)
@@ -72,8 +72,7 @@ def command(write_page: Callable[[Any, Path], None]) -> Callable[..., None]:
         from attnspan.tools.bench.command import execute
 
         names = tuple(given.pop("names") or ())
-        if execute(BenchOptions(names, **given), write_page):
-            raise typer.Exit(1)
+        raise typer.Exit(execute(BenchOptions(names, **given), write_page))
 
     parameters = options_of(BenchOptions, names=_NAMES)
     bench.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

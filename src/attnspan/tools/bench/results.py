@@ -14,7 +14,7 @@ from attnspan.files import from_plain, read_json, write_json
 from attnspan.tools.bench.cells import Ceilings, Cell, Timing
 from attnspan.tools.bench.statistics import Interval, Samples
 
-__all__ = ["SCHEMA", "MonitorRecord", "PhaseShares", "Results", "TrainingCell"]
+__all__ = ["SCHEMA", "MonitorRecord", "PhaseShares", "RankTimes", "Results", "TrainingCell"]
 
 SCHEMA = 3
 
@@ -45,8 +45,23 @@ class TrainingCell:
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """Seconds of the same training steps, taken in turn: by all ranks, and by one with the threads of all.
+
+    ``losses`` and ``norms`` are the largest relative differences of the first steps from those of one rank.
+    """
+
+    ranks: int
+    losses: float
+    norms: float
+    all_ranks: tuple[float, ...]
+    one_rank: tuple[float, ...]
+    sdpa: tuple[float, ...]  # of one rank, under a dense mask
+
+
+@dataclass(frozen=True)
 class PhaseShares:
-    """Where the time of a training step went, as fractions of it; "host" is what lies outside all phases."""
+    """Where the time of a training step went, as fractions of 1; "host" is outside all phases."""
 
     data: float = 0.0
     host: float = 0.0
@@ -54,11 +69,6 @@ class PhaseShares:
     backward: float = 0.0
     optimizer: float = 0.0
     communication: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of the fractions; 1 when every moment was accounted for."""
-        return self.data + self.host + self.forward + self.backward + self.optimizer + self.communication
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,7 @@ class Results:
         ceilings: Of this machine, as the probe measured them, or None.
         cells: Single calls.
         training: Whole training steps.
+        ranks: The same on several ranks and on one, or None.
         monitor: Steps of a watched training.
         complete: False when it was stopped before the last cell.
         schema: Version of this layout.
@@ -134,6 +145,7 @@ class Results:
     ceilings: Ceilings | None = None
     cells: tuple[Cell, ...] = ()
     training: tuple[TrainingCell, ...] = ()
+    ranks: RankTimes | None = None
     monitor: tuple[MonitorRecord, ...] = ()
     complete: bool = True
     schema: int = SCHEMA

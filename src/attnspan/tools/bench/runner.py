@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from attnspan.tools.bench.peers import Job, Peer, Ready, peers_named
 from attnspan.tools.bench.results import Results
 from attnspan.tools.bench.timing import (
     Budget,
-    Measured,
     MeasurementError,
     Meter,
     Subject,
@@ -31,7 +32,7 @@ from attnspan.tools.bench.timing import (
 )
 from attnspan.tools.bench.workloads import minimal_bytes, total_flops, visible_pairs
 
-__all__ = ["BOUNDS", "Options", "Plan", "difference", "measure_cell", "peers_for", "run_plan"]
+__all__ = ["BOUNDS", "Plan", "difference", "measure_cell", "peers_for", "run_plan"]
 
 # Norm of the difference over the norm: far above what rounding does, far below a wrong mask or scale.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
@@ -40,23 +41,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 COLD_FAMILIES = ("decode",)
 
 
-@dataclass(frozen=True)
-class Options:
-    """How cells are measured.
-
-    Args:
-        device: "cpu" or "cuda".
-        budget: How much is sampled.
-        meter: The clocks.
-        memory: Measures the peak of a peer, in bytes; None leaves memory out.
-        evict: Empties the caches before each sample; None leaves them warm.
-    """
-
-    device: str = "cpu"
-    budget: Budget = field(default_factory=Budget)
-    meter: Meter = field(default_factory=Meter)
-    memory: Callable[[Peer, Workload, str], int] | None = None
-    evict: Callable[[], object] | None = None
+PeakOf = Callable[[Peer, Workload, str], int]
 
 
 @dataclass(frozen=True)
@@ -133,10 +118,10 @@ def run_plan(
     """
     with _threads_set(plan.threads):
         meter = Meter(threads=torch.get_num_threads())
-        options = Options(plan.device, plan.budget, meter)
         environment = describe_environment(plan.device) | {"samples": plan.budget.rounds}
+        memory: PeakOf | None = None
         if plan.memory:
-            options, environment["memory"] = _with_memory(options, meter.threads)
+            memory, environment["memory"] = _peak_of(plan.device, meter.threads)
         evict = cache_evictor(plan.device) if any(map(plan.is_cold, plan.workloads)) else None
         results = Results(environment=environment, complete=False)
         try:
@@ -145,8 +130,16 @@ def run_plan(
             results = replace(results, ceilings=ceilings)
             for workload, mode in ((workload, mode) for workload in plan.workloads for mode in plan.modes):
                 before(workload, mode)
-                how = replace(options, evict=evict if plan.is_cold(workload) else None)
-                cell = measure_cell(workload, mode, peers_for(workload, plan.peers, plan.device), how)
+                cell = measure_cell(
+                    workload,
+                    mode,
+                    peers_for(workload, plan.peers, plan.device),
+                    plan.budget,
+                    device=plan.device,
+                    meter=meter,
+                    memory=memory,
+                    evict=evict if plan.is_cold(workload) else None,
+                )
                 results = replace(results, cells=(*results.cells, cell))
                 if path is not None:
                     results.save(path)
@@ -154,7 +147,8 @@ def run_plan(
             results = replace(results, complete=True)
         except KeyboardInterrupt:
             pass  # What was measured is whole; `complete` says that more was planned.
-    if path is not None:
+    # Without a cell, an older file is worth more than this one.
+    if path is not None and results.cells:
         results.save(path)
     return results
 
@@ -169,18 +163,18 @@ def _threads_set(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _with_memory(options: Options, threads: int) -> tuple[Options, str]:
-    """The options with a way to measure memory where there is one, and how or why not."""
-    if options.device == "cuda":
-        return replace(options, memory=cuda_peak), "the allocator's peak, above the inputs"
+def _peak_of(device: str, threads: int) -> tuple[PeakOf | None, str]:
+    """A way to measure memory where there is one, and how or why not."""
+    if device == "cuda":
+        return cuda_peak, "the allocator's peak, above the inputs"
     refusal = high_water_refusal()
     if refusal is not None:
-        return options, refusal
+        return None, refusal
 
     def memory(peer: Peer, workload: Workload, mode: str) -> int:
         return process_peak(peer.name, workload, mode, threads)
 
-    return replace(options, memory=memory), "peak resident size of a fresh process, above the inputs"
+    return memory, "peak resident size of a fresh process, above the inputs"
 
 
 @dataclass
@@ -194,28 +188,33 @@ class _Entry:
     first_seconds: float = 0.0
     error: float | None = None
 
-    def run(self, measured: Measured | None, has_ratio: bool) -> Run:
-        if self.reason is not None or measured is None or self.ready is None:
+    def run(self, timed: Run | None, has_ratio: bool) -> Run:
+        if timed is None or timed.execute is None or self.ready is None:
             return Run(self.peer.name, reason=self.reason, error=self.error)
         compiling = self.ready.compile_seconds
         if compiling is None:
-            compiling = max(0.0, self.first_seconds - measured.execute.median)
-        return Run(
-            self.peer.name,
+            compiling = max(0.0, self.first_seconds - timed.execute.median)
+        return replace(
+            timed,
             trace_seconds=self.ready.trace_seconds,
             compile_seconds=compiling,
-            execute=measured.execute,
-            pipelined=measured.pipelined,
-            dispatch=measured.dispatch,
-            utilisation=measured.utilisation,
-            ratio=measured.ratio if has_ratio else None,
-            noisy=measured.noisy,
+            ratio=timed.ratio if has_ratio else None,
             error=self.error,
             note=self.ready.note,
         )
 
 
-def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: Options) -> Cell:
+def measure_cell(
+    workload: Workload,
+    mode: str,
+    peers: Sequence[Peer],
+    budget: Budget,
+    *,
+    device: str = "cpu",
+    meter: Meter | None = None,
+    memory: PeakOf | None = None,
+    evict: Callable[[], object] | None = None,
+) -> Cell:
     """Measure one workload in one mode with every peer.
 
     A peer that refuses, fails or disagrees with attnspan is listed with the reason, without times.
@@ -224,36 +223,62 @@ def measure_cell(workload: Workload, mode: str, peers: Sequence[Peer], options: 
         workload: What to compute.
         mode: "forward" or "forward+backward".
         peers: attnspan first.
-        options: How to measure.
+        budget: How much is sampled.
+        device: "cpu" or "cuda".
+        meter: The clocks.
+        memory: Measures the peak of a peer, in bytes; None leaves memory out.
+        evict: Empties the caches before each sample; None leaves them warm.
 
     Raises:
         MeasurementError: A timed region ended before its work was done.
     """
-    job = Job.make(workload, mode, options.device)
-    entries = [_Entry(peer) for peer in peers]
-    expected: list[Tensor] = []
+    meter, entries = meter or Meter(), [_Entry(peer) for peer in peers]
+    try:
+        job = Job.make(workload, mode, device)
+    except (RuntimeError, MemoryError) as error:
+        reason = f"there is no memory for its inputs: {_one_line(error)}"
+        refused = tuple(Run(peer.name, reason=reason) for peer in peers)
+        return Cell(workload, mode, 0, 0.0, 0.0, refused, device)
+    expected: dict[str, list[Tensor]] = {}
     for entry in entries:
-        _prepare(entry, job, options, expected)
-    basis = "execute" if options.device == "cpu" or options.evict else "pipelined"
-    subjects = [entry.subject for entry in entries if entry.subject is not None]
-    timed = (
-        interleave(subjects, options.budget, options.meter, basis=basis, evict=options.evict)
-        if subjects
-        else ()
-    )
-    measured = {found.name: found for found in timed}
+        _prepare(entry, job, meter, expected)
+    basis = "execute" if device == "cpu" or evict else "pipelined"
+    timed = _timed(entries, partial(interleave, budget=budget, meter=meter, basis=basis, evict=evict))
     pairs = visible_pairs(workload)
     # Without ours there is no ratio: the first peer's place as a partner means nothing.
     has_ratio = entries[0].subject is not None
-    runs = [entry.run(measured.get(entry.peer.name), has_ratio) for entry in entries]
+    runs = [entry.run(timed.get(entry.peer.name), has_ratio) for entry in entries]
     # Inputs and results are freed before memory is measured in other processes.
-    del job, expected, entries, subjects
+    del job, expected, entries
     gc.collect()
-    if options.memory is not None:
-        runs = [_with_peak(*found, workload, mode, options.memory) for found in zip(runs, peers, strict=True)]
+    if memory is not None:
+        runs = [_with_peak(*found, workload, mode, memory) for found in zip(runs, peers, strict=True)]
     flops, moved = total_flops(workload, mode, pairs), minimal_bytes(workload, mode)
-    cold = options.evict is not None
-    return Cell(workload, mode, pairs, flops, moved, tuple(runs), options.device, basis, cold)
+    return Cell(workload, mode, pairs, flops, moved, tuple(runs), device, basis, evict is not None)
+
+
+def _timed(entries: Sequence[_Entry], time: Callable[[list[Subject]], tuple[Run, ...]]) -> dict[str, Run]:
+    """The times of all that can be timed; a call that raises is the reason of its peer."""
+    running: list[_Entry] = []
+
+    def watched(entry: _Entry, subject: Subject) -> Subject:
+        def around() -> AbstractContextManager[Any]:
+            running[:] = [entry]
+            return subject.around()
+
+        return replace(subject, around=around)
+
+    while subjects := [watched(entry, entry.subject) for entry in entries if entry.subject is not None]:
+        try:
+            found = time(subjects)
+        except MeasurementError:
+            raise
+        except Exception as error:  # As in `_prepare`; the others are timed anew without it.
+            (failed,) = running
+            failed.subject, failed.reason = None, f"it failed while it was timed: {_one_line(error)}"
+        else:
+            return {run.peer: run for run in found}
+    return {}
 
 
 def _one_line(error: Exception) -> str:
@@ -262,29 +287,34 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-def _prepare(entry: _Entry, job: Job, options: Options, expected: list[Tensor]) -> None:
-    """Bring a peer to its first result and compare that; whatever goes wrong is its reason."""
+def _prepare(entry: _Entry, job: Job, meter: Meter, expected: dict[str, list[Tensor]]) -> None:
+    """Bring a peer to its first result and compare that; whatever goes wrong is its reason.
+
+    ``expected`` holds the result of the first peer that has one, attnspan where it can do the job.
+    """
     try:
         entry.reason = entry.peer.refuses(job)
         if entry.reason is not None:
             return
         entry.ready = ready = entry.peer.prepare(job)
         subject = Subject(entry.peer.name, ready.call, ready.device, ready.around)
-        result, entry.first_seconds = first_call(subject, options.meter)
+        result, entry.first_seconds = first_call(subject, meter)
         found = [x.detach() for x in ready.to_torch(result)]
     except MeasurementError:
         raise
     except Exception as error:  # A peer's failure is a finding; it must not end the measurement.
         entry.reason = f"it failed: {_one_line(error)}"
         return
-    # attnspan is first; where it cannot do the job, the first peer that can takes its place.
-    expected.extend([] if expected else found)
-    entry.error, bound = difference(expected, found), BOUNDS[job.workload.dtype]
+    first = next(iter(expected), entry.peer.name)
+    entry.error, bound = difference(expected.get(first, found), found), BOUNDS[job.workload.dtype]
     if entry.error <= bound:
+        expected[first] = expected.get(first, found)
         entry.subject = subject
+    elif first == entry.peer.name:
+        entry.reason = "its result has values that are not finite"
     else:
         limits = f"{entry.error:.2g} of the norm, over {bound:.2g}"
-        entry.reason = f"its result differs from attnspan's by {limits}"
+        entry.reason = f"its result differs from that of {first} by {limits}"
 
 
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
@@ -309,9 +339,7 @@ def _relative_error(expected: Tensor, found: Tensor) -> float:
     return error / norm if norm else error
 
 
-def _with_peak(
-    run: Run, peer: Peer, workload: Workload, mode: str, memory: Callable[[Peer, Workload, str], int]
-) -> Run:
+def _with_peak(run: Run, peer: Peer, workload: Workload, mode: str, memory: PeakOf) -> Run:
     if run.reason is not None:
         return run
     try:

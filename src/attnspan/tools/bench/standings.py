@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import geometric_mean
 
 from attnspan.tools.bench.cells import Ceilings, Cell, verdicts
@@ -12,7 +12,7 @@ from attnspan.tools.bench.statistics import Interval
 
 __all__ = ["MEAN_HEAD_DIMS", "MEAN_LENGTHS", "Standing", "View", "reached", "standings", "targets"]
 
-# Cells of the grid that means are over; every cell counts for the lowest.
+# Cells of the grid that means are over.
 MEAN_LENGTHS = (1024, 2048, 4096, 8192)
 MEAN_HEAD_DIMS = (64, 128)
 
@@ -44,22 +44,17 @@ class Standing:
         view: Which cells.
         peer: Name of the peer; None stands for the fastest peer of each cell.
         ratios: Name of the workload, its ratio, and whether ours is "ahead", "behind" or it is "open".
+        mean: Geometric mean of the ratios: above 1, ours is faster on the whole. None without ratios.
         mask: Of the grid, the mask of the cells; "" for others.
-        mean_ratios: Medians that the mean is over.
-        shares: By head dim, shares of the highest ceiling in the cells that the mean is over.
+        shares: By head dim, geometric means of ours' shares of the highest ceiling.
     """
 
     view: View
     peer: str | None
     ratios: tuple[tuple[str, Interval, str], ...]
-    mask: str
-    mean_ratios: tuple[float, ...]
-    shares: dict[int, tuple[float, ...]]
-
-    @property
-    def mean(self) -> float | None:
-        """Geometric mean of the ratios: above 1, ours is faster on the whole."""
-        return geometric_mean(self.mean_ratios) if self.mean_ratios else None
+    mean: float | None
+    mask: str = ""
+    shares: dict[int, float] = field(default_factory=dict)
 
     @property
     def lowest(self) -> tuple[str, Interval]:
@@ -70,9 +65,10 @@ class Standing:
         """Cells that are "ahead", "behind" or "open", corrected for their number."""
         return sum(found == verdict for _, _, found in self.ratios)
 
-    def share(self, head_dim: int) -> float | None:
-        """Geometric mean of the shares of the ceiling at a head dim."""
-        return geometric_mean(self.shares[head_dim]) if self.shares.get(head_dim) else None
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return geometric_mean(known) if known else None
 
 
 def standings(cells: Sequence[Cell]) -> tuple[Standing, ...]:
@@ -89,53 +85,51 @@ def standings(cells: Sequence[Cell]) -> tuple[Standing, ...]:
     said = verdicts(cells)
     found: dict[View, dict[str | None, list[tuple[str, Interval, str]]]] = {}
     for cell in cells:
-        compared = [(r.peer, r.ratio, said[cell.label, r.peer]) for r in cell.peers if r.ratio is not None]
-        if not compared:
-            continue
-        by_peer = found.setdefault(View.of(cell), {None: []})
-        by_peer[None].append((cell.workload.name, *min(compared, key=lambda entry: entry[1].median)[1:]))
-        for peer, ratio, verdict in compared:
-            by_peer.setdefault(peer, []).append((cell.workload.name, ratio, verdict))
+        entries = {
+            run.peer: (cell.workload.name, run.ratio, said[cell.label, run.peer])
+            for run in cell.peers
+            if run.ratio is not None
+        }
+        if entries:
+            fastest = min(entries.values(), key=lambda entry: entry[1].median)
+            by_peer = found.setdefault(View.of(cell), {})
+            for peer, entry in ((None, fastest), *entries.items()):
+                by_peer.setdefault(peer, []).append(entry)
     return tuple(
-        Standing(view, peer, tuple(ratios), "", tuple(ratio.median for _, ratio, _ in ratios), {})
+        Standing(view, peer, tuple(ratios), _mean(ratio.median for _, ratio, _ in ratios))
         for view, by_peer in found.items()
         for peer, ratios in by_peer.items()
     )
 
 
 def targets(results: Results, peer: str = "sdpa-flash") -> tuple[Standing, ...]:
-    """The grid by dtype, mode and mask against one peer; empty where the file has no cell of it."""
-    groups: dict[tuple[View, str], list[Cell]] = {}
+    """The grid by dtype, mode and mask against one peer; empty where the file has no cell of it.
+
+    Means are over the cells of `MEAN_LENGTHS` and `MEAN_HEAD_DIMS`; all cells count for the lowest.
+    """
+    said, roof = verdicts(results.cells), results.roof
+    groups: dict[tuple[View, str], list[tuple[Cell, Interval]]] = {}
     for cell in results.cells:
         run = cell.run(peer)
         if cell.workload.family == "grid" and run is not None and run.ratio is not None:
-            groups.setdefault((View.of(cell), cell.workload.mask.removesuffix("()")), []).append(cell)
-    said, roof = verdicts(results.cells), results.roof
-    return tuple(_target(*key, peer, cells, roof, said) for key, cells in groups.items())
-
-
-def _target(
-    view: View,
-    mask: str,
-    peer: str,
-    cells: Iterable[Cell],
-    ceilings: Ceilings | None,
-    said: dict[tuple[str, str], str],
-) -> Standing:
-    ratios: list[tuple[str, Interval, str]] = []
-    means: list[float] = []
-    shares: dict[int, tuple[float, ...]] = {}
-    for cell in cells:
-        run, work = cell.run(peer), cell.workload
-        assert run is not None
-        assert run.ratio is not None
-        ratios.append((work.name, run.ratio, said[cell.label, peer]))
-        if work.k_len in MEAN_LENGTHS and work.head_dim in MEAN_HEAD_DIMS:
-            means.append(run.ratio.median)
-            share = cell.share(cell.ours, ceilings)
-            if share is not None:
-                shares[work.head_dim] = (*shares.get(work.head_dim, ()), share)
-    return Standing(view, peer, tuple(ratios), mask, tuple(means), dict(sorted(shares.items())))
+            key = (View.of(cell), cell.workload.mask.removesuffix("()"))
+            groups.setdefault(key, []).append((cell, run.ratio))
+    found = []
+    for (view, mask), members in groups.items():
+        entries = [(cell.workload.name, ratio, said[cell.label, peer]) for cell, ratio in members]
+        counted = [
+            (cell, ratio)
+            for cell, ratio in members
+            if cell.workload.k_len in MEAN_LENGTHS and cell.workload.head_dim in MEAN_HEAD_DIMS
+        ]
+        shares = {
+            dim: _mean(cell.share(cell.ours, roof) for cell, _ in counted if cell.workload.head_dim == dim)
+            for dim in MEAN_HEAD_DIMS
+        }
+        mean = _mean(ratio.median for _, ratio in counted)
+        known = {dim: share for dim, share in shares.items() if share is not None}
+        found.append(Standing(view, peer, tuple(entries), mean, mask, known))
+    return tuple(found)
 
 
 def reached(cells: Iterable[Cell], ceilings: Ceilings | None, view: View) -> tuple[str, float] | None:

@@ -15,13 +15,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from attnspan.errors import OptionError, expect
+from attnspan.errors import expect
 
 __all__ = [
     "Interval",
     "Samples",
     "discoveries",
-    "median_interval",
     "order_level",
     "paired",
     "quotient",
@@ -90,23 +89,15 @@ class Interval:
     @classmethod
     def of(cls, samples: Sequence[float]) -> Interval:
         """The interval of some samples, such as the ratios of pairs."""
-        low, high, level = median_interval(samples)
-        return cls(Samples(tuple(samples)).median, low, high, len(samples), level, sign_test(samples))
+        ordered, middle = sorted(samples), Samples(tuple(samples)).median
+        rank, level = order_level(len(ordered))
+        low, high = ordered[rank], ordered[-1 - rank]
+        return cls(middle, low, high, len(ordered), level, sign_test(samples))
 
     @property
     def width(self) -> float:
         """Width of the interval over the median: what the noise leaves open."""
         return (self.high - self.low) / self.median if self.median else math.inf
-
-    @property
-    def is_faster(self) -> bool:
-        """The whole interval is above 1. Over many cells, ask `discoveries` instead."""
-        return self.low > 1
-
-    @property
-    def is_slower(self) -> bool:
-        """The whole interval is below 1. Over many cells, ask `discoveries` instead."""
-        return self.high < 1
 
 
 def _tail(count: int, total: int) -> float:
@@ -122,7 +113,7 @@ def order_level(count: int) -> tuple[int, float]:
 
     Returns:
         The rank k, from 0, of the lower end (the upper one is count - 1 - k), the largest of which the level
-        reaches 95 %, else 0; and that level.
+        reaches 95 %, else 0; and that level, 0 for one sample.
 
     Example:
         >>> [(n, k, round(100 * level, 1)) for n in (5, 9, 25) for k, level in [order_level(n)]]
@@ -131,30 +122,18 @@ def order_level(count: int) -> tuple[int, float]:
     rank = 0
     while rank + 1 < (count + 1) // 2 and 1 - 2 * _tail(rank + 1, count) >= NOMINAL:
         rank += 1
-    return rank, 1 - 2 * _tail(rank, count)
-
-
-def median_interval(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Low end, high end and level of the interval of the median.
-
-    Raises:
-        OptionError: There is no sample.
-    """
-    expect(len(samples), "samples", "one or more", "none", "Measure before asking for figures")
-    ordered = sorted(samples)
-    rank, level = order_level(len(ordered))
-    return ordered[rank], ordered[-1 - rank], max(0.0, level)
+    return rank, max(0.0, 1 - 2 * _tail(rank, count))
 
 
 def sign_test(samples: Sequence[float]) -> float:
-    """Two-sided p-value of the hypothesis that the median is 1; samples of exactly 1 are left out.
+    """Two-sided p-value of the hypothesis that the median is 1; samples of exactly 1 speak for it.
 
     Example:
-        >>> sign_test([1.1] * 9), sign_test([0.9, 1.1])
-        (0.00390625, 1.0)
+        >>> sign_test([1.1] * 9), sign_test([0.9, 1.1]), sign_test([1.0] * 13 + [1.1] * 12)
+        (0.00390625, 1.0, 1.0)
     """
-    above, below = sum(x > 1 for x in samples), sum(x < 1 for x in samples)
-    return min(1.0, 2 * _tail(min(above, below), above + below))
+    most = max(sum(x > 1 for x in samples), sum(x < 1 for x in samples))
+    return min(1.0, 2 * _tail(len(samples) - most, len(samples)))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
@@ -180,7 +159,7 @@ def quotient(old: Interval, new: Interval) -> Interval:
 
     Example:
         >>> found = quotient(Interval(2.0, 1.98, 2.02, 9), Interval(3.0, 2.97, 3.03, 9))
-        >>> found.median, found.is_faster
+        >>> found.median, found.low > 1
         (1.5, True)
     """
     normal = NormalDist()
@@ -196,22 +175,19 @@ def quotient(old: Interval, new: Interval) -> Interval:
     return Interval(math.exp(middle), *ends, min(old.pairs, new.pairs), NOMINAL, p)
 
 
-def discoveries(p_values: Sequence[float], rate: float = FALSE_DISCOVERIES) -> list[bool]:
+def discoveries(p_values: Sequence[float]) -> list[bool]:
     """Which of many differences are real, by Benjamini and Hochberg's procedure (JRSS B 57, 1995).
 
-    Of what is called a difference, on average at most the fraction ``rate`` is none.
+    Of what is called a difference, on average at most 5 % is none.
 
     Args:
         p_values: One for each comparison of a table.
-        rate: Of false discoveries.
 
     Example:
         >>> discoveries([0.004, 0.004, 0.04]), discoveries([0.004] + [0.9] * 99).count(True)
         ([True, True, True], 0)
     """
-    if not 0 < rate < 1:
-        raise OptionError("rate", expected="between 0 and 1", got=str(rate), remedy="Pass a fraction")
     count = len(p_values)
-    passing = [p for i, p in enumerate(sorted(p_values), 1) if p <= rate * i / count]
+    passing = [p for i, p in enumerate(sorted(p_values), 1) if p <= FALSE_DISCOVERIES * i / count]
     limit = max(passing, default=-1.0)
     return [p <= limit for p in p_values]

@@ -17,16 +17,16 @@ from attnspan.console import (
     seconds_text,
 )
 from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, verdicts
-from attnspan.tools.bench.results import Results, TrainingCell
+from attnspan.tools.bench.results import RankTimes, Results, TrainingCell
 from attnspan.tools.bench.standings import MEAN_HEAD_DIMS, MEAN_LENGTHS, targets
-from attnspan.tools.bench.statistics import Interval
+from attnspan.tools.bench.statistics import Interval, Samples, discoveries, paired
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from attnspan.tools.bench.compare import Comparison
 
-__all__ = ["Figure", "figures", "show_comparison", "show_results", "show_summary"]
+__all__ = ["Figure", "figures", "ratio_texts", "show_comparison", "show_results", "show_summary"]
 
 _SHORT = {
     "float32": "fp32",
@@ -35,6 +35,12 @@ _SHORT = {
     "forward": "fwd",
     "forward+backward": "fwd+bwd",
 }
+
+
+def _short(name: str) -> str:
+    return _SHORT.get(name, name)
+
+
 _Verdicts = dict[tuple[str, str], str]
 
 _SLOW_WAIT = 1.5  # Per-call over pipelined time from which waiting is a third or more of a call.
@@ -63,6 +69,8 @@ def show_results(results: Results, console: Console) -> None:
             console.print(line, style="dim")
     for peer, reason in everywhere:
         console.print(f"nowhere {peer}: {reason}", style="dim")
+    if results.ranks:
+        _show_ranks(console, results.ranks)
     if results.training:
         _show_training(console, results.training)
     for line in _remarks(results, said):
@@ -153,13 +161,13 @@ def _row(cell: Cell, run: Run, roof: Ceilings | None, shown: Sequence[Figure], s
     texts = {figure.name: figure.text(figure.value(cell, run, roof)) for figure in shown}
     if (run.waiting or 0) > _SLOW_WAIT:
         texts["in a row"] = f"!{texts['in a row']}"
-    ratio = _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer)))
+    ratio = ratio_texts(run.ratio, run.noisy, said.get((cell.label, run.peer)))
     return [run.peer, *texts.values(), *ratio, run.note]
 
 
 def _name(cell: Cell) -> str:
     work = cell.workload
-    return f"{work.name} {_SHORT.get(work.dtype, work.dtype)}{' cold' if cell.cold else ''}"
+    return f"{work.name} {_short(work.dtype)}{' cold' if cell.cold else ''}"
 
 
 def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
@@ -169,7 +177,7 @@ def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
     return ceilings is not None and best is not None and ceilings.attainable(dtype, cell.intensity) != best[1]
 
 
-def _ratio(ratio: Interval | None, noisy: bool, verdict: str | None = None) -> tuple[str, str]:
+def ratio_texts(ratio: Interval | None, noisy: bool = False, verdict: str | None = None) -> tuple[str, str]:
     """The ratio, with "?" where it may be 1, and its interval, with "~" where it is wide."""
     if ratio is None:
         return ("", "")
@@ -191,10 +199,10 @@ def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdic
         columns += [Column(peer), Column(f"interval, {peer}", drop=2 + index)]
     rows = []
     for cell in cells:
-        row = [cell.workload.name.removeprefix("grid-"), _SHORT[cell.workload.dtype]]
+        row = [cell.workload.name.removeprefix("grid-"), _short(cell.workload.dtype)]
         row += [seconds_text(cell.seconds(cell.ours)), rate_text(cell.flops_per_second(cell.ours))]
         for run in map(cell.run, peers):
-            row += _ratio(run.ratio, run.noisy, said.get((cell.label, run.peer))) if run else ("", "")
+            row += ratio_texts(run.ratio, run.noisy, said.get((cell.label, run.peer))) if run else ("", "")
         rows.append(row)
     print_table(console, f"grid, {mode}", columns, rows)
 
@@ -246,17 +254,33 @@ def _remarks(results: Results, said: _Verdicts) -> Iterator[str]:
         yield "stopped before the last cell"
 
 
+def _show_ranks(console: Console, times: RankTimes) -> None:
+    """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
+    rows = [[f"{times.ranks} ranks", seconds_text(Samples(times.all_ranks).median), "", ""]]
+    for name, theirs in (("1 rank", times.one_rank), ("1 rank, SDPA", times.sdpa)):
+        rows.append(
+            [name, seconds_text(Samples(theirs).median), *ratio_texts(paired(times.all_ranks, theirs))]
+        )
+    columns = [Column("steps of", words=True), *map(Column, ("median", "ratio", "interval"))]
+    rounds = len(times.all_ranks)
+    title = f"training on {times.ranks} ranks, {rounds} steps each in turn; ratio: to the steps of all ranks"
+    print_table(console, title, columns, rows)
+    far = f"losses {times.losses:.1e}, norms of gradients {times.norms:.1e}"
+    console.print(f"largest relative differences of the first {rounds} steps from one rank: {far}")
+
+
 def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:
     columns = [Column("attention", words=True), Column("tokens/s"), Column("ratio"), Column("interval")]
+    ratios = [cell.ratio.p if cell.ratio else 1.0 for cell in training]
     rows = [
         [
             cell.attention,
             NONE if cell.tokens_per_second is None else f"{cell.tokens_per_second.median:,.0f}",
-            *_ratio(cell.ratio, cell.noisy),
+            *ratio_texts(cell.ratio, cell.noisy, None if is_real else "open"),
             bytes_text(cell.peak_memory),
             cell.reason or cell.note,
         ]
-        for cell in training
+        for cell, is_real in zip(training, discoveries(ratios), strict=True)
     ]
     columns += [Column("memory", drop=1), Column("remark", words=True)]
     print_table(console, "training steps", columns, rows)
@@ -281,9 +305,9 @@ def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -
     rows = []
     for target in found:
         label, lowest = target.lowest
-        row = [_SHORT[target.view.dtype], _SHORT[target.view.mode], target.mask]
+        row = [_short(target.view.dtype), _short(target.view.mode), target.mask]
         row += [NONE if target.mean is None else ratio_digits(target.mean)]
-        row += [percent(target.share(dim)) for dim in MEAN_HEAD_DIMS]
+        row += [percent(target.shares.get(dim)) for dim in MEAN_HEAD_DIMS]
         row += [label.removeprefix("grid-"), ratio_digits(lowest.median)]
         rows.append([*row, f"{target.count('behind')}/{len(target.ratios)}"])
     lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
@@ -301,6 +325,8 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     """
     for line in comparison.machine:
         console.print(f"another machine or setting: {line}", style="yellow")
+    if comparison.machine:
+        console.print("so times are not compared, only ratios against a common peer", style="yellow")
     changed = [change for change in comparison.changes if change.verdict != "same"]
     if changed:
         columns = [Column("cell", words=True), Column("time"), Column("interval", drop=2)]
@@ -308,16 +334,16 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         rows = [
             [
                 change.label,
-                *_ratio(change.time, False),
+                *ratio_texts(change.time),
                 change.peer or "",
-                _ratio(change.relative, False)[0],
+                ratio_texts(change.relative)[0],
                 f"{change.verdict} {change.note}".strip(),
             ]
             for change in changed
         ]
         styles = ["red" if change.is_regression else None for change in changed]
         print_table(console, "new over old", columns, rows, styles=styles)
-    for name, labels in (("only in the new file", comparison.appeared), ("gone", comparison.disappeared)):
+    for name, labels in (("new", comparison.appeared), ("old", comparison.disappeared)):
         for label in labels:
-            console.print(f"{name}: {label}")
+            console.print(f"only in the {name} file: {label}")
     console.print(f"{len(comparison.changes)} cells compared: {len(comparison.regressions)} regressions")

@@ -6,6 +6,7 @@ each: every call waited for (`execute`), and all of them waited for once (`pipel
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnspan.errors import OptionError, expect
-from attnspan.tools.bench.cells import Timing
+from attnspan.tools.bench.cells import Run, Timing
 from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.statistics import Interval, paired
 
 __all__ = [
     "LEAST_ROUNDS",
     "Budget",
-    "Measured",
     "MeasurementError",
     "Meter",
     "Subject",
@@ -78,8 +78,9 @@ class Budget:
     calls: int = 1
 
     def __post_init__(self) -> None:
-        positive = min(self.seconds, self.width, self.sample_seconds, self.calls) > 0
-        expect(positive, "budget", "positive limits", repr(self), "Pass larger ones")
+        limits = (self.seconds, self.width, self.sample_seconds, self.calls)
+        wanted = "positive limits, none of them infinite"
+        expect(all(0 < x < math.inf for x in limits), "budget", wanted, repr(self), "Pass other ones")
         expect(self.rounds >= LEAST_ROUNDS, "rounds", "{} or more", self.rounds, "Take more", LEAST_ROUNDS)
 
 
@@ -96,29 +97,6 @@ class Meter:
     clock: Callable[[], float] = time.perf_counter
     cpu_clock: Callable[[], float] = time.process_time
     threads: int = 1
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The times of one subject.
-
-    Args:
-        name: Of the subject.
-        execute: Every call waited for.
-        pipelined: Many calls waited for once; None where calls are synchronous, or caches were emptied.
-        dispatch: Until calls return; None where they are synchronous.
-        utilisation: Processor time over wall time and threads. Threads that spin while they wait are busy.
-        ratio: Against the first subject; None for that one.
-        noisy: The interval is wider than the budget's.
-    """
-
-    name: str
-    execute: Timing
-    pipelined: Timing | None = None
-    dispatch: Timing | None = None
-    utilisation: float | None = None
-    ratio: Interval | None = None
-    noisy: bool = False
 
 
 def first_call(subject: Subject, meter: Meter) -> tuple[Any, float]:
@@ -155,7 +133,7 @@ def interleave(
     *,
     basis: str = "execute",
     evict: Callable[[], object] | None = None,
-) -> tuple[Measured, ...]:
+) -> tuple[Run, ...]:
     """Time subjects in turn, in rounds that each have one sample of every subject.
 
     Args:
@@ -166,7 +144,8 @@ def interleave(
         evict: Empties the caches; then it is called before each sample, and a sample is one call.
 
     Returns:
-        The times, in the order of the subjects; sample i of one is paired with sample i of the others.
+        The times, in the order of the subjects, each with its subject's name as the peer. Sample i of one
+        is paired with sample i of the others.
 
     Raises:
         MeasurementError: A timed region ended before its work was done.
@@ -206,7 +185,8 @@ def host_times(calls: Mapping[str, Callable[[], object]], budget: Budget) -> dic
     for call in calls.values():
         call()
     subjects = [Subject(name, call, Device()) for name, call in calls.items()]
-    return {found.name: found.execute.samples for found in interleave(subjects, budget)}
+    found = interleave(subjects, budget)
+    return {run.peer: run.execute.samples for run in found if run.execute is not None}
 
 
 @dataclass
@@ -296,20 +276,20 @@ class _Track:
     def basis(self, name: str) -> list[float]:
         return self.pipelined if name == "pipelined" and self.pipelined else self.execute
 
-    def measured(self, ratio: Interval | None, noisy: bool) -> Measured:
+    def measured(self, ratio: Interval | None, noisy: bool) -> Run:
         def timing(samples: list[float]) -> Timing | None:
             return Timing(tuple(samples), self.calls) if samples else None
 
         # The processor's use says nothing of another device.
         on_cpu = self.wall and self.subject.device.name == "cpu"
-        return Measured(
+        return Run(
             self.subject.name,
-            Timing(tuple(self.execute), self.calls),
-            timing(self.pipelined),
-            timing(self.dispatch),
-            self.busy / self.wall / self.meter.threads if on_cpu else None,
-            ratio,
-            noisy,
+            execute=timing(self.execute),
+            pipelined=timing(self.pipelined),
+            dispatch=timing(self.dispatch),
+            utilisation=self.busy / self.wall / self.meter.threads if on_cpu else None,
+            ratio=ratio,
+            noisy=noisy,
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from attnspan._parse import parse_with
 from attnspan.errors import OptionError, expect
-from attnspan.files import from_plain, read_json, write_json
+from attnspan.files import from_plain, read_json
 from attnspan.masks import Mask, documents, names
 from attnspan.tools.bench.cells import Workload
 
@@ -29,7 +29,6 @@ __all__ = [
     "load_workloads",
     "mask_of",
     "minimal_bytes",
-    "save_workloads",
     "select",
     "total_flops",
     "visible_pairs",
@@ -240,6 +239,8 @@ def select(
         >>> [work.label for work in select(builtin(), ["dense-*"], dtypes=["float32"])]
         ['dense-d64 float32', 'dense-d128 float32']
     """
+    # Of two with one label the first counts: workloads of one's own come before the named ones.
+    workloads = list({work.label: work for work in reversed(workloads)}.values())[::-1]
     families = ", ".join(sorted({work.family for work in workloads}))
     for name in names:
         matched, known = (
@@ -274,7 +275,10 @@ def load_workloads(path: Path) -> tuple[Workload, ...]:
     data = read_json(path, what)
     expect(isinstance(data, list), str(path), what, type(data).__name__, "Wrap it in a list")
     found = tuple(from_plain(Workload, item, f"{path}[{index}]") for index, item in enumerate(data))
+    labels = [work.label for work in found]
     for work in found:
+        twice, remedy = "a name that no other workload of its dtype has", "Rename one of them"
+        expect(labels.count(work.label) == 1, f"{path}: {work.name}", twice, work.label, remedy)
         _check(work, path)
     return found
 
@@ -288,9 +292,4 @@ def _check(work: Workload, path: Path) -> None:
             got=f"{work.sizes} {work.dtype}",
             remedy="Mend the workload",
         )
-    mask_of(work)
-
-
-def save_workloads(path: Path, workloads: Iterable[Workload]) -> None:
-    """Write workloads as `load_workloads` reads them."""
-    write_json(path, list(workloads), indent=1)
+    visible_pairs(work)  # Raises where the mask and the lengths do not fit.

@@ -37,7 +37,8 @@ def cards(results: Results) -> list[tuple[str, str, list[str]]]:
     ratios = [(cell.ratio, cell.attention) for cell in results.training if cell.ratio is not None]
     if ratios:
         ratio, peer = min(ratios, key=lambda entry: entry[0].median)
-        found.append(("whole training steps", _times(ratio.median), [f"against {peer}, the closest"]))
+        notes = [f"against {peer}, the closest", ratio_text(ratio)]
+        found.append(("whole training steps", _times(ratio.median), notes))
     return found
 
 
@@ -72,7 +73,7 @@ def _table(caption: str, found: Sequence[Standing]) -> Table:
             Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
             Entry(f"{len(standing.ratios)}", len(standing.ratios)),
             *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),
-            *(Entry(percent(standing.share(dim)), standing.share(dim)) for dim in dims),
+            *(Entry(percent(standing.shares.get(dim)), standing.shares.get(dim)) for dim in dims),
         )
         for standing in found
     )

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from attnspan.errors import OptionError
 from attnspan.files import write_json
 from attnspan.kernels.tuned import header, read
 from attnspan.tools.bench.timing import Meter
@@ -92,9 +91,6 @@ def other_seconds() -> float:
 
 def save(path: Path, device: str, *entries: dict[str, Any]) -> None:
     """Add entries, in place of those of the same keys. A file that cannot be read is replaced."""
-    try:
-        kept = [old for old in read(path, device) if all(old["key"] != x["key"] for x in entries)]
-        write_json(path, {**header(device), "entries": [*kept, *entries]})
-    except OSError as error:
-        remedy, got = "Set ATTNSPAN_TUNE_CACHE to another folder", error.strerror or str(error)
-        raise OptionError(str(path), expected="a writable file", got=got, remedy=remedy) from None
+    kept = [old for old in read(path, device) if all(old["key"] != x["key"] for x in entries)]
+    remedy = "Set ATTNSPAN_TUNE_CACHE to another folder"
+    write_json(path, {**header(device), "entries": [*kept, *entries]}, remedy=remedy)

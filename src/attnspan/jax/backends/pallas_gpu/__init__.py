@@ -4,9 +4,6 @@ Blocks of keys that a block of queries does not see cost nothing; tiles of which
 not masked. The backward pass has a kernel by queries and one by keys, so results are the same bits each time.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +12,8 @@ import jax.numpy as jnp
 
 from ....call import Problem
 from ....options import DENSE, DISTANCE
-from .. import Gradients, Operands, Static
-from ..tiles import LOG2E, common_of, legal, sinks_gradient, words_of_rows
+from .. import Gradients, Operands, Static, symbols
+from ..tiles import LOG2E, common_of, interpret, legal, sinks_gradient, words_of_rows
 from ..visits import key_visits, query_visits
 from . import kernels
 from .tiles import Arrays, Plan, power_of_two
@@ -24,23 +21,13 @@ from .tiles import Arrays, Plan, power_of_two
 MAX_HEAD_DIM = 256
 MAX_RUNS = 16
 
-_interpret: ContextVar[bool] = ContextVar("attnspan_pallas_gpu_interpret", default=False)
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """Run the kernels as plain JAX, on any device: for tests. A program compiled outside stays what it is."""
-    token = _interpret.set(True)
-    try:
-        yield
-    finally:
-        _interpret.reset(token)
-
 
 def supports(problem: Problem, static: Static) -> str | None:
     """None, or why the kernels cannot run the problem."""
-    if problem.device != "gpu" and not _interpret.get():
+    if problem.device != "gpu" and not interpret.get():
         return f"it runs on GPUs, not on {problem.device}"
+    if reason := symbols(problem):
+        return reason
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
     if max(problem.head_dim, problem.v_dim) > MAX_HEAD_DIM:
@@ -135,7 +122,7 @@ def _plan(q: jax.Array, k: jax.Array, v: jax.Array, static: Static, tiling: _Til
         block_q=min(tiling.block_q, power_of_two(q_len)),
         block_k=min(tiling.block_k, power_of_two(k_len)),
         warps=tiling.warps,
-        interpret=_interpret.get(),
+        interpret=interpret.get(),
     )
 
 

@@ -131,26 +131,21 @@ def specs(plan: Plan, arrays: Arrays) -> Arrays:
         block = tuple(-(-n // m) * m for n, m in zip(x.shape, multiples, strict=True))
         return pl.BlockSpec(block, lambda *_: (0,) * x.ndim)
 
-    q, k = plan.block_q, plan.block_k
-    bias = (1,)
-    if plan.static.bias_kind == DENSE:
-        bias = (1 if arrays.bias.shape[2] == 1 else q, k)  # type: ignore[assignment]
-    return Arrays(
-        q=spec(arrays.q, q, plan.width),
-        k=spec(arrays.k, k, plan.width),
-        v=spec(arrays.v, k, plan.v_width),
-        bounds=spec(arrays.bounds, q, 1, 1),
-        visits=spec(arrays.visits),
-        bias=spec(arrays.bias, *bias),
-        sinks=spec(arrays.sinks),
-        words=spec(arrays.words, q),
-        q_index=spec(arrays.q_index, q),
-        k_index=spec(arrays.k_index, k),
-        q_visits=spec(arrays.q_visits),
-        dout=spec(arrays.dout, q, plan.v_width),
-        lse=spec(arrays.lse, q),
-        common=spec(arrays.common, q),
-    )
+    q, k, by_row = plan.block_q, plan.block_k, arrays.bias is not None and arrays.bias.shape[-2] != 1
+    multiples: dict[str, tuple[int, ...]] = {
+        "q": (q, plan.width),
+        "k": (k, plan.width),
+        "v": (k, plan.v_width),
+        "bounds": (q, 1, 1),
+        "bias": (q if by_row else 1, k) if plan.static.bias_kind == DENSE else (),
+        "words": (q,),
+        "q_index": (q,),
+        "k_index": (k,),
+        "dout": (q, plan.v_width),
+        "lse": (q,),
+        "common": (q,),
+    }
+    return Arrays(**{name: spec(x, *multiples.get(name, ())) for name, x in arrays._asdict().items()})
 
 
 def load(view: Any, mask: Any, other: float = 0) -> Any:
@@ -261,14 +256,9 @@ class Reader:
         return k, self.matrix(arrays.v, keys, plan.v_width, plan.v_dim)
 
     def scores(self, q: Any, k: Any, rows: Rows, keys: Keys, masked: bool, keys_down: bool = False) -> Tile:
-        """The scores of a tile (block_q, block_k), or of its transpose.
+        """The scores of a tile (block_q, block_k) of rows of q and k, or with ``keys_down`` of its transpose.
 
-        Args:
-            q, k: Tiles of queries (block_q, width) and keys (block_k, width).
-            rows: Of the queries.
-            keys: Of the keys.
-            masked: Some row of the tile may not see some of its keys.
-            keys_down: Keys are the tile's rows, and queries its columns.
+        Where not ``masked``, every row sees every key.
         """
         static = self.plan.static
 

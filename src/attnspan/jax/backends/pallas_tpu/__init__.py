@@ -1,25 +1,19 @@
 """Backend "pallas": span kernels for TPUs, forward and backward, whatever the mask.
 
-They run on any machine under `interpreting`, slowly, for tests.
+They run on any machine under `interpreted` of tiles.py, slowly, for tests.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from ....call import Problem
 from ....options import DENSE, DISTANCE
-from .. import Gradients, Operands, Static
-from ..tiles import common_of, legal, positions_of, sinks_gradient
+from .. import Gradients, Operands, Static, symbols
+from ..tiles import by_distance, common_of, interpret, legal, positions_of, sinks_gradient
 from . import kernels
-from .launch import plainly
-from .sizes import LANES, default
 from .tile import Tile
 
 #: The largest head dim: with it tiles of 128 x 128 fit into vector memory with room to spare.
@@ -31,31 +25,23 @@ MAX_RUNS = 256
 #: A distance table becomes a dense bias here, of at most this many elements (64 MiB).
 MOST_TABLE_PAIRS = 2**24
 
-_interpreting = ContextVar("_interpreting", default=False)
+#: What a kernel may use of a core's vector memory, bytes: compilers give a kernel 16 MiB unless told
+#: otherwise, and keep some of it for themselves.
+BUDGET = 12 * 2**20
 
+#: Rows and keys of a tile are along lanes somewhere, so they come in 128.
+LANES = 128
 
-@contextmanager
-def interpreting(simulated: bool = True) -> Iterator[None]:
-    """Inside, the kernels run on CPU. Memory behind the end of an array is NaN in both ways of it.
-
-    Args:
-        simulated: In JAX's TPU interpret mode, which simulates a core's memories and copies. Else as plain
-            array code, of which a call takes a thousandth of the time.
-    """
-    inside, plain = _interpreting.set(True), plainly.set(not simulated)
-    try:
-        with pltpu.force_tpu_interpret_mode() if simulated else nullcontext():
-            yield
-    finally:
-        plainly.reset(plain)
-        _interpreting.reset(inside)
+_SIZES = (128, 256, 512)
+_WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 def supports(problem: Problem, static: Static) -> str | None:
     """None, or why the kernels cannot run the problem."""
-    pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
-    if problem.device != "tpu" and not (problem.device == "cpu" and _interpreting.get()):
+    if problem.device != "tpu" and not (problem.device == "cpu" and interpret.get()):
         return f"it runs on TPUs, not on {problem.device}"
+    if reason := symbols(problem):
+        return reason
     if problem.dtype not in ("float32", "bfloat16"):
         return f"it takes float32 and bfloat16, which TPUs compute in, not {problem.dtype}"
     if max(problem.head_dim, problem.v_dim) > MAX_HEAD_DIM:
@@ -64,6 +50,7 @@ def supports(problem: Problem, static: Static) -> str | None:
         return f"it takes up to {MAX_RUNS} spans a row, not {problem.runs}"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.runs):
         return "it takes no empty arrays"
+    pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     if static.bias_kind == DISTANCE and pairs > MOST_TABLE_PAIRS:
         return (
             f"it makes a distance table a dense bias, of up to {MOST_TABLE_PAIRS} pairs of a query and a key "
@@ -81,7 +68,7 @@ def forward(
     size: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `attnspan.jax.backends`; ``size`` are rows and keys of a tile, None for the default."""
-    tile = _tile(q, k, static, size or _default(q, k, v, given, "forward"))
+    tile = _tile(q, k, static, size or default(Problem.of(q, k, v, given.bounds, "tpu"), "forward"))
     given = _expanded(given, static, q.shape[2], k.shape[2])
     return kernels.forward(tile, q, k, v, legal(given.bounds, k.shape[2]), given)
 
@@ -89,7 +76,7 @@ def forward(
 def backward(*call: Any, size: tuple[int, int] | None = None) -> Gradients:
     """See `attnspan.jax.backends`; ``size`` as in `forward`, for all kernels."""
     dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
-    tile = _tile(q, k, static, size or _default(q, k, v, given, "backward"))
+    tile = _tile(q, k, static, size or default(Problem.of(q, k, v, given.bounds, "tpu"), "backward"))
     bounds = legal(given.bounds, k.shape[2])
     illegal = bounds[..., 0, 0] < 0
     common = jnp.where(illegal, 0, common_of(dout, out, dlse, ~illegal))
@@ -114,14 +101,10 @@ def _d_bias(
     dense = kernels.d_bias(tile, inputs)
     if static.bias_kind == DENSE:
         return dense
-    sizes = dense.shape[2:]
-    _, pull = jax.vjp(lambda table: _by_distance(table, given, *sizes), given.bias.astype(jnp.float32))
+    places = positions_of(given, *dense.shape[2:])
+    _, pull = jax.vjp(lambda table: by_distance(table, *places), given.bias.astype(jnp.float32))
     (found,) = pull(dense)
     return found  # type: ignore[no-any-return]
-
-
-def _default(q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, direction: str) -> tuple[int, int]:
-    return default(Problem.of(q, k, v, given.bounds, "tpu"), direction)
 
 
 def _tile(q: jax.Array, k: jax.Array, static: Static, size: tuple[int, int]) -> Tile:
@@ -136,15 +119,40 @@ def _expanded(given: Operands, static: Static, q_len: int, k_len: int) -> Operan
     """With a dense bias in the place of a distance table, as kernels cannot look up an element per pair."""
     if static.bias_kind != DISTANCE:
         return given
-    return given._replace(bias=_by_distance(given.bias, given, q_len, k_len))
+    return given._replace(bias=by_distance(given.bias, *positions_of(given, q_len, k_len)))
 
 
-def _by_distance(table: Any, given: Operands, q_len: int, k_len: int) -> jax.Array:
-    """The values of a distance table, (B|1, Hq, Sq, Sk)."""
-    q_index, k_index = positions_of(given, q_len, k_len)
-    reach = table.shape[1] // 2
-    distance = (k_index[:, None, :] - q_index[:, :, None]).clip(-reach, reach) + reach
-    # Of one axis: gathered columns of all heads would each fill 128 lanes.
-    heads, width = table.shape
-    at = distance[:, None] + jnp.arange(heads, dtype=jnp.int32)[:, None, None] * width
-    return table.reshape(-1)[at]  # type: ignore[no-any-return]
+def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> int:
+    """What a kernel holds in vector memory, estimated.
+
+    Blocks of q, k, v (and of dout and a result) twice, because the next is copied while one is used; sums in
+    float32; and of the tile itself scores, weights and what they are made of: 4 tiles of float32 forward, 6
+    backward. Head dims fill whole lanes of 128.
+    """
+    width = _WIDTH[problem.dtype]
+    dim, v_dim = (-(-d // LANES) * LANES for d in (problem.head_dim, problem.v_dim))
+    tiles = 4 * block_q * block_k * (4 if direction == "forward" else 6)
+    if direction == "forward":
+        copied = block_q * (dim + v_dim) + block_k * (dim + v_dim)
+        sums = block_q * v_dim
+    else:
+        copied = block_q * (dim + v_dim) + 2 * block_k * (dim + v_dim)
+        sums = block_k * (dim + v_dim)
+    return tiles + 2 * width * copied + 4 * sums
+
+
+def default(problem: Problem, direction: str) -> tuple[int, int]:
+    """Square tiles of 512, or the largest that fit: each score then meets 256 flops per byte of k and v.
+
+    Rows and keys are multiples of 128 up to the lengths rounded up; the three backward kernels share one
+    size.
+    """
+    q_sizes, k_sizes = (_sizes(length) for length in (problem.q_len, problem.k_len))
+    # The smallest tile always fits, up to the largest head dim that is taken.
+    fitting = [(q, k) for q in q_sizes for k in k_sizes if vmem_bytes(problem, direction, q, k) <= BUDGET]
+    return max(fitting, key=lambda size: (size[0] * size[1], size[0]))
+
+
+def _sizes(length: int) -> tuple[int, ...]:
+    """Sizes up to the length rounded up; a tile beyond it would be empty."""
+    return tuple(size for size in _SIZES if size < length + size // 2) or _SIZES[:1]

@@ -5,7 +5,7 @@ weights of their tiles from the lse (Dao 2023, FlashAttention-2, algorithm 2), w
 add in a fixed order: nothing is atomic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,30 +45,41 @@ def forward(
     batch, heads, q_len, _ = q.shape
     bounds = padded_bounds(tile, bounds)
     blocks = tables.blocks(bounds, tile.k_len, tile.block_q, tile.block_k)
-    lists = blocks.of_queries
     reads = operands(tile, q, k, v, bounds, given)
     if given.sinks is not None:
         reads["sinks"] = Operand(given.sinks.astype(jnp.float32))
     out = jax.ShapeDtypeStruct((batch, heads, q_len, v.shape[3]), result_dtype(q, tile.static))
     lse = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
 
+    results = {"out": of_rows(tile, out), "lse": by_row(tile, lse)}
+    scratch = {"top": (1, tile.block_q), "total": (1, tile.block_q), "sums": (v.shape[3], tile.block_q)}
+    phases = _begin, partial(_add, tile), partial(_finish, tile)
+    found = _by_queries("attnspan_forward", tile, batch, blocks, phases, reads, results, scratch)
+    return found["out"], found["lse"][:, :, 0, :q_len]
+
+
+def _by_queries(
+    name: str,
+    tile: Tile,
+    batch: int,
+    blocks: tables.Blocks,
+    phases: Sequence[Any],
+    reads: dict[str, Operand],
+    writes: dict[str, Operand],
+    scratch: Mapping[str, tuple[int, ...]],
+) -> dict[str, jax.Array]:
+    """A kernel by blocks of queries: begins, adds each listed block of keys, and finishes."""
+    (begin, add, finish), lists = phases, blocks.of_queries
+
     def body(p: Place, at: Sequence[Any], scalars: Sequence[Any], refs: Refs) -> None:
         step, last = at[3], _length(scalars, lists, p.b, p.h, p.i)
-        pl.when(step == 0)(partial(_begin, refs, p))
+        pl.when(step == 0)(partial(begin, refs, p))
         whole = tile.whole((scalars[2], scalars[3]), lists.dims, p)
-        _each(step < last, whole, partial(_add, tile, refs, p))
-        pl.when(step == pl.num_programs(3) - 1)(partial(_finish, tile, refs))
+        _each(step < last, whole, partial(add, refs, p))
+        pl.when(step == pl.num_programs(3) - 1)(partial(finish, refs))
 
-    found = launch(
-        "attnspan_forward",
-        body,
-        over_keys(tile, batch, lists),
-        (*lists.flat(), *_flat(blocks.full)),
-        reads,
-        {"out": of_rows(tile, out), "lse": by_row(tile, lse)},
-        {"top": (1, tile.block_q), "total": (1, tile.block_q), "sums": (v.shape[3], tile.block_q)},
-    )
-    return found["out"], found["lse"][:, :, 0, :q_len]
+    scalars = (*lists.flat(), *_flat(blocks.full))
+    return launch(name, body, over_keys(tile, batch, lists), scalars, reads, writes, scratch)
 
 
 def _begin(refs: Refs, p: Place) -> None:
@@ -146,7 +157,7 @@ def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """dq, and for slopes the sum over the keys of each row, float32 (B, Hq, Sq), of their gradient."""
     batch, heads, q_len, head_dim = x.q.shape
     blocks, reads = _prepare(tile, x)
-    lists, slopes = blocks.of_queries, tile.static.bias_kind in (ALIBI, SIGNED_ALIBI)
+    slopes = tile.static.bias_kind in (ALIBI, SIGNED_ALIBI)
     writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.q.shape, result_dtype(x.q, tile.static)))}
     scratch = {"dq_sums": (head_dim, tile.block_q)}
     if slopes:
@@ -168,16 +179,8 @@ def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
         if slopes:
             refs["dslopes"][0, 0] = refs["slope_sums"][...]
 
-    def body(p: Place, at: Sequence[Any], scalars: Sequence[Any], refs: Refs) -> None:
-        step, last = at[3], _length(scalars, lists, p.b, p.h, p.i)
-        pl.when(step == 0)(partial(_zero, refs, scratch))
-        whole = tile.whole((scalars[2], scalars[3]), lists.dims, p)
-        _each(step < last, whole, partial(add, refs, p))
-        pl.when(step == pl.num_programs(3) - 1)(partial(finish, refs))
-
-    scalars = (*lists.flat(), *_flat(blocks.full))
-    grid = over_keys(tile, batch, lists)
-    found = launch("attnspan_dq", body, grid, scalars, reads, writes, scratch)
+    phases = partial(_zero, names=scratch), add, finish
+    found = _by_queries("attnspan_dq", tile, batch, blocks, phases, reads, writes, scratch)
     return found["dq"], found["dslopes"][:, :, 0, :q_len] if slopes else None
 
 
@@ -213,7 +216,7 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
         last = _length(scalars, lists, p.b, p.h, p.j)
         # A list is a range of blocks, of which some may not touch this one.
         touched = tables.touches((scalars[4], scalars[5]), of_queries.dims, p.b, p.h, p.i, p.j)
-        pl.when((member == 0) & (step == 0))(partial(_zero, refs, scratch))
+        pl.when((member == 0) & (step == 0))(partial(_zero, refs, p, scratch))
         whole = tile.whole((scalars[2], scalars[3]), of_queries.dims, p)
         _each((step < last) & touched, whole, partial(add, refs, p))
         done = (member == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
@@ -243,7 +246,7 @@ def d_bias(tile: Tile, x: Inputs) -> jax.Array:
         refs["dbias"][0, 0] = sums if each_row else sums.sum(0, keepdims=True)
 
     def body(p: Place, at: Sequence[Any], scalars: Sequence[Any], refs: Refs) -> None:
-        pl.when(at[4] == 0)(partial(_zero, refs, scratch))
+        pl.when(at[4] == 0)(partial(_zero, refs, p, scratch))
         touched = tables.touches((scalars[0], scalars[1]), lists.dims, p.b, p.h, p.i, p.j)
         _each(touched, False, partial(add, refs, p))
         pl.when(at[4] == pl.num_programs(4) - 1)(partial(finish, refs))
@@ -285,6 +288,6 @@ def _each(active: Any, whole: Any, add: Any) -> None:
     pl.when(active & jnp.logical_not(whole))(partial(add, masked=True))
 
 
-def _zero(refs: Refs, names: Any) -> None:
+def _zero(refs: Refs, _: Place, names: Any) -> None:
     for name in names:
         refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)

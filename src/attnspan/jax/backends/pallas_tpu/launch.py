@@ -1,7 +1,6 @@
 """How the TPU's kernels are given their operands: one list for all of them, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ....options import ALIBI, DENSE, SIGNED_ALIBI
 from ...varying import axes_of, declared, spread
 from .. import Operands
-from ..tiles import words_of_rows
+from ..tiles import interpret, words_of_rows
 from . import lists as tables
 from .tile import Place, Refs, Tile
-
-#: Whether kernels run as plain array code, see `interpreting`.
-plainly = ContextVar("plainly", default=False)
 
 
 class Operand(NamedTuple):
@@ -84,7 +80,7 @@ def launch(
         ),
         out_shape=[declared(each.array.shape, each.array.dtype, varied) for each in outputs.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=turns),  # type: ignore[arg-type]
-        interpret=plainly.get(),
+        interpret=interpret.get(),
         name=name,
     )
     found = call(*spread(arrays, varied))

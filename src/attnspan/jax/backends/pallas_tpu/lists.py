@@ -27,16 +27,8 @@ MOST_ENTRIES = 2**14
 class Lists:
     """For each block of rows (or of keys): the intervals of blocks of the other side that it touches.
 
-    Attributes:
-        ends: int32 (b, h, n, g), how many blocks the intervals up to this one have together.
-        shifts: int32 (b, h, n, g), what is added to a step to get the block, in this interval.
-
-    Example:
-        >>> lists = Lists.of(jnp.array([[[[4, 9]]]]), jnp.array([[[[6, 10]]]]))  # blocks 4 and 5, then 9
-        >>> [int(block_at(lists.flat(), lists.dims, 0, 0, 0, jnp.int32(step))) for step in range(5)]
-        [4, 5, 9, 9, 9]
-        >>> int(lists.steps)
-        3
+    Of int32 (b, h, n, g): ``ends``, how many blocks the intervals up to this one have together, and
+    ``shifts``, what is added to a step to get the block, in this interval.
     """
 
     ends: jax.Array
@@ -68,10 +60,8 @@ class Lists:
 class Blocks:
     """The tables of one mask and one pair of block sizes.
 
-    Attributes:
-        of_queries: Blocks of keys of each block of queries.
-        of_keys: Blocks of queries of each block of keys: a range, in which some may not touch it.
-        full: Two of int32 (b, h, n, g): first and end of blocks of which every row sees every key.
+    Those of keys are ranges, in which some blocks may not touch. ``full`` are two of int32 (b, h, n, g):
+    first and end of the blocks of which every row sees every key.
     """
 
     of_queries: Lists
@@ -80,14 +70,7 @@ class Blocks:
 
 
 def blocks(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> Blocks:
-    """The tables of a mask, in O(S * R).
-
-    Args:
-        bounds: int32 (b, h, n * block_q, R, 2), of `legal`; rows beyond the end see nothing.
-        k_len: Number of keys.
-        block_q: Rows of a block.
-        block_k: Keys of a block.
-    """
+    """The tables of bounds int32 (b, h, n * block_q, R, 2) of `legal`, in O(S * R)."""
     batch, heads, rows, runs, _ = bounds.shape
     count, groups, k_blocks = rows // block_q, min(runs, MOST_INTERVALS), -(-k_len // block_k)
     most = max(count, k_blocks) * groups
@@ -110,12 +93,7 @@ def blocks(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> Blocks:
 
 
 def place(dims: tuple[int, ...], b: Any, h: Any, i: Any) -> Any:
-    """Where the intervals of block i begin in flat tables.
-
-    Example:
-        >>> place((1, 4, 10, 2), 3, 2, 5)
-        50
-    """
+    """Where the intervals of block i of a batch row and a head begin in flat tables of the shape `dims`."""
     batch, heads, count, groups = dims
     row = (b if batch > 1 else 0) * heads + (h if heads > 1 else 0)
     return (row * count + i) * groups
@@ -124,11 +102,7 @@ def place(dims: tuple[int, ...], b: Any, h: Any, i: Any) -> Any:
 def block_at(tables: tuple[Any, Any], dims: tuple[int, ...], b: Any, h: Any, i: Any, step: Any) -> Any:
     """The block of a step; behind the end of a list its last block, so that nothing new is copied.
 
-    Args:
-        tables: ``ends`` and ``shifts``, flat, arrays or references.
-        dims: The shape of the tables.
-        b, h, i: Batch row, head, and block of rows.
-        step: int32, from 0 on.
+    ``tables`` are ``ends`` and ``shifts``, flat, as arrays or references, of the shape ``dims``.
     """
     ends, shifts = tables
     at, groups = place(dims, b, h, i), dims[3]

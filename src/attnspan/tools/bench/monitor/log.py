@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +28,33 @@ def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
     """One record for neighbouring ones: means per step, shares weighted by time, the largest memory."""
     if len(records) == 1:
         return records[0]
-    steps = sum(record.steps for record in records)
-    whole = sum(record.steps * record.seconds for record in records)
 
-    def mean(values: Sequence[float | None], weights: Sequence[float], total: float) -> float | None:
-        known = [value for value in values if value is not None]
-        whole_set = len(known) == len(values) and total
-        return sum(v * w for v, w in zip(known, weights, strict=True)) / total if whole_set else None
-
-    def per_step(name: str) -> float | None:
-        return mean([getattr(r, name) for r in records], [r.steps for r in records], steps)
-
-    def over_time(values: Sequence[float | None]) -> float | None:
-        return mean(values, [r.steps * r.seconds for r in records], whole)
+    def mean(figure: Callable[[MonitorRecord], float | None], over_time: bool = False) -> float | None:
+        weights = [record.steps * (record.seconds if over_time else 1) for record in records]
+        known = [
+            (value, w) for r, w in zip(records, weights, strict=True) if (value := figure(r)) is not None
+        ]
+        total = sum(weights)
+        return sum(v * w for v, w in known) / total if len(known) == len(records) and total else None
 
     def largest(name: str) -> int | None:
         return max((v for r in records if (v := getattr(r, name)) is not None), default=None)
 
-    shares = {x.name: over_time([getattr(r.phases, x.name) for r in records]) for x in fields(PhaseShares)}
-    return MonitorRecord(
-        step=records[-1].step,
-        seconds=whole / steps,
-        tokens=round(per_step("tokens") or 0.0),
-        phases=PhaseShares(**{name: share or 0.0 for name, share in shares.items()}),
-        attention_seconds=per_step("attention_seconds"),
-        attention_flops=per_step("attention_flops"),
-        ceiling=records[-1].ceiling,
-        compile_seconds=per_step("compile_seconds") or 0.0,
+    shares = {
+        x.name: mean(attrgetter(f"phases.{x.name}"), over_time=True) or 0.0 for x in fields(PhaseShares)
+    }
+    return replace(
+        records[-1],
+        seconds=mean(lambda r: r.seconds) or 0.0,
+        tokens=round(mean(lambda r: r.tokens) or 0.0),
+        phases=PhaseShares(**shares),
+        attention_seconds=mean(lambda r: r.attention_seconds),
+        attention_flops=mean(lambda r: r.attention_flops),
+        compile_seconds=mean(lambda r: r.compile_seconds) or 0.0,
         memory=largest("memory"),
         device_memory=largest("device_memory"),
-        utilisation=over_time([record.utilisation for record in records]),
-        steps=steps,
+        utilisation=mean(lambda r: r.utilisation, over_time=True),
+        steps=sum(record.steps for record in records),
     )
 
 

@@ -18,14 +18,12 @@ from attnspan.tools.bench.environment import describe_environment
 from attnspan.tools.bench.monitor.log import RecordLog
 from attnspan.tools.bench.monitor.probes import (
     AttentionTotals,
-    CpuProbe,
-    CudaClock,
     CudaProbe,
-    HostClock,
+    HostProbe,
     attention_totals,
     compile_seconds,
 )
-from attnspan.tools.bench.resident import resident_memory
+from attnspan.tools.bench.processes import resident_memory
 from attnspan.tools.bench.results import MonitorRecord, PhaseShares, Results
 
 __all__ = ["Monitor"]
@@ -62,11 +60,11 @@ class _Step:
     memory: int | None = None
     device_memory: int | None = None
 
-    def spent(self, clock: HostClock) -> dict[str, float]:
+    def spent(self, probe: HostProbe) -> dict[str, float]:
         """Seconds in each phase, compilation and inner phases taken out."""
         spent = dict.fromkeys(_PHASES, 0.0)
         for interval in self.intervals:
-            working = clock.seconds(interval.start, interval.stop) - interval.compiling
+            working = probe.seconds(interval.start, interval.stop) - interval.compiling
             spent[interval.phase] += working
             if interval.inside is not None:
                 spent[interval.inside] -= working
@@ -109,8 +107,7 @@ class Monitor:
         every: Steps between two sets of TensorBoard scalars, which are means over them.
         save_seconds: Time between two writings of ``monitor.json``, s.
         attention: Totals of the attention operators so far, or None where there are none.
-        clock: Marks moments; by default that of the device.
-        probe: Reads utilisation and memory; by default that of the device.
+        probe: Marks moments, and reads utilisation and memory; by default that of the device.
 
     Raises:
         OptionError: A step or phase where none can be, an unknown phase, or an option out of range.
@@ -140,8 +137,7 @@ class Monitor:
         every: int = 10,
         save_seconds: float = 60.0,
         attention: Callable[[], AttentionTotals | None] = attention_totals,
-        clock: HostClock | None = None,
-        probe: CpuProbe | None = None,
+        probe: HostProbe | None = None,
     ) -> None:
         expect(every >= 1, "every", "1 or more", every, "Pass a larger number")
         positive = ceiling is None or ceiling > 0
@@ -149,13 +145,9 @@ class Monitor:
         self._folder, self._ceiling, self._every, self._save_seconds = log_dir, ceiling, every, save_seconds
         self._attention = attention
         device = torch.device(device)
-        remedy = "Give a clock and a probe of your own for other devices"
-        expect(
-            device.type in ("cpu", "cuda") or (clock and probe), "device", "cpu or cuda", str(device), remedy
-        )
-        on_cuda = device.type == "cuda"
-        self._clock = clock or (CudaClock(device) if on_cuda else HostClock())
-        self._probe = probe or (CudaProbe(device) if on_cuda else CpuProbe())
+        remedy = "Give a probe of your own for other devices"
+        expect(device.type in ("cpu", "cuda") or probe, "device", "cpu or cuda", str(device), remedy)
+        self._probe = probe or (CudaProbe(device) if device.type == "cuda" else HostProbe())
         self._environment = describe_environment(device.type)
         self._environment["utilisation"] = self._probe.utilisation_source
         self._log: RecordLog | None = None
@@ -237,7 +229,7 @@ class Monitor:
             # An exception has ended the step before, where the loop let it through.
             if self._phases and self._phases[-1] is interval:
                 self._phases.pop()
-                interval.stop = self._clock.mark()
+                interval.stop = self._probe.mark()
                 interval.compiling = compile_seconds() - compiled
 
     def results(self) -> Results:
@@ -260,7 +252,7 @@ class Monitor:
             return
         self._closed = True
         if self._pending:
-            self._clock.wait(self._pending[-1].end)
+            self._probe.wait(self._pending[-1].end)
         self._write_known()
         if self._log is not None:
             self._log.close()
@@ -268,7 +260,7 @@ class Monitor:
     def _watch(self) -> None:
         """Begin to watch, unless that is done."""
         if self._begin is None:
-            self._begin, self._compiled_before = self._clock.mark(), compile_seconds()
+            self._begin, self._compiled_before = self._probe.mark(), compile_seconds()
             self._probe.start()
 
     def _start_step(self, number: int | None, tokens: int) -> None:
@@ -289,7 +281,7 @@ class Monitor:
         step, self._step = self._step, None
         assert step is not None
         # The mark at the end of a step is also the next one's begin.
-        step.end = self._begin = self._clock.mark()
+        step.end = self._begin = self._probe.mark()
         self._last = step.number
         after = self._attention()
         if after is not None and step.attention_before is not None:
@@ -304,9 +296,9 @@ class Monitor:
 
     def _write_known(self) -> None:
         """Write the steps that the device has finished; on the host those are all."""
-        while self._pending and self._clock.known(self._pending[0].end):
+        while self._pending and self._probe.known(self._pending[0].end):
             step = self._pending.popleft()
-            seconds, spent = self._clock.seconds(step.begin, step.end), step.spent(self._clock)
+            seconds, spent = self._probe.seconds(step.begin, step.end), step.spent(self._probe)
             self._seconds += seconds
             record = step.record(seconds, spent, self._probe.utilisation(seconds, sum(spent.values())))
             if self._ceiling is not None:
@@ -322,7 +314,7 @@ class Monitor:
         if self._phases and (name != "communication" or len(self._phases) > 1):
             raise _misplaced("phase", f"{name!r} outside of all other phases", self._phases)
         inside = self._phases[-1].phase if self._phases else None
-        interval = _Interval(name, inside, self._clock.mark())
+        interval = _Interval(name, inside, self._probe.mark())
         self._step.intervals.append(interval)
         self._phases.append(interval)
         return interval

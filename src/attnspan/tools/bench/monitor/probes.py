@@ -11,15 +11,7 @@ import torch
 
 from attnspan.kernels import cpu
 
-__all__ = [
-    "AttentionTotals",
-    "CpuProbe",
-    "CudaClock",
-    "CudaProbe",
-    "HostClock",
-    "attention_totals",
-    "compile_seconds",
-]
+__all__ = ["AttentionTotals", "CudaProbe", "HostProbe", "attention_totals", "compile_seconds"]
 
 _COMPILE_TIMES = ("entire_frame_compile", "entire_backward_compile")
 
@@ -54,8 +46,18 @@ def compile_seconds() -> float:
     return float(sum(spent.get(name, 0) for name in _COMPILE_TIMES)) / 1e9
 
 
-class HostClock:
-    """Marks moments of the host, which are known at once; of an asynchronous device, only later."""
+class HostProbe:
+    """Marks moments, and reads what a step used, here of the cores.
+
+    A mark of the host is known at once; that of an asynchronous device, only later. ``now`` reads
+    (wall s, CPU s).
+    """
+
+    utilisation_source = "CPU time of the process over wall time and threads"
+
+    def __init__(self, now: Callable[[], tuple[float, float]] | None = None) -> None:
+        self._now = now or (lambda: (time.perf_counter(), time.process_time()))
+        self._before = (0.0, 0.0)
 
     def mark(self) -> Any:
         """Mark this moment, without waiting for anything."""
@@ -72,39 +74,8 @@ class HostClock:
         """Time between two known marks, s."""
         return float(stop - start)
 
-
-class CudaClock(HostClock):
-    """Marks are events on the current stream of a CUDA device, which need no synchronisation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def known(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())  # type: ignore[no-untyped-call]
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
-
-    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(stop)) / 1e3  # an event counts milliseconds
-
-
-class CpuProbe:
-    """What is read at the end of each step, here of the cores; ``now`` reads (wall s, CPU s)."""
-
-    utilisation_source = "CPU time of the process over wall time and threads"
-
-    def __init__(self, now: Callable[[], tuple[float, float]] | None = None) -> None:
-        self._now = now or (lambda: (time.perf_counter(), time.process_time()))
-        self._before = (0.0, 0.0)
-
     def start(self) -> None:
-        """Forget what was before this moment."""
+        """Forget what was used before this moment."""
         self._before = self._now()
 
     def utilisation(self, seconds: float, busy: float) -> float | None:
@@ -119,13 +90,14 @@ class CpuProbe:
         return None
 
 
-class CudaProbe(CpuProbe):
-    """A CUDA device: NVML's utilisation where its Python module is installed, else time within phases.
+class CudaProbe(HostProbe):
+    """A CUDA device: events on its current stream, and NVML's utilisation, else the time within phases.
 
     NVML is read once in ``period`` steps: its own window is longer than a step.
     """
 
     def __init__(self, device: torch.device, period: int = 10) -> None:
+        super().__init__()
         self._device, self._period, self._calls = device, period, 0
         self._share: float | None = None
         self.utilisation_source = "NVML"
@@ -134,8 +106,19 @@ class CudaProbe(CpuProbe):
         except ModuleNotFoundError:
             self.utilisation_source = "device time between the first and the last event of each phase"
 
-    def start(self) -> None:
-        self._calls = 0
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def known(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(stop)) / 1e3  # an event counts milliseconds
 
     def utilisation(self, seconds: float, busy: float) -> float | None:
         if self.utilisation_source != "NVML":

@@ -24,8 +24,8 @@ PEERS: tuple[Peer, ...] = (
     PerDocument(),
     Flex(),
     AttnspanJax(),
-    JaxAttention("jax", "jax", "jax.nn"),
-    JaxAttention("tokamax", "tokamax", "tokamax"),
+    JaxAttention("jax", "jax.nn"),
+    JaxAttention("tokamax", "tokamax"),
     FlashAttn(),
 )
 

@@ -26,24 +26,22 @@ class JaxAttention:
     """A function like `jax.nn.dot_product_attention`.
 
     Args:
-        name: Of the peer.
-        module: Package that must be installed, like "jax".
-        path: Module of the function.
+        name: Of the peer, and of the package that must be installed.
+        module: Where the function is.
     """
 
-    def __init__(self, name: str, module: str, path: str) -> None:
+    def __init__(self, name: str, module: str) -> None:
         self.name = name
         self._module = module
-        self._path = path
 
     def refuses(self, job: Job) -> str | None:
         # XLA stores the scores and the probabilities; the backward pass their gradients too.
         copies = 4 if job.backward else 2
-        return _missing(job, self._module) or enough_memory(job, copies * job.square_bytes, "the scores")
+        return _missing(job, self.name) or enough_memory(job, copies * job.square_bytes, "the scores")
 
     def prepare(self, job: Job) -> Ready:
         jax = start_jax(job.threads)
-        attend = _with_mask(import_module(self._path).dot_product_attention, job)
+        attend = _with_mask(import_module(self._module).dot_product_attention, job)
         plain = job.is_full or job.is_causal or job.window is not None
         mask = None if plain else jax.numpy.asarray(job.dense_mask().cpu().numpy())
         return _compiled(attend, mask, job, _threads_note(job))
@@ -82,8 +80,8 @@ class AttnspanJax:
         return explain(*arrays, mask=_lowered(job), layout="bshd").backend
 
 
-def _missing(job: Job, module: str) -> str | None:
-    for name in ("jax", module):
+def _missing(job: Job, package: str) -> str | None:
+    for name in ("jax", package):
         if find_spec(name) is None:
             return f"{name} is not installed"
     jax, wanted = start_jax(job.threads), "gpu" if job.device == "cuda" else job.device

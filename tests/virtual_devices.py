@@ -1,6 +1,6 @@
 """Four devices for tests of JAX: a process of its own, whose CPU is four devices, runs jobs by name.
 
-    def job(scale: float) -> float: ...                # in a module of this folder
+    def job(scale: float) -> float: ...                # in a module that tests can import
     devices().run("jax_jobs:job", 0.5)
 
 How many devices there are is decided before JAX starts, so the tests' own process cannot have them. A job
@@ -41,10 +41,13 @@ class Devices:
     def run(self, job: str, *arguments: Any) -> Any:
         """The result of ``module:function``."""
         self._pipe.send((job, arguments))
-        if not self._pipe.poll(JOB_SECONDS):
+        try:
+            if not self._pipe.poll(JOB_SECONDS):
+                raise EOFError
+            kind, value = self._pipe.recv()
+        except EOFError:
             self.close()
-            raise JobError(f"{job} did not answer")
-        kind, value = self._pipe.recv()
+            raise JobError(f"{job}{arguments}: no answer, or the process ended") from None
         if kind == "raised":
             raise JobError(f"{job}{arguments}:\n{value}")
         return value

@@ -15,10 +15,9 @@ from ..console import Column, bytes_text, numbers, print_table, seconds_text, st
 from ..errors import expect
 from ..files import write_json
 from ..masks import Mask, causal, parse, segments
-from .layout import Layout
-from .machine import Machine
-from .partition import Method
-from .strategy import Strategy
+from ..parallel import Layout, Machine, Strategy
+from ..parallel.partition import Method
+from ..parallel.strategy import members_of_node
 
 __all__ = ["Outcome", "Setup", "command", "pack", "sample_lengths", "setups", "simulate", "tokens_of"]
 
@@ -76,8 +75,8 @@ def setups(ranks: int, q_heads: int, node_size: int) -> list[Setup]:
         ['exchange, balanced', 'hybrid(8, r), balanced', 'exchange, zigzag']
     """
     found = [Setup(Strategy("exchange", 1, ranks), "balanced")]
-    members = min(node_size, q_heads)
-    if ranks > members > 1 and ranks % members == 0:
+    members = members_of_node(node_size, ranks, q_heads)
+    if ranks > members > 1:
         found.append(Setup(Strategy("exchange", members, ranks // members), "balanced"))
     found.append(Setup(Strategy("exchange", 1, ranks), "zigzag"))
     found += [Setup(Strategy("ring", 1, ranks), method) for method in ("contiguous", "zigzag")]  # type: ignore[arg-type]
@@ -114,10 +113,10 @@ class Outcome:
     received_across: int
     received_mean: float
     memory: int
-    seconds: float | None
-    compute_seconds: float | None
-    network_seconds: float | None
-    bound: str | None
+    seconds: float | None = None
+    compute_seconds: float | None = None
+    network_seconds: float | None = None
+    bound: str | None = None
 
 
 def simulate(
@@ -156,10 +155,10 @@ def simulate(
             layouts[key] = Layout.of(mask, q_len=tokens, **options)  # type: ignore[arg-type]
         plan = layouts[key].plan(strategy=strategy, **sizes)  # type: ignore[arg-type]
         cost = plan.cost(node_size=node_size)
-        predicted = None if machine is None else machine.predict(cost, plan.sizes)
+        predicted = {} if machine is None else machine.predict(cost, plan.sizes)._asdict()
         received = cost.received()
         phases = (*cost.forward.values(), *cost.backward.values())
-        across = sum((phase.received_across for phase in phases), np.zeros_like(received))
+        across = np.sum([phase.received_across for phase in phases] or [0 * received], axis=0)
         outcomes.append(
             Outcome(
                 setup=setup.name,
@@ -172,10 +171,7 @@ def simulate(
                 received_across=int(across.max()),
                 received_mean=float(received.mean()),
                 memory=int(cost.memory.max()),
-                seconds=None if predicted is None else predicted.seconds,
-                compute_seconds=None if predicted is None else predicted.compute_seconds,
-                network_seconds=None if predicted is None else predicted.network_seconds,
-                bound=None if predicted is None else predicted.bound,
+                **predicted,
             )
         )
     return outcomes
@@ -197,9 +193,8 @@ def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -
     """
     fits, wanted = tokens >= 1 and mean > _SHORTEST, f"tokens of at least 1 and a mean above {_SHORTEST}"
     expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Make the row or its documents longer")
-    expect(
-        kind in ("lognormal", "pareto"), "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one"
-    )
+    known = kind in ("lognormal", "pareto")
+    expect(known, "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one")
     generator, found = np.random.default_rng(seed), np.zeros(0, np.int64)
     while found.sum() < tokens:
         if kind == "lognormal":
@@ -226,13 +221,8 @@ def tokens_of(text: str) -> int:
     """
     unit = {"K": 1 << 10, "M": 1 << 20}.get(text.strip()[-1:].upper(), 1)
     found = numbers("--tokens", text.strip()[:-1] if unit > 1 else text)
-    expect(
-        len(found) == 1,
-        "--tokens",
-        "positive numbers with commas between",
-        repr(text),
-        "Write it like 4M,16M",
-    )
+    wanted = "positive numbers with commas between"
+    expect(len(found) == 1, "--tokens", wanted, repr(text), "Write it like 4M,16M")
     return unit * found[0]
 
 

@@ -15,7 +15,7 @@ from attnspan import Mask, causal, documents
 from attnspan.cli import main
 from attnspan.errors import OptionError
 from attnspan.parallel import Layout, Machine, Strategy
-from attnspan.parallel.simulate import Outcome, Setup, pack, sample_lengths, setups, simulate, tokens_of
+from attnspan.tools.simulate import Outcome, Setup, pack, sample_lengths, setups, simulate, tokens_of
 
 SIZES: dict[str, Any] = {"heads": (8, 2), "head_dim": 64}
 MACHINE = Machine("measured here", "bfloat16", 4e14, 3e14, 2e11, 2.5e10, 1e-5, 4)
@@ -73,7 +73,8 @@ def test_setups_leave_out_what_the_heads_do_not_allow() -> None:
     assert "ulysses" not in names
     assert "hybrid(8, r), balanced" in names
     assert [each.name for each in setups(8, 8, 8)][-1] == "ulysses"
-    assert {each.strategy.members for each in setups(12, 8, 8)} == {1}
+    assert {each.strategy.members for each in setups(12, 8, 8)} == {1, 4}
+    assert {each.strategy.members for each in setups(9, 8, 8)} == {1}
     assert Setup(Strategy("ring", 2, 4), "zigzag").name == "hybrid(2, r, ring), zigzag"
 
 
