@@ -35,7 +35,9 @@ def test_silent_where_documents_are_isolated():
 
 def test_names_module_and_rows_of_a_leak():
     model = Model(causal())
-    with pytest.raises(AssertionError, match=r"document 0 is seen by 4 tokens .* first in Model: .* \(0, 3\)"):
+    with pytest.raises(
+        AssertionError, match=r"document 0 is seen by 4 tokens .* first in Model: .* \(0, 3\)"
+    ):
         assert_isolated(model, {"input_ids": torch.arange(8)[None]}, IDS)
     found = probe(model, {"input_ids": torch.arange(8)[None]}, IDS)
     assert [(leak.document, leak.rows) for leak in found.leaks] == [

@@ -100,10 +100,18 @@ def probe(
     tokens = batch[name]
     documents = torch.as_tensor(documents, device=tokens.device).expand(tokens.shape[:2])
     fits, remedy = documents.shape == tokens.shape[:2], "Give one number for each token"
-    expect(fits, "documents", "shape {}", tuple(documents.shape), remedy, tuple(tokens.shape[:2]), error=ShapeError)
+    expect(
+        fits,
+        "documents",
+        "shape {}",
+        tuple(documents.shape),
+        remedy,
+        tuple(tokens.shape[:2]),
+        error=ShapeError,
+    )
     run = _Runner(model, batch, name, call)
     before = run(tokens)
-    numbers = [int(n) for n in documents.unique() if n >= 0]
+    numbers = sorted({n for n in documents.flatten().tolist() if n >= 0})
     leaks = []
     for n in numbers:
         own = documents == n
@@ -112,7 +120,9 @@ def probe(
     return Isolation(len(numbers), tuple(leaks))
 
 
-def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], documents: Tensor, **options: Any) -> None:
+def assert_isolated(
+    model: torch.nn.Module, batch: Mapping[str, Any], documents: Tensor, **options: Any
+) -> None:
     """Raise an AssertionError that names the first module and the rows where a document sees another.
 
     Args:
@@ -147,15 +157,14 @@ class _Runner:
         found: list[tuple[str, Tensor]] = []
 
         def keep(name: str, out: Any) -> None:
-            for x in _tensors(out):
-                if x.shape[:2] == tokens.shape[:2] and x.is_floating_point():
-                    found.append((name, x.detach().clone()))
+            shown = [x for x in _tensors(out) if x.shape[:2] == tokens.shape[:2] and x.is_floating_point()]
+            found.extend((name, x.detach().clone()) for x in shown)
+
+        def hook_of(name: str) -> Any:
+            return lambda _, __, out: keep(name, out)
 
         named = list(self.model.named_modules()) if self.call is None else []
-        hooks = [
-            module.register_forward_hook(lambda _, __, out, name=name or type(module).__name__: keep(name, out))
-            for name, module in named
-        ]
+        hooks = [x.register_forward_hook(hook_of(name or type(x).__name__)) for name, x in named]
         training = self.model.training
         self.model.eval()
         try:
@@ -167,7 +176,15 @@ class _Runner:
             for hook in hooks:
                 hook.remove()
         remedy = "Pass a batch for which the model returns one row of results per token"
-        expect(found, "model", "results of shape {} and more", "none", remedy, (*tokens.shape[:2],), error=ShapeError)
+        expect(
+            found,
+            "model",
+            "results of shape {} and more",
+            "none",
+            remedy,
+            (*tokens.shape[:2],),
+            error=ShapeError,
+        )
         return found
 
 
@@ -198,7 +215,9 @@ def _first_change(
     """The first module that changes rows of ``others``, these rows, and by how much; None if none does."""
     for (name, x), (_, y) in zip(before, after, strict=True):
         size = float(x[others].abs().max()) if bool(others.any()) else 0.0
-        change = (x.double() - y.double()).abs().flatten(2).amax(-1) if x.dim() > 2 else (x - y).abs().double()
+        change = (
+            (x.double() - y.double()).abs().flatten(2).amax(-1) if x.dim() > 2 else (x - y).abs().double()
+        )
         rows = others & ~(change <= within * max(size, 1e-30))
         if bool(rows.any()):
             at = tuple((int(b), int(s)) for b, s in rows.nonzero().tolist())

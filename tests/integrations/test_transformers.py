@@ -1,5 +1,7 @@
 """attnspan in models of transformers: the eager implementation's results, by our operator, in one graph."""
 
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
+
 from collections import Counter
 
 import pytest
@@ -67,6 +69,7 @@ def _valid(given):
     return given.get("attention_mask", torch.ones(2, 12)).bool()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_compute_what_eager_attention_does(name, given):
@@ -88,6 +91,7 @@ def test_decoders_compute_what_eager_attention_does(name, given):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("name", ["gemma3_text", "llama4_text"])
 def test_models_are_one_graph_without_a_mask_of_all_pairs(name, given):
@@ -109,6 +113,7 @@ def test_models_are_one_graph_without_a_mask_of_all_pairs(name, given):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(
     "options",

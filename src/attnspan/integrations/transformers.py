@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._installed import require
-from ..errors import DtypeError, OptionError, ShapeError, expect
+from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared, causal, documents, from_dense, from_predicate, full, groups, keys, window
 from ..masks import segments as same_id
 from ..options import dense_bias
@@ -175,7 +175,7 @@ def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
     if kind == "window both ways":
         return window(data[0], data[0])
     if kind == "chunks":
-        return _chunks(*data, sizes)
+        return _chunks(data[0], data[1], sizes)
     if kind == "groups":
         return groups(_local(data[0], sizes, fill=-1))
     if kind == "keys":
@@ -310,7 +310,7 @@ def _read(
 ) -> tuple[Any, Tensor | None]:
     """The mask of a call, and what is added to its scores."""
     q_len, k_len = q.shape[2], k.shape[2]
-    packed = None if cu_seqlens[0] is None else _documents(*cu_seqlens)
+    packed = None if cu_seqlens[0] is None else _documents(cu_seqlens[0], cu_seqlens[1])
     if given is None:
         found: Mask = causal() if is_causal and q_len > 1 else full()
         if is_causal and sliding_window is not None:
@@ -323,7 +323,9 @@ def _read(
     expect(fits, "attention_mask", expected, got, remedy, error=DtypeError)
     if given.dtype == torch.int32:
         fits = given.shape[2] == q_len and given.shape[3] % 2 == 0
-        expect(fits, "attention_mask", "bounds for {} rows", tuple(given.shape), remedy, q_len, error=ShapeError)
+        expect(
+            fits, "attention_mask", "bounds for {} rows", tuple(given.shape), remedy, q_len, error=ShapeError
+        )
         prepared = Prepared(Spans(given.unflatten(3, (-1, 2)), k_len), bare=True)
         return prepared if packed is None else prepared & packed, None
     kind = given.dtype == torch.bool or given.is_floating_point()
@@ -353,8 +355,8 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
 def _give_offsets(model: PreTrainedModel) -> None:
     """Let encoders of packed images and sound call this attention once, with offsets.
 
-    They do so for flash-attn alone, and else loop over the parts, whose lengths they read on the host. They ask
-    by a function that each module imported by name.
+    They do so for flash-attn alone, and else loop over the parts, whose lengths they read on the host. They
+    ask by a function that each module imported by name.
     """
     for name in {type(part).__module__ for part in model.modules()}:
         module = sys.modules.get(name)
@@ -365,7 +367,8 @@ def _give_offsets(model: PreTrainedModel) -> None:
 
 def _takes_offsets(module: Any) -> bool:
     classes = [x for x in vars(module).values() if isinstance(x, type) and "forward" in vars(x)]
-    constants = [c for x in classes for c in getattr(x.forward, "__code__", _also_ours.__code__).co_consts]
+    codes = [getattr(vars(x)["forward"], "__code__", None) for x in classes]
+    constants = [c for code in codes if code is not None for c in code.co_consts]
     return any(isinstance(c, tuple) and "cu_seq_lens_q" in c for c in constants)
 
 
@@ -374,7 +377,9 @@ def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
         config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
     ) -> bool:
         name = requested_attention_implementation if config is None else config._attn_implementation
-        return (name == NAME and version is None) or asked(config, requested_attention_implementation, version)
+        return (name == NAME and version is None) or asked(
+            config, requested_attention_implementation, version
+        )
 
     is_flash_attention_requested.attnspan = True  # type: ignore[attr-defined]
     return is_flash_attention_requested
@@ -387,11 +392,11 @@ def _after_making_a_model() -> None:
 
     @functools.wraps(post_init)
     def and_give_offsets(self: PreTrainedModel) -> None:
-        post_init(self)
+        post_init(self)  # type: ignore[no-untyped-call]
         _give_offsets(self)
 
     and_give_offsets.attnspan = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = and_give_offsets
+    PreTrainedModel.post_init = and_give_offsets  # type: ignore[method-assign]
 
 
 _say_what_they_are()
