@@ -105,8 +105,8 @@ def assert_parity(case: Case, parts: Sequence[dict[str, Any]]) -> None:
 
 
 def rounding(case: Case, name: str) -> float:
-    """Of a float32 result; most distances share the ends of a table, to which a head's pairs add in any order."""
-    pairs = case.batch * case.length * (case.k_len or case.length)
+    """Of a float32 result. Most distances share the ends of a table: a head's pairs are summed there."""
+    pairs = case.batch * case.length * case.keys
     in_table = name == "parameter 0" and case.option in ("relative", "deep relative", "t5", "all")
     return max(FLOAT32, 2**-24 * pairs**0.5) if in_table else FLOAT32
 
