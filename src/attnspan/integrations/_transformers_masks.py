@@ -1,0 +1,203 @@
+"""The masks of transformers as spans, lowered once for each kind of layer and step."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from ..masks import Mask, causal, from_predicate, full, groups, keys, segments, window
+from ..torch._watched import constant_when_traced
+
+__all__ = ["UnknownMaskWarning", "make_mask"]
+
+
+class UnknownMaskWarning(UserWarning):
+    """A mask function is evaluated on all pairs of queries and keys, because nothing says what it is."""
+
+
+class _Known:
+    """A mask function of transformers, with what it is: called, it is the function itself."""
+
+    def __init__(self, fn: Callable[..., Any], kind: str, *data: Any) -> None:
+        self.fn, self.kind, self.data = fn, kind, data
+
+    def __call__(self, batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.fn(batch_idx, head_idx, q_idx, kv_idx)
+
+
+def _say_what_they_are() -> None:
+    """Let the functions that make mask functions return ones that say what they are.
+
+    Closures would tell it too, but the compiler does not let a program look into them.
+    """
+    kinds = {
+        "and_masks": "and",
+        "or_masks": "or",
+        "sliding_window_overlay": "window",
+        "sliding_window_bidirectional_overlay": "window both ways",
+        "chunked_overlay": "chunks",
+        "blockwise_overlay": "groups",
+        "padding_mask_function": "keys",
+        "packed_sequence_mask_function": "segments",
+        "remap_positions_for_packed_sequence": "positions",
+    }
+    for name, kind in kinds.items():
+        make = getattr(masking_utils, name)
+        if not hasattr(make, "attnspan_kind"):
+            setattr(masking_utils, name, _describing(make, kind))
+
+
+def _describing(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def described(*data: Any) -> _Known:
+        return _Known(make(*data), kind, *data)
+
+    described.__name__, described.__doc__ = make.__name__, make.__doc__
+    described.__wrapped__ = make  # type: ignore[attr-defined]
+    described.attnspan_kind = kind  # type: ignore[attr-defined]
+    return described
+
+
+class _Sizes(NamedTuple):
+    """The part of the whole sequence that a mask is made for.
+
+    Keys are numbered from the first that is here: windows and documents do not change with it.
+    """
+
+    batch: int
+    q_len: int
+    k_len: int
+    first_key: Any  # index of the first key in the whole sequence
+    q_index: Tensor  # (q_len,), counted from the first key
+    positions: Tensor | None = None  # (B, S), within packed documents
+
+    @property
+    def whole(self) -> Any:
+        """Length of the sequence up to the last key."""
+        return self.first_key + self.k_len
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """The mask of one kind of layer for one step, as transformers asks for it.
+
+    Args:
+        batch_size, q_length, kv_length: Rows, query tokens and key tokens.
+        q_offset: Index of the first query in the whole sequence, an int or an integer tensor of one element.
+        kv_offset: Index of the first key.
+        mask_function: What a query may see, a function of (batch, head, query, key) indices.
+        attention_mask: Bool (batch_size, tokens): True for tokens that may be seen. None: all.
+        device: Where the mask is wanted.
+
+    Returns:
+        The bounds of its spans, int32 of shape (batch_size or 1, 1, q_length, 2 * R), as `attend` takes
+        them. In compiled code R is 8 with ``attention_mask``; elsewhere it is the smallest that fits.
+
+    Raises:
+        OptionError: Data break a promise, such as blocks of tokens that are not contiguous.
+
+    Example:
+        >>> make_mask(1, 3, 3).tolist()
+        [[[[0, 1], [0, 2], [0, 3]]]]
+    """
+    q_index = torch.arange(q_length, device=device) + (q_offset - kv_offset)
+    sizes = _Sizes(batch_size, q_length, kv_length, kv_offset, q_index)
+    mask = _lower(mask_function, sizes)
+    if attention_mask is not None:
+        mask = mask & keys(_local(attention_mask.to(torch.bool), sizes, fill=False))
+    lower = mask.spans if torch.compiler.is_compiling() else mask.prepare
+    like = torch.empty(0, device=device)
+    found = lower(q_length, kv_length, batch=batch_size, q_index=q_index, like=like).lowered.bounds
+    return torch.as_tensor(found, device=device).flatten(3)
+
+
+def _local(x: Tensor, sizes: _Sizes, fill: Any) -> Tensor:
+    """The entries (B, k_len) of the keys that are here; tokens that it does not describe have ``fill``."""
+    missing = sizes.whole - x.shape[1]
+    x = torch.nn.functional.pad(x, (0, missing), value=fill) if missing > 0 else x
+    return x[:, sizes.first_key : sizes.whole]
+
+
+def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
+    """The mask that a mask function describes."""
+    if fn is masking_utils.causal_mask_function:
+        return causal()
+    if fn is masking_utils.bidirectional_mask_function:
+        return full()
+    kind, data = (fn.kind, fn.data) if isinstance(fn, _Known) else ("", ())
+    if kind in ("and", "or"):
+        found = _lower(data[0], sizes)
+        for part in data[1:]:
+            found = found & _lower(part, sizes) if kind == "and" else found | _lower(part, sizes)
+        return found
+    if kind == "window":
+        return window(data[0] - 1, None)
+    if kind == "window both ways":
+        return window(data[0], data[0])
+    if kind == "chunks":
+        return _chunks(data[0], data[1], sizes)
+    if kind == "groups":
+        return groups(_local(data[0], sizes, fill=-1))
+    if kind == "keys":
+        return keys(_local(data[0], sizes, fill=False))
+    if kind == "segments":
+        return segments(data[0])
+    if kind == "positions":  # Differences of positions are those of indices within a document, as are masks.
+        return _lower(data[0], sizes._replace(positions=data[1]))
+    _say_once(_name_of(fn))
+    return from_predicate(_Shifted(fn, sizes.first_key))
+
+
+def _chunks(size: int, left_padding: Tensor, sizes: _Sizes) -> Mask:
+    """Chunks that start at each row's first token, or at each document's."""
+    if sizes.positions is not None:
+        ids = sizes.positions // size
+        changes = ids.diff(dim=-1, prepend=ids[:, :1]) != 0
+        return segments(changes.cumsum(-1))
+    first = left_padding[:, None] - sizes.first_key
+    index = torch.arange(sizes.k_len, device=left_padding.device)
+    return segments((sizes.q_index - first) // size, (index - first) // size)
+
+
+class _Shifted:
+    """A mask function of indices in the whole sequence as one of indices from the first key on."""
+
+    def __init__(self, fn: Callable[..., Any], first_key: Any) -> None:
+        self.fn, self.first_key = fn, first_key
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible: Tensor = self.fn(b, h, q + self.first_key, k + self.first_key)
+        return visible
+
+
+def _name_of(fn: Any) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+_said: set[str] = set()
+
+
+@constant_when_traced
+def _say_once(name: str) -> None:
+    if name not in _said:
+        _said.add(name)
+        warnings.warn(
+            f"attnspan: the mask function {name} is not one of transformers' own, so it is evaluated on all "
+            "pairs of queries and keys at each step.",
+            UnknownMaskWarning,
+            stacklevel=2,
+        )
+
+
+_say_what_they_are()
