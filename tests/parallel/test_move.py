@@ -64,6 +64,8 @@ def test_without_an_index_rows_go_in_order(way: str, monkeypatch: pytest.MonkeyP
     other = torch.zeros(1, 5, 1, 2, 4)
     move(other, torch.tensor([1, 4, 0], dtype=torch.int32), target, None)
     assert torch.equal(other[0, [1, 4, 0]], target[0])
+    nothing = torch.zeros(1, 3, 1, 0, 4)  # of a rank that has no heads
+    move(torch.zeros(1, 5, 1, 0, 4), torch.tensor([1, 4, 0], dtype=torch.int32), nothing, None)
 
 
 def test_many_rows_over_threads() -> None:

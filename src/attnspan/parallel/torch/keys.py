@@ -36,7 +36,7 @@ def move(target: Tensor, to: Tensor | None, source: Tensor, at: Tensor | None, a
     if cpu.core is not None and target.device.type == "cpu" and target.dtype in _MOVED:
         cpu.move_rows(target, to, source, at, num_threads=torch.get_num_threads(), add=add)
         return
-    rows = source.reshape(-1, *source.shape[2:]) if at is None else source[_at(source, at)]
+    rows = source.flatten(0, 1) if at is None else source[_at(source, at)]
     if to is None:
         to = torch.arange(target.shape[0] * target.shape[1], device=target.device)
     target.index_put_(_at(target, to), target[_at(target, to)] + rows if add else rows)
