@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Isolation", "assert_isolated", "probe"]
+__all__ = ["Isolation", "Leak", "assert_isolated", "probe"]
 
 # What a batch may call its tokens, before the embedding or after it.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")
