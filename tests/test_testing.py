@@ -64,6 +64,17 @@ def test_compiled_form_is_probed_by_its_results():
     assert {leak.module for leak in found.leaks} == {"the result"}
 
 
+def test_the_lowest_token_and_masked_logits_do_not_hide_a_leak():
+    class Masked(Model):
+        def forward(self, input_ids):
+            logits = super().forward(input_ids)["logits"]
+            return torch.cat([logits, torch.full_like(logits[..., :1], -torch.inf)], -1)
+
+    zeros = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
+    assert not probe(Masked(causal()), zeros, IDS).isolated
+    assert probe(Masked(causal() & documents([0, 3, 5, 7])), zeros, IDS).isolated
+
+
 def test_refuses_batches_without_tokens_and_other_shapes():
     with pytest.raises(OptionError, match="input_ids"):
         probe(Model(causal()), {"labels": torch.arange(8)[None]}, IDS)

@@ -197,14 +197,11 @@ def _tensors(out: Any) -> list[Any]:
 
 
 def _changed(tokens: Tensor, own: Tensor) -> Tensor:
-    """Other tokens in the places of one document; of integers, others that stand in the batch."""
+    """Other tokens in the places of one document; integers stay within the vocabulary."""
     import torch
 
     if not tokens.is_floating_point():
-        # Another number that the embedding is sure to have.
-        most = int(tokens.max())
-        other = torch.where(tokens > 0, tokens - 1, min(most, 1))
-        return torch.where(own, other, tokens)
+        return torch.where(own, torch.where(tokens > 0, tokens - 1, 1), tokens)
     mask = own.reshape(*own.shape, *[1] * (tokens.dim() - 2))
     return torch.where(mask, -tokens - 1, tokens)
 
@@ -214,10 +211,12 @@ def _first_change(
 ) -> tuple[str, tuple[tuple[int, int], ...], float] | None:
     """The first module that changes rows of ``others``, these rows, and by how much; None if none does."""
     for (name, x), (_, y) in zip(before, after, strict=True):
-        size = float(x[others].abs().max()) if bool(others.any()) else 0.0
-        change = (
-            (x.double() - y.double()).abs().flatten(2).amax(-1) if x.dim() > 2 else (x - y).abs().double()
-        )
+        known = x[others]
+        finite = known[known.isfinite()]
+        size = float(finite.abs().max()) if finite.numel() else 0.0
+        # Equal infinities, as of masked logits, are no change.
+        change = (x.double() - y.double()).abs().masked_fill(x == y, 0)
+        change = change.flatten(2).amax(-1) if change.dim() > 2 else change
         rows = others & ~(change <= within * max(size, 1e-30))
         if bool(rows.any()):
             at = tuple((int(b), int(s)) for b, s in rows.nonzero().tolist())

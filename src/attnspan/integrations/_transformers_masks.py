@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import masking_utils
 
@@ -44,6 +45,12 @@ def _say_what_they_are() -> None:
         "packed_sequence_mask_function": "segments",
         "remap_positions_for_packed_sequence": "positions",
     }
+    missing = [name for name in kinds if not hasattr(masking_utils, name)]
+    if missing:
+        raise ImportError(
+            f"attnspan.integrations.transformers: expected transformers 5.20 to 5.x, got {transformers.__version__}, "
+            f"which has no {', '.join(missing)}. Run pip install 'attnspan[transformers]'."
+        )
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
         if not hasattr(make, "attnspan_kind"):
@@ -119,7 +126,9 @@ def make_mask(
     lower = mask.spans if torch.compiler.is_compiling() else mask.prepare
     like = torch.empty(0, device=device)
     found = lower(q_length, kv_length, batch=batch_size, q_index=q_index, like=like).lowered.bounds
-    return torch.as_tensor(found, device=device).flatten(3)
+    bounds = torch.as_tensor(found, device=device).flatten(3)
+    # Never as wide as a mask of all pairs, so that `attend` can tell one of integers from it.
+    return torch.nn.functional.pad(bounds, (0, 2)) if bounds.shape[3] == kv_length else bounds
 
 
 def _local(x: Tensor, sizes: _Sizes, fill: Any) -> Tensor:

@@ -129,7 +129,7 @@ def _read(
     fits = isinstance(given, Tensor) and given.dim() == 4
     got = f"{given.dim()} dims" if isinstance(given, Tensor) else type(given).__name__
     expect(fits, "attention_mask", expected, got, remedy, error=DtypeError)
-    if given.dtype == torch.int32:
+    if given.dtype == torch.int32 and given.shape[3] != k_len:
         fits = given.shape[2] == q_len and given.shape[3] % 2 == 0
         expect(
             fits, "attention_mask", "bounds for {} rows", tuple(given.shape), remedy, q_len, error=ShapeError
