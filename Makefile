@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all test-torch test-xla lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup needed train test test-all test-torch test-xla zoo lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
+	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
@@ -106,6 +107,15 @@ $(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | needed
 test-xla: $(XLA_VENV)/.ready
 	$(XLA_TESTS) tests/xla/one --pyargs attnspan.xla $(ARGS)
 	CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 $(XLA_TESTS) tests/xla/spmd $(ARGS)
+
+# Other people's models. What only this needs is installed by it.
+$(VENV)/.zoo: $(STAMP)
+	$(BIN)/python $(INSTALL) --constraint constraints.txt torchtitan trl
+	@touch $@
+
+zoo: $(VENV)/.zoo
+	$(BIN)/attnspan zoo $(ARGS)
+	$(PYTEST) --zoo tests/zoo src/attnspan/integrations
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Hashable
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
@@ -42,6 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="whole products instead of covering arrays; long tests too"
     )
+    parser.addoption("--zoo", action="store_true", help="also what needs the packages of `make zoo`")
+
+
+#: What imports packages that `make setup` does not install.
+ZOO = ("tests/zoo", "src/attnspan/integrations/torchtitan.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave to `make zoo` what is its own."""
+    mine = any(collection_path == config.rootpath / name for name in ZOO)
+    return True if mine and not config.getoption("--zoo") else None
 
 
 @pytest.hookimpl(tryfirst=True)

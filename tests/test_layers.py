@@ -37,6 +37,7 @@ ROOMS = [
     {"train"},
     {"tools", "tools.bench", "tools.doctor", "tools.simulate"},
     {"tools.report", "tools.tune"},
+    {"tools.zoo"},
     {"cli"},
     {"__main__"},
 ]

@@ -48,8 +48,8 @@ def _say_what_they_are() -> None:
     missing = [name for name in kinds if not hasattr(masking_utils, name)]
     if missing:
         raise ImportError(
-            f"attnspan.integrations.transformers: expected transformers 5.20 to 5.x, got {transformers.__version__}, "
-            f"which has no {', '.join(missing)}. Run pip install 'attnspan[transformers]'."
+            "attnspan.integrations.transformers: expected transformers 5.20 to 5.x, "
+            f"got {transformers.__version__}, which has no {', '.join(missing)}. Run pip install 'attnspan[transformers]'."
         )
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
