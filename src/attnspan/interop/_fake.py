@@ -21,7 +21,7 @@ from .call_jax import SpecializedShapesWarning
 
 
 def call(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:
-    """Of ``attnspan::call_jax`` and ``attnspan::call_jax_vjp``."""
+    """Shapes of the results of ``attnspan::call_jax`` and ``attnspan::call_jax_vjp``."""
     bound = find(handle)
     pin(bound)
     # Residuals are those of the sizes in this trace; where sizes are symbols, none are asked for.
@@ -37,7 +37,7 @@ def backward(
     wanted: Sequence[bool],
     *_: Any,
 ) -> list[Tensor]:
-    """Of ``attnspan::call_jax_backward``: gradients like the arguments."""
+    """Shapes of the results of ``attnspan::call_jax_backward``: gradients like the arguments."""
     like = next(x for x in (*grads, *saved) if x is not None)
     bound = find(handle)
     given = zip(bound.kinds, bound.shapes_of(sizes), wanted, strict=True)

@@ -154,7 +154,7 @@ def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
     """Which weights are kept, bool (B, H, m, n), as `attnspan._dropout.kept`.
 
-    Of uint32 seeds (B, H, 2), and global indices of queries (B|1, m) and keys (B|1, n), these in any order.
+    From uint32 seeds (B, H, 2), and global indices of queries (B|1, m) and keys (B|1, n), these in any order.
     """
     first, second = row_words(seeds[..., :1], seeds[..., 1:], q_index[:, None, :])
     kept: Array = keeps(p, first[..., None], second[..., None], k_index[:, None, None, :])

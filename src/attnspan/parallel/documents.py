@@ -65,7 +65,7 @@ class _Pool:
         return int(self.last.argmax())
 
     def sufficient(self, count: int, work: float) -> int:
-        """Of the documents whose `count` last chunks weigh at least `work`, the lightest there."""
+        """The lightest among the documents whose `count` last chunks weigh at least `work`."""
         enough = np.flatnonzero(self.last >= max(work / count, 0))
         for number in enough[np.argsort(self.last[enough], kind="stable")[:_TRIED]].tolist():
             ends = self.left[number][-count:]

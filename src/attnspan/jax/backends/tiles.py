@@ -75,7 +75,7 @@ def gradients_of_scores(
 ) -> tuple[Any, Any, Any]:
     """The backward pass of a tile; see `attnspan.reference.backward` for the formulas.
 
-    Of the softmax's ``weights``, anything where ``visible`` is False; ``dweights``, dout . v of each pair;
+    ``weights`` of the softmax, anything where ``visible`` is False; ``dweights``, dout . v of each pair;
     and ``common`` of `common_of`. ``visible`` and ``keep`` are None for all pairs, ``slope``, the derivative
     of the softcap, None for 1. Returns the weights that met the values, and the gradients of the scores after
     and before the softcap.

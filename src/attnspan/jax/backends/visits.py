@@ -13,9 +13,9 @@ _FAR = 2**30
 def key_visits(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> jax.Array:
     """The blocks of keys that each block of queries has to visit.
 
-    Of bounds int32 (b, h, Sq, R, 2) from `attnspan.jax.backends.tiles.legal`: int32 (b, h, m, R, 4), for each
-    of R disjoint ascending ranges of blocks first and end, and within these first and end of the blocks of
-    which every row sees every key.
+    Takes bounds, int32 (b, h, Sq, R, 2), from `attnspan.jax.backends.tiles.legal`; gives int32
+    (b, h, m, R, 4): for each of R disjoint ascending ranges of blocks first and end, and within these first
+    and end of the blocks of which every row sees every key.
     """
     lo, hi = (_blocked(bounds[..., i], block_q, 0) for i in (0, 1))
     filled = lo < hi
@@ -41,7 +41,7 @@ def key_visits(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> jax
 def query_visits(visits: jax.Array, k_blocks: int) -> jax.Array:
     """The range of blocks of queries that visit each of `k_blocks` blocks of keys, int32 (b, h, n, 2).
 
-    Of visits (b, h, m, R, 4) from `key_visits`. Between the ends there may be blocks that do not visit it.
+    Takes visits (b, h, m, R, 4) from `key_visits`. Between the ends there may be blocks that do not visit it.
     """
     batch, heads, q_blocks, runs, _ = visits.shape
     first, end = (visits[..., i].reshape(batch * heads, q_blocks * runs) for i in (0, 1))

@@ -27,7 +27,7 @@ MOST_ENTRIES = 2**14
 class Lists:
     """For each block of rows (or of keys): the intervals of blocks of the other side that it touches.
 
-    Of int32 (b, h, n, g): ``ends``, how many blocks the intervals up to this one have together, and
+    Both int32 (b, h, n, g): ``ends``, how many blocks the intervals up to this one have together, and
     ``shifts``, what is added to a step to get the block, in this interval.
     """
 
@@ -36,7 +36,7 @@ class Lists:
 
     @classmethod
     def of(cls, first: jax.Array, end: jax.Array) -> "Lists":
-        """Of ascending disjoint intervals [first, end), which may be empty."""
+        """A list of ascending disjoint intervals [first, end), which may be empty."""
         counts = end - first
         ends = jnp.cumsum(counts, 3, dtype=jnp.int32)
         return cls(ends, jnp.where(counts > 0, first - (ends - counts), 0).astype(jnp.int32))
