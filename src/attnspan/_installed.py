@@ -1,24 +1,54 @@
-"""What to install, said where a framework is needed and absent."""
+"""What to install, said where a package is needed and absent, or of a version that does not fit."""
 
+import re
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 
-def require(module: str, needed_by: str, extra: str) -> Any:
-    """Import a framework, or raise a ModuleNotFoundError that says which extra of attnspan brings it.
+def require(module: str, needed_by: str, extra: str, versions: tuple[str, str] | None = None) -> Any:
+    """Import a package, or raise an error that says which extra of attnspan brings it.
+
+    Args:
+        module: What is imported; the package has the same name.
+        needed_by: The module of ours that needs it.
+        extra: The extra that brings it.
+        versions: The first version that fits, and the first that no longer does; None asks for none.
+
+    Raises:
+        ModuleNotFoundError: It is not there.
+        ImportError: Another version is there.
 
     Example:
         >>> require("tensorfoo", "attnspan.foo", "foo")
         Traceback (most recent call last):
         ModuleNotFoundError: attnspan.foo: expected tensorfoo, got no such package. Run \
 pip install 'attnspan[foo]'.
+        >>> require("numpy", "attnspan.foo", "foo", ("99", "100"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ImportError: attnspan.foo: expected numpy of version 99 or newer, older than 100, got ... Run \
+pip install 'attnspan[foo]'.
     """
+    remedy = f"Run pip install 'attnspan[{extra}]'."
     try:
-        return import_module(module)
+        found = import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:  # It is there, and lacks something of its own.
             raise
-    raise ModuleNotFoundError(
-        f"{needed_by}: expected {module}, got no such package. Run pip install 'attnspan[{extra}]'.",
-        name=module,
-    )
+        found = None
+    if found is None:
+        raise ModuleNotFoundError(
+            f"{needed_by}: expected {module}, got no such package. {remedy}", name=module
+        )
+    if versions is not None:
+        first, beyond = versions
+        got = version(module)
+        if not _numbers(first) <= _numbers(got) < _numbers(beyond):
+            expected = f"{module} of version {first} or newer, older than {beyond}"
+            raise ImportError(f"{needed_by}: expected {expected}, got {got}. {remedy}", name=module)
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version: (5, 23, 0) of 5.23.0.dev1."""
+    return tuple(int(x) for x in re.findall(r"\d+", re.split(r"[^\d.]", version)[0]))

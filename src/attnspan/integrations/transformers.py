@@ -22,7 +22,7 @@ from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
 
-require("transformers", "attnspan.integrations.transformers", "transformers")
+require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 
