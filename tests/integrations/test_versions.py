@@ -9,7 +9,7 @@ from attnspan import _installed
 
 ROOT = Path(__file__).parents[2]
 CALL = re.compile(r'require\(\s*"(\w+)",\s*"[\w.]+",\s*"(\w+)",\s*\("([\d.]+)", "([\d.]+)"\)')
-ADAPTERS = [path for path in (ROOT / "src/attnspan/integrations").glob("[!_]*.py")]
+ADAPTERS = sorted((ROOT / "src/attnspan/integrations").glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.stem)
