@@ -19,6 +19,7 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed
+from torch.distributed.fsdp import FSDPModule
 
 #: For any of torchtitan's debug models: short, and without what wants a GPU.
 SHORT = """--dump_folder {out} --hf_assets_path {out} --dataloader.dataset random --training.steps 10
@@ -46,9 +47,30 @@ def cpu_as_device() -> None:
 
 
 def torch_before_2_15() -> None:
-    """Give torch the one function that torchtitan 0.3 asks of a newer one."""
-    if not hasattr(torch.distributed, "set_timeout"):
-        torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+    """What torchtitan 0.3 asks of a newer torch: a timeout, and FSDP of parameters with SPMD types."""
+    if hasattr(torch.distributed, "set_timeout"):
+        return
+    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+    from torchtitan.distributed import full_dtensor
+
+    resolve = full_dtensor.resolve_fsdp_mesh
+
+    def plain_parameters(dims):  # They are whole on each rank, so all ranks of the mesh can share them.
+        mesh, dp_axes = resolve(dims)
+        return mesh, None if dims.spmd_backend == "spmd_types" else dp_axes
+
+    full_dtensor.resolve_fsdp_mesh = plain_parameters
+
+
+def gloo_for_nccl() -> None:
+    """Let FSDP divide gradients itself; NCCL does it while it adds them, gloo cannot."""
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def set_and_sum(module: FSDPModule, factor: float) -> None:
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = set_and_sum
 
 
 def without_triton() -> None:
@@ -91,8 +113,9 @@ def random_documents(out: Path) -> None:
 
 if __name__ == "__main__":
     cpu_as_device()
-    torch_before_2_15()
     without_triton()
+    torch_before_2_15()
+    gloo_for_nccl()
     with tempfile.TemporaryDirectory() as out:
         random_documents(Path(out))
         sys.argv[1:1] = [part.format(out=out) for part in SHORT]
