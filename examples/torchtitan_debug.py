@@ -83,7 +83,7 @@ def without_triton() -> None:
 
 
 def random_documents(out: Path) -> None:
-    """Make a tokenizer of words, and a dataset "random" of documents of 20 to 200 words."""
+    """Make a tokenizer of words, and datasets "random" (20 to 200 words) and "whole" (255) of documents."""
     import datasets
     from tokenizers import Tokenizer, models, pre_tokenizers
     from torchtitan.hf_datasets import DatasetConfig
@@ -97,18 +97,19 @@ def random_documents(out: Path) -> None:
     tokenizer.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
     draw = random.Random(0)
-    lengths = [draw.randint(20, 200) for _ in range(400)]
-    # Words follow each other, so that there is something to learn.
-    starts = [draw.randrange(WORDS) for _ in lengths]
-    texts = [
-        " ".join(f"w{(start + 7 * i) % WORDS}" for i in range(n))
-        for start, n in zip(starts, lengths, strict=True)
-    ]
-    DATASETS["random"] = DatasetConfig(
-        path="random",
-        loader=lambda path: datasets.Dataset.from_dict({"text": texts}),
-        sample_processor=lambda sample: sample["text"],
-    )
+    lengths = {"random": [draw.randint(20, 200) for _ in range(400)], "whole": [255] * 400}
+    for name, sizes in lengths.items():
+        texts = [document(draw.randrange(WORDS), n) for n in sizes]
+        DATASETS[name] = DatasetConfig(
+            path=name,
+            loader=lambda _, texts=texts: datasets.Dataset.from_dict({"text": texts}),
+            sample_processor=lambda sample: sample["text"],
+        )
+
+
+def document(start: int, length: int) -> str:
+    """Words that follow each other, so that there is something to learn."""
+    return " ".join(f"w{(start + 7 * i) % WORDS}" for i in range(length))
 
 
 if __name__ == "__main__":
