@@ -9,6 +9,7 @@ On GPUs, and with data, none of this file is needed: ``torchrun -m torchtitan.tr
 
 import json
 import random
+import shlex
 import sys
 import tempfile
 from importlib import import_module
@@ -22,9 +23,9 @@ import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
 #: For any of torchtitan's debug models: short, and without what wants a GPU.
-SHORT = """--dump_folder {out} --hf_assets_path {out} --dataloader.dataset random --training.steps 10
+SHORT = shlex.split("""--dump_folder {out} --hf_assets_path {out} --dataloader.dataset random --training.steps 10
   --training.seq_len 256 --training.local_batch_size 2 --training.disable_cuda_graphs
-  --training.mixed_precision_param float32 --debug.seed 0""".split()
+  --training.mixed_precision_param float32 --debug.seed 0""")
 WORDS = 2000
 
 

@@ -14,9 +14,7 @@ class DenseAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def forward(
-        self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, out_transform=None, **_
-    ):
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks, scale=None, out_transform=None, **_):
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)

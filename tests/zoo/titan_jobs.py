@@ -1,9 +1,8 @@
-"""Runs of torchtitan's trainer, one after the other in one process per rank: torchrun titan_jobs.py OUT CASES.
+"""Runs of torchtitan's trainer, one after the other in each rank's process: torchrun titan_jobs.py OUT CASES.
 
 Reads a list of `Case` as JSON, and writes for each what `run` returns.
 """
 
-import contextlib
 import json
 import math
 import re
@@ -22,6 +21,7 @@ import torchtitan_debug
 from attnspan.kernels import cpu
 
 OURS, DENSE = "attnspan.integrations.torchtitan.attention", "titan_dense.dense"
+BFLOAT16 = torch.Tensor.bfloat16
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Case:
     ac: str = ""
     backend: str = ""  # Of torch.compile.
     dataset: str = "random"
+    dtype: str = "float32"
     flags: tuple[str, ...] = field(default=())
 
 
@@ -58,7 +59,6 @@ def prepare() -> None:
     torchtitan_debug.without_triton()
     torchtitan_debug.torch_before_2_15()
     torchtitan_debug.gloo_for_nccl()
-    torch.Tensor.bfloat16 = torch.Tensor.float  # Experts cast to bfloat16, whatever the dtype of training.
     from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan import trainer
     from torchtitan.models.common import attention
@@ -84,6 +84,7 @@ def configured(case: Case, out: str):
     short = [part.format(out=out) for part in torchtitan_debug.SHORT]
     name = ["--module", case.model, "--config", case.config or f"{case.model}_debugmodel"]
     flags = [*short, *name, "--dataloader.dataset", case.dataset, *case.flags]
+    flags += ["--training.mixed_precision_param", case.dtype]
     flags += ["--compile.enable", "--compile.backend", case.backend] if case.backend else []
     flags += [] if case.attention == "sdpa" else ["--override.imports", case.attention]
     config = ConfigManager().parse_args(flags)
@@ -100,13 +101,15 @@ def run(case: Case, out: str) -> dict:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer
 
+    # Experts cast to bfloat16, whatever the dtype of training.
+    torch.Tensor.bfloat16 = torch.Tensor.float if case.dtype == "float32" else BFLOAT16
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     steps = []
 
     class Losses(MetricsProcessor):
-        def log(self, step, loss, max_loss, grad_norm, extra_metrics=None):
-            steps.append((float(loss), float(grad_norm)))
+        def log(self, *given, **_):
+            steps.append((float(given[1]), float(given[3])))  # After the step and before the largest loss.
 
     config = configured(case, out)
     owner = type(config.metrics)._owner
@@ -133,11 +136,9 @@ def run(case: Case, out: str) -> dict:
 def main() -> None:
     """Run all cases; rank 0 writes."""
     prepare()
-    found = []
     with tempfile.TemporaryDirectory() as out:
         torchtitan_debug.random_documents(Path(out))
-        for given in json.loads(sys.argv[2]):
-            found.append(run(Case(**given), out))
+        found = [run(Case(**given), out) for given in json.loads(sys.argv[2])]
         if torch.distributed.get_rank() == 0:
             Path(sys.argv[1]).write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -24,10 +24,12 @@ class SpanMask(NamedTuple):
         bounds: int32 (B, 1, rows, R, 2): for each query row here, the keys that it sees.
         k_order: Integer (1|B, S): where each key of the sequence lies among those gathered from all ranks of
             context parallelism. None: in order.
+        window: How many keys a row may see, itself included, or 0: any number.
     """
 
     bounds: Tensor
     k_order: Tensor | None = None
+    window: int = 0
 
 
 def make_mask(
@@ -62,11 +64,20 @@ def make_mask(
     # The number of spans of a mask that is known follows from its structure: one shape for compiled layers.
     lower = mask.spans if known else lambda *a, **k: mask.prepare(*a, **k).lowered
     found = torch.as_tensor(lower(Q_LEN, KV_LEN, batch=B or 1, like=like).bounds, device=device)
-    return SpanMask(found.expand(B or 1, -1, -1, -1, -1).contiguous())
+    return SpanMask(found.expand(B or 1, -1, -1, -1, -1).contiguous(), window=_window(mask_mod))
+
+
+def _window(fn: Callable[..., Any]) -> int:
+    """The narrowest window that a mask function is, or has among those that all must hold."""
+    if _name_of(fn) == "and_masks":
+        return min(filter(None, map(_window, _captured(fn)["mask_mods"])), default=0)
+    return int(_captured(fn)["window_size"]) if _name_of(fn) == "get_sliding_window_mask_mod" else 0
 
 
 def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Mask, bool]:
     """The mask that a mask function describes, and whether it is one of torchtitan's or torch's own."""
+    if isinstance(fn, _Packed):
+        return segments(fn.ids), True
     name, data = _name_of(fn), _captured(fn)
     if name in ("and_masks", "or_masks"):
         parts = list(data["mask_mods"])
@@ -77,8 +88,6 @@ def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Ma
         for part, _ in found[1:]:
             whole = whole & part if name == "and_masks" else whole | part
         return whole, all(known for _, known in found)
-    if isinstance(fn, _Packed):
-        return segments(fn.ids), True
     if name == "get_causal_mask_mod":
         return causal(), True
     if name == "get_sliding_window_mask_mod":

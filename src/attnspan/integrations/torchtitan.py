@@ -24,7 +24,17 @@ from ..torch import SAVE_OPS
 from ..torch import attention as span_attention
 from ..torch.block_mask import to_block_mask
 
+
+def _check_version(got: str, missing: str = "") -> None:
+    if missing or not got.startswith("0.3."):
+        raise ImportError(
+            f"attnspan.integrations.torchtitan: expected torchtitan 0.3, got {got}{missing}. "
+            "Run pip install 'attnspan[torchtitan]'."
+        )
+
+
 require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan")
+_check_version(version("torchtitan"))
 
 import spmd_types as spmd  # noqa: E402
 from spmd_types.runtime import get_partition_spec  # noqa: E402
@@ -35,7 +45,7 @@ from torch.distributed.tensor.experimental._attention import (  # noqa: E402
     _PTRRLoadBalancer,
 )
 from torchtitan.config.configurable import Configurable  # noqa: E402
-from torchtitan.config.override import derive, override  # noqa: E402
+from torchtitan.config.override import override  # noqa: E402
 from torchtitan.distributed import activation_checkpoint  # noqa: E402
 from torchtitan.distributed.context_parallel import api as context_parallel  # noqa: E402
 from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
@@ -62,9 +72,16 @@ class Attention(theirs.FlexAttention):
 
         Attributes:
             block_size: Tells the maker of masks that spans are wanted; leave it.
+            window: How many keys the layer's masks must show at most, itself included; 0 where they may
+                show any number.
         """
 
         block_size: int | tuple[int, int] = field(default_factory=lambda: _SpansWanted(128))
+        window: int = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window = config.window
 
     def forward(
         self,
@@ -93,19 +110,20 @@ class Attention(theirs.FlexAttention):
             Shape (B, rows, Hq, Dv).
 
         Raises:
-            UsageError: The mask is another backend's, or the layer has a ``score_mod``.
+            UsageError: The mask is another backend's or lacks the layer's window, or there is a ``score_mod``.
         """
         remedy = "Leave this layer to torchtitan, by an override of your own with fqns="
         got = type(attention_masks).__name__
         fits = isinstance(attention_masks, SpanMask)
         expect(fits, "attention_masks", "a SpanMask, as Decoder makes it", got, remedy, error=UsageError)
         expect(given.get("score_mod") is None, "score_mod", "None", "a function", remedy, error=UsageError)
+        fits = self.window in (0, attention_masks.window)
+        expected = "a mask with the window of {} that VarlenAttention had"
+        expect(fits, "attention_masks", expected, "another", remedy, self.window, error=UsageError)
         with spmd.no_typecheck():
             k, v = (_in_order(x, attention_masks.k_order) for x in (k_BLNH, v_BLNH))
             mask = Prepared(Spans(attention_masks.bounds, k.shape[1]), bare=True)
-            out, lse = span_attention(
-                q_BLNH, k, v, mask=mask, scale=scale, layout="bshd", return_lse=True
-            )
+            out, lse = span_attention(q_BLNH, k, v, mask=mask, scale=scale, layout="bshd", return_lse=True)
         lse = lse.transpose(1, 2)
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             axes, split = spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH)
@@ -150,8 +168,12 @@ def attention(config: Any) -> Attention.Config:
     got = type(config).__qualname__
     remedy = 'Build the model with attn_backend="flex"'
     expect(covered, "attention", "FlexAttention or VarlenAttention", got, remedy)
-    sharding = theirs.FlexAttention.Config(sharding_config=config.sharding_config)
-    return derive(sharding, Attention.Config, block_size=_SpansWanted(128), kernel_options={})
+    left, right = getattr(config, "window_size", (-1, 0))
+    expect(right == 0, "window_size", "(any, 0): causal", (left, right), remedy)
+    # The kernel's own options are dropped, among them blocks of Triton.
+    return Attention.Config(
+        param_init=config.param_init, sharding_config=config.sharding_config, window=left + 1
+    )
 
 
 def _shard(
@@ -166,8 +188,8 @@ def _shard(
     """The inputs and masks of this rank of context parallelism."""
     masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
     if not any(isinstance(mask, SpanMask) for mask in masks.values()):
-        found = make(cp_mesh, inputs, attention_masks, load_balancer_type, input_seq_dim, ptrr_mask_key)
-        return found  # type: ignore[no-any-return]
+        options = load_balancer_type, input_seq_dim, ptrr_mask_key
+        return make(cp_mesh, inputs, attention_masks, *options)  # type: ignore[no-any-return]
     remedy = "Set --parallelism.context_parallel_degree 1"
     for key, mask in masks.items():
         got = type(mask).__name__
@@ -180,7 +202,10 @@ def _shard(
     order = balancer._generate_indices().to(inputs[0].device, torch.int64)
     rows = order.chunk(cp_mesh.size(), 1)[cp_mesh.get_local_rank()][:, None, :, None, None]
     k_order = None if load_balancer_type is None else order.argsort(1)
-    local = {key: SpanMask(mask.bounds.take_along_dim(rows, 2), k_order) for key, mask in masks.items()}
+    local = {
+        key: mask._replace(bounds=mask.bounds.take_along_dim(rows, 2), k_order=k_order)
+        for key, mask in masks.items()
+    }
     return tuple(mine), local if isinstance(attention_masks, dict) else local[""]
 
 
@@ -236,12 +261,7 @@ def _extend() -> None:
         (activation_checkpoint, "_get_default_save_ops", _with_ours),
     )
     missing = [name for module, name, _ in parts if not hasattr(module, name)]
-    got = version("torchtitan") + (f", which has no {', '.join(missing)}" if missing else "")
-    if missing or not got.startswith("0.3."):
-        raise ImportError(
-            f"attnspan.integrations.torchtitan: expected torchtitan 0.3, got {got}. "
-            "Run pip install 'attnspan[torchtitan]'."
-        )
+    _check_version(version("torchtitan"), f" without {', '.join(missing)}" if missing else "")
     for module, name, ours in parts:
         setattr(module, name, functools.partial(ours, getattr(module, name)))
 
