@@ -23,9 +23,11 @@ import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
 #: For any of torchtitan's debug models: short, and without what wants a GPU.
-SHORT = shlex.split("""--dump_folder {out} --hf_assets_path {out} --dataloader.dataset random --training.steps 10
-  --training.seq_len 256 --training.local_batch_size 2 --training.disable_cuda_graphs
-  --training.mixed_precision_param float32 --debug.seed 0""")
+SHORT = shlex.split("""
+  --dump_folder {out} --hf_assets_path {out} --dataloader.dataset random --debug.seed 0
+  --training.steps 10 --training.seq_len 256 --training.local_batch_size 2
+  --training.mixed_precision_param float32 --training.disable_cuda_graphs
+""")
 WORDS = 2000
 
 

@@ -110,7 +110,7 @@ class Attention(theirs.FlexAttention):
             Shape (B, rows, Hq, Dv).
 
         Raises:
-            UsageError: The mask is another backend's or lacks the layer's window, or there is a ``score_mod``.
+            UsageError: The mask is another backend's or lacks the layer's window; there is a ``score_mod``.
         """
         remedy = "Leave this layer to torchtitan, by an override of your own with fqns="
         got = type(attention_masks).__name__
