@@ -64,6 +64,12 @@ class Attention(theirs.FlexAttention):
     """The inner attention of a decoder layer, by attnspan.
 
     It is a FlexAttention, because torchtitan chooses what it does to masks and ranks by that class.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import noop_mask
+        >>> q = torch.randn(2, 8, 4, 16)
+        >>> Attention.Config().build()(q, q, q, attention_masks=make_mask(noop_mask, 2, None, 8, 8)).shape
+        torch.Size([2, 8, 4, 16])
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -162,7 +168,13 @@ def attention(config: Any) -> Attention.Config:
     ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``.
 
     Raises:
-        OptionError: The layer has another attention.
+        OptionError: The layer has another attention, or one that is not causal.
+
+    Example:
+        >>> from torchtitan.models.llama3 import model_registry
+        >>> layers = model_registry("debugmodel").model.layers
+        >>> attention(layers[0].attention.inner_attention).build()
+        Attention()
     """
     covered = isinstance(config, (theirs.FlexAttention.Config, theirs.VarlenAttention.Config))
     got = type(config).__qualname__
