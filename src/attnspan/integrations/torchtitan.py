@@ -60,7 +60,7 @@ class _SpansWanted(int):
     """A block size that says whose layers a mask is for."""
 
 
-class Attention(theirs.FlexAttention):
+class Attention(theirs.FlexAttention):  # type: ignore[misc]
     """The inner attention of a decoder layer, by attnspan.
 
     It is a FlexAttention, because torchtitan chooses what it does to masks and ranks by that class.
@@ -73,7 +73,7 @@ class Attention(theirs.FlexAttention):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(theirs.FlexAttention.Config):
+    class Config(theirs.FlexAttention.Config):  # type: ignore[misc]
         """What `attention` puts in place of the config of an inner attention.
 
         Attributes:
@@ -147,7 +147,7 @@ def _in_order(x: Tensor, k_order: Tensor | None) -> Tensor:
     return x.gather(1, k_order[:, :, None, None].expand_as(x))
 
 
-class _InnerAttention(Configurable.Config, metaclass=ABCMeta):
+class _InnerAttention(Configurable.Config, metaclass=ABCMeta):  # type: ignore[misc]
     """The configs of torchtitan that `attention` replaces."""
 
 
@@ -156,7 +156,7 @@ _InnerAttention.register(theirs.VarlenAttention.Config)
 _InnerAttention.register(theirs.ScaledDotProductAttention.Config)
 
 
-@override(
+@override(  # type: ignore[untyped-decorator]
     target=_InnerAttention,
     fqns=["layers.*", "*model.layers.*", "mtp*", "*model.mtp*"],
     description="attnspan's attention, with masks as spans",
@@ -191,12 +191,12 @@ def attention(config: Any) -> Attention.Config:
 def _shard(
     make: Callable[..., Any],
     cp_mesh: Any,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     attention_masks: Any,
     load_balancer_type: str | None = "headtail",
     input_seq_dim: int = 1,
     ptrr_mask_key: str | None = None,
-) -> tuple[tuple[Tensor, ...], Any]:
+) -> tuple[tuple[Any, ...], Any]:
     """The inputs and masks of this rank of context parallelism."""
     masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
     if not any(isinstance(mask, SpanMask) for mask in masks.values()):
