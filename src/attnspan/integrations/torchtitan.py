@@ -97,8 +97,9 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
         *,
         attention_masks: SpanMask,
         scale: float | None = None,
+        enable_gqa: bool = False,
+        score_mod: None = None,
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
-        **given: Any,
     ) -> Tensor:
         """Attention as torchtitan's layers call it; torchtitan shards by the names of the first three.
 
@@ -108,9 +109,10 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
             v_BLNH: Shape (B, S, Hkv, Dv).
             attention_masks: What `make_mask` returned.
             scale: Factor of the scores; 1/sqrt(D) by default.
+            enable_gqa: Key heads may be fewer than query heads in any case.
+            score_mod: None; a function is refused.
             out_transform: Maps the output (B, rows, Hq, Dv) and lse (B, rows, Hq) to the result, such as
                 sinks do.
-            **given: ``enable_gqa`` is seen from the shapes.
 
         Returns:
             Shape (B, rows, Hq, Dv).
@@ -118,11 +120,12 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
         Raises:
             UsageError: The mask is another backend's or lacks the layer's window; there is a ``score_mod``.
         """
+        del enable_gqa
         remedy = "Leave this layer to torchtitan, by an override of your own with fqns="
         got = type(attention_masks).__name__
         fits = isinstance(attention_masks, SpanMask)
         expect(fits, "attention_masks", "a SpanMask, as Decoder makes it", got, remedy, error=UsageError)
-        expect(given.get("score_mod") is None, "score_mod", "None", "a function", remedy, error=UsageError)
+        expect(score_mod is None, "score_mod", "None", "a function", remedy, error=UsageError)
         fits = self.window in (0, attention_masks.window)
         expected = "a mask with the window of {} that VarlenAttention had"
         expect(fits, "attention_masks", expected, "another", remedy, self.window, error=UsageError)
@@ -206,8 +209,7 @@ def _shard(
     for key, mask in masks.items():
         got = type(mask).__name__
         expect(isinstance(mask, SpanMask), f"mask {key}", "spans", got, remedy, error=UsageError)
-    leader = masks.get(ptrr_mask_key or "", next(iter(masks.values())))
-    balancer = _balancer(load_balancer_type, leader, inputs[0].shape[input_seq_dim], cp_mesh)
+    balancer = _balancer(load_balancer_type, masks, ptrr_mask_key, inputs[0].shape[input_seq_dim], cp_mesh)
     mine = _context_parallel_shard(
         mesh=cp_mesh, buffers=inputs, seq_dims=(input_seq_dim,) * len(inputs), load_balancer=balancer
     )
@@ -231,26 +233,37 @@ class _Fixed(_LoadBalancer):
         return self.order.argsort(1) if restore else self.order
 
 
-def _balancer(kind: str | None, mask: SpanMask, seq_len: int, cp_mesh: Any) -> Any:
+def _balancer(
+    kind: str | None, masks: dict[str, SpanMask], key: str | None, seq_len: int, cp_mesh: Any
+) -> Any:
     """What permutes rows before each rank takes its part, as the option of that name says."""
     what, remedy = "context parallelism: the length of a sequence", "Change --training.seq_len or the degree"
-    ranks, device = cp_mesh.size(), mask.bounds.device
-    spans = Spans(mask.bounds, seq_len)
+    ranks, bounds = cp_mesh.size(), next(iter(masks.values())).bounds
     unit = {"headtail": 2 * ranks, "ptrr": 128 * ranks}.get(kind or "", ranks)
     expect(seq_len % unit == 0, what, "a multiple of {}", seq_len, remedy, unit, error=ShapeError)
     if kind is None:
-        return _Fixed(torch.arange(seq_len, device=device)[None])
+        return _Fixed(torch.arange(seq_len, device=bounds.device)[None])
     if kind == "headtail":
-        return _HeadTailLoadBalancer(seq_len, ranks, device)
+        return _HeadTailLoadBalancer(seq_len, ranks, bounds.device)
     if kind == "ptrr":
-        return _PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(mask.bounds)), ranks)
+        remedy = "Set --parallelism.context_parallel_ptrr_mask_key"
+        key = next(iter(masks)) if len(masks) == 1 else key
+        expect(key in masks, "context_parallel_ptrr_mask_key", " or ".join(masks), str(key), remedy)
+        spans = Spans(masks[str(key)].bounds, seq_len)
+        return _PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(bounds)), ranks)
     names = 'None, "headtail", "ptrr" or "attnspan"'
     remedy = "Set --parallelism.context_parallel_load_balancer"
     expect(kind == "attnspan", "context_parallel_load_balancer", names, kind, remedy)
-    layout = Layout.of(spans, q_len=seq_len, ranks=ranks, batch=len(mask.bounds))
+    costliest = max((mask.bounds for mask in masks.values()), key=_pairs)
+    layout = Layout.of(Spans(costliest, seq_len), q_len=seq_len, ranks=ranks, batch=len(bounds))
     expect(layout.rows_per_rank * ranks == seq_len, what, "a multiple of more", seq_len, remedy)
-    rows = torch.as_tensor(layout.rows, dtype=torch.int64, device=device)
+    rows = torch.as_tensor(layout.rows, dtype=torch.int64, device=bounds.device)
     return _Fixed(rows.transpose(0, 1).flatten(1))
+
+
+def _pairs(bounds: Tensor) -> int:
+    """How many pairs of queries and keys see each other."""
+    return int(bounds.diff(dim=-1).clamp(min=0).sum())
 
 
 def _compiled_or_spans(make: Callable[..., Any], *args: Any, **given: Any) -> Any:
