@@ -330,9 +330,9 @@ def test_degrees_and_balancers_that_do_not_fit(kind, ranks, error, message):
 
 
 def test_the_mask_that_ptrr_balances_by_is_named():
-    mask = ours.make_mask(theirs.get_causal_mask_mod(), 2, None, 12, 12)
+    mask, tokens = ours.make_mask(theirs.get_causal_mask_mod(), 1, None, 256, 256), torch.zeros(1, 256)
     with pytest.raises(OptionError, match="ptrr_mask_key: expected a or b, got None"):
-        theirs_shard(SimpleNamespace(size=lambda: 2), (POSITIONS,), {"a": mask, "b": mask}, "ptrr")
+        theirs_shard(SimpleNamespace(size=lambda: 2), (tokens,), {"a": mask, "b": mask}, "ptrr")
 
 
 def test_masks_of_two_kinds_are_not_sharded():
