@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torchtitan_debug
-from titan_jobs import DENSE, OURS, Case
+from titan_jobs import DENSE, OURS, Case, torchtitan_debug
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
