@@ -49,8 +49,8 @@ def cpu_as_device() -> None:
     utils.device_type, utils.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **asked})
 
 
-def torch_before_2_15() -> None:
-    """What torchtitan 0.3 asks of a newer torch: a timeout, and FSDP of parameters with SPMD types."""
+def older_torch() -> None:
+    """What torchtitan 0.3 asks of a torch newer than 2.13: a timeout, and FSDP of parameters with SPMD types."""
     if hasattr(torch.distributed, "set_timeout"):
         return
     torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
@@ -118,7 +118,7 @@ def document(start: int, length: int) -> str:
 if __name__ == "__main__":
     cpu_as_device()
     without_triton()
-    torch_before_2_15()
+    older_torch()
     gloo_for_nccl()
     with tempfile.TemporaryDirectory() as out:
         random_documents(Path(out))

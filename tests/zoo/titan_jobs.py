@@ -57,7 +57,7 @@ def prepare() -> None:
     """Make torchtitan run on CPUs, in float32, from the same weights on any number of ranks."""
     torchtitan_debug.cpu_as_device()
     torchtitan_debug.without_triton()
-    torchtitan_debug.torch_before_2_15()
+    torchtitan_debug.older_torch()
     torchtitan_debug.gloo_for_nccl()
     from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan import trainer
