@@ -1,0 +1,141 @@
+"""The masks of torchtitan's decoders as spans, lowered once for each kind of layer and step."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError, expect
+from ..masks import Mask, causal, from_predicate, full, segments, window
+
+__all__ = ["SpanMask", "UnknownMaskWarning", "make_mask"]
+
+
+class UnknownMaskWarning(UserWarning):
+    """A mask function is evaluated on all pairs of queries and keys, because nothing says what it is."""
+
+
+class SpanMask(NamedTuple):
+    """What the decoder hands to its layers in place of a BlockMask.
+
+    Attributes:
+        bounds: int32 (B, 1, rows, R, 2): for each query row here, the keys that it sees.
+        k_order: Integer (1|B, S): where each key of the sequence lies among those gathered from all ranks of
+            context parallelism. None: in order.
+        window: How many keys a row may see, itself included, or 0: any number.
+    """
+
+    bounds: Tensor
+    k_order: Tensor | None = None
+    window: int = 0
+
+
+def make_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> SpanMask:
+    """The mask of one kind of layer for one step; the arguments are those of FlexAttention's maker.
+
+    Args:
+        mask_mod: What a query may see, a function of (batch, head, query, key) indices.
+        B, H, Q_LEN, KV_LEN: Batch rows and heads (None: the same for all), query and key tokens.
+        device: Where the mask is wanted.
+
+    Raises:
+        UsageError: The mask differs between heads, or has other keys than queries.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import noop_mask
+        >>> make_mask(noop_mask, 1, None, 3, 3).bounds[0, 0, :, 0].tolist()
+        [[0, 3], [0, 3], [0, 3]]
+    """
+    remedy = "Leave this attention to torchtitan, by an override of your own with fqns="
+    expect(H is None, "H", "None: one mask for all heads", H, remedy, error=UsageError)
+    expect(Q_LEN == KV_LEN, "KV_LEN", "{}, as many as queries", KV_LEN, remedy, Q_LEN, error=UsageError)
+    mask, known = _lower(mask_mod, torch.device(device), KV_LEN)
+    like = torch.empty(0, device=device)
+    # The number of spans of a mask that is known follows from its structure: one shape for compiled layers.
+    lower = mask.spans if known else lambda *a, **k: mask.prepare(*a, **k).lowered
+    found = torch.as_tensor(lower(Q_LEN, KV_LEN, batch=B or 1, like=like).bounds, device=device)
+    return SpanMask(found.expand(B or 1, -1, -1, -1, -1).contiguous(), window=_window(mask_mod))
+
+
+def _window(fn: Callable[..., Any]) -> int:
+    """The narrowest window that a mask function is, or has among those that all must hold."""
+    if _name_of(fn) == "and_masks":
+        return min(filter(None, map(_window, _captured(fn)["mask_mods"])), default=0)
+    return int(_captured(fn)["window_size"]) if _name_of(fn) == "get_sliding_window_mask_mod" else 0
+
+
+def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Mask, bool]:
+    """The mask that a mask function describes, and whether it is one of torchtitan's or torch's own."""
+    if isinstance(fn, _Packed):
+        return segments(fn.ids), True
+    name, data = _name_of(fn), _captured(fn)
+    if name in ("and_masks", "or_masks"):
+        parts = list(data["mask_mods"])
+        if name == "and_masks" and any(_name_of(part) in _CAUSAL for part in parts):
+            parts = [_Packed(_captured(part)) if _name_of(part) == _PACKED else part for part in parts]
+        found = [_lower(part, device, k_len) for part in parts]
+        whole = found[0][0]
+        for part, _ in found[1:]:
+            whole = whole & part if name == "and_masks" else whole | part
+        return whole, all(known for _, known in found)
+    if name == "get_causal_mask_mod":
+        return causal(), True
+    if name == "get_sliding_window_mask_mod":
+        return causal() & window(data["window_size"] - 1, None), True
+    if name == "get_document_mask_mod":
+        return segments(data["doc_ids"] + 1), True  # Rows may start within a document, with id -1.
+    if name == "get_fixed_block_mask_mod":
+        return segments(torch.arange(k_len, device=device) // data["fixed_block_size"]), True
+    if name == "noop_mask":
+        return full(), True
+    _say_once(name)
+    return from_predicate(fn), False
+
+
+_CAUSAL = ("get_causal_mask_mod", "get_sliding_window_mask_mod")
+_PACKED = "get_efficient_causal_mask_mod_for_packed_document"
+
+
+class _Packed:
+    """torchtitan's mask of packed documents, which keeps them apart together with a causal one only."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        one_row = "document_id" in data
+        self.ids: Tensor = data["document_id"][None] if one_row else data["doc_end_by_token"]
+
+
+def _name_of(fn: Any) -> str:
+    """The name of a mask function, or of the function of torchtitan or torch that makes it."""
+    name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
+    own = str(getattr(fn, "__module__", "")).startswith(("torchtitan.models.common", "torch.nn.attention."))
+    return name.partition(".<locals>")[0] if own else name.replace(".<locals>", "")
+
+
+def _captured(fn: Any) -> dict[str, Any]:
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    cells = getattr(fn, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+_said: set[str] = set()
+
+
+def _say_once(name: str) -> None:
+    if name not in _said:
+        _said.add(name)
+        warnings.warn(
+            f"attnspan: the mask function {name} is not one of torchtitan's own, so it is evaluated on all "
+            "pairs of queries and keys at each step.",
+            UnknownMaskWarning,
+            stacklevel=2,
+        )

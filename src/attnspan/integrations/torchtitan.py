@@ -1,0 +1,294 @@
+"""attnspan in torchtitan 0.3: ``--override.imports attnspan.integrations.torchtitan.attention``.
+
+Importing this module registers the override. Models go on asking for FlexAttention's masks; where the layers
+are attnspan's, the function that makes these masks returns spans, and the one that shards them for context
+parallelism takes this rank's rows. Everything else, FlexAttention's own layers too, goes on as before.
+"""
+
+import functools
+from abc import ABCMeta
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._installed import require
+from ..errors import ShapeError, UsageError, expect
+from ..masks import Prepared
+from ..parallel import Layout
+from ..spans import Spans
+from ..torch import SAVE_OPS
+from ..torch import attention as span_attention
+from ..torch.block_mask import to_block_mask
+
+
+def _check_version(got: str, missing: str = "") -> None:
+    if missing or not got.startswith("0.3."):
+        raise ImportError(
+            f"attnspan.integrations.torchtitan: expected torchtitan 0.3, got {got}{missing}. "
+            "Run pip install 'attnspan[torchtitan]'."
+        )
+
+
+require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan")
+_check_version(version("torchtitan"))
+
+import spmd_types as spmd  # noqa: E402
+from spmd_types.runtime import get_partition_spec  # noqa: E402
+from torch.distributed.tensor.experimental._attention import (  # noqa: E402
+    _context_parallel_shard,
+    _HeadTailLoadBalancer,
+    _LoadBalancer,
+    _PTRRLoadBalancer,
+)
+from torchtitan.config.configurable import Configurable  # noqa: E402
+from torchtitan.config.override import override  # noqa: E402
+from torchtitan.distributed import activation_checkpoint  # noqa: E402
+from torchtitan.distributed.context_parallel import api as context_parallel  # noqa: E402
+from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
+from torchtitan.models.common import attention as theirs  # noqa: E402
+
+from ._torchtitan_masks import SpanMask, UnknownMaskWarning, make_mask  # noqa: E402
+
+__all__ = ["Attention", "SpanMask", "UnknownMaskWarning", "attention", "make_mask"]
+
+
+class _SpansWanted(int):
+    """A block size that says whose layers a mask is for."""
+
+
+class Attention(theirs.FlexAttention):  # type: ignore[misc]
+    """The inner attention of a decoder layer, by attnspan.
+
+    It is a FlexAttention, because torchtitan chooses what it does to masks and ranks by that class.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import noop_mask
+        >>> q = torch.randn(2, 8, 4, 16)
+        >>> Attention.Config().build()(q, q, q, attention_masks=make_mask(noop_mask, 2, None, 8, 8)).shape
+        torch.Size([2, 8, 4, 16])
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(theirs.FlexAttention.Config):  # type: ignore[misc]
+        """What `attention` puts in place of the config of an inner attention.
+
+        Attributes:
+            block_size: Tells the maker of masks that spans are wanted; leave it.
+            window: How many keys the layer's masks must show at most, itself included; 0 where they may
+                show any number.
+        """
+
+        block_size: int | tuple[int, int] = field(default_factory=lambda: _SpansWanted(128))
+        window: int = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window = config.window
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: SpanMask,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        score_mod: None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Attention as torchtitan's layers call it; torchtitan shards by the names of the first three.
+
+        Args:
+            q_BLNH: Shape (B, rows, Hq, D).
+            k_BLNH: Shape (B, S, Hkv, D): the keys of all ranks of context parallelism; Hkv divides Hq.
+            v_BLNH: Shape (B, S, Hkv, Dv).
+            attention_masks: What `make_mask` returned.
+            scale: Factor of the scores; 1/sqrt(D) by default.
+            enable_gqa: Key heads may be fewer than query heads in any case.
+            score_mod: None; a function is refused.
+            out_transform: Maps the output (B, rows, Hq, Dv) and lse (B, rows, Hq) to the result, such as
+                sinks do.
+
+        Returns:
+            Shape (B, rows, Hq, Dv).
+
+        Raises:
+            UsageError: The mask is another backend's or lacks the layer's window; there is a ``score_mod``.
+        """
+        del enable_gqa
+        remedy = "Leave this layer to torchtitan, by an override of your own with fqns="
+        got = type(attention_masks).__name__
+        fits = isinstance(attention_masks, SpanMask)
+        expect(fits, "attention_masks", "a SpanMask, as Decoder makes it", got, remedy, error=UsageError)
+        expect(score_mod is None, "score_mod", "None", "a function", remedy, error=UsageError)
+        fits = self.window in (0, attention_masks.window)
+        expected = "a mask with the window of {} that VarlenAttention had"
+        expect(fits, "attention_masks", expected, "another", remedy, self.window, error=UsageError)
+        with spmd.no_typecheck():
+            k, v = (_in_order(x, attention_masks.k_order) for x in (k_BLNH, v_BLNH))
+            mask = Prepared(Spans(attention_masks.bounds, k.shape[1]), bare=True)
+            out, lse = span_attention(q_BLNH, k, v, mask=mask, scale=scale, layout="bshd", return_lse=True)
+        lse = lse.transpose(1, 2)
+        if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
+            axes, split = spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH)
+            spmd.assert_type(out, axes, split)
+            spmd.assert_type(lse, axes, None if split is None else spmd.PartitionSpec(*split[:-1]))
+        return out if out_transform is None else out_transform(out, lse)
+
+
+def _in_order(x: Tensor, k_order: Tensor | None) -> Tensor:
+    """Rows (B, S, ...) that a load balancer permuted, as they lie in the sequence."""
+    if k_order is None:
+        return x
+    if k_order.shape[0] == 1:
+        return x.index_select(1, k_order[0])
+    return x.gather(1, k_order[:, :, None, None].expand_as(x))
+
+
+class _InnerAttention(Configurable.Config, metaclass=ABCMeta):  # type: ignore[misc]
+    """The configs of torchtitan that `attention` replaces."""
+
+
+_InnerAttention.register(theirs.FlexAttention.Config)
+_InnerAttention.register(theirs.VarlenAttention.Config)
+_InnerAttention.register(theirs.ScaledDotProductAttention.Config)
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=_InnerAttention,
+    fqns=["layers.*", "*model.layers.*", "mtp*", "*model.mtp*"],
+    description="attnspan's attention, with masks as spans",
+)
+def attention(config: Any) -> Attention.Config:
+    """Replace the inner attention of a decoder's layers: FlexAttention or VarlenAttention.
+
+    Name it in ``--override.imports attnspan.integrations.torchtitan.attention``, or in
+    ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``.
+
+    Raises:
+        OptionError: The layer has another attention, or one that is not causal.
+
+    Example:
+        >>> from torchtitan.models.llama3 import model_registry
+        >>> layers = model_registry("debugmodel").model.layers
+        >>> attention(layers[0].attention.inner_attention).build()
+        Attention()
+    """
+    covered = isinstance(config, (theirs.FlexAttention.Config, theirs.VarlenAttention.Config))
+    got = type(config).__qualname__
+    remedy = 'Build the model with attn_backend="flex"'
+    expect(covered, "attention", "FlexAttention or VarlenAttention", got, remedy)
+    left, right = getattr(config, "window_size", (-1, 0))
+    expect(right == 0, "window_size", "(any, 0): causal", (left, right), remedy)
+    # The kernel's own options are dropped, among them blocks of Triton.
+    return Attention.Config(
+        param_init=config.param_init, sharding_config=config.sharding_config, window=left + 1
+    )
+
+
+def _shard(
+    make: Callable[..., Any],
+    cp_mesh: Any,
+    inputs: tuple[Any, ...],
+    attention_masks: Any,
+    load_balancer_type: str | None = "headtail",
+    input_seq_dim: int = 1,
+    ptrr_mask_key: str | None = None,
+) -> tuple[tuple[Any, ...], Any]:
+    """The inputs and masks of this rank of context parallelism."""
+    masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
+    if not any(isinstance(mask, SpanMask) for mask in masks.values()):
+        options = load_balancer_type, input_seq_dim, ptrr_mask_key
+        return make(cp_mesh, inputs, attention_masks, *options)  # type: ignore[no-any-return]
+    remedy = "Set --parallelism.context_parallel_degree 1"
+    for key, mask in masks.items():
+        got = type(mask).__name__
+        expect(isinstance(mask, SpanMask), f"mask {key}", "spans", got, remedy, error=UsageError)
+    balancer = _balancer(load_balancer_type, masks, ptrr_mask_key, inputs[0].shape[input_seq_dim], cp_mesh)
+    mine = _context_parallel_shard(
+        mesh=cp_mesh, buffers=inputs, seq_dims=(input_seq_dim,) * len(inputs), load_balancer=balancer
+    )
+    order = balancer._generate_indices().to(inputs[0].device, torch.int64)
+    rows = order.chunk(cp_mesh.size(), 1)[cp_mesh.get_local_rank()][:, None, :, None, None]
+    k_order = None if load_balancer_type is None else order.argsort(1)
+    local = {
+        key: mask._replace(bounds=mask.bounds.take_along_dim(rows, 2), k_order=k_order)
+        for key, mask in masks.items()
+    }
+    return tuple(mine), local if isinstance(attention_masks, dict) else local[""]
+
+
+class _Fixed(_LoadBalancer):
+    """An order of rows that is known: shape (1|B, S)."""
+
+    def __init__(self, order: Tensor) -> None:
+        self.order = order
+
+    def _generate_indices(self, restore: bool = False) -> Tensor:
+        return self.order.argsort(1) if restore else self.order
+
+
+def _balancer(
+    kind: str | None, masks: dict[str, SpanMask], key: str | None, seq_len: int, cp_mesh: Any
+) -> Any:
+    """What permutes rows before each rank takes its part, as the option of that name says."""
+    what, remedy = "context parallelism: the length of a sequence", "Change --training.seq_len or the degree"
+    ranks, bounds = cp_mesh.size(), next(iter(masks.values())).bounds
+    unit = {"headtail": 2 * ranks, "ptrr": 128 * ranks}.get(kind or "", ranks)
+    expect(seq_len % unit == 0, what, "a multiple of {}", seq_len, remedy, unit, error=ShapeError)
+    if kind is None:
+        return _Fixed(torch.arange(seq_len, device=bounds.device)[None])
+    if kind == "headtail":
+        return _HeadTailLoadBalancer(seq_len, ranks, bounds.device)
+    if kind == "ptrr":
+        remedy = "Set --parallelism.context_parallel_ptrr_mask_key"
+        key = next(iter(masks)) if len(masks) == 1 else key
+        expect(key in masks, "context_parallel_ptrr_mask_key", " or ".join(masks), str(key), remedy)
+        spans = Spans(masks[str(key)].bounds, seq_len)
+        return _PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(bounds)), ranks)
+    names = 'None, "headtail", "ptrr" or "attnspan"'
+    remedy = "Set --parallelism.context_parallel_load_balancer"
+    expect(kind == "attnspan", "context_parallel_load_balancer", names, kind, remedy)
+    costliest = max((mask.bounds for mask in masks.values()), key=_pairs)
+    layout = Layout.of(Spans(costliest, seq_len), q_len=seq_len, ranks=ranks, batch=len(bounds))
+    expect(layout.rows_per_rank * ranks == seq_len, what, "a multiple of more", seq_len, remedy)
+    rows = torch.as_tensor(layout.rows, dtype=torch.int64, device=bounds.device)
+    return _Fixed(rows.transpose(0, 1).flatten(1))
+
+
+def _pairs(bounds: Tensor) -> int:
+    """How many pairs of queries and keys see each other."""
+    return int(bounds.diff(dim=-1).clamp(min=0).sum())
+
+
+def _compiled_or_spans(make: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Masks for layers of attnspan are spans; those for others are what they were."""
+    if isinstance(given.get("BLOCK_SIZE"), _SpansWanted):
+        return make_mask(*args, **given)
+    return make(*args, **given)
+
+
+def _with_ours(make: Callable[[], set[Any]]) -> set[Any]:
+    """Selective checkpointing keeps the results of attention, as it does those of other attentions."""
+    return make() | set(SAVE_OPS)
+
+
+def _extend() -> None:
+    """Put the three functions above around those of torchtitan, which decide by the layers' attention."""
+    parts = (
+        (theirs, "_compiled_create_block_mask", _compiled_or_spans),
+        (context_parallel, "cp_shard", _shard),
+        (activation_checkpoint, "_get_default_save_ops", _with_ours),
+    )
+    missing = [name for module, name, _ in parts if not hasattr(module, name)]
+    _check_version(version("torchtitan"), f" without {', '.join(missing)}" if missing else "")
+    for module, name, ours in parts:
+        setattr(module, name, functools.partial(ours, getattr(module, name)))
+
+
+_extend()
