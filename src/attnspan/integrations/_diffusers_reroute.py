@@ -144,7 +144,11 @@ def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _named_as(base: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
-    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__} | members
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    } | members
     return type(base)(base.__name__, bases, members)
 
 
