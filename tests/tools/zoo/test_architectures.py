@@ -13,6 +13,11 @@ from attnspan.tools.zoo import diffusers, transformers
 from attnspan.tools.zoo._torch_attention import eager
 from attnspan.tools.zoo.architecture import IMPLEMENTATIONS, LAYOUTS
 
+# Of the other libraries' own code.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning"),
+]
 ARCHITECTURES = transformers.architectures() + diffusers.architectures()
 TOKENS = 48
 LIBRARIES = {"transformers": (transformers, 65), "diffusers": (diffusers, 18)}

@@ -25,6 +25,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "t5gemma2": {"encoder": {"mm_tokens_per_image": 16}},
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "segformer": {"sr_ratios": [2, 2, 1, 1]},  # else there is one key
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
