@@ -1,6 +1,7 @@
 """attnspan in models of diffusers: the native backend's results, by our operator, in as many graphs."""
 
 import copy
+import gc
 import pickle
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from diffusers_models import MODELS, build  # noqa: E402
 import attnspan.integrations.diffusers as adapter  # noqa: E402
 from attnspan import causal, keys  # noqa: E402
 from attnspan.errors import OptionError, ShapeError, UsageError  # noqa: E402
+from attnspan.integrations import _diffusers_attention  # noqa: E402
 
 pytestmark = [
     # The library's own.
@@ -163,6 +165,20 @@ def test_a_mask_that_is_written_into_is_read_again():
     got, wanted = adapter.attend(q, k, v, mask), adapter.attend(q, k, v, ~PAIRS)
     assert torch.equal(got, wanted)
     assert not torch.equal(got, first)
+
+
+def test_layers_share_the_encoding_of_a_mask(monkeypatch):
+    made = []
+    from_dense = _diffusers_attention.from_dense
+    monkeypatch.setattr(_diffusers_attention, "from_dense", lambda x: made.append(x) or from_dense(x))
+    q, k, v = _qkv()
+    for mask in (PAIRS, PAIRS, PAIRS.clone()):
+        adapter.attend(q, k, v, mask)
+    assert len(made) == 2
+    known = len(_diffusers_attention._known)
+    del mask
+    gc.collect()
+    assert len(_diffusers_attention._known) == known - 1
 
 
 def test_causal_and_lse_and_groups():
