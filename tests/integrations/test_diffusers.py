@@ -3,13 +3,16 @@
 import copy
 import gc
 import pickle
+import re
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from closeness import relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -339,3 +342,16 @@ def test_masks_of_attnspan_are_taken():
     got = adapter.attend(q, k, v, causal() & keys(HOLES))
     visible = (causal().spans(S, T).dense() & HOLES.numpy()[:, None, None]).astype(bool)
     assert relative_error(got, adapter.attend(q, k, v, torch.from_numpy(visible))) < 1e-6
+    block_mask = create_block_mask(
+        lambda _b, _h, q, k: (k < q + 2) & (k != 3), None, None, S, T, device="cpu"
+    )
+    pairs = torch.ones(S, T).tril(1).bool() & (torch.arange(T) != 3)
+    assert torch.equal(adapter.attend(q, k, v, block_mask), adapter.attend(q, k, v, pairs))
+
+
+def test_the_page_runs():
+    page = Path(__file__).parents[2] / "docs" / "diffusers.md"
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(block, names)
+    assert names["out"].shape == (2, 8, 4, 16)
