@@ -5,9 +5,9 @@
     pytest -p upstream_diffusers tests/models/transformers -k AttentionBackend
     pytest -p upstream_diffusers --attnspan-everywhere tests/models/transformers -k "not Compile"
 
-Without its sources a checkout tests the installed diffusers. The first command runs their tests of backends for
-attnspan. The second puts it into every model before each forward pass, and says at its end how often it found
-attention; what fails should fail without the plugin too.
+Without its sources a checkout tests the installed diffusers. The first command runs their tests of backends
+for attnspan. The second puts it into every model before each forward pass, and says at its end how often it
+found attention; what fails should fail without the plugin too.
 """
 
 from collections import Counter
