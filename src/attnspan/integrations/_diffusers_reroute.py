@@ -1,9 +1,9 @@
 """Attention of single objects of diffusers, rerouted without touching any other's.
 
-A processor, or a module with attention of its own, calls `F.scaled_dot_product_attention` or
-`dispatch_attention_fn` by the globals of its module. The object gets a subclass of its class, whose methods are the
-same code with other globals: a copy in which these names mean attnspan. A compiler sees ordinary functions, and one
-class for all layers.
+A processor, or a module with attention of its own, finds `F.scaled_dot_product_attention` or
+`dispatch_attention_fn` in the globals of its Python module. The object gets a subclass of its class, whose
+methods are the same code with other globals: a copy in which these names mean attnspan. A compiler sees
+ordinary functions, and one class for all layers.
 """
 
 import dis
@@ -160,13 +160,13 @@ def _set_config(x: Any, config: Any) -> None:
     x.__class__ = Route.to(config).class_of(type(x))
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
+def _reduce(self: Any, _: Any) -> Any:
     # Copied and pickled by the class that others can import.
     return _remade, (type(self)._attnspan_base, _config_of(self)), self.__dict__
 
 
 def _remade(base: type, config: Any) -> Any:
-    found = Route.to(config).class_of(base)
+    found: Any = Route.to(config).class_of(base)
     return found.__new__(found)
 
 
