@@ -67,7 +67,7 @@ def _make(name: str, implementation: str, size: str) -> nn.Module:
     draw_weights(model)
     for part in model.modules():  # of labels, at random
         if hasattr(part, "dropout_prob"):
-            part.dropout_prob = 0.0
+            part.dropout_prob = 0.0  # type: ignore[assignment]
     if implementation == "attnspan":
         enable(model)
     elif implementation == "flex":
