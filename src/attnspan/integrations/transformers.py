@@ -92,6 +92,8 @@ def attend(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     seed = torch.randint(2**62, (), device=query.device) if dropout else None
+    # Dropout goes by position, which bounds alone do not tell. Any numbers of rows will do.
+    numbered = seed is not None and isinstance(mask, Prepared)
     out = attention(
         query,
         key,
@@ -103,6 +105,7 @@ def attend(
         sinks=s_aux,
         dropout_p=float(dropout),
         dropout_seed=seed,
+        q_index=torch.arange(query.shape[2], device=query.device) if numbered else None,
     )
     return out.transpose(1, 2), None
 
