@@ -193,7 +193,7 @@ def test_recomputed_layers_draw_the_same_seeds(reentrant):
 
 def test_dropout_of_an_encoder_and_a_decoder():
     model = build(
-        "bart", "AutoModelForSeq2SeqLM", d_model=64, encoder_layers=1, decoder_layers=1, dropout=0.0
+        "bart", "AutoModelForSeq2SeqLM", d_model=64, encoder_layers=2, decoder_layers=2, dropout=0.0
     )
     inputs = {"input_ids": TOKENS, "attention_mask": LEFT_PADDED, "decoder_input_ids": TOKENS[:, :7]}
     assert_equals_eager(model.train(), inputs, 6)
