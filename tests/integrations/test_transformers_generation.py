@@ -1,5 +1,8 @@
 """Generation by models of transformers: the eager implementation's tokens and scores, step by step."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from closeness import relative_error
@@ -149,3 +152,14 @@ def test_a_static_cache_in_compiled_code(name, times):
     got = model.generate(**PROMPTS["long"], **options, cache_implementation="static", compile_config=config)
     assert torch.equal(got, wanted)
     assert [sum("attnspan" in target for target in targets) for targets in programs] == [2] * times
+
+
+def test_the_example_generates_what_eager_attention_does(monkeypatch, capsys):
+    example = Path(__file__).parents[2] / "examples" / "generate_static_cache.py"
+    monkeypatch.setattr("sys.argv", [str(example), "--compare", "--tokens", "20"])
+    with Operators() as operators:
+        runpy.run_path(str(example), run_name="__main__")
+    *rows, equal = capsys.readouterr().out.splitlines()
+    assert [len(row.split(",")) for row in rows] == [20, 20]
+    assert equal == "equal to eager: True"
+    assert operators.counts[FORWARD] == 20 * 4
