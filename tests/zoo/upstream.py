@@ -1,6 +1,6 @@
 """transformers' own tests with attnspan in the place of torch's SDPA.
 
-    .venv/bin/pip install parameterized
+    .venv/bin/pip install parameterized timeout_decorator
     .venv/bin/python tests/zoo/upstream.py                     # the models of MODELS, in about twenty minutes
     .venv/bin/python tests/zoo/upstream.py llama gemma2        # some of them
     TRANSFORMERS_SOURCE=~/transformers .venv/bin/python tests/zoo/upstream.py
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,8 @@ MODELS = [
     "whisper",
     "qwen2_5_vl",
 ]
+#: What their tests import, besides pytest.
+NEEDED = ["parameterized", "timeout_decorator"]
 #: Parts of names of tests that are left out, and why.
 LEFT_OUT = {
     "output_attentions": "asks for the weights, which attnspan refuses",
@@ -143,6 +146,8 @@ def main(models: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if subprocess.run([sys.executable, "-c", "import parameterized"], capture_output=True).returncode:
-        sys.exit(f"transformers' tests need parameterized: {sys.executable} -m pip install parameterized")
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        sys.exit(f"transformers' tests need {names}. Run {sys.executable} -m pip install {names}")
     sys.exit(main(sys.argv[1:]))

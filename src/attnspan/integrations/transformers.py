@@ -195,7 +195,7 @@ def _give_offsets(model: PreTrainedModel) -> None:
         if asked is not None and _takes_offsets(type(part)):
             if not hasattr(asked, "attnspan"):
                 asked = module.is_flash_attention_requested = _also_ours(asked)  # type: ignore[attr-defined]
-            asked.attnspan.add(type(part.config))
+            asked.attnspan.add(type(part.config))  # type: ignore[union-attr]
 
 
 def _takes_offsets(kind: type) -> bool:
