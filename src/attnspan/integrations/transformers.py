@@ -190,12 +190,12 @@ def _give_offsets(model: PreTrainedModel) -> None:
     ask by a function that each module imported by name.
     """
     for part in model.modules():
-        module = sys.modules[type(part).__module__]
-        asked = getattr(module, "is_flash_attention_requested", None)
+        module: Any = sys.modules.get(type(part).__module__)
+        asked: Any = getattr(module, "is_flash_attention_requested", None)
         if asked is not None and _takes_offsets(type(part)):
             if not hasattr(asked, "attnspan"):
-                asked = module.is_flash_attention_requested = _also_ours(asked)  # type: ignore[attr-defined]
-            asked.attnspan.add(type(part.config))  # type: ignore[union-attr]
+                asked = module.is_flash_attention_requested = _also_ours(asked)
+            asked.attnspan.add(type(part.config))
 
 
 def _takes_offsets(kind: type) -> bool:
