@@ -9,10 +9,20 @@ import transformers
 from torch import Tensor
 from transformers import masking_utils
 
+from ..errors import expect
 from ..masks import Mask, causal, from_predicate, full, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
 __all__ = ["UnknownMaskWarning", "make_mask"]
+
+
+# Layers that choose keys by their content, from a mask of all pairs.
+_CHOOSING = {
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
 
 
 class UnknownMaskWarning(UserWarning):
@@ -49,7 +59,8 @@ def _say_what_they_are() -> None:
     if missing:
         raise ImportError(
             "attnspan.integrations.transformers: expected transformers 5.20 to 5.x, "
-            f"got {transformers.__version__}, which has no {', '.join(missing)}. Run pip install 'attnspan[transformers]'."
+            f"got {transformers.__version__}, which has no {', '.join(missing)}. "
+            "Run pip install 'attnspan[transformers]'."
         )
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
@@ -95,6 +106,7 @@ def make_mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> Tensor:
     """The mask of one kind of layer for one step, as transformers asks for it.
@@ -106,18 +118,23 @@ def make_mask(
         mask_function: What a query may see, a function of (batch, head, query, key) indices.
         attention_mask: Bool (batch_size, tokens): True for tokens that may be seen. None: all.
         device: Where the mask is wanted.
+        config: The model's; its ``layer_types`` say what kinds of attention it has.
 
     Returns:
         The bounds of its spans, int32 of shape (batch_size or 1, 1, q_length, 2 * R), as `attend` takes
         them. In compiled code R is 8 with ``attention_mask``; elsewhere it is the smallest that fits.
 
     Raises:
-        OptionError: Data break a promise, such as blocks of tokens that are not contiguous.
+        OptionError: Data break a promise, such as blocks of tokens that are not contiguous. Or layers choose
+            keys by what they contain: they read the mask, as one of all pairs.
 
     Example:
         >>> make_mask(1, 3, 3).tolist()
         [[[[0, 1], [0, 2], [0, 3]]]]
     """
+    chosen = _CHOOSING.intersection(getattr(config, "layer_types", None) or ())
+    remedy = 'Load the model with attn_implementation="eager"'
+    expect(not chosen, "layer_types", "layers that see spans of keys", ", ".join(sorted(chosen)), remedy)
     q_index = torch.arange(q_length, device=device) + (q_offset - kv_offset)
     sizes = _Sizes(batch_size, q_length, kv_length, kv_offset, q_index)
     mask = _lower(mask_function, sizes)

@@ -7,6 +7,7 @@ evaluated on all pairs, which is said once.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from ..torch import attention
 require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
 from ._transformers_masks import UnknownMaskWarning, make_mask  # noqa: E402
 
@@ -33,8 +35,9 @@ __all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask"]
 #: The name under which transformers knows this attention.
 NAME = "attnspan"
 
-# What attends by a list of keys of its own, which is no mask of spans, and what pages the cache.
-_REFUSED = ("indices", "topk_indices", "block_table", "read_index", "write_index", "cache")
+# Lists of keys or of blocks of keys, which are no masks of spans, and what pages the cache.
+_LISTS = ("indices", "topk_indices", "block_indices")
+_PAGES = ("block_table", "read_index", "write_index", "cache")
 
 
 def attend(
@@ -59,13 +62,14 @@ def attend(
         query: Shape (B, Hq, Sq, D), as key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv); Hkv divides Hq.
         attention_mask: What `make_mask` returned; or a mask of one's own (B|1, Hq|1, Sq|1, Sk), bool, or
             floating, which is added to the scores. None: all keys, or in a causal layer those up to the
-            query's own.
+            query's own, where the last query is at the last key.
         dropout: Share of the weights to drop; the seed comes from torch's generator.
         scaling: Factor of the scores; 1/sqrt(D) by default.
         is_causal: See ``module``.
         softcap: Scores x become ``softcap * tanh(x / softcap)``.
         s_aux: Shape (Hq,): logits of sinks.
-        sliding_window: Counts without a mask only, which has it already.
+        sliding_window: How many keys a query sees to its left, itself among them, and in a layer that is not
+            causal to its right too. Counts only without a mask, which has it already.
         position_bias: Shape (B|1, Hq|1, Sq, Sk), added to the scores.
         **given: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (n + 1,) each: where packed documents start, and the
             last one ends. Others are of no concern to attention.
@@ -74,16 +78,22 @@ def attend(
         The output, contiguous (B, Sq, Hq, Dv), and None for the weights.
 
     Raises:
-        OptionError: The weights are wanted, or a cache in pages, or attention to a list of keys.
+        OptionError: The weights are wanted, or a cache in pages, or attention to a list of keys. Or there is
+            no mask, because the model's ``attn_implementation`` is a name without a mask function.
+        ShapeError: No mask, a causal layer and more queries than keys.
         TypeError: The mask is neither of `make_mask` nor boolean nor floating.
     """
     _refuse(given)
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     cu_seqlens = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if attention_mask is None:
+        _expect_no_mask(module, causal_here, query.shape[2], key.shape[2])
     mask, bias = _read(attention_mask, causal_here, sliding_window, query, key, cu_seqlens)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     seed = torch.randint(2**62, (), device=query.device) if dropout else None
+    # Dropout goes by position, which bounds alone do not tell. Any numbers of rows will do.
+    numbered = seed is not None and isinstance(mask, Prepared)
     out = attention(
         query,
         key,
@@ -95,6 +105,7 @@ def attend(
         sinks=s_aux,
         dropout_p=float(dropout),
         dropout_seed=seed,
+        q_index=torch.arange(query.shape[2], device=query.device) if numbered else None,
     )
     return out.transpose(1, 2), None
 
@@ -103,9 +114,21 @@ def _refuse(given: dict[str, Any]) -> None:
     wanted = bool(given.get("output_attentions"))
     remedy = 'Load the model with attn_implementation="eager" to see them'
     expect(not wanted, "output_attentions", "False: the weights are never stored", "True", remedy)
-    for name in _REFUSED:
+    for name in _LISTS + _PAGES:
         remedy = "Load the model with another attn_implementation"
         expect(given.get(name) is None, name, "None", f"a {type(given.get(name)).__name__}", remedy)
+
+
+def _expect_no_mask(module: torch.nn.Module, is_causal: bool, q_len: int, k_len: int) -> None:
+    """Padding, windows and documents were lost if nobody asked `make_mask` for them."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+    known = name == NAME or name in ALL_MASK_ATTENTION_FUNCTIONS
+    remedy = f"Load the model with {NAME!r}, or call AttentionMaskInterface.register({name!r}, make_mask)"
+    expected = "a mask, which transformers makes only for names with a mask function"
+    expect(known, "attention_mask", expected, f"None, and attn_implementation={name!r}", remedy)
+    remedy = "Pass is_causal=False for attention to other tokens than the queries' own"
+    fits = not is_causal or q_len <= k_len
+    expect(fits, "key", "at least as many keys as queries, {}", k_len, remedy, q_len, error=ShapeError)
 
 
 def _read(
@@ -121,8 +144,8 @@ def _read(
     packed = None if cu_seqlens[0] is None else _documents(cu_seqlens[0], cu_seqlens[1])
     if given is None:
         found: Mask = causal() if is_causal and q_len > 1 else full()
-        if is_causal and sliding_window is not None:
-            found = found & window(sliding_window - 1, None)
+        if sliding_window is not None:
+            found = found & window(sliding_window - 1, None if is_causal else sliding_window - 1)
         return found if packed is None else found & packed, None
     remedy = "Pass a boolean mask, True for what may be seen, or a floating one"
     expected = "a mask of make_mask, or a boolean or floating tensor of four dims"
@@ -166,30 +189,30 @@ def _give_offsets(model: PreTrainedModel) -> None:
     They do so for flash-attn alone, and else loop over the parts, whose lengths they read on the host. They
     ask by a function that each module imported by name.
     """
-    for name in {type(part).__module__ for part in model.modules()}:
-        module = sys.modules.get(name)
-        asked = getattr(module, "is_flash_attention_requested", None)
-        if asked is not None and not hasattr(asked, "attnspan") and _takes_offsets(module):
-            module.is_flash_attention_requested = _also_ours(asked)  # type: ignore[union-attr]
+    for part in model.modules():
+        module: Any = sys.modules.get(type(part).__module__)
+        asked: Any = getattr(module, "is_flash_attention_requested", None)
+        if asked is not None and _takes_offsets(type(part)):
+            if not hasattr(asked, "attnspan"):
+                asked = module.is_flash_attention_requested = _also_ours(asked)
+            asked.attnspan.add(type(part.config))
 
 
-def _takes_offsets(module: Any) -> bool:
-    classes = [x for x in vars(module).values() if isinstance(x, type) and "forward" in vars(x)]
-    codes = [getattr(vars(x)["forward"], "__code__", None) for x in classes]
-    constants = [c for code in codes if code is not None for c in code.co_consts]
+def _takes_offsets(kind: type) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+    constants = () if code is None else code.co_consts
     return any(isinstance(c, tuple) and "cu_seq_lens_q" in c for c in constants)
 
 
 def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
-    def is_flash_attention_requested(
-        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
-    ) -> bool:
-        name = requested_attention_implementation if config is None else config._attn_implementation
-        return (name == NAME and version is None) or asked(
-            config, requested_attention_implementation, version
-        )
+    # Modules ask for other reasons too, with other configurations.
+    kinds: set[type] = set()
 
-    is_flash_attention_requested.attnspan = True  # type: ignore[attr-defined]
+    def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        ours = type(config) in kinds and config._attn_implementation == NAME and not args and not kwargs
+        return ours or asked(config, *args, **kwargs)
+
+    is_flash_attention_requested.attnspan = kinds  # type: ignore[attr-defined]
     return is_flash_attention_requested
 
 

@@ -1,0 +1,235 @@
+"""Kinds of models of transformers other than plain decoders, each against the eager implementation."""
+
+import importlib
+
+import pytest
+import torch
+from closeness import relative_error
+
+transformers = pytest.importorskip("transformers")
+
+from transformers_models import (  # noqa: E402
+    FORWARD,
+    LEFT_PADDED,
+    RIGHT_PADDED,
+    SIZES,
+    TOKENS,
+    Operators,
+    assert_equals_eager,
+    build,
+    computed,
+    logits,
+    states,
+)
+
+import attnspan.integrations.transformers as adapter  # noqa: E402
+from attnspan.errors import OptionError  # noqa: E402
+
+PADDING = {"plain": {}, "padded": {"attention_mask": RIGHT_PADDED}}
+BART = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "dropout": 0.0,
+}
+T5 = {"d_model": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_ff": 96}
+#: Attention to latents, with experts.
+LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("bert", {}), ("modernbert", {"local_attention": 6, "global_attn_every_n_layers": 2})],
+    ids=["bert", "modernbert"],
+)
+def test_encoders(name, sizes, padding):
+    no_markers = {"cls_token_id": 1, "sep_token_id": 2}
+    model = build(name, "AutoModel", **sizes, **no_markers)
+    valid = padding.get("attention_mask", torch.ones(2, 12)).bool()
+    assert_equals_eager(model, {"input_ids": TOKENS, **padding}, 2, states, valid)
+
+
+def test_local_windows_of_encoders_are_seen():
+    """Layers with windows of 3 to each side pass a change on by 3 tokens each."""
+    sizes = {
+        "local_attention": 6,
+        "layer_types": ["sliding_attention"] * 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    }
+    model = build("modernbert", "AutoModel", **sizes)
+    model.set_attn_implementation("attnspan")
+    changed = TOKENS.clone()
+    changed[:, 0] += 1
+    moved = (model(TOKENS).last_hidden_state != model(changed).last_hidden_state).any(2)
+    assert moved[0].tolist() == [True] * 7 + [False] * 5
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize(("name", "sizes"), [("bart", BART), ("t5", T5)], ids=["bart", "t5"])
+def test_encoders_with_decoders(name, sizes, padding):
+    """The encoder, the decoder and attention across, two layers of each; in T5 with position bias."""
+    model = build(name, "AutoModelForSeq2SeqLM", **sizes)
+    inputs = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :7], **padding}
+    assert_equals_eager(model, inputs, 6)
+
+
+def test_padding_of_both_sides_with_position_bias():
+    model = build("t5", "AutoModelForSeq2SeqLM", **T5)
+    valid = torch.arange(7) < torch.tensor([[7], [5]])
+    inputs = {"input_ids": TOKENS, "attention_mask": RIGHT_PADDED, "decoder_attention_mask": valid.long()}
+    assert_equals_eager(model, {**inputs, "decoder_input_ids": TOKENS[:, :7]}, 6, valid=valid)
+
+
+@pytest.mark.parametrize("padding", [{}, {"attention_mask": LEFT_PADDED}], ids=PADDING)
+def test_values_of_another_head_dim_than_keys(padding):
+    valid = padding.get("attention_mask", torch.ones(2, 12)).bool()
+    assert_equals_eager(
+        build("deepseek_v3", **LATENT, v_head_dim=20), {"input_ids": TOKENS, **padding}, 2, valid=valid
+    )
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+#: Images of two rows, wider than the window.
+IMAGES = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0]])
+GROUPS = {
+    "gemma3": (
+        "token_type_ids",
+        {
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 63,
+            "boi_token_index": 61,
+            "eoi_token_index": 62,
+        },
+        {},
+    ),
+    "gemma4": (
+        "mm_token_type_ids",
+        {
+            "vision_config": {
+                **VISION,
+                "head_dim": 16,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": 63,
+            "boi_token_id": 61,
+            "eoi_token_id": 62,
+        },
+        {
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
+            "global_head_dim": 16,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", [{}, {"attention_mask": LEFT_PADDED}], ids=PADDING)
+@pytest.mark.parametrize("name", GROUPS)
+def test_images_that_see_themselves_inside_windows(name, padding):
+    types, sizes, text = GROUPS[name]
+    windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {**SIZES, **windows, **text}
+    model = build(name, "AutoModelForImageTextToText", text_config=text, **sizes)
+    tokens = TOKENS % 50 + 3  # none of them is an image's own
+    valid = padding.get("attention_mask", torch.ones(2, 12)).bool()
+    inputs = {"input_ids": tokens, types: IMAGES, **padding}
+    assert_equals_eager(model, inputs, 2, valid=valid, within=6e-6)
+    with_groups = computed(model, "attnspan", inputs, logits)[0]
+    without = computed(model, "attnspan", {**inputs, types: torch.zeros_like(IMAGES)}, logits)[0]
+    assert relative_error(with_groups[1, 4:], without[1, 4:]) > 1e-3
+
+
+TOWERS = {
+    "Qwen2VL": ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", {"embed_dim": 32, "mlp_ratio": 2}),
+    "Qwen2_5_VL": (
+        "qwen2_5_vl",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        {"intermediate_size": 48, "out_hidden_size": 32, "window_size": 56, "fullatt_block_indexes": [1]},
+    ),
+    "Qwen3VL": (
+        "qwen3_vl",
+        "Qwen3VLVisionModel",
+        {
+            "intermediate_size": 48,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_of_ragged_images_calls_the_operator_once_a_layer(name):
+    package, kind, sizes = TOWERS[name]
+    config = getattr(transformers, f"{name}Config")(
+        vision_config={"depth": 2, "num_heads": 2, "hidden_size": 32, **sizes}
+    ).vision_config
+    torch.manual_seed(0)
+    modeling = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    model = getattr(modeling, kind)._from_config(config).eval()
+    grid = torch.tensor([[1, 4, 4], [1, 2, 6], [2, 2, 2]])
+    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    inputs = {"hidden_states": torch.randn(int(grid.prod(1).sum()), size), "grid_thw": grid}
+    assert_equals_eager(model, inputs, 2, states)
+
+
+def test_a_tower_whose_model_makes_the_offsets():
+    config = transformers.PixtralVisionConfig(**{**VISION, "image_size": 32, "num_hidden_layers": 2})
+    torch.manual_seed(0)
+    model = transformers.PixtralVisionModel(config).eval()
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32), "image_sizes": torch.tensor([[16, 32], [32, 8]])}
+    assert_equals_eager(model, inputs, 2, states)
+
+
+def test_modules_that_ask_for_flash_attention_for_other_reasons_are_told_the_truth():
+    """Only the configurations of encoders that take offsets are answered for."""
+    test_a_tower_of_ragged_images_calls_the_operator_once_a_layer("Qwen2_5_VL")
+    asked = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.is_flash_attention_requested
+    vision, text = transformers.Qwen2_5_VLConfig().vision_config, transformers.Qwen2_5_VLConfig().text_config
+    vision._attn_implementation = text._attn_implementation = adapter.NAME
+    assert asked(vision)
+    assert not asked(text)
+    assert asked(requested_attention_implementation="flash_attention_2")
+    assert not asked(requested_attention_implementation=adapter.NAME)
+
+
+def test_layers_that_choose_keys_are_refused():
+    model = build("deepseek_v32", **LATENT, v_head_dim=16, index_topk=4, index_n_heads=2, index_head_dim=16)
+    with Operators() as operators:
+        model(TOKENS)
+    assert operators.counts[FORWARD] == 0
+    model.set_attn_implementation("attnspan")
+    with pytest.raises(OptionError, match=r'got indexed_attention\. Load .* attn_implementation="eager"'):
+        model(TOKENS)
