@@ -8,7 +8,8 @@ evaluated on all pairs, which is said once.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch.dtensor import ShardedMask
 
 require("transformers", "attnspan.integrations.transformers", "transformers")
 
@@ -28,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ._transformers_masks import UnknownMaskWarning, make_mask  # noqa: E402
 
-__all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask"]
+__all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask", "plans_only"]
 
 #: The name under which transformers knows this attention.
 NAME = "attnspan"
@@ -57,9 +59,9 @@ def attend(
     Args:
         module: The attention layer; its ``is_causal`` counts where the call does not say.
         query: Shape (B, Hq, Sq, D), as key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv); Hkv divides Hq.
-        attention_mask: What `make_mask` returned; or a mask of one's own (B|1, Hq|1, Sq|1, Sk), bool, or
-            floating, which is added to the scores. None: all keys, or in a causal layer those up to the
-            query's own.
+        attention_mask: What `make_mask` returned; or a plan on a mesh, where q, k and v are this rank's rows;
+            or a mask of one's own (B|1, Hq|1, Sq|1, Sk), bool, or floating, which is added to the scores.
+            None: all keys, or in a causal layer those up to the query's own.
         dropout: Share of the weights to drop; the seed comes from torch's generator.
         scaling: Factor of the scores; 1/sqrt(D) by default.
         is_causal: See ``module``.
@@ -80,6 +82,10 @@ def attend(
     _refuse(given)
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     cu_seqlens = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if _plans_only:
+        expected, got = "the plan that the model was given", type(attention_mask).__name__
+        remedy = f"{type(module).__name__} makes its own mask: train this model without context parallelism"
+        expect(isinstance(attention_mask, ShardedMask), "attention_mask", expected, got, remedy)
     mask, bias = _read(attention_mask, causal_here, sliding_window, query, key, cu_seqlens)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -117,6 +123,10 @@ def _read(
     cu_seqlens: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, Tensor | None]:
     """The mask of a call, and what is added to its scores."""
+    if isinstance(given, ShardedMask):
+        whole, remedy = cu_seqlens == (None, None), "Plan with a mask that has the documents"
+        expect(whole, "cu_seq_lens with a plan", "None", "offsets", remedy)
+        return given, None
     q_len, k_len = q.shape[2], k.shape[2]
     packed = None if cu_seqlens[0] is None else _documents(cu_seqlens[0], cu_seqlens[1])
     if given is None:
@@ -143,6 +153,20 @@ def _read(
         return full() if packed is None else packed, given
     found = from_dense(given.expand(-1, -1, q_len, -1))
     return found if packed is None else found & packed, None
+
+
+_plans_only = False
+
+
+@contextmanager
+def plans_only() -> Iterator[None]:
+    """Refuse every attention without a plan: a rank's rows alone would look at each other and nobody else."""
+    global _plans_only
+    before, _plans_only = _plans_only, True
+    try:
+        yield
+    finally:
+        _plans_only = before
 
 
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -1,0 +1,134 @@
+"""Runs of transformers' Trainer, by one process or by each rank of a world, and what came of them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from attnspan.integrations.accelerate import context_parallel
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"attention_chunk_size": 7, "num_local_experts": 2, "intermediate_size_mlp": 32},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128},
+}
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    """A tiny model with the same random weights in every process."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **MODELS[name], **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnspan")
+
+
+def documents(count: int, longest: int) -> list[dict[str, Any]]:
+    """Random documents of very uneven lengths, each counting upwards from a random token."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        length, start = torch.randint(2, longest, (2,), generator=generator).tolist()
+        found.append({"input_ids": [(start + i) % 45 + 3 for i in range(length)]})
+    return found
+
+
+def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """One document per row, with tokens of no meaning behind it."""
+    longest = max(len(x["input_ids"]) for x in examples)
+    rows = [x["input_ids"] + [0] * (longest - len(x["input_ids"])) for x in examples]
+    valid = [[1] * len(x["input_ids"]) + [0] * (longest - len(x["input_ids"])) for x in examples]
+    tokens, mask = torch.tensor(rows), torch.tensor(valid)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+COLLATORS = {"packed": DataCollatorWithFlattening(), "padded": padded}
+
+
+def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) -> Any:
+    """A trainer of uneven documents; gradients are not clipped, so that their size counts."""
+    options = {
+        "max_steps": 20,
+        "per_device_train_batch_size": 3,
+        "per_device_eval_batch_size": 3,
+        "learning_rate": 0.3,
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **given,
+    }
+    keys = "compute_loss_func", "compute_metrics"
+    functions = {key: options.pop(key) for key in keys if key in options}
+    trainer = Trainer(
+        model,
+        TrainingArguments(output_dir=folder, **options),
+        data_collator=COLLATORS[data],
+        train_dataset=documents(70, 24),
+        eval_dataset=documents(7, 30),
+        **functions,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return context_parallel(trainer, degree) if degree > 1 else trainer
+
+
+def results(trainer: Any) -> dict[str, Any]:
+    """What training, evaluation and prediction give."""
+    trainer.train()
+    losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    weights = torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
+    predicted = trainer.predict(trainer.eval_dataset)
+    return {
+        "losses": losses,
+        "weights": weights,
+        "eval_loss": predicted.metrics["test_loss"],
+        "logits": predicted.predictions,
+        "labels": predicted.label_ids,
+        "operations": trainer.state.total_flos,
+    }
+
+
+@contextmanager
+def as_started_by_torchrun() -> Iterator[None]:
+    """What accelerate asks of the environment; and without warnings of other libraries."""
+    variables = {"OMP_NUM_THREADS": "1"}  # Else accelerate chooses, and says so.
+    if dist.is_initialized():
+        rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+        variables |= {"LOCAL_RANK": rank, "RANK": rank, "LOCAL_WORLD_SIZE": ranks, "WORLD_SIZE": ranks}
+    with patch.dict(os.environ, variables), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def run(name: str, data: str, degree: int, folder: str, **given: Any) -> dict[str, Any]:
+    """Train a model by name; for each rank of a world, or alone."""
+    with as_started_by_torchrun():
+        changes = given.pop("config", {})
+        found = results(trainer_of(model_of(name, **changes), data, degree, folder, **given))
+    if dist.is_initialized() and dist.get_rank() > 0:
+        found = {key: found[key] for key in ("losses", "weights", "eval_loss")}
+    return found
