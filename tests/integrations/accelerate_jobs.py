@@ -72,7 +72,7 @@ def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) ->
         "max_steps": 20,
         "per_device_train_batch_size": 3,
         "per_device_eval_batch_size": 3,
-        "learning_rate": 0.3,
+        "learning_rate": 0.1,
         "optim": "sgd",
         "max_grad_norm": 0,
         "logging_steps": 1,
@@ -132,3 +132,8 @@ def run(name: str, data: str, degree: int, folder: str, **given: Any) -> dict[st
     if dist.is_initialized() and dist.get_rank() > 0:
         found = {key: found[key] for key in ("losses", "weights", "eval_loss")}
     return found
+
+
+def run_with(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
+    """`run` with options by name."""
+    return run(name, data, degree, folder, **given)

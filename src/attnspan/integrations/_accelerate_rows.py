@@ -7,7 +7,8 @@ where all layers are alike.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -15,15 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from ..errors import OptionError, expect
+from ..errors import expect
 from ..masks import Mask, Prepared, full
 from ..parallel import Layout
 from ..parallel.lowered import lower
+from ..parallel.torch.attention import MeshPlan
 from ..testing import probe
 from ..torch.dtensor import ShardedMask
 from . import transformers as adapter
+from ._transformers_masks import describe
 
 __all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
 
@@ -38,6 +41,12 @@ class Kind(NamedTuple):
     heads: tuple[int, int]
     head_dim: int
     v_dim: int
+
+
+class ReadyMask(MeshPlan):
+    """A plan that looks ready to transformers' models, which know a prepared mask by its four dims."""
+
+    ndim = 4
 
 
 class Sharded(NamedTuple):
@@ -79,42 +88,72 @@ def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> di
     return by_kind
 
 
+class _Watched:
+    """What a model's layers attend with, while it runs on a few tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.made, self.marks, self.kinds = name, [], {}, {}
+        self.calls: list[str] = []  # what each layer's mask is, or of which kind, in order
+
+    def __enter__(self) -> _Watched:
+        AttentionInterface.register(adapter.NAME, self.attend)
+        AttentionMaskInterface.register(adapter.NAME, self.make_mask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        AttentionInterface.register(adapter.NAME, adapter.attend)
+        AttentionMaskInterface.register(adapter.NAME, adapter.make_mask)
+
+    def make_mask(self, *sizes: Any, mask_function: Any = masking_utils.causal_mask_function, **given: Any) -> Tensor:
+        mask = adapter.make_mask(*sizes, mask_function=mask_function, **given)
+        self.made.append((mask, describe(mask_function)))
+        return mask
+
+    def what(self, mask: Any) -> str:
+        return next((text for made, text in self.made if made is mask), "another mask")
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **given: Any) -> Any:
+        kind = next((kind for kind, mark in self.marks.items() if mark is mask), None)
+        self.calls.append(self.what(mask) if kind is None else kind)
+        if kind is not None:
+            found = Kind((q.shape[1], k.shape[1]), q.shape[3], v.shape[3])
+            same = self.kinds.setdefault(kind, found) == found
+            got = f"{self.kinds[kind]} and {found} in layers of kind {kind!r}"
+            expect(same, self.name, "the same heads in all layers of a kind", got, _WITHOUT)
+        return adapter.attend(module, q, k, v, mask, *rest, **given)
+
+
 def examine(model: Any) -> dict[str, Kind]:
     """The kinds of a model's layers, found by running it on three tokens, each of which sees itself only.
 
     Raises:
-        OptionError: Tokens meet elsewhere than in this attention, as in recurrent layers and convolutions; or
-            the loss is another one than the cross entropy of next tokens.
+        OptionError: Tokens meet elsewhere than in this attention, as in recurrent layers and convolutions; the
+            model makes other masks than plans are made of; or the loss is another one than the cross entropy
+            of next tokens.
     """
     base, name = base_of(model), f"context_parallel: {type(base_of(model)).__name__}"
     _check_config(base, name)
     tokens = torch.arange(1, 4, device=model.device)[None]
     positions = torch.arange(3, device=model.device)[None]
-    kinds = _masks(base, {"position_ids": positions}, 1, 3)
-    itself = torch.stack([positions, positions + 1], -1).int()[None]
-    marks = {kind: itself.clone() for kind in kinds}
-    seen: dict[str, Kind] = {}
-
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **given: Any) -> Any:
-        kind = next((kind for kind, mark in marks.items() if mark is mask), None)
-        got = f"{type(module).__name__}, which makes its own mask"
-        expect(kind is not None, name, "layers that use the masks they are given", got, _WITHOUT)
-        found = Kind((q.shape[1], k.shape[1]), q.shape[3], v.shape[3])
-        same, got = seen.setdefault(kind, found) == found, f"{seen[kind]} and {found} in layers of kind {kind!r}"
-        expect(same, name, "the same heads in all layers of a kind", got, _WITHOUT)
-        return adapter.attend(module, q, k, v, mask, **given)
-
-    batch = {"input_ids": tokens, "position_ids": positions, "attention_mask": _for_model(marks), "use_cache": False}
-    AttentionInterface.register(adapter.NAME, attend)
-    try:
+    batch = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    with _Watched(name) as watched, _evaluating(model):
+        planned = {kind: watched.what(mask) for kind, mask in _masks(base, batch, 1, 3).items()}
+        model(**batch)
+        own, watched.calls = watched.calls, []
+        itself = torch.stack([positions, positions + 1], -1).int()[None]
+        watched.marks = {kind: itself.clone() for kind in planned}
+        batch["attention_mask"] = _for_model(watched.marks)
         isolation = probe(model, batch, torch.arange(3))
-    finally:
-        AttentionInterface.register(adapter.NAME, adapter.attend)
-    expect(seen, name, "layers that call the attention named attnspan", "none", _WITHOUT)
+        loss, wanted = _losses(model, batch)
+    expect(own, name, "layers that call the attention named attnspan", "none", _WITHOUT)
+    expected = [planned.get(kind, kind) for kind in watched.calls[: len(own)]]
+    what, got = f"{name}: masks of its layers", ", ".join(sorted(set(own)))
+    expect(own == expected, what, ", ".join(sorted(set(expected))), got, _WITHOUT)
     got = f"a layer that moves them elsewhere, such as a recurrent one: {isolation}"
     expect(isolation.isolated, name, "tokens that see each other in attention only", got, _WITHOUT)
-    _check_loss(model, batch, name)
-    return seen
+    same, expected = abs(loss - wanted) <= 1e-3 * wanted, "the cross entropy of shift_labels over num_items_in_batch"
+    expect(same, f"{name}: loss", expected, "another", _WITHOUT)
+    return watched.kinds
 
 
 def _check_config(model: Any, name: str) -> None:
@@ -133,19 +172,25 @@ def _check_config(model: Any, name: str) -> None:
     expect("position_ids" in known, name, "a model that takes position_ids", "none", _WITHOUT)
 
 
-def _check_loss(model: Any, batch: dict[str, Any], name: str) -> None:
-    """Let the model find a loss from shifted labels, as a sum over a given number of tokens."""
-    tokens, count = batch["input_ids"], torch.tensor(5.0, device=model.device)
-    shifted, training = torch.tensor([[2, -100, 0]], device=model.device), model.training
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
     model.eval()
-    with torch.no_grad():
-        out = model(**batch, labels=tokens, shift_labels=shifted, num_items_in_batch=count)
-    model.train(training)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _losses(model: Any, batch: dict[str, Any]) -> tuple[float, float]:
+    """The model's loss of shifted labels as a sum over a given number of tokens, and what it must be."""
+    shifted, count = torch.tensor([[2, -100, 0]], device=model.device), torch.tensor(5.0, device=model.device)
+    labels = batch["input_ids"]
+    out = model(**batch, labels=labels, shift_labels=shifted, num_items_in_batch=count)
     logits = out["logits"].float().flatten(0, 1)
-    wanted = nn.functional.cross_entropy(logits, shifted.flatten(), reduction="sum") / 5
-    got, expected = "another", "the cross entropy of shift_labels over num_items_in_batch"
-    same = bool((out["loss"].float() - wanted).abs() <= 1e-3 * wanted.abs())
-    expect(same, f"{name}: loss", expected, got, _WITHOUT)
+    wanted = nn.functional.cross_entropy(logits, shifted.flatten(), reduction="sum") / count
+    return float(out["loss"]), float(wanted)
 
 
 def _for_model(by_kind: dict[str, Any]) -> Any:
@@ -182,8 +227,10 @@ class Sharding:
         if "labels" in inputs and "shift_labels" not in inputs:
             inputs["shift_labels"] = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
         whole, rest = _split(inputs, batch, length)
-        rows = layout.shard(whole, self.mesh.get_local_rank())
-        plans = {kind: self._plan(kind, masks[kind], layout, batch).on(self.mesh, rows=rows) for kind in masks}
+        rank = self.mesh.get_local_rank()
+        rows = layout.shard(whole, rank)
+        parts = {kind: self._plan(kind, masks[kind], layout, batch).local(rank) for kind in masks}
+        plans = {kind: ReadyMask.of(part, self.mesh, rows=rows) for kind, part in parts.items()}
         mine = {name: x for name, x in rows.items() if name != "q_index"}
         return Sharded({**rest, **mine, "attention_mask": _for_model(plans)}, layout, batch)
 

@@ -12,7 +12,7 @@ from transformers import masking_utils
 from ..masks import Mask, causal, from_predicate, full, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
-__all__ = ["UnknownMaskWarning", "make_mask"]
+__all__ = ["UnknownMaskWarning", "describe", "make_mask"]
 
 
 class UnknownMaskWarning(UserWarning):
@@ -192,6 +192,19 @@ class _Shifted:
 
 def _name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def describe(fn: Callable[..., Any]) -> str:
+    """A mask function as text, without its tensors.
+
+    Example:
+        >>> describe(masking_utils.sliding_window_causal_mask_function(4))
+        'and(window(4), causal_mask_function)'
+    """
+    if not isinstance(fn, _Known):
+        return _name_of(fn)
+    parts = ["data" if isinstance(x, Tensor) else describe(x) if callable(x) else str(x) for x in fn.data]
+    return f"{fn.kind}({', '.join(parts)})"
 
 
 _said: set[str] = set()
