@@ -15,6 +15,7 @@ import transformers
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from attnspan.integrations.accelerate import context_parallel
+from attnspan.testing import probe
 
 SIZES = {
     "vocab_size": 48,
@@ -33,13 +34,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "llama4_text": {"attention_chunk_size": 7, "num_local_experts": 2, "intermediate_size_mlp": 32},
-    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128},
+    # Only attention drops weights: it drops by global indices, other layers by what a rank draws.
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "embd_pdrop": 0, "resid_pdrop": 0},
 }
 
 
-def model_of(name: str, **changes: Any) -> Any:
+def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny model with the same random weights in every process."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **MODELS[name], **changes})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnspan")
 
@@ -66,6 +68,12 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 COLLATORS = {"packed": DataCollatorWithFlattening(), "padded": padded}
 
 
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss that compares neighbours: targets are shifted in here."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
 def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) -> Any:
     """A trainer of uneven documents; gradients are not clipped, so that their size counts."""
     options = {
@@ -82,13 +90,13 @@ def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) ->
         "use_cpu": True,
         **given,
     }
-    keys = "compute_loss_func", "compute_metrics"
-    functions = {key: options.pop(key) for key in keys if key in options}
+    stream = options.pop("stream", False)
+    functions = {"compute_loss_func": own_loss} if options.pop("own_loss", False) else {}
     trainer = Trainer(
         model,
         TrainingArguments(output_dir=folder, **options),
         data_collator=COLLATORS[data],
-        train_dataset=documents(70, 24),
+        train_dataset=Stream() if stream else documents(70, 24),
         eval_dataset=documents(7, 30),
         **functions,
     )
@@ -124,16 +132,45 @@ def as_started_by_torchrun() -> Iterator[None]:
         yield
 
 
-def run(name: str, data: str, degree: int, folder: str, **given: Any) -> dict[str, Any]:
+def run(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
     """Train a model by name; for each rank of a world, or alone."""
     with as_started_by_torchrun():
-        changes = given.pop("config", {})
-        found = results(trainer_of(model_of(name, **changes), data, degree, folder, **given))
-    if dist.is_initialized() and dist.get_rank() > 0:
+        found = results(trainer_of(model_of(name), data, degree, folder, **given))
+    if dist.is_initialized() and dist.get_rank() > 0:  # The rest is large, and compared by rank 0's.
         found = {key: found[key] for key in ("losses", "weights", "eval_loss")}
     return found
 
 
-def run_with(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
-    """`run` with options by name."""
-    return run(name, data, degree, folder, **given)
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The documents one after the other, as from a file that is too large."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from documents(70, 24)
+
+
+def shared(name: str, degree: int, folder: str, tokens: Any, positions: Any, ids: Any) -> Any:
+    """Which packed documents see each other where ranks share them."""
+    with as_started_by_torchrun():
+        trainer = trainer_of(model_of(name), "packed", degree, folder)
+        batch = {"input_ids": tokens, "position_ids": positions}
+        call = lambda **inputs: trainer.prediction_step(trainer.model, inputs, False)[1]  # noqa: E731
+        return probe(trainer.model, batch, ids, call=call)
+
+
+def other_data(folder: str) -> None:
+    """Each rank brings its own order of the documents."""
+    with as_started_by_torchrun():
+        trainer = trainer_of(model_of("llama"), "packed", 2, folder)
+        trainer.train_dataset = trainer.train_dataset[dist.get_rank() :]
+        trainer.train()
+
+
+def resumed(degree: int, folder: str) -> Any:
+    """Weights after six steps, and after three and three that go on from what was saved."""
+    with as_started_by_torchrun():
+        whole = trainer_of(model_of("llama"), "packed", degree, folder, save_strategy="steps", save_steps=3, max_steps=6)
+        whole.train()
+        again = trainer_of(model_of("llama", seed=1), "packed", degree, folder, max_steps=6)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        return [torch.nn.utils.parameters_to_vector(x.model.parameters()).detach() for x in (whole, again)]

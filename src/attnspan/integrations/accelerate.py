@@ -10,7 +10,7 @@ that is made of the whole batch's mask: packed documents, windows and padding st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -196,12 +196,14 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
         if own and not average:
             num_items_in_batch = num_items_in_batch * degree
         model = model if isinstance(model, _OnRows) else _OnRows(self, model)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with self._gathering(lambda of_ranks: of_ranks.sum(1)):  # TRL's counts of tokens.
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = found[0] if return_outputs else found
         if own and average:
             loss = loss / degree
         if not own and not torch.is_grad_enabled():
             loss = sum_over(loss, self._sharding.mesh) / degree
-        return (loss, outputs) if return_outputs else loss
+        return (loss, found[1]) if return_outputs else loss
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -223,16 +225,20 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
         self._gather = gather
 
     def _gather_groups(self, data: Any) -> Any:
-        accelerator, degree = self.accelerator, self._sharding.mesh.size()
-        everyones = accelerator.gather
-
-        def one_of_each(x: Tensor) -> Tensor:
-            return x.unflatten(0, (accelerator.num_processes // degree, degree, -1))[:, 0].flatten(0, 1)
-
         # `gather_for_metrics` cuts off what a last batch repeats, and must count each group once.
-        accelerator.gather = lambda x: recursively_apply(one_of_each, everyones(x))
-        try:
+        with self._gathering(lambda of_ranks: of_ranks[:, 0]):
             return self._gather(data)
+
+    @contextlib.contextmanager
+    def _gathering(self, reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let accelerate gather one result per group, of those of its ranks (groups, ranks, rows, ...)."""
+        accelerator, degree = self.accelerator, self._sharding.mesh.size()
+        sizes, everyones = (accelerator.num_processes // degree, degree, -1), accelerator.gather
+        accelerator.gather = lambda x: recursively_apply(
+            lambda part: reduce(part.unflatten(0, sizes)).flatten(0, 1), everyones(x)
+        )
+        try:
+            yield
         finally:
             del accelerator.gather
 
