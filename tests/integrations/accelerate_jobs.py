@@ -141,7 +141,6 @@ def run(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -
     return found
 
 
-
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """The documents one after the other, as from a file that is too large."""
 
@@ -169,7 +168,9 @@ def other_data(folder: str) -> None:
 def resumed(degree: int, folder: str) -> Any:
     """Weights after six steps, and after three and three that go on from what was saved."""
     with as_started_by_torchrun():
-        whole = trainer_of(model_of("llama"), "packed", degree, folder, save_strategy="steps", save_steps=3, max_steps=6)
+        whole = trainer_of(
+            model_of("llama"), "packed", degree, folder, save_strategy="steps", save_steps=3, max_steps=6
+        )
         whole.train()
         again = trainer_of(model_of("llama", seed=1), "packed", degree, folder, max_steps=6)
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")

@@ -103,16 +103,21 @@ def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path
 
 
 def test_ranks_that_bring_other_batches_are_told(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="context_parallel: batches: expected the same on all ranks of a group"):
+    with pytest.raises(
+        JobError, match="context_parallel: batches: expected the same on all ranks of a group"
+    ):
         world(2).run("accelerate_jobs:other_data", str(tmp_path))
 
 
 REFUSED = {
     "mamba": ({"num_hidden_layers": 1}, "expected a model that takes position_ids"),
-    "jamba": ({"num_hidden_layers": 4, "use_mamba_kernels": False}, "attention in every layer, got layers of kind 'linear"),
+    "jamba": (
+        {"num_hidden_layers": 4, "use_mamba_kernels": False},
+        "attention in every layer, got layers of kind 'linear",
+    ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "got layers of kind 'conv'"),
     "bert": ({}, "expected causal_mask_function, got bidirectional_mask_function"),
-    "bloom": ({}, 'expected attention "attnspan", got \'eager\''),
+    "bloom": ({}, "expected attention \"attnspan\", got 'eager'"),
     "t5": ({}, "a decoder without cross attention"),
     "mixtral": ({"num_local_experts": 2, "output_router_logits": True}, "output_router_logits = False"),
 }
@@ -140,7 +145,7 @@ def test_a_layer_that_moves_tokens_elsewhere_is_named() -> None:
 
 def test_a_loss_of_ones_own_is_refused() -> None:
     model = model_of("llama")
-    model.loss_function = lambda logits, labels, **_: logits[:, :-1].square().mean()
+    model.loss_function = lambda logits, **_: logits[:, :-1].square().mean()
     with pytest.raises(OptionError, match="loss: expected the cross entropy of shift_labels"):
         examine(model)
 
@@ -157,7 +162,9 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
         context_parallel(trainer, 2)
     with pytest.raises(OptionError, match=r"label_smoothing_factor: expected 0, got 0\.1"):
         context_parallel(smoothed)
-    with pytest.raises(OptionError, match="expected the loss of Trainer or SFTTrainer, got the compute_loss of Own"):
+    with pytest.raises(
+        OptionError, match="expected the loss of Trainer or SFTTrainer, got the compute_loss of Own"
+    ):
         context_parallel(own)
     with pytest.raises(OptionError, match="expected a Trainer, got int"):
         context_parallel(3)  # type: ignore[type-var]

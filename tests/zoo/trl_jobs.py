@@ -24,10 +24,12 @@ def tokenizer() -> Any:
     """Words that are numbers."""
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{str(i): i for i in range(3, 48)}}
     plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
 
 
-def run(name: str, way: str, degree: int, folder: str, **given: Any) -> dict[str, Any]:
+def run(name: str, way: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
     """Train a model by name on documents of uneven lengths; for each rank of a world, or alone."""
     options = {
         "max_steps": 12,

@@ -1,7 +1,7 @@
 """A rank's rows of a batch for a model of transformers, with a plan for each kind of its layers.
 
-Shapes: B batch rows, S tokens of a whole row, n of a rank's. A kind is a name in ``config.layer_types``, or ""
-where all layers are alike.
+Shapes: B batch rows, S tokens of a whole row, n of a rank's. A kind of layers is a name in
+``config.layer_types``, or "" where the configuration has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from ..errors import expect
-from ..masks import Mask, Prepared, full
+from ..masks import Mask, Prepared
 from ..parallel import Layout
 from ..parallel.lowered import lower
 from ..parallel.torch.attention import MeshPlan
@@ -72,12 +72,20 @@ def base_of(model: Any) -> Any:
 
 
 def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
-    """What the layers of each kind may see, of whole rows: transformers' own masks, lowered by `make_mask`."""
+    """What layers of each kind may see, of whole rows: transformers' own masks, lowered by `make_mask`."""
     make = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     like = torch.empty(batch, length, 0)  # Plans are made on the host.
-    given = {name: x.cpu() for name in ("attention_mask", "token_type_ids") if (x := inputs.get(name)) is not None}
+    given = {
+        name: x.cpu() for name in ("attention_mask", "token_type_ids") if (x := inputs.get(name)) is not None
+    }
     given = {"attention_mask": None, **given}
-    found = make(config=model.config, inputs_embeds=like, past_key_values=None, position_ids=inputs["position_ids"].cpu(), **given)
+    found = make(
+        config=model.config,
+        inputs_embeds=like,
+        past_key_values=None,
+        position_ids=inputs["position_ids"].cpu(),
+        **given,
+    )
     by_kind = found if isinstance(found, dict) else {"": found}
     for kind, mask in by_kind.items():
         fits = isinstance(mask, Tensor) and mask.dim() == 4
@@ -92,7 +100,10 @@ class _Watched:
     """What a model's layers attend with, while it runs on a few tokens."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.made, self.marks, self.kinds = name, [], {}, {}
+        self.name = name
+        self.made: list[tuple[Tensor, str]] = []
+        self.marks: dict[str, Tensor] = {}
+        self.kinds: dict[str, Kind] = {}
         self.calls: list[str] = []  # what each layer's mask is, or of which kind, in order
 
     def __enter__(self) -> _Watched:
@@ -104,15 +115,17 @@ class _Watched:
         AttentionInterface.register(adapter.NAME, adapter.attend)
         AttentionMaskInterface.register(adapter.NAME, adapter.make_mask)
 
-    def make_mask(self, *sizes: Any, mask_function: Any = masking_utils.causal_mask_function, **given: Any) -> Tensor:
-        mask = adapter.make_mask(*sizes, mask_function=mask_function, **given)
-        self.made.append((mask, describe(mask_function)))
+    def make_mask(self, *sizes: Any, **given: Any) -> Tensor:
+        mask = adapter.make_mask(*sizes, **given)
+        self.made.append((mask, describe(given.get("mask_function", masking_utils.causal_mask_function))))
         return mask
 
     def what(self, mask: Any) -> str:
         return next((text for made, text in self.made if made is mask), "another mask")
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **given: Any) -> Any:
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **given: Any
+    ) -> Any:
         kind = next((kind for kind, mark in self.marks.items() if mark is mask), None)
         self.calls.append(self.what(mask) if kind is None else kind)
         if kind is not None:
@@ -127,9 +140,9 @@ def examine(model: Any) -> dict[str, Kind]:
     """The kinds of a model's layers, found by running it on three tokens, each of which sees itself only.
 
     Raises:
-        OptionError: Tokens meet elsewhere than in this attention, as in recurrent layers and convolutions; the
-            model makes other masks than plans are made of; or the loss is another one than the cross entropy
-            of next tokens.
+        OptionError: Tokens meet elsewhere than in this attention, as in recurrent layers and convolutions;
+            the model makes other masks than plans are made of; or the loss is another one than the cross
+            entropy of next tokens.
     """
     base, name = base_of(model), f"context_parallel: {type(base_of(model)).__name__}"
     _check_config(base, name)
@@ -146,19 +159,19 @@ def examine(model: Any) -> dict[str, Kind]:
         isolation = probe(model, batch, torch.arange(3))
         loss, wanted = _losses(model, batch)
     expect(own, name, "layers that call the attention named attnspan", "none", _WITHOUT)
-    expected = [planned.get(kind, kind) for kind in watched.calls[: len(own)]]
-    what, got = f"{name}: masks of its layers", ", ".join(sorted(set(own)))
-    expect(own == expected, what, ", ".join(sorted(set(expected))), got, _WITHOUT)
+    theirs = [planned.get(kind, kind) for kind in watched.calls[: len(own)]]
+    expected, got = (", ".join(sorted(set(x))) for x in (theirs, own))
+    expect(own == theirs, f"{name}: masks of its layers", expected, got, _WITHOUT)
     got = f"a layer that moves them elsewhere, such as a recurrent one: {isolation}"
     expect(isolation.isolated, name, "tokens that see each other in attention only", got, _WITHOUT)
-    same, expected = abs(loss - wanted) <= 1e-3 * wanted, "the cross entropy of shift_labels over num_items_in_batch"
-    expect(same, f"{name}: loss", expected, "another", _WITHOUT)
+    expected = "the cross entropy of shift_labels over num_items_in_batch"
+    expect(abs(loss - wanted) <= 1e-3 * wanted, f"{name}: loss", expected, "another", _WITHOUT)
     return watched.kinds
 
 
 def _check_config(model: Any, name: str) -> None:
     config = model.config
-    remedy = 'Load the model with attn_implementation="attnspan", or call model.set_attn_implementation("attnspan")'
+    remedy = 'Load the model with attn_implementation="attnspan"'
     got = repr(config._attn_implementation)
     expect(config._attn_implementation == adapter.NAME, name, 'attention "attnspan"', got, remedy)
     alone = not config.is_encoder_decoder and not getattr(config, "add_cross_attention", False)
@@ -241,7 +254,9 @@ class Sharding:
         for kind, given in _masks(self.model, inputs, batch, length).items():
             mask, bias = adapter._read(given, True, None, like, like, offsets)  # type: ignore[arg-type]
             remedy = "Pass a boolean one"
-            expect(bias is None, "attention_mask with context parallelism", "a mask", "floating scores", remedy)
+            expect(
+                bias is None, "attention_mask with context parallelism", "a mask", "floating scores", remedy
+            )
             found[kind] = _lower(mask, batch, length)
         return {kind: found[kind] for kind in self.kinds}
 
@@ -268,12 +283,14 @@ def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str
     for name, x in inputs.items():
         if name == "attention_mask" or name in _OFFSETS:
             continue
-        if not isinstance(x, Tensor) or x.numel() == 1 and x.shape[:2] != (batch, length):
+        if not isinstance(x, Tensor) or (x.numel() == 1 and x.shape[:2] != (batch, length)):
             rest[name] = x
             continue
         remedy = "Train on tokens alone, or without context parallelism"
         wanted = f"shape ({batch}, {length}, ...), a row for each token"
-        expect(x.shape[:2] == (batch, length), f"{name} with context parallelism", wanted, tuple(x.shape), remedy)
+        expect(
+            x.shape[:2] == (batch, length), f"{name} with context parallelism", wanted, tuple(x.shape), remedy
+        )
         whole[name] = x
     return whole, rest
 

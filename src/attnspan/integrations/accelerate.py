@@ -3,8 +3,8 @@
     trainer = context_parallel(Trainer(model, args, ...), 2)
     trainer.train()
 
-Ranks that share a batch each take rows of it; attention alone needs the rows of others, and gets them by a plan
-that is made of the whole batch's mask: packed documents, windows and padding stay what they are.
+Ranks that share a batch each take rows of it. Attention alone needs the rows of others, and gets them by a
+plan that is made of the whole batch's mask: packed documents, windows and padding stay what they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .._installed import require
 from ..checks import count
 from ..errors import expect
 from ..parallel.lowered import digest
+from ..parallel.strategy import Strategy
 from ..parallel.torch.loss import sum_over
 from .transformers import plans_only
 
@@ -41,15 +42,15 @@ _Trainer = TypeVar("_Trainer", bound=Trainer)
 def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: str = "auto") -> _Trainer:
     """Let groups of `degree` neighbouring ranks share each batch of a trainer.
 
-    Call it once, before training. All ranks of a group read the same batches; groups read different ones. Losses,
-    gradients, metrics and predictions are those of one rank per group.
+    Call it once, before training. All ranks of a group read the same batches; groups read different ones.
+    Losses, gradients, metrics and predictions are those of one rank per group.
 
     Args:
         trainer: A `Trainer` or TRL's `SFTTrainer`, of a causal language model that runs on "attnspan".
-        degree: Ranks per group, a divisor of all ranks. None: ``cp_size`` of the trainer's ``ParallelismConfig``,
-            or all ranks where it has none. With 1 the trainer stays as it is.
-        strategy: How a group works together, as of `attnspan.parallel.Layout.plan`. "auto" is settled for each
-            kind of layer by the first batch.
+        degree: Ranks per group, a divisor of all ranks. None: ``cp_size`` of the trainer's
+            ``ParallelismConfig``, or all ranks where it has none. With 1 the trainer stays as it is.
+        strategy: How a group works together, as of `attnspan.parallel.Layout.plan`. "auto" is settled for
+            each kind of layer by the first batch.
 
     Returns:
         The trainer, whose class is now one that is derived from its own.
@@ -62,6 +63,8 @@ def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: 
     """
     _check_trainer(trainer)
     degree = _degree(trainer, degree)
+    if strategy != "auto":
+        Strategy.parse(strategy, degree)
     if degree == 1:
         return trainer
     mesh = _on_mesh(trainer.accelerator, degree)
@@ -102,16 +105,26 @@ def _degree(trainer: Any, degree: int | None) -> int:
 
 
 def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
-    """The ranks of this group. accelerate is told of them, so that data are read and tokens counted by group."""
+    """The ranks of this group; accelerate hears of groups, and reads data and counts tokens by them."""
     state, config = accelerator.state, accelerator.parallelism_config
     if config is None or not config.cp_enabled:
-        others = config is not None and (config.tp_enabled or config.sp_enabled or config.dp_replicate_enabled)
+        others = config is not None and (
+            config.tp_enabled or config.sp_enabled or config.dp_replicate_enabled
+        )
         remedy = "Name the degree there, as cp_size"
-        expect(not others, "context_parallel: ParallelismConfig", "one with cp_size, or none", repr(config), remedy)
+        expect(
+            not others,
+            "context_parallel: ParallelismConfig",
+            "one with cp_size, or none",
+            repr(config),
+            remedy,
+        )
         config = ParallelismConfig(dp_shard_size=accelerator.num_processes // degree, cp_size=degree)
         state.parallelism_config = config
         state.device_mesh = config.get_device_mesh(accelerator.device.type)
-    expect(not config.tp_enabled, "context_parallel: tp_size", "1", config.tp_size, "Use data and context ranks")
+    expect(
+        not config.tp_enabled, "context_parallel: tp_size", "1", config.tp_size, "Use data and context ranks"
+    )
     # The hooks of accelerate's own context parallelism take masks away.
     accelerator._prepare_cp = lambda *prepared: prepared
     loading, remedy = accelerator.dataloader_config, "Leave it out: each rank reads its own batches"
@@ -175,7 +188,9 @@ def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
     every = _of_all_ranks(facts, trainer._sharding.mesh.get_group())
     for name in facts:
         same = len({of_rank[name] for of_rank in every}) == 1
-        remedy = "Let data and seeds depend on nothing that differs between ranks; accelerate distributes the data"
+        remedy = (
+            "Let data and seeds depend on nothing that differs between ranks; accelerate distributes the data"
+        )
         expect(same, f"context_parallel: {name}", "the same on all ranks of a group", "others", remedy)
 
 
@@ -187,7 +202,7 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """This rank's part of the loss; parts are averaged over all ranks, as gradients are. See `Trainer`."""
+        """This rank's part of the loss; parts are averaged over all ranks, as gradients are."""
         degree, average = self._sharding.mesh.size(), self.args.average_tokens_across_devices
         if num_items_in_batch is None and "labels" in inputs:  # As TRL evaluates: a mean of each group.
             num_items_in_batch = (inputs["labels"][..., 1:] != -100).sum() / degree
@@ -243,6 +258,7 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
             del accelerator.gather
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        del model
         return contextlib.nullcontext, inputs
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
