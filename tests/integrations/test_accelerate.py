@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,3 +172,21 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="expected a Trainer, got int"):
         context_parallel(3)  # type: ignore[type-var]
     assert context_parallel(trainer) is trainer, "one rank shares nothing"
+
+
+@pytest.mark.slow
+def test_the_example_prints_the_same_losses_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    program = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"
+    options = [str(program), "--cpu", "--steps", "10"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = []
+    for command in (options, [*ranks, *options, "--context-parallel", "2"]):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len(printed[0]) == 2
+    assert printed[0] == pytest.approx(printed[1], abs=2e-4)
+    assert printed[0][1] < printed[0][0] - 0.3
