@@ -57,11 +57,13 @@ def documents(count: int, longest: int) -> list[dict[str, Any]]:
 
 
 def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """One document per row, with tokens of no meaning behind it."""
-    longest = max(len(x["input_ids"]) for x in examples)
-    rows = [x["input_ids"] + [0] * (longest - len(x["input_ids"])) for x in examples]
-    valid = [[1] * len(x["input_ids"]) + [0] * (longest - len(x["input_ids"])) for x in examples]
-    tokens, mask = torch.tensor(rows), torch.tensor(valid)
+    """One document per row, with tokens of no meaning in front of it or behind it."""
+    shape = len(examples), max(len(x["input_ids"]) for x in examples)
+    tokens, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    for row, example in enumerate(examples):
+        size = len(example["input_ids"])
+        place = slice(0, size) if size % 2 else slice(shape[1] - size, None)
+        tokens[row, place], mask[row, place] = torch.tensor(example["input_ids"]), 1
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
