@@ -39,6 +39,11 @@ _PRELOADED = ["torch.distributed", "torch._functorch.aot_autograd", "attnspan.to
 _processes.set_forkserver_preload(_PRELOADED)
 
 
+def preload(*modules: str) -> None:
+    """Load further modules once for all ranks to come, unless some have been started already."""
+    _processes.set_forkserver_preload([*_PRELOADED, *modules])
+
+
 class JobError(AssertionError):
     """A job failed on some ranks; the message holds what each of them raised."""
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ..errors import expect
-from ..masks import Mask, causal, from_predicate, full, groups, keys, segments, window
+from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
-__all__ = ["UnknownMaskWarning", "make_mask"]
+__all__ = ["UnknownMaskWarning", "describe", "make_mask"]
 
 
 # Layers that choose keys by their content, from a mask of all pairs.
@@ -121,8 +121,9 @@ def make_mask(
         config: The model's; its ``layer_types`` say what kinds of attention it has.
 
     Returns:
-        The bounds of its spans, int32 of shape (batch_size or 1, 1, q_length, 2 * R), as `attend` takes
-        them. In compiled code R is 8 with ``attention_mask``; elsewhere it is the smallest that fits.
+        The bounds of its spans, and then 0 and kv_length: int32 of shape (batch_size or 1, 1, q_length,
+        2 * R + 2), as `attend` takes them. In compiled code R is 8 with ``attention_mask``; elsewhere it is
+        the smallest that fits.
 
     Raises:
         OptionError: Data break a promise, such as blocks of tokens that are not contiguous. Or layers choose
@@ -130,7 +131,7 @@ def make_mask(
 
     Example:
         >>> make_mask(1, 3, 3).tolist()
-        [[[[0, 1], [0, 2], [0, 3]]]]
+        [[[[0, 1, 0, 3], [0, 2, 0, 3], [0, 3, 0, 3]]]]
     """
     chosen = _CHOOSING.intersection(getattr(config, "layer_types", None) or ())
     remedy = 'Load the model with attn_implementation="eager"'
@@ -145,7 +146,9 @@ def make_mask(
     found = lower(q_length, kv_length, batch=batch_size, q_index=q_index, like=like).lowered.bounds
     bounds = torch.as_tensor(found, device=device).flatten(3)
     # Never as wide as a mask of all pairs, so that `attend` can tell one of integers from it.
-    return torch.nn.functional.pad(bounds, (0, 2)) if bounds.shape[3] == kv_length else bounds
+    empty = 3 if bounds.shape[3] + 2 == kv_length else 1
+    number = torch.full((*bounds.shape[:3], 1), kv_length, dtype=torch.int32, device=device)
+    return torch.cat([torch.nn.functional.pad(bounds, (0, empty)), number], 3)
 
 
 def _local(x: Tensor, sizes: _Sizes, fill: Any) -> Tensor:
@@ -167,8 +170,8 @@ def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
         for part in data[1:]:
             found = found & _lower(part, sizes) if kind == "and" else found | _lower(part, sizes)
         return found
-    if kind == "window":
-        return window(data[0] - 1, None)
+    if kind == "window":  # Of none, where a configuration has a window that no layer uses.
+        return window(data[0] - 1, None) if data[0] > 0 else global_keys(0)
     if kind == "window both ways":
         return window(data[0], data[0])
     if kind == "chunks":
@@ -209,6 +212,19 @@ class _Shifted:
 
 def _name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def describe(fn: Callable[..., Any]) -> str:
+    """A mask function as text, without its tensors.
+
+    Example:
+        >>> describe(masking_utils.sliding_window_causal_mask_function(4))
+        'and(window(4), causal_mask_function)'
+    """
+    if not isinstance(fn, _Known):
+        return _name_of(fn)
+    parts = ["data" if isinstance(x, Tensor) else describe(x) if callable(x) else str(x) for x in fn.data]
+    return f"{fn.kind}({', '.join(parts)})"
 
 
 _said: set[str] = set()

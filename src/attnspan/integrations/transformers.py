@@ -9,12 +9,12 @@ evaluated on all pairs, which is said once.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .._installed import require
 from ..errors import DtypeError, ShapeError, expect
@@ -22,6 +22,7 @@ from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch.dtensor import ShardedMask
 
 require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
 
@@ -30,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E40
 
 from ._transformers_masks import UnknownMaskWarning, make_mask  # noqa: E402
 
-__all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask"]
+__all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask", "plans_only"]
 
 #: The name under which transformers knows this attention.
 NAME = "attnspan"
@@ -53,6 +54,7 @@ def attend(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it.
@@ -60,9 +62,10 @@ def attend(
     Args:
         module: The attention layer; its ``is_causal`` counts where the call does not say.
         query: Shape (B, Hq, Sq, D), as key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv); Hkv divides Hq.
-        attention_mask: What `make_mask` returned; or a mask of one's own (B|1, Hq|1, Sq|1, Sk), bool, or
-            floating, which is added to the scores. None: all keys, or in a causal layer those up to the
-            query's own, where the last query is at the last key.
+        attention_mask: What `make_mask` returned; or a plan on a mesh, where q, k and v are this rank's rows;
+            or a mask of one's own (B|1, Hq|1, Sq|1, Sk), bool, or floating, which is added to the scores.
+            None: all keys, or in a causal layer those up to the query's own, where the last query is at the
+            last key.
         dropout: Share of the weights to drop; the seed comes from torch's generator.
         scaling: Factor of the scores; 1/sqrt(D) by default.
         is_causal: See ``module``.
@@ -71,6 +74,7 @@ def attend(
         sliding_window: How many keys a query sees to its left, itself among them, and in a layer that is not
             causal to its right too. Counts only without a mask, which has it already.
         position_bias: Shape (B|1, Hq|1, Sq, Sk), added to the scores.
+        sinks: Shape (B, Hq, Sq, 1): a logit of a sink for each query.
         **given: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (n + 1,) each: where packed documents start, and the
             last one ends. Others are of no concern to attention.
 
@@ -86,6 +90,10 @@ def attend(
     _refuse(given)
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     cu_seqlens = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if _plans_only:
+        expected, got = "the plan that the model was given", type(attention_mask).__name__
+        remedy = f"{type(module).__name__} makes its own mask: train this model without context parallelism"
+        expect(isinstance(attention_mask, ShardedMask), "attention_mask", expected, got, remedy)
     if attention_mask is None:
         _expect_no_mask(module, causal_here, query.shape[2], key.shape[2])
     mask, bias = _read(attention_mask, causal_here, sliding_window, query, key, cu_seqlens)
@@ -94,7 +102,7 @@ def attend(
     seed = torch.randint(2**62, (), device=query.device) if dropout else None
     # Dropout goes by position, which bounds alone do not tell. Any numbers of rows will do.
     numbered = seed is not None and isinstance(mask, Prepared)
-    out = attention(
+    out, lse = attention(
         query,
         key,
         value,
@@ -106,7 +114,10 @@ def attend(
         dropout_p=float(dropout),
         dropout_seed=seed,
         q_index=torch.arange(query.shape[2], device=query.device) if numbered else None,
+        return_lse=True,
     )
+    if sinks is not None:  # It takes its share of each row's sum of exponentials.
+        out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
     return out.transpose(1, 2), None
 
 
@@ -140,6 +151,10 @@ def _read(
     cu_seqlens: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, Tensor | None]:
     """The mask of a call, and what is added to its scores."""
+    if isinstance(given, ShardedMask):
+        whole, remedy = cu_seqlens == (None, None), "Plan with a mask that has the documents"
+        expect(whole, "cu_seq_lens with a plan", "None", "offsets", remedy)
+        return given, None
     q_len, k_len = q.shape[2], k.shape[2]
     packed = None if cu_seqlens[0] is None else _documents(cu_seqlens[0], cu_seqlens[1])
     if given is None:
@@ -157,7 +172,7 @@ def _read(
         expect(
             fits, "attention_mask", "bounds for {} rows", tuple(given.shape), remedy, q_len, error=ShapeError
         )
-        prepared = Prepared(Spans(given.unflatten(3, (-1, 2)), k_len), bare=True)
+        prepared = Prepared(_spans(given.unflatten(3, (-1, 2)), k_len), bare=True)
         return prepared if packed is None else prepared & packed, None
     kind = given.dtype == torch.bool or given.is_floating_point()
     expect(kind, "attention_mask", expected, given.dtype, remedy, error=DtypeError)
@@ -168,7 +183,40 @@ def _read(
     return found if packed is None else found & packed, None
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+def _spans(written: Tensor, k_len: int) -> Spans:
+    """What `make_mask` wrote: spans, and in the last pair the number of keys that they are for."""
+    spans = Spans(written[:, :, :, :-1], k_len)
+    if not written.numel():
+        return spans
+    lowered_for = written[0, 0, 0, -1, 1]
+    if torch.compiler.is_compiling():
+        spans._set(_k_len=lowered_for.to(torch.int64))  # The kernel looks.
+    elif written.is_cpu:
+        remedy = "Load the model with another attn_implementation: it puts masks together"
+        got = int(lowered_for)
+        expect(got == k_len, "attention_mask", "a mask for {} keys", got, remedy, k_len, error=ShapeError)
+    else:
+        torch._assert_async(lowered_for == k_len, "attention_mask of another number of keys")  # type: ignore[no-untyped-call]
+    return spans
+
+
+_plans_only = False
+
+
+@contextmanager
+def plans_only() -> Iterator[None]:
+    """Refuse every attention without a plan: a rank's rows alone would look at each other and nobody else."""
+    global _plans_only
+    before, _plans_only = _plans_only, True
+    try:
+        yield
+    finally:
+        _plans_only = before
+
+
+# Of the last few tensors: the mask keeps its tensor, so that nothing else can have the number.
+_known: dict[int, Mask] = {}
+_KEPT = 4
 
 
 def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
@@ -177,10 +225,11 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
         return documents(cu_q, cu_k)
     if torch.compiler.is_compiling():
         return documents(cu_q)
-    if cu_q not in _known:
-        _known[cu_q] = documents(cu_q)
-    found: Mask = _known[cu_q]
-    return found
+    if id(cu_q) not in _known:
+        while len(_known) >= _KEPT:
+            _known.pop(next(iter(_known)))
+        _known[id(cu_q)] = documents(cu_q)
+    return _known[id(cu_q)]
 
 
 def _give_offsets(model: PreTrainedModel) -> None:

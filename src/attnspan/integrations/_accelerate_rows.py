@@ -1,0 +1,315 @@
+"""A rank's rows of a batch for a model of transformers, with a plan for each kind of its layers.
+
+Shapes: B batch rows, S tokens of a whole row, n of a rank's. A kind of layers is a name in
+``config.layer_types``, or "" where the configuration has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from ..errors import expect
+from ..masks import Mask, Prepared
+from ..parallel import Layout
+from ..parallel.lowered import lower
+from ..parallel.torch.attention import MeshPlan
+from ..testing import probe
+from ..torch.dtensor import ShardedMask
+from . import transformers as adapter
+from ._transformers_masks import describe
+
+__all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
+
+# Where packed documents start: the plan has it.
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_WITHOUT = "Train this model without context parallelism"
+
+
+class Kind(NamedTuple):
+    """What layers of one kind attend with: numbers of heads, and their dims."""
+
+    heads: tuple[int, int]
+    head_dim: int
+    v_dim: int
+
+
+class ReadyMask(MeshPlan):
+    """A plan that looks ready to transformers' models, which know a prepared mask by its four dims."""
+
+    ndim = 4
+
+
+class Sharded(NamedTuple):
+    """What a rank's model is called with: its rows, plans as the mask, and everybody's layout."""
+
+    inputs: dict[str, Any]
+    layout: Layout
+    batch: int
+
+    def whole(self, x: Any, mesh: DeviceMesh) -> Any:
+        """All rows of every tensor (B, n, ...) of a model's output, on every rank, differentiably."""
+        if isinstance(x, Tensor):
+            mine = x.shape[:2] == (self.batch, self.layout.rows_per_rank)
+            return self.layout.gather(x, mesh) if mine else x
+        if isinstance(x, Mapping):
+            return type(x)(**{name: self.whole(part, mesh) for name, part in x.items()})
+        return type(x)(self.whole(part, mesh) for part in x) if type(x) in (tuple, list) else x
+
+
+def base_of(model: Any) -> Any:
+    """The model of transformers inside an adapter of PEFT."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
+    """What layers of each kind may see, of whole rows: transformers' own masks, lowered by `make_mask`."""
+    make = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    like = torch.empty(batch, length, 0)  # Plans are made on the host.
+    given = {
+        name: x.cpu() for name in ("attention_mask", "token_type_ids") if (x := inputs.get(name)) is not None
+    }
+    given = {"attention_mask": None, **given}
+    found = make(
+        config=model.config,
+        inputs_embeds=like,
+        past_key_values=None,
+        position_ids=inputs["position_ids"].cpu(),
+        **given,
+    )
+    by_kind = found if isinstance(found, dict) else {"": found}
+    for kind, mask in by_kind.items():
+        fits = isinstance(mask, Tensor) and mask.dim() == 4
+        name, got = type(model).__name__, f"layers of kind {kind!r}, which do something else than attention"
+        if not kind:
+            got = "layers whose masks transformers does not make"
+        expect(fits, f"context_parallel: {name}", "attention in every layer", got, _WITHOUT)
+    return by_kind
+
+
+class _Watched:
+    """What a model's layers attend with, while it runs on a few tokens."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.made: list[tuple[Tensor, str]] = []
+        self.marks: dict[str, Tensor] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.calls: list[str] = []  # what each layer's mask is, or of which kind, in order
+
+    def __enter__(self) -> _Watched:
+        AttentionInterface.register(adapter.NAME, self.attend)
+        AttentionMaskInterface.register(adapter.NAME, self.make_mask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        AttentionInterface.register(adapter.NAME, adapter.attend)
+        AttentionMaskInterface.register(adapter.NAME, adapter.make_mask)
+
+    def make_mask(self, *sizes: Any, **given: Any) -> Tensor:
+        mask = adapter.make_mask(*sizes, **given)
+        self.made.append((mask, describe(given.get("mask_function", masking_utils.causal_mask_function))))
+        return mask
+
+    def what(self, mask: Any) -> str:
+        return next((text for made, text in self.made if made is mask), "another mask")
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *rest: Any, **given: Any
+    ) -> Any:
+        kind = next((kind for kind, mark in self.marks.items() if mark is mask), None)
+        self.calls.append(self.what(mask) if kind is None else kind)
+        if kind is not None:
+            found = Kind((q.shape[1], k.shape[1]), q.shape[3], v.shape[3])
+            same = self.kinds.setdefault(kind, found) == found
+            got = f"{self.kinds[kind]} and {found} in layers of kind {kind!r}"
+            expect(same, self.name, "the same heads in all layers of a kind", got, _WITHOUT)
+        return adapter.attend(module, q, k, v, mask, *rest, **given)
+
+
+def examine(model: Any) -> dict[str, Kind]:
+    """The kinds of a model's layers, found by running it on three tokens, each of which sees itself only.
+
+    Raises:
+        OptionError: Tokens meet elsewhere than in this attention, as in recurrent layers and convolutions;
+            the model makes other masks than plans are made of; or the loss is another one than the cross
+            entropy of next tokens.
+    """
+    base, name = base_of(model), f"context_parallel: {type(base_of(model)).__name__}"
+    _check_config(base, name)
+    tokens = torch.arange(1, 4, device=model.device)[None]
+    positions = torch.arange(3, device=model.device)[None]
+    batch = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    with _Watched(name) as watched, _evaluating(model):
+        planned = {kind: watched.what(mask) for kind, mask in _masks(base, batch, 1, 3).items()}
+        model(**batch)
+        own, watched.calls = watched.calls, []
+        itself = torch.stack([positions, positions + 1], -1).int()[None]
+        watched.marks = {kind: itself.clone() for kind in planned}
+        batch["attention_mask"] = _for_model(watched.marks)
+        isolation = probe(model, batch, torch.arange(3))
+        loss, wanted = _losses(model, batch)
+    expect(own, name, "layers that call the attention named attnspan", "none", _WITHOUT)
+    theirs = [planned.get(kind, kind) for kind in watched.calls[: len(own)]]
+    expected, got = (", ".join(sorted(set(x))) for x in (theirs, own))
+    expect(own == theirs, f"{name}: masks of its layers", expected, got, _WITHOUT)
+    got = f"a layer that moves them elsewhere, such as a recurrent one: {isolation}"
+    expect(isolation.isolated, name, "tokens that see each other in attention only", got, _WITHOUT)
+    expected = "the cross entropy of shift_labels over num_items_in_batch"
+    expect(abs(loss - wanted) <= 1e-3 * wanted, f"{name}: loss", expected, "another", _WITHOUT)
+    return watched.kinds
+
+
+def _check_config(model: Any, name: str) -> None:
+    config = model.config
+    remedy = 'Load the model with attn_implementation="attnspan"'
+    got = repr(config._attn_implementation)
+    expect(config._attn_implementation == adapter.NAME, name, 'attention "attnspan"', got, remedy)
+    alone = not config.is_encoder_decoder and not getattr(config, "add_cross_attention", False)
+    expect(alone, name, "a decoder without cross attention", "an encoder and a decoder", _WITHOUT)
+    expect(model.can_generate(), name, "a causal language model", "a model that does not generate", _WITHOUT)
+    routed = getattr(config.get_text_config(), "output_router_logits", False)
+    remedy = "Set config.output_router_logits = False (with TRL router_aux_loss_coef=0.0)"
+    got = "one of the router's, a product of means over all tokens"
+    expect(not routed, f"{name}: losses", "sums over tokens", got, remedy)
+    known = inspect.signature(model.forward).parameters
+    expect("position_ids" in known, name, "a model that takes position_ids", "none", _WITHOUT)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _losses(model: Any, batch: dict[str, Any]) -> tuple[float, float]:
+    """The model's loss of shifted labels as a sum over a given number of tokens, and what it must be."""
+    shifted, count = torch.tensor([[2, -100, 0]], device=model.device), torch.tensor(5.0, device=model.device)
+    labels = batch["input_ids"]
+    out = model(**batch, labels=labels, shift_labels=shifted, num_items_in_batch=count)
+    logits = out["logits"].float().flatten(0, 1)
+    wanted = nn.functional.cross_entropy(logits, shifted.flatten(), reduction="sum") / count
+    return float(out["loss"]), float(wanted)
+
+
+def _for_model(by_kind: dict[str, Any]) -> Any:
+    """What models take as ``attention_mask``: one mask, or one for each kind where there are several."""
+    return next(iter(by_kind.values())) if len(by_kind) == 1 else dict(by_kind)
+
+
+class Sharding:
+    """How a model's batches are shared by the ranks of a mesh.
+
+    Args:
+        model: The model of transformers.
+        kinds: What `examine` found.
+        mesh: The ranks, of one dimension.
+        strategy: As of `Layout.plan`; "auto" is settled by the first batch, so that programs stay.
+    """
+
+    def __init__(self, model: Any, kinds: dict[str, Kind], mesh: DeviceMesh, strategy: str) -> None:
+        self.model, self.kinds, self.mesh = model, kinds, mesh
+        self.strategies: dict[str, Any] = dict.fromkeys(kinds, strategy)
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Sharded:
+        """This rank's part of whole inputs of the model, which are the same on all ranks."""
+        tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        batch, length = tokens.shape[:2]
+        inputs = {name: x for name, x in inputs.items() if x is not None}
+        if "position_ids" not in inputs:
+            inputs["position_ids"] = torch.arange(length, device=tokens.device)[None]
+        if inputs["position_ids"].shape[0] != batch:
+            inputs["position_ids"] = inputs["position_ids"].expand(batch, -1)
+        masks = self._lowered(inputs, batch, length)
+        widest = max(masks, key=lambda kind: _pairs(masks[kind]))
+        layout = Layout.of(masks[widest], q_len=length, ranks=self.mesh.size(), batch=batch)
+        if "labels" in inputs and "shift_labels" not in inputs:
+            inputs["shift_labels"] = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+        whole, rest = _split(inputs, batch, length)
+        rank = self.mesh.get_local_rank()
+        rows = layout.shard(whole, rank)
+        parts = {kind: self._plan(kind, masks[kind], layout, batch).local(rank) for kind in masks}
+        plans = {kind: ReadyMask.of(part, self.mesh, rows=rows) for kind, part in parts.items()}
+        mine = {name: x for name, x in rows.items() if name != "q_index"}
+        return Sharded({**rest, **mine, "attention_mask": _for_model(plans)}, layout, batch)
+
+    def _lowered(self, inputs: dict[str, Any], batch: int, length: int) -> dict[str, Prepared]:
+        offsets = tuple(x if x is None else x.cpu() for x in map(inputs.get, _OFFSETS[:2]))
+        like = torch.empty(batch, 1, length, 0)
+        found = {}
+        for kind, given in _masks(self.model, inputs, batch, length).items():
+            mask, bias = adapter._read(given, True, None, like, like, offsets)  # type: ignore[arg-type]
+            remedy = "Pass a boolean one"
+            expect(
+                bias is None, "attention_mask with context parallelism", "a mask", "floating scores", remedy
+            )
+            found[kind] = _lower(mask, batch, length)
+        return {kind: found[kind] for kind in self.kinds}
+
+    def _plan(self, kind: str, mask: Prepared, layout: Layout, batch: int) -> Any:
+        heads, head_dim, v_dim = self.kinds[kind]
+        sizes = {"batch": batch, "head_dim": head_dim, "v_dim": v_dim}
+        plan = layout.plan(mask, heads=heads, strategy=self.strategies[kind], **sizes)
+        self.strategies[kind] = plan.strategy
+        return plan
+
+
+def _lower(mask: Mask, batch: int, length: int) -> Prepared:
+    return lower(mask, length, length, batch, 1)
+
+
+def _pairs(mask: Prepared) -> int:
+    bounds = mask.lowered.bounds
+    return int(np.maximum(bounds[..., 1] - bounds[..., 0], 0).sum())
+
+
+def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What has a row for each token, and what all ranks need as it is."""
+    whole, rest = {}, {}
+    for name, x in inputs.items():
+        if name == "attention_mask" or name in _OFFSETS:
+            continue
+        if not isinstance(x, Tensor) or (x.numel() == 1 and x.shape[:2] != (batch, length)):
+            rest[name] = x
+            continue
+        remedy = "Train on tokens alone, or without context parallelism"
+        wanted = f"shape ({batch}, {length}, ...), a row for each token"
+        expect(
+            x.shape[:2] == (batch, length), f"{name} with context parallelism", wanted, tuple(x.shape), remedy
+        )
+        whole[name] = x
+    return whole, rest
+
+
+def _let_plans_pass() -> None:
+    """Let transformers pass on plans as it does prepared masks, which it knows by their four dims."""
+    read = masking_utils._preprocess_mask_arguments
+    if hasattr(read, "attnspan"):
+        return
+
+    @wraps(read)
+    def read_or_pass(config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any, **named: Any) -> Any:
+        if not isinstance(attention_mask, ShardedMask):
+            return read(config, inputs_embeds, attention_mask, *rest, **named)
+        ready, _, *others = read(config, inputs_embeds, inputs_embeds.new_empty(1, 1, 1, 1), *rest, **named)
+        return ready, attention_mask, *others
+
+    read_or_pass.attnspan = True  # type: ignore[attr-defined]
+    masking_utils._preprocess_mask_arguments = read_or_pass
+
+
+_let_plans_pass()

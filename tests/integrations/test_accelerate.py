@@ -1,0 +1,197 @@
+"""Trainers whose ranks share batches compute what one rank computes, whatever the mask."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from closeness import relative_error
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+# The worlds of processes that tests over several ranks share.
+sys.path.append(str(Path(__file__).parents[1] / "parallel"))
+
+from accelerate_jobs import SIZES, as_started_by_torchrun, documents, model_of, run, trainer_of  # noqa: E402
+from transformers import Trainer  # noqa: E402
+from worlds import JobError, preload, world  # noqa: E402
+
+from attnspan.errors import OptionError  # noqa: E402
+from attnspan.integrations._accelerate_rows import examine  # noqa: E402
+from attnspan.integrations.accelerate import context_parallel  # noqa: E402
+
+preload("transformers.trainer")
+
+# Sums of the same float32 numbers in other orders, over twenty steps.
+CLOSE = 20 * torch.finfo(torch.float32).eps
+
+
+def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """The results of ranks are those of one process; all ranks have the same weights."""
+    first = found[0]
+    assert len(first["losses"]) == len(expected["losses"]) > 0
+    assert first["losses"] == pytest.approx(expected["losses"], rel=CLOSE)
+    assert expected["losses"][-1] < expected["losses"][0], "else nothing was learned"
+    assert relative_error(first["weights"], expected["weights"]) < CLOSE
+    for rank in found:
+        assert torch.equal(rank["weights"], first["weights"])
+        assert rank["eval_loss"] == pytest.approx(expected["eval_loss"], rel=CLOSE)
+    assert first["logits"].shape == expected["logits"].shape
+    valid = expected["labels"] != -100  # Padding sees other things.
+    assert relative_error(*(torch.from_numpy(x["logits"][valid]) for x in (first, expected))) < 10 * CLOSE
+    assert np.array_equal(first["labels"], expected["labels"])
+    assert first["operations"] == expected["operations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "ranks", "given"),
+    [
+        ("llama", "packed", 2, {}),
+        ("gemma3_text", "packed", 3, {}),  # layers with and without a window
+        ("gemma3_text", "padded", 2, {"gradient_accumulation_steps": 2, "activation_checkpointing": True}),
+        ("llama4_text", "padded", 3, {"max_steps": 6, "own_loss": True}),  # chunks
+        ("gpt2", "packed", 2, {"max_steps": 6, "stream": True}),  # learned positions, dropped weights
+        ("llama", "padded", 2, {"max_steps": 6, "own_loss": True, "average_tokens_across_devices": False}),
+    ],
+)
+def test_ranks_train_and_evaluate_as_one_process_does(
+    name: str, data: str, ranks: int, given: dict[str, Any], tmp_path: Path
+) -> None:
+    if ranks == 3 and data == "packed":
+        lengths = [len(x["input_ids"]) for x in documents(70, 24)]
+        assert any(sum(lengths[i : i + 3]) % ranks for i in range(0, 60, 3)), "some rows are odd"
+    expected = run(name, data, 1, str(tmp_path), given)
+    assert_same(world(ranks).run("accelerate_jobs:run", name, data, ranks, str(tmp_path), given), expected)
+
+
+@pytest.mark.slow
+def test_compiled_models_train_as_others_do(tmp_path: Path) -> None:
+    given = {"max_steps": 2}
+    expected = run("gemma3_text", "padded", 1, str(tmp_path), given)
+    compiled = {**given, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    found = world(2).run("accelerate_jobs:run", "gemma3_text", "padded", 2, str(tmp_path), compiled)
+    assert_same(found, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("data", ["packed", "padded"])
+def test_groups_of_ranks_share_batches_and_read_different_ones(data: str, tmp_path: Path) -> None:
+    expected = world(2).run("accelerate_jobs:run", "gemma3_text", data, 1, str(tmp_path), {})[0]
+    assert_same(world(4).run("accelerate_jobs:run", "gemma3_text", data, 2, str(tmp_path), {}), expected)
+
+
+@pytest.mark.long
+def test_what_was_saved_goes_on(tmp_path: Path) -> None:
+    for whole, again in world(2).run("accelerate_jobs:resumed", 2, str(tmp_path)):
+        assert torch.equal(whole, again)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path: Path) -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 5]])
+    tokens, ids = torch.arange(13)[None] + 3, (positions == 0).cumsum(1)
+    for found in world(2).run("accelerate_jobs:shared", name, 2, str(tmp_path), tokens, positions, ids):
+        assert found.isolated, str(found)
+        assert found.documents == 3
+    seen = world(2).run("accelerate_jobs:shared", name, 2, str(tmp_path), tokens, torch.arange(13)[None], ids)
+    assert not seen[0].isolated, "else this finds nothing"
+
+
+def test_ranks_that_bring_other_batches_are_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        JobError, match="context_parallel: batches: expected the same on all ranks of a group"
+    ):
+        world(2).run("accelerate_jobs:other_data", str(tmp_path))
+
+
+REFUSED = {
+    "mamba": ({"num_hidden_layers": 1}, "expected a model that takes position_ids"),
+    "jamba": (
+        {"num_hidden_layers": 4, "use_mamba_kernels": False},
+        "attention in every layer, got layers of kind 'linear",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "got layers of kind 'conv'"),
+    "bert": ({}, "expected causal_mask_function, got bidirectional_mask_function"),
+    "bloom": ({}, "expected attention \"attnspan\", got 'eager'"),
+    "t5": ({}, "a decoder without cross attention"),
+    "mixtral": ({"num_local_experts": 2, "output_router_logits": True}, "output_router_logits = False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_need_more_than_attention_are_refused(name: str) -> None:
+    changes, words = REFUSED[name]
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **changes})
+    kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config)
+    model.set_attn_implementation("attnspan")
+    with pytest.raises(OptionError, match=words):
+        examine(model)
+
+
+def test_a_layer_that_moves_tokens_elsewhere_is_named() -> None:
+    model = model_of("llama")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + x.roll(1, 1))
+    with pytest.raises(OptionError, match=r"first in model\.layers\.1\.mlp"):
+        examine(model)
+
+
+def test_a_loss_of_ones_own_is_refused() -> None:
+    model = model_of("llama")
+    model.loss_function = lambda logits, **_: logits[:, :-1].square().mean()
+    with pytest.raises(OptionError, match="loss: expected the cross entropy of shift_labels"):
+        examine(model)
+
+
+def test_trainers_that_are_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, *_: Any, **__: Any) -> None: ...
+
+    with as_started_by_torchrun():
+        trainer = trainer_of(model_of("llama"), "packed", 1, str(tmp_path))
+        smoothed = trainer_of(model_of("llama"), "packed", 1, str(tmp_path), label_smoothing_factor=0.1)
+        own = Own(model_of("llama"), trainer.args, train_dataset=documents(3, 9))
+    with pytest.raises(OptionError, match="expected a divisor of 1 ranks, got 2"):
+        context_parallel(trainer, 2)
+    with pytest.raises(OptionError, match=r"label_smoothing_factor: expected 0, got 0\.1"):
+        context_parallel(smoothed)
+    with pytest.raises(
+        OptionError, match="expected the loss of Trainer or SFTTrainer, got the compute_loss of Own"
+    ):
+        context_parallel(own)
+    with pytest.raises(OptionError, match="expected a Trainer, got int"):
+        context_parallel(3)  # type: ignore[type-var]
+    assert context_parallel(trainer) is trainer, "one rank shares nothing"
+
+
+@pytest.mark.slow
+def test_the_example_prints_the_same_losses_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    program = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"
+    options = [str(program), "--cpu", "--steps", "10"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = []
+    for command in (options, [*ranks, *options, "--context-parallel", "2"]):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len(printed[0]) == 2
+    assert printed[0] == pytest.approx(printed[1], abs=2e-4)
+    assert printed[0][1] < printed[0][0] - 0.3
