@@ -28,7 +28,7 @@ SIZES = {
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
-    "gemma2": {"sliding_window": 4},  # softcap, windows in every other layer
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.05},  # windows in every other layer
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
     "llama4_text": {  # chunks in three layers of four
