@@ -48,14 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 #: What imports packages that `make setup` does not install.
 ZOO = "tests/zoo"
-#: Imported by its test alone, after what torchtitan needs on CPUs.
-TITAN = "src/attnspan/integrations/torchtitan.py"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave to `make zoo` what is its own."""
-    left = (TITAN,) if config.getoption("--zoo") else (ZOO, TITAN)
-    return True if any(collection_path == config.rootpath / name for name in left) else None
+    mine = collection_path == config.rootpath / ZOO and not config.getoption("--zoo")
+    return True if mine else None
 
 
 @pytest.hookimpl(tryfirst=True)

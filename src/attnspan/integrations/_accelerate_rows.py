@@ -26,7 +26,7 @@ from ..parallel.torch.attention import MeshPlan
 from ..testing import probe
 from ..torch.dtensor import ShardedMask
 from . import transformers as adapter
-from ._transformers_masks import describe
+from ._transformers_masks import describe, write
 
 __all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
 
@@ -153,7 +153,7 @@ def examine(model: Any) -> dict[str, Kind]:
         planned = {kind: watched.what(mask) for kind, mask in _masks(base, batch, 1, 3).items()}
         model(**batch)
         own, watched.calls = watched.calls, []
-        itself = torch.stack([positions, positions + 1], -1).int()[None]
+        itself = write(torch.stack([positions, positions + 1], -1).int()[None, :, :, None], 3)
         watched.marks = {kind: itself.clone() for kind in planned}
         batch["attention_mask"] = _for_model(watched.marks)
         isolation = probe(model, batch, torch.arange(3))

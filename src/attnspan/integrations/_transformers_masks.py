@@ -144,10 +144,15 @@ def make_mask(
     lower = mask.spans if torch.compiler.is_compiling() else mask.prepare
     like = torch.empty(0, device=device)
     found = lower(q_length, kv_length, batch=batch_size, q_index=q_index, like=like).lowered.bounds
-    bounds = torch.as_tensor(found, device=device).flatten(3)
+    return write(torch.as_tensor(found, device=device), kv_length)
+
+
+def write(bounds: Tensor, k_len: int) -> Tensor:
+    """Bounds (B|1, 1, Sq, R, 2) as a tensor of four dims, with the number of keys that they are for."""
+    bounds = bounds.flatten(3)
     # Never as wide as a mask of all pairs, so that `attend` can tell one of integers from it.
-    empty = 3 if bounds.shape[3] + 2 == kv_length else 1
-    number = torch.full((*bounds.shape[:3], 1), kv_length, dtype=torch.int32, device=device)
+    empty = 3 if bounds.shape[3] + 2 == k_len else 1
+    number = bounds.new_full((*bounds.shape[:3], 1), k_len)
     return torch.cat([torch.nn.functional.pad(bounds, (0, empty)), number], 3)
 
 

@@ -184,7 +184,7 @@ def _read(
 
 
 def _spans(written: Tensor, k_len: int) -> Spans:
-    """What `make_mask` wrote: spans, and in the last pair the number of keys that they are for."""
+    """What `write` wrote: spans, and in the last pair the number of keys that they are for."""
     spans = Spans(written[:, :, :, :-1], k_len)
     if not written.numel():
         return spans
