@@ -149,7 +149,7 @@ def test_a_layer_that_moves_tokens_elsewhere_is_named() -> None:
 
 def test_layers_and_inputs_that_no_plan_fits_are_refused() -> None:
     model = model_of("llama")
-    with plans_only(), pytest.raises(OptionError, match="attention_mask: expected the plan .* got Tensor"):
+    with plans_only(), pytest.raises(OptionError, match=r"attention_mask: expected the plan .* got Tensor"):
         model(torch.arange(1, 5)[None])
     batch = {"input_ids": torch.zeros(1, 5), "pixel_values": torch.zeros(1, 3, 8, 8)}
     with pytest.raises(

@@ -49,7 +49,8 @@ def _say_what_they_are() -> None:
     if missing:
         raise ImportError(
             "attnspan.integrations.transformers: expected transformers 5.20 to 5.x, "
-            f"got {transformers.__version__}, which has no {', '.join(missing)}. Run pip install 'attnspan[transformers]'."
+            f"got {transformers.__version__}, which has no {', '.join(missing)}. "
+            "Run pip install 'attnspan[transformers]'."
         )
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
