@@ -25,8 +25,9 @@ from transformers import Trainer  # noqa: E402
 from worlds import JobError, preload, world  # noqa: E402
 
 from attnspan.errors import OptionError  # noqa: E402
-from attnspan.integrations._accelerate_rows import examine  # noqa: E402
+from attnspan.integrations._accelerate_rows import _split, examine  # noqa: E402
 from attnspan.integrations.accelerate import context_parallel  # noqa: E402
+from attnspan.integrations.transformers import plans_only  # noqa: E402
 
 preload("transformers.trainer")
 
@@ -144,6 +145,17 @@ def test_a_layer_that_moves_tokens_elsewhere_is_named() -> None:
     mlp.forward = lambda x: forward(x + x.roll(1, 1))
     with pytest.raises(OptionError, match=r"first in model\.layers\.1\.mlp"):
         examine(model)
+
+
+def test_layers_and_inputs_that_no_plan_fits_are_refused() -> None:
+    model = model_of("llama")
+    with plans_only(), pytest.raises(OptionError, match=r"attention_mask: expected the plan .* got Tensor"):
+        model(torch.arange(1, 5)[None])
+    batch = {"input_ids": torch.zeros(1, 5), "pixel_values": torch.zeros(1, 3, 8, 8)}
+    with pytest.raises(
+        OptionError, match=r"pixel_values with context parallelism: expected shape \(1, 5, ...\)"
+    ):
+        _split(batch, 1, 5)
 
 
 def test_a_loss_of_ones_own_is_refused() -> None:
