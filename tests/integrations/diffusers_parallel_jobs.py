@@ -211,11 +211,11 @@ def cogvideox(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
 
 def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     config = {"patch_size": 2, "num_attention_heads": s.heads, "attention_head_dim": 8, "num_layers": 2}
-    config |= {"pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 12, "time_embed_dim": 4}
+    config |= {"pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4}
     config |= {"activation_fn": "swiglu", "max_sequence_length": 16}
     inputs = {
         "hidden_states": _film(s, 4),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
+        "encoder_hidden_states": _noise(s.batch, s.text, 16),
         "timestep": _steps(s),
         "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
     }

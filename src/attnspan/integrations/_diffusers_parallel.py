@@ -45,8 +45,15 @@ class _Part:
         return gather(x, dim, streams, self.ranks, self.rank, self.group)
 
 
+class _Shared:
+    """What a copy of a model shares with it."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
 @dataclass(eq=False)
-class _Parallel:
+class _Parallel(_Shared):
     """What `parallelize` made of a transformer.
 
     Attributes:
@@ -161,7 +168,7 @@ class _Parallel:
         return output
 
 
-class _Layer:
+class _Layer(_Shared):
     """The hooks of one layer."""
 
     def __init__(self, parallel: _Parallel, layer: nn.Module, first: bool) -> None:
@@ -210,7 +217,7 @@ class _Layer:
         return (*output[:at], whole, *output[at + 1 :])
 
 
-class Sequence:
+class Sequence(_Shared):
     """The tokens among which an attention module attends, on all ranks: its processor's ``_parallel_config``.
 
     Attributes:
@@ -219,10 +226,6 @@ class Sequence:
 
     def __init__(self, parallel: _Parallel, streams: tuple[str, ...]) -> None:
         self._parallel, self.streams = parallel, streams
-
-    def __deepcopy__(self, memo: Any) -> Sequence:
-        """Itself: a copy of a model works with the same ranks."""
-        return self
 
     def attend(
         self,
@@ -445,10 +448,18 @@ def _set_attention(parallel: _Parallel) -> None:
     known: dict[tuple[str, ...], Sequence] = {}
     for _, module, streams in list(_attention(parallel.model, parallel.plan)):
         before = module.processor
+        sequence, make = known.setdefault(streams, Sequence(parallel, streams)), parallel.plan.processor
         # Its own one: others may share it that do not attend among these tokens.
-        module.processor = copy.copy(before)
-        module.processor._parallel_config = known.setdefault(streams, Sequence(parallel, streams))
+        module.processor = copy.copy(before) if make is None else make(sequence)
+        module.processor._parallel_config = sequence
         parallel.undo.append(lambda module=module, before=before: setattr(module, "processor", before))
+
+
+def _parallel_of(transformer: nn.Module) -> _Parallel:
+    parallel = getattr(transformer, _HERE, None)
+    remedy = "Pass the model that parallelize was given"
+    expect(parallel is not None, "transformer", "one on several ranks", "one on one rank", remedy)
+    return parallel  # type: ignore[return-value]
 
 
 def unparallelize(transformer: nn.Module) -> nn.Module:
@@ -460,10 +471,10 @@ def unparallelize(transformer: nn.Module) -> nn.Module:
     Raises:
         OptionError: It is not parallel.
     """
-    parallel = getattr(transformer, _HERE, None)
-    remedy = "Pass the model that parallelize was given"
-    expect(parallel is not None, "transformer", "one that parallelize was given", "another", remedy)
-    for each in reversed(parallel.undo):  # type: ignore[union-attr]
+    parallel = _parallel_of(transformer)
+    remedy = "Undo the model that was copied, or copy before parallelize"
+    expect(parallel.model is transformer, "transformer", "no copy of a parallel model", "a copy", remedy)
+    for each in reversed(parallel.undo):
         each()
     delattr(transformer, _HERE)
     return transformer
@@ -493,10 +504,7 @@ def average_gradients(transformer: nn.Module) -> None:
     Raises:
         OptionError: It is not parallel, or a parameter is a DTensor, whose gradient FSDP2 averages.
     """
-    parallel = getattr(transformer, _HERE, None)
-    remedy = "Call parallelize first"
-    expect(parallel is not None, "transformer", "one that parallelize was given", "another", remedy)
-    group = parallel.group  # type: ignore[union-attr]
+    group = _parallel_of(transformer).group
     sum_gradients(transformer.parameters(), group)
     for parameter in transformer.parameters():
         if parameter.grad is not None and parameter.requires_grad:

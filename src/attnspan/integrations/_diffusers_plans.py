@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 __all__ = ["Rows", "TokenPlan", "known_plans"]
 
 
@@ -56,6 +59,7 @@ class TokenPlan:
         inputs: Inputs of the model that are added to tokens between layers, such as those of a control net.
         without_batch: Inputs of the model that have no batch rows.
         refused: Inputs that select tokens by number: with them the model raises.
+        processor: Makes the processors of these modules, of the `Sequence`; None keeps the model's own.
 
     Example:
         >>> TokenPlan(
@@ -78,6 +82,7 @@ class TokenPlan:
     inputs: Mapping[str, Rows] = field(default_factory=dict)
     without_batch: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    processor: Callable[[Any], Any] | None = None
 
 
 def _tokens(name: str) -> Callable[[Any, Mapping[str, Any]], int]:
@@ -109,6 +114,48 @@ def _patches_of_cogvideox(model: Any, inputs: Mapping[str, Any]) -> int:
 def _longest_of_lumina2(model: Any, inputs: Mapping[str, Any]) -> int:
     """The model packs each caption and its picture, and pads to the longest; captions differ as data."""
     return int(inputs["encoder_attention_mask"].sum(1).max()) + _patches(model, inputs)
+
+
+class _MochiProcessor:
+    """Mochi's attention under a mask; the model's own attends sample by sample, to as many rows as are real."""
+
+    def __init__(self, sequence: Any) -> None:
+        self._parallel_config = sequence
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        def heads(to: Any, norm: Any, x: Tensor) -> Tensor:
+            x = to(x).unflatten(2, (attn.heads, -1))
+            return x if norm is None else norm(x)
+
+        image = [heads(attn.to_q, attn.norm_q, hidden_states), heads(attn.to_k, attn.norm_k, hidden_states)]
+        if image_rotary_emb is not None:
+            image = [_rotated(x, *image_rotary_emb) for x in image]
+        image.append(heads(attn.to_v, None, hidden_states))
+        projections = (attn.add_q_proj, attn.norm_added_q), (attn.add_k_proj, attn.norm_added_k)
+        text = [heads(*each, encoder_hidden_states) for each in (*projections, (attn.add_v_proj, None))]
+        real = attention_mask.bool()
+        seen = torch.cat([real.new_ones(real.shape[0], hidden_states.shape[1]), real], 1)
+        joined = [torch.cat(each, 1) for each in zip(image, text, strict=True)]
+        found = self._parallel_config.attend(*joined, attn_mask=seen).flatten(2)
+        out, context = found.split([hidden_states.shape[1], real.shape[1]], 1)
+        for each in attn.to_out:
+            out = each(out)
+        context = context * real[..., None]
+        return out, attn.to_add_out(context) if hasattr(attn, "to_add_out") else context
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of neighbours of the last dimension, turned in float32."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = [y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos)]
+    return torch.stack(turned, -1).flatten(-2)
 
 
 _TEXT, _IMAGE = "encoder_hidden_states", "hidden_states"
@@ -221,6 +268,7 @@ _MOCHI = TokenPlan(
     every={"encoder_attention_mask": Rows("text"), "image_rotary_emb": Rows("image", dim=0)},
     result=(0, Rows("image")),
     attention={"attn1": ("image", "text")},
+    processor=_MochiProcessor,
 )
 
 #: Plans by the name of the model's class.
