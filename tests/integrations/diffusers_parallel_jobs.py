@@ -1,17 +1,42 @@
 """Transformers of diffusers on several ranks, against the same ones on one rank in diffusers' own attention."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import diffusers
 import torch
 import torch.distributed as dist
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    Lumina2Transformer2DModel,
+    MochiTransformer3DModel,
+    PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnspan.integrations import _diffusers_parallel as parallel
 from attnspan.integrations import _diffusers_rows as rows_of
+from attnspan.integrations._diffusers_plans import known_plans
+from attnspan.integrations.diffusers import (
+    Rows,
+    TokenPlan,
+    disable,
+    parallelize,
+    parallelized,
+    unparallelize,
+)
 
 
 class Sizes(NamedTuple):
@@ -59,7 +84,7 @@ def flux(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "img_ids": image,
         "txt_ids": text,
     }
-    return diffusers.FluxTransformer2DModel, sizes | config, inputs
+    return FluxTransformer2DModel, sizes | config, inputs
 
 
 def flux2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -75,7 +100,7 @@ def flux2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "img_ids": image,
         "txt_ids": text,
     }
-    return diffusers.Flux2Transformer2DModel, sizes | config, inputs
+    return Flux2Transformer2DModel, sizes | config, inputs
 
 
 def qwen_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -88,7 +113,7 @@ def qwen_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "timestep": _steps(s),
         "img_shapes": [[(1, s.height, s.width)]] * s.batch,
     }
-    return diffusers.QwenImageTransformer2DModel, config, inputs
+    return QwenImageTransformer2DModel, config, inputs
 
 
 def sd3(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -102,7 +127,7 @@ def sd3(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "pooled_projections": _noise(s.batch, 8),
         "timestep": _steps(s),
     }
-    return diffusers.SD3Transformer2DModel, config, inputs
+    return SD3Transformer2DModel, config, inputs
 
 
 def _film(s: Sizes, channels: int) -> Tensor:
@@ -120,7 +145,7 @@ def wan(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     }
     if s.padded:  # Wan 2.2: a time for each token, instead of padding.
         inputs["timestep"] = torch.linspace(0.1, 0.9, 3 * s.height * s.width).repeat(s.batch, 1)
-    return diffusers.WanTransformer3DModel, config, inputs
+    return WanTransformer3DModel, config, inputs
 
 
 def ltx(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -138,7 +163,7 @@ def ltx(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     }
     if s.padded:  # Also a time for each token.
         inputs["timestep"] = torch.linspace(0.1, 0.9, 3 * s.height * s.width).repeat(s.batch, 1)
-    return diffusers.LTXVideoTransformer3DModel, config, inputs
+    return LTXVideoTransformer3DModel, config, inputs
 
 
 def hunyuan_video(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -153,7 +178,7 @@ def hunyuan_video(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "pooled_projections": _noise(s.batch, 8),
         "guidance": torch.ones(s.batch),
     }
-    return diffusers.HunyuanVideoTransformer3DModel, config, inputs
+    return HunyuanVideoTransformer3DModel, config, inputs
 
 
 def hunyuan_video_replaced(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -172,7 +197,7 @@ def lumina2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "encoder_hidden_states": _noise(s.batch, s.text, 12),
         "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
     }
-    return diffusers.Lumina2Transformer2DModel, config, inputs
+    return Lumina2Transformer2DModel, config, inputs
 
 
 def pixart(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -191,7 +216,7 @@ def pixart(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         kept = torch.ones(s.batch, s.height * s.width)
         kept[:, ::4] = 0
         inputs["attention_mask"] = kept
-    return diffusers.PixArtTransformer2DModel, config, inputs
+    return PixArtTransformer2DModel, config, inputs
 
 
 def cogvideox(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -206,7 +231,7 @@ def cogvideox(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "timestep": _steps(s),
         "image_rotary_emb": (angles.cos(), angles.sin()),
     }
-    return diffusers.CogVideoXTransformer3DModel, config, inputs
+    return CogVideoXTransformer3DModel, config, inputs
 
 
 def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
@@ -219,7 +244,7 @@ def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
         "timestep": _steps(s),
         "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
     }
-    return diffusers.MochiTransformer3DModel, config, inputs
+    return MochiTransformer3DModel, config, inputs
 
 
 def make(name: str, sizes: Sizes = Sizes()) -> tuple[nn.Module, dict[str, Any]]:
@@ -233,17 +258,14 @@ def make(name: str, sizes: Sizes = Sizes()) -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    """A mesh of the first ranks of this world, which are all of them."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 def step(model: nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None) -> list[Tensor]:
     """The output, the gradients of the latents and the text, and those of all parameters."""
     leaves = {
         name: x.clone().requires_grad_() for name, x in inputs.items() if name.endswith("hidden_states")
     }
-    out = (model if call is None else call)(**(inputs | leaves), return_dict=False)[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "In CPU autocast")  # Mochi's own.
+        out = (model if call is None else call)(**(inputs | leaves), return_dict=False)[0]
     target = torch.linspace(-1, 1, out.numel()).view(out.shape)
     (out * target).sum().backward()
     return [out.detach(), *(x.grad for x in leaves.values())]
@@ -258,38 +280,54 @@ def distance(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
-def same_as_one_rank(
-    name: str,
-    strategy: str = "auto",
-    compiled: bool = False,
-    sizes: Sizes = Sizes(),
-    shape: tuple[int, ...] | None = None,
-    names: tuple[str, ...] = ("cp",),
-    batch: str | None = None,
-) -> dict[str, float]:
-    """Distances from one rank: of the output, of the inputs' gradients, and the largest of parameters'."""
-    alone, inputs = make(name, sizes)
-    model = copy.deepcopy(alone)
-    wanted = step(alone, inputs)
-    mesh = mesh_of((dist.get_world_size(),) if shape is None else shape, names)
-    parallel.parallelize(model, mesh, strategy=strategy, batch=batch)
-    call = None
-    if compiled:
-        torch._dynamo.reset()
-        call = torch.compile(model, fullgraph=True, backend="aot_eager")
-    counted = Counted()
-    with counted:
-        got = step(model, inputs, call)
-    parallel.average_gradients(model)
-    found = {"out": distance(got[0], wanted[0])}
-    found["inputs"] = max(map(distance, got[1:], wanted[1:]))
+def apart(model: nn.Module, alone: nn.Module) -> float:
+    """The largest distance of a parameter's gradient from that of one rank."""
     ours, theirs = gradients(model), gradients(alone)
     whole = torch.stack([x.norm() for x in theirs.values()]).norm()
     # Some gradients are zero but for rounding, such as that of a bias in front of a norm of the keys.
-    apart = {n: float((ours[n] - theirs[n]).norm() / max(theirs[n].norm(), 1e-3 * whole)) for n in theirs}
-    found["parameters"] = max(apart.values())
-    found["calls"] = counted.calls
-    return found
+    return max(float((ours[n] - x).norm() / max(x.norm(), 1e-3 * whole)) for n, x in theirs.items())
+
+
+class Mesh(NamedTuple):
+    """A mesh over all ranks of a world: sizes and names of its dimensions, and which of them has batch rows."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...] = ("cp",)
+    batch: str | None = None
+
+    def make(self) -> Any:
+        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
+
+
+def same_as_one_rank(
+    name: str,
+    mesh: Mesh,
+    strategy: str = "auto",
+    sizes: Sizes = Sizes(),
+    compiled: bool | str = False,
+    checkpointed: bool = False,
+) -> dict[str, float]:
+    """Distances from one rank: of the output, the inputs' gradients and the parameters'; calls over ranks."""
+    alone, inputs = make(name, sizes)
+    model = copy.deepcopy(alone)
+    wanted = step(alone, inputs)
+    parallelize(model, mesh.make(), strategy=strategy, batch=mesh.batch)
+    if checkpointed:
+        model.enable_gradient_checkpointing()
+    call = None
+    if compiled:
+        torch._dynamo.reset()
+        options: dict[str, Any] = {"fullgraph": True, "backend": "aot_eager"}
+        if compiled == "layers":
+            model.compile_repeated_blocks(**options)
+        else:
+            call = torch.compile(model, **options)
+    with Counted() as counted:
+        got = step(model, inputs, call)
+    parallel.average_gradients(model)
+    torch._dynamo.reset()
+    found = {"out": distance(got[0], wanted[0]), "parameters": apart(model, alone), "calls": counted.calls}
+    return found | {"inputs": max(map(distance, got[1:], wanted[1:]))}
 
 
 class Counted:
@@ -307,3 +345,171 @@ class Counted:
 
     def __exit__(self, *_: Any) -> None:
         parallel.attend_rows = self._own
+
+
+def under(wrapper: str, name: str, strategy: str) -> float:
+    """Gradients under DDP or FSDP2 over the same ranks, whose mean is all there is to do."""
+    from torch.distributed.fsdp import fully_shard
+
+    alone, inputs = make(name)
+    model = copy.deepcopy(alone)
+    step(alone, inputs)
+    mesh = Mesh((dist.get_world_size(),)).make()
+    parallelize(model, mesh, strategy=strategy)
+    if wrapper == "ddp":
+        step(model, inputs, nn.parallel.DistributedDataParallel(model))
+        return apart(model, alone)
+    for layer in model.transformer_blocks:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with warnings.catch_warnings():
+        # Where a linear layer's result is a view, which nobody writes to here.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+        step(model, inputs)
+    whole = copy.deepcopy(alone)
+    for parameter, mine in zip(whole.parameters(), model.parameters(), strict=True):
+        parameter.grad = mine.grad.full_tensor()
+    return apart(whole, alone)
+
+
+def pipeline(kind: str, mesh: Mesh) -> list[float]:
+    """Three steps of a pipeline, on this world and, after `unparallelize`, alone: how far apart they end."""
+    model, _ = make(kind)
+    empty = {"vae": None, "text_encoder": None, "tokenizer": None, "text_encoder_2": None, "tokenizer_2": None}
+    call = {"prompt_embeds": _noise(1, 7, 12), "pooled_prompt_embeds": _noise(1, 8), "num_inference_steps": 3}
+    call |= {"height": 48, "width": 80, "output_type": "latent", "return_dict": False}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    if kind == "flux":
+        pipe = diffusers.FluxPipeline(scheduler, transformer=model, **empty)
+        call |= {"latents": _noise(1, 15, 4)}
+    else:
+        empty |= {"text_encoder_3": None, "tokenizer_3": None}
+        pipe = diffusers.StableDiffusion3Pipeline(scheduler=scheduler, transformer=model, **empty)
+        call |= {"latents": _noise(1, 4, 6, 10), "guidance_scale": 3.0}
+        call |= {"negative_prompt_embeds": _noise(1, 7, 12), "negative_pooled_prompt_embeds": _noise(1, 8)}
+    pipe.set_progress_bar_config(disable=True)
+    wanted = pipe(**call)[0]
+    with parallelized(model, mesh.make(), batch=mesh.batch), Counted() as counted:
+        got = pipe(**call)[0]
+    again = pipe(**call)[0]
+    return [distance(got, wanted), distance(again, wanted), counted.calls]
+
+
+def message(change: str) -> str:
+    """What a mistake raises."""
+    model, inputs = make("sd3" if change == "another backend" else "flux")
+    ranks = dist.get_world_size()
+    mesh = Mesh((ranks,)).make()
+    options: dict[str, Any] = {}
+    if change == "unknown model":
+        model = nn.Linear(2, 2)
+    elif change == "strategy":
+        options["strategy"] = f"hybrid(2, {ranks + 1})"
+    elif change == "batch":
+        options["batch"] = "cfg"
+    elif change == "twice":
+        parallelize(model, mesh)
+    elif change == "compiled":
+        model.compile()
+    elif change.startswith("plan"):
+        own = known_plans["FluxTransformer2DModel"]
+        changes = {
+            "layers": {"layers": ("layers",)},
+            "every": {"every": {"rotary": Rows("image")}},
+            "attention": {"attention": {"attn9": ("image",)}},
+            "streams": {"stream": {"hidden_states": Rows("sound")}},
+        }
+        options["plan"] = replace(own, **changes[change.removeprefix("plan: ")])
+    try:
+        if change == "undone twice":
+            unparallelize(unparallelize(parallelize(model, mesh)))
+        if change == "copy":
+            unparallelize(copy.deepcopy(parallelize(model, mesh)))
+        parallelize(model, mesh, **options)
+        if change == "sizes" and dist.get_rank() == 1:
+            inputs["hidden_states"] = inputs["hidden_states"][:, 1:]
+            inputs["img_ids"] = inputs["img_ids"][1:]
+        if change == "few tokens":
+            inputs |= {"encoder_hidden_states": inputs["encoder_hidden_states"][:, :1], "txt_ids": inputs["txt_ids"][:1]}
+        if change == "controls":
+            inputs["controlnet_block_samples"] = [torch.zeros(2, 14, 48)]
+        if change == "exchanged processors":
+            model.set_attn_processor(type(model.transformer_blocks[0].attn.processor).__mro__[1]())
+        if change == "another backend":
+            disable(model)
+        if change in ("causal", "mask of pairs"):
+            sequence = model.transformer_blocks[0].attn.processor._parallel_config
+            model(**inputs)
+            q = torch.randn(2, 12 - 2 * dist.get_rank(), 2, 8)
+            mask = torch.ones(1, 1, 11, 11) if change == "mask of pairs" else None
+            sequence.attend(q, q, q, mask, is_causal=mask is None)
+        model(**inputs)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+class Layer(nn.Module):
+    """A layer of somebody's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attention(12, heads=3, dim_head=4, processor=AttnProcessor2_0())
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        return x + self.attend(x + position)
+
+
+class Model(nn.Module):
+    """A model of somebody's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, hidden_states: Tensor, position: Tensor) -> Tensor:
+        for layer in self.body:
+            hidden_states = layer(hidden_states, position=position)
+        return hidden_states
+
+
+def own_model() -> float:
+    torch.manual_seed(0)
+    model, x, position = Model(), torch.randn(2, 11, 12), torch.randn(11, 12)
+    plan = TokenPlan(
+        layers=("body",),
+        rows={"image": lambda model, inputs: inputs["hidden_states"].shape[1]},
+        stream={"x": Rows("image")},
+        every={"position": Rows("image", dim=0)},
+        result=(None, Rows("image")),
+        attention={"attend": ("image",)},
+    )
+    with torch.no_grad():
+        wanted = model(x, position)
+        with parallelized(model, Mesh((2,)).make(), plan=plan), Counted() as counted:
+            got = model(x, position)
+    assert counted.calls == 2
+    return distance(got, wanted)
+
+
+def two_calls_before_backward() -> float:
+    """Seven tokens and eight, of which rank 0 has three of each."""
+    model, few = make("ltx", Sizes(height=1, width=7))
+    _, more = make("ltx", Sizes(height=1, width=8))
+    alone = copy.deepcopy(model)
+    for each in (model, alone):
+        each.enable_gradient_checkpointing()
+    sizes = {"num_frames": 1}
+    for inputs in (few, more):
+        inputs["hidden_states"] = inputs["hidden_states"][:, : inputs["width"]]
+    parallelize(model, Mesh((dist.get_world_size(),)).make())
+    for each in (alone, model):
+        outs = [each(**(inputs | sizes), return_dict=False)[0] for inputs in (few, more)]
+        for out in outs:
+            (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    parallel.average_gradients(model)
+    return apart(model, alone)
+
+
+#: What a process imports for these jobs.
+IMPORTED = sorted({x.__module__ for x in list(vars().values()) if isinstance(x, type)} - {__name__})

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import OptionError, ShapeError, expect
 from ..masks import full
@@ -66,6 +67,7 @@ class _Parallel(_Shared):
         names: Names of the model's inputs.
         rows: Tokens of each stream, of the call under way.
         undo: What takes it away again.
+        before: `rows` by an argument of a layer, which is the same again where a checkpoint recomputes it.
     """
 
     model: nn.Module
@@ -78,16 +80,22 @@ class _Parallel(_Shared):
     names: list[str]
     rows: dict[str, Any] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
+    before: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def streams(self, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Tokens of some streams."""
         return tuple(self.rows[name] for name in names)
 
+    def recall(self, x: Any) -> None:
+        """Let `rows` be those of the call that this argument of a layer is from, also within backward."""
+        if not torch.compiler.is_compiling() and isinstance(x, Tensor):
+            self.rows = self.before.setdefault(x, self.rows)
+
     # Each hook is a method, as the compiler follows those.
 
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All inputs by name, of this rank's batch rows, and how many tokens there will be."""
-        inputs = dict(zip(self.names, args, strict=False)) | kwargs
+        inputs, self.rows = dict(zip(self.names, args, strict=False)) | kwargs, {}
         for name in self.plan.refused:
             remedy = "Leave it out, or call unparallelize(transformer) first"
             expect(inputs.get(name) is None, f"{name} on several ranks", "None", "something", remedy)
@@ -172,28 +180,31 @@ class _Layer(_Shared):
     """The hooks of one layer."""
 
     def __init__(self, parallel: _Parallel, layer: nn.Module, first: bool) -> None:
-        self.parallel, self.first = parallel, first
+        self.parallel, plan = parallel, parallel.plan
         self.names = list(inspect.signature(layer.forward).parameters)
-        self.varied = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(layer.forward).parameters.values())
+        self.cut = {**plan.every, **plan.stream} if first else dict(plan.every)
+        self.attending = [name for name, module in layer.named_modules() if _streams_of(plan, name, module)]
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments, of this rank's rows."""
-        del layer
-        parallel, plan = self.parallel, self.parallel.plan
-        wanted = {**plan.every, **plan.stream} if self.first else plan.every
+        parallel = self.parallel
+        for name in self.attending:
+            module = layer.get_submodule(name)
+            fits = isinstance(getattr(module.processor, "_parallel_config", None), Sequence)
+            remedy = "Call unparallelize and parallelize again after processors were exchanged"
+            what, wanted = f"processor of {name}", "the one of parallelize"
+            expect(fits, what, wanted, type(module.processor).__name__, remedy)
+        parallel.recall(args[0] if args else kwargs.get(self.names[0]))
         places, named = list(args), dict(kwargs)
-        for name, rows in wanted.items():
+        for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
+            if name in self.cut:
+                value = parallel._cut(name, value, self.cut[name])
+            elif name in parallel.plan.leading:
+                value = self._leading(value, parallel.plan.leading[name])
             if name in named:
-                named[name] = parallel._cut(name, named[name], rows)
-            elif name in self.names and self.names.index(name) < len(places):
-                at = self.names.index(name)
-                places[at] = parallel._cut(name, places[at], rows)
-        for name, stream in plan.leading.items():
-            if name in self.names and self.names.index(name) < len(places):
-                at = self.names.index(name)
-                places[at] = self._leading(places[at], stream)
-            elif name in named:
-                named[name] = self._leading(named[name], stream)
+                named[name] = value
+            else:
+                places[self.names.index(name)] = value
         return tuple(places), named
 
     def _leading(self, count: Any, stream: str) -> Any:
@@ -263,8 +274,7 @@ class Sequence(_Shared):
         expect(not dropout_p, what, "dropout_p=0", dropout_p, remedy)
         rows = sum(share(each, ranks, rank) for each in streams)
         wanted = "{} tokens of " + " and ".join(self.streams) + ", as the model's inputs have"
-        remedy = "Pass a TokenPlan that says which modules join which streams; call backward before the "
-        remedy += "next forward where layers are checkpointed"
+        remedy = "Pass a TokenPlan that says which modules join which streams"
         for name, x in (("query", query), ("key", key), ("value", value)):
             expect(x.shape[1] == rows, name, wanted, x.shape[1], remedy, rows, error=ShapeError)
         scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -344,8 +354,11 @@ def parallelize(
         >>> _ = unparallelize(model)
         >>> dist.destroy_process_group()
     """
-    plan = _plan_of(transformer) if plan is None else plan
     _check_fresh(transformer)
+    if plan is None:
+        plan = _plan_of(transformer)
+    else:
+        _check_plan(transformer, plan)
     tokens, rows, group, chosen = _parts(transformer, plan, mesh, strategy, batch)
     names = list(inspect.signature(transformer.forward).parameters)
     parallel = _Parallel(transformer, plan, group, watch(group), tokens, rows, chosen, names)
@@ -372,8 +385,41 @@ def _plan_of(transformer: nn.Module) -> TokenPlan:
     )
 
 
+def _check_plan(transformer: nn.Module, plan: TokenPlan) -> None:
+    """A user's plan names what is there."""
+    remedy = "Mend the TokenPlan"
+    lists = dict(transformer.named_children())
+    for name in plan.layers:
+        fits = isinstance(lists.get(name), nn.ModuleList)
+        expect(fits, "TokenPlan: layers", f"lists of layers among {list(lists)}", repr(name), remedy)
+    layers = _layers(transformer, plan)
+    taken = [set(inspect.signature(layer.forward).parameters) for layer in layers]
+    expect(bool(layers), "TokenPlan: layers", "at least one layer", "none", remedy)
+    own, any_of = set(inspect.signature(transformer.forward).parameters), set().union(*taken)
+    places = (
+        ("stream", plan.stream, taken[0]),
+        ("every", plan.every, any_of),
+        ("leading", plan.leading, any_of),
+        ("inputs", plan.inputs, own),
+        ("without_batch", plan.without_batch, own),
+        ("refused", plan.refused, own),
+    )
+    for what, names, known in places:
+        wrong = sorted(set(names) - known)
+        expect(not wrong, f"TokenPlan: {what}", f"names among {sorted(known)}", wrong, remedy)
+    ends = {name.rpartition(".")[2] for name, *_ in _attention(transformer, plan)}
+    wrong = sorted(set(plan.attention) - ends)
+    expect(not wrong, "TokenPlan: attention", "names of modules that have a processor", wrong, remedy)
+    rows = [*plan.stream.values(), *plan.inputs.values(), plan.result[1]]
+    rows += [x for each in plan.every.values() for x in (each if isinstance(each, tuple) else (each,))]
+    used = {x for each in rows for x in each.streams} | {x for each in plan.attention.values() for x in each}
+    wrong = sorted((used | set(plan.leading.values())) - set(plan.rows))
+    expect(not wrong, "TokenPlan: streams", f"those that rows counts, {sorted(plan.rows)}", wrong, remedy)
+
+
 def _check_fresh(transformer: nn.Module) -> None:
     compiled = any(getattr(x, "_compiled_call_impl", None) is not None for x in transformer.modules())
+    compiled = compiled or hasattr(transformer, "_orig_mod")
     remedy = "Call parallelize first, then compile"
     expect(not compiled, "transformer", "one that is not compiled", "a compiled one", remedy)
     remedy = "Call unparallelize(transformer) first"
@@ -427,9 +473,14 @@ def _attention(transformer: nn.Module, plan: TokenPlan) -> Iterator[tuple[str, A
     """Attention modules that the plan names, with their streams."""
     for layer in _layers(transformer, plan):
         for name, module in layer.named_modules():
-            streams = plan.attention.get(name.rpartition(".")[2])
-            if streams is not None and getattr(module, "processor", None) is not None:
+            if streams := _streams_of(plan, name, module):
                 yield name, module, streams
+
+
+def _streams_of(plan: TokenPlan, name: str, module: nn.Module) -> tuple[str, ...]:
+    """The streams among which a module of a layer attends; none if it is no such one."""
+    known = getattr(module, "processor", None) is not None
+    return plan.attention.get(name.rpartition(".")[2], ()) if known else ()
 
 
 def _hook_layers(parallel: _Parallel) -> None:

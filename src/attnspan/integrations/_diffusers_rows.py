@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401 - registers the operators
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from ..masks import full
 from ..parallel.layout import Layout
 from ..parallel.local import LocalPlan
 from ..parallel.strategy import Strategy, split_heads
-from ..parallel.torch.comm import Agreement
+from ..parallel.torch.comm import Agreement, raise_broken
 from ..parallel.torch.ops import sharded_forward
 
 _collectives = torch.ops._c10d_functional
@@ -62,29 +64,43 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, streams: tuple[int, ...], ranks: int, rank: int, group: str
-    ) -> Tensor:
-        ctx.given = dim, streams, ranks, rank
-        most = sum(share(rows, ranks, 0) for rows in streams)
-        # By its operator: the function in front of it has another name in each release of torch.
-        every = _collectives.all_gather_into_tensor(_padded(x, dim, most).contiguous(), ranks, group)
-        every = _collectives.wait_tensor(every)
-        parts, starts = every.chunk(ranks), [0] * ranks
-        found = []
-        for rows in streams:
-            for other in range(ranks):
-                mine = share(rows, ranks, other)
-                found.append(parts[other].narrow(dim, starts[other], mine))
-                starts[other] = starts[other] + mine
-        return torch.cat(found, dim)
+@torch.library.custom_op("attnspan::gather_tokens", mutates_args=())
+def _gather(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
+    del rank
+    most, whole = sum(share(rows, ranks, 0) for rows in streams), _resolve_process_group(group)
+    mine = _padded(x, dim, most).contiguous()
+    parts = mine.new_empty((ranks, *mine.shape)).unbind()
+    try:
+        dist.all_gather(list(parts), mine, group=whole)
+    except RuntimeError as error:
+        raise_broken(whole, "gather of tokens", error)
+    starts, found = [0] * ranks, []
+    for rows in streams:
+        for other in range(ranks):
+            found.append(parts[other].narrow(dim, starts[other], share(rows, ranks, other)))
+            starts[other] += share(rows, ranks, other)
+    return torch.cat(found, dim)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        dim, streams, ranks, rank = ctx.given
-        return cut(grad, dim, streams, ranks, rank) * ranks, None, None, None, None, None
+
+@_gather.register_fake
+def _(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
+    del ranks, rank, group
+    shape = list(x.shape)
+    shape[dim] = sum(streams)
+    return x.new_empty(shape)
+
+
+def _ungather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, streams, ranks, rank = ctx.given
+    return cut(grad, dim, streams, ranks, rank) * ranks, None, None, None, None, None
+
+
+def _remember_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.given = inputs[1:5]
+
+
+_gather.register_autograd(_ungather, setup_context=_remember_rows)
 
 
 def gather(x: Tensor, dim: int, streams: tuple[int, ...], ranks: int, rank: int, group: str) -> Tensor:
@@ -93,7 +109,7 @@ def gather(x: Tensor, dim: int, streams: tuple[int, ...], ranks: int, rank: int,
     Its gradient is this rank's rows, times the number of ranks: the loss is the same on every rank, and the
     *mean* over ranks of a parameter's gradients is its gradient.
     """
-    return _Gather.apply(x, dim, streams, ranks, rank, group)  # type: ignore[no-any-return]
+    return _gather(x, dim, streams, ranks, rank, group)  # type: ignore[no-any-return]
 
 
 def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -103,20 +119,20 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-_watched: dict[str, Agreement] = {}
+_watched: dict[str, tuple[Agreement, int]] = {}
 
 
 def watch(group: Any) -> str:
     """Let `entered` compare what the ranks of a group do; the group's name."""
     name = str(group.group_name)
-    _watched[name] = Agreement(group)
+    _watched[name] = Agreement(group), group.size()
     return name
 
 
 @torch.library.custom_op("attnspan::entered", mutates_args=())
 def _entered(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
     if sizes:
-        agreement = _watched[group]
+        agreement, _ = _watched[group]
         agreement.note("inputs", zlib.crc32(repr(list(sizes)).encode()))
         agreement.start({}, x.device.type)
         if agreement.early:
@@ -137,7 +153,7 @@ def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
     ctx.group = inputs[1]
-    ctx.ranks = _watched[inputs[1]]._ranks
+    _, ctx.ranks = _watched[inputs[1]]
 
 
 _entered.register_autograd(_leave, setup_context=_remember)
