@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..call import MAX_LENGTH
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
 from ..options import dense_bias
@@ -74,6 +75,9 @@ def attend(
         expect(not return_lse, "return_lse", "False over several ranks", "True", remedy)
         options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
+    if torch.compiler.is_compiling():  # Mochi's lengths are data, of which the compiler would know no limit.
+        torch._check(query.shape[1] <= MAX_LENGTH)
+        torch._check(key.shape[1] <= MAX_LENGTH)
     mask, bias = read_mask(attn_mask, query, key)
     q_index = None
     if is_causal:
@@ -124,7 +128,7 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
         return from_block_mask(given), None
     remedy = "Pass a tensor, boolean or floating, a BlockMask or a mask of attnspan"
     expect(isinstance(given, Tensor), "attn_mask", "a mask", type(given).__name__, remedy, error=DtypeError)
-    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    own, sizes = given, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     given = _in_four_dims(given, sizes)
     if given.is_floating_point():
         return None, given
@@ -134,7 +138,7 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
         return None, _hiding(given)  # Runs beyond those that a program has room for would be NaN there.
     if torch.compiler.is_compiling():
         return from_dense(given), None
-    return _remembered(given, q, k), None
+    return _remembered(own, given, q, k), None
 
 
 def _in_four_dims(given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
@@ -178,14 +182,13 @@ def _hiding(visible: Tensor) -> Tensor:
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _remembered(given: Tensor, q: Tensor, k: Tensor) -> Prepared:
+def _remembered(own: Tensor, visible: Tensor, q: Tensor, k: Tensor) -> Prepared:
     """One encoding for all layers that are given one tensor, as long as it is not written into."""
-    known = _known.get(given)
-    if known is None or not torch.equal(known[0], given):
-        visible = given.clone()  # Not the tensor itself, which would then be kept alive.
-        mask = from_dense(visible).prepare(
-            q.shape[1], k.shape[1], batch=visible.shape[0], heads=visible.shape[1], like=q
-        )
-        _known[given] = known = visible, mask
+    known = _known.get(own)
+    if known is None or not torch.equal(known[0], visible):
+        visible = visible.clone()  # Not the tensor itself, which would then be kept alive.
+        batch, heads = visible.shape[:2]
+        mask = from_dense(visible).prepare(q.shape[1], k.shape[1], batch=batch, heads=heads, like=q)
+        _known[own] = known = visible, mask
     found: Prepared = known[1]
     return found

@@ -1,9 +1,9 @@
 """Attention of single objects of diffusers, rerouted without touching any other's.
 
-A processor, or a module with attention of its own, calls `F.scaled_dot_product_attention` or
-`dispatch_attention_fn` by the globals of its module. The object gets a subclass of its class, whose methods are the
-same code with other globals: a copy in which these names mean attnspan. A compiler sees ordinary functions, and one
-class for all layers.
+A processor, or a module with attention of its own, finds `F.scaled_dot_product_attention` or
+`dispatch_attention_fn` in the globals of its Python module. The object gets a subclass of its class, whose
+methods are the same code with other globals: a copy in which these names mean attnspan. A compiler sees
+ordinary functions, and one class for all layers.
 """
 
 import dis
@@ -144,7 +144,11 @@ def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _named_as(base: type, bases: tuple[type, ...], members: dict[str, Any]) -> type:
-    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__} | members
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    } | members
     return type(base)(base.__name__, bases, members)
 
 
@@ -156,7 +160,7 @@ def _set_config(x: Any, config: Any) -> None:
     x.__class__ = Route.to(config).class_of(type(x))
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
+def _reduce(self: Any, _: Any) -> Any:
     # Copied and pickled by the class that others can import.
     return _remade, (type(self)._attnspan_base, _config_of(self)), self.__dict__
 

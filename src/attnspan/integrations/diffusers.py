@@ -1,8 +1,8 @@
 """attnspan in Hugging Face diffusers: ``enable(transformer_or_pipeline)``.
 
-Importing this module also registers a backend, ``transformer.set_attention_backend("attnspan")``. Newer models of
-diffusers ask for their backend by name; older ones call torch's function. `enable` takes both, for one model and
-no other.
+Importing this module also registers a backend, ``transformer.set_attention_backend("attnspan")``. Newer
+models of diffusers ask for their backend by name; older ones call torch's function. `enable` takes both, for
+one model and no other.
 """
 
 import functools
@@ -24,8 +24,8 @@ _NEEDED = ("AttentionBackendName", "_AttentionBackendRegistry", "dispatch_attent
 _missing = [name for name in _NEEDED if not hasattr(attention_dispatch, name)]
 if _missing:
     raise ImportError(
-        f"attnspan.integrations.diffusers: expected diffusers 0.40 to 0.42, got {diffusers.__version__}, which has no "
-        f"{', '.join(_missing)}. Run pip install 'attnspan[diffusers]'."
+        f"attnspan.integrations.diffusers: expected diffusers 0.40 to 0.42, got {diffusers.__version__}, "
+        f"which has no {', '.join(_missing)}. Run pip install 'attnspan[diffusers]'."
     )
 
 from ._diffusers_attention import attend, check_config  # noqa: E402
@@ -79,14 +79,14 @@ class Enabled:
 def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
     """Compute a model's attention by attnspan.
 
-    Results are those of diffusers' native backend within rounding. The weights and the processors' options stay as
-    they are; no other model is touched. Call it again after processors were exchanged (``set_attn_processor``,
-    ``fuse_qkv_projections``, ``load_ip_adapter``).
+    Results are those of diffusers' native backend within rounding. The weights and the processors' options
+    stay as they are; no other model is touched. Call it again after processors were exchanged
+    (``set_attn_processor``, ``fuse_qkv_projections``, ``load_ip_adapter``).
 
     Args:
         model: A model of diffusers, any module that holds one, or a pipeline.
-        components: Names of a pipeline's components; by default all of its models of diffusers that attend, but
-            for autoencoders.
+        components: Names of a pipeline's components; by default all of its models of diffusers that attend,
+            but for autoencoders.
 
     Returns:
         The names of the layers it took, and of those it left.
@@ -97,8 +97,9 @@ def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
 
     Example:
         >>> from diffusers import FluxTransformer2DModel
-        >>> sizes = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
-        >>> widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+        >>> sizes = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2}
+        >>> sizes |= {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
+        >>> widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32}
         >>> print(enable(FluxTransformer2DModel(**sizes, **widths)))
         attnspan in 3 attention layers
     """
@@ -156,7 +157,7 @@ def _check_config_of(x: Any) -> None:
 
 
 def _processors(model: nn.Module) -> Iterator[tuple[str, Any, nn.Module | None]]:
-    """What may attend: names, plain processors with the module that holds them, and the modules themselves."""
+    """What may attend: plain processors, with the modules that hold them, and modules."""
     for name, module in list(model.named_modules()):
         processor = getattr(module, "processor", None)
         if processor is not None and not isinstance(processor, nn.Module):
@@ -195,7 +196,7 @@ def _is_model(x: Any) -> bool:
 
 
 def _register() -> None:
-    """Add the name to diffusers' enumeration of backends, which is closed, and the function to its registry."""
+    """Add the name to diffusers' closed enumeration of backends, and the function to its registry."""
     names = attention_dispatch.AttentionBackendName
     if NAME not in names._value2member_map_:
         member = str.__new__(names, NAME)
