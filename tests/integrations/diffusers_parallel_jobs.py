@@ -1,4 +1,4 @@
-"""Transformers of diffusers on several ranks, against the same ones on one rank in diffusers' own attention."""
+"""Transformers of diffusers on several ranks, and the same on one rank in diffusers' own attention."""
 
 import copy
 import warnings
@@ -26,12 +26,12 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnspan.integrations import _diffusers_parallel as parallel
-from attnspan.integrations import _diffusers_rows as rows_of
+from attnspan.integrations import _diffusers_hooks as hooks
 from attnspan.integrations._diffusers_plans import known_plans
 from attnspan.integrations.diffusers import (
     Rows,
     TokenPlan,
+    average_gradients,
     disable,
     parallelize,
     parallelized,
@@ -56,8 +56,15 @@ class Sizes(NamedTuple):
         return torch.arange(self.text) < lengths[:, None]
 
 
+ODD = Sizes()
+
+
 def _noise(*shape: int) -> Tensor:
     return torch.randn(*shape)
+
+
+def _heads(s: Sizes, dim: int) -> dict[str, int]:
+    return {"num_attention_heads": s.heads, "attention_head_dim": dim}
 
 
 def _steps(s: Sizes) -> Tensor:
@@ -73,8 +80,18 @@ def _ids(s: Sizes, axes: int) -> tuple[Tensor, Tensor]:
 
 
 def flux(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": s.heads, "attention_head_dim": 16}
-    config = {"in_channels": 4, "joint_attention_dim": 12, "pooled_projection_dim": 8, "axes_dims_rope": (4, 4, 8)}
+    sizes = {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "num_attention_heads": s.heads,
+        "attention_head_dim": 16,
+    }
+    config = {
+        "in_channels": 4,
+        "joint_attention_dim": 12,
+        "pooled_projection_dim": 8,
+        "axes_dims_rope": (4, 4, 8),
+    }
     image, text = _ids(s, 3)
     inputs = {
         "hidden_states": _noise(s.batch, s.height * s.width, 4),
@@ -88,7 +105,12 @@ def flux(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
 
 
 def flux2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    sizes = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": s.heads, "attention_head_dim": 16}
+    sizes = {
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_attention_heads": s.heads,
+        "attention_head_dim": 16,
+    }
     config = {"in_channels": 4, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 4, 4)}
     config |= {"timestep_guidance_channels": 16}
     image, text = _ids(s, 4)
@@ -118,7 +140,11 @@ def qwen_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
 
 def sd3(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     config = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 3, "attention_head_dim": 8}
-    config |= {"num_attention_heads": s.heads, "joint_attention_dim": 12, "caption_projection_dim": 8 * s.heads}
+    config |= {
+        "num_attention_heads": s.heads,
+        "joint_attention_dim": 12,
+        "caption_projection_dim": 8 * s.heads,
+    }
     config |= {"pooled_projection_dim": 8, "out_channels": 4, "pos_embed_max_size": 12}
     config |= {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
     inputs = {
@@ -136,7 +162,14 @@ def _film(s: Sizes, channels: int) -> Tensor:
 
 def wan(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     config = {"patch_size": (1, 2, 2), "num_attention_heads": s.heads, "attention_head_dim": 12}
-    config |= {"in_channels": 4, "out_channels": 4, "text_dim": 12, "freq_dim": 16, "ffn_dim": 24, "num_layers": 2}
+    config |= {
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 12,
+        "freq_dim": 16,
+        "ffn_dim": 24,
+        "num_layers": 2,
+    }
     config |= {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
     inputs = {
         "hidden_states": _film(s, 4),
@@ -168,8 +201,19 @@ def ltx(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
 
 def hunyuan_video(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     config = {"in_channels": 4, "out_channels": 4, "num_attention_heads": s.heads, "attention_head_dim": 16}
-    config |= {"num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1}
-    config |= {"guidance_embeds": True, "text_embed_dim": 12, "pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8)}
+    config |= {
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "patch_size": 2,
+        "patch_size_t": 1,
+    }
+    config |= {
+        "guidance_embeds": True,
+        "text_embed_dim": 12,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (4, 4, 8),
+    }
     inputs = {
         "hidden_states": _film(s, 4),
         "timestep": _steps(s),
@@ -187,9 +231,17 @@ def hunyuan_video_replaced(s: Sizes) -> tuple[type, dict[str, Any], dict[str, An
 
 
 def lumina2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 8 * s.heads, "num_layers": 2}
-    config |= {"num_refiner_layers": 1, "num_attention_heads": s.heads, "num_kv_heads": 1, "multiple_of": 2}
-    config |= {"norm_eps": 1e-5, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2), "axes_lens": (32, 32, 32)}
+    config = {
+        "sample_size": 16,
+        "patch_size": 2,
+        "in_channels": 4,
+        "hidden_size": 8 * s.heads,
+        "num_layers": 2,
+    }
+    config |= {"num_refiner_layers": 1, "num_attention_heads": s.heads, "num_kv_heads": 1}
+    config |= {"multiple_of": 2}
+    config |= {"norm_eps": 1e-5, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2)}
+    config |= {"axes_lens": (32, 32, 32)}
     config |= {"cap_feat_dim": 12}
     inputs = {
         "hidden_states": _noise(s.batch, 4, 2 * s.height, 2 * s.width),
@@ -222,7 +274,12 @@ def pixart(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
 def cogvideox(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     config = {"num_attention_heads": s.heads, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
     config |= {"time_embed_dim": 4, "text_embed_dim": 12, "num_layers": 2, "sample_width": 2 * s.width}
-    config |= {"sample_height": 2 * s.height, "sample_frames": 9, "patch_size": 2, "max_text_seq_length": s.text}
+    config |= {
+        "sample_height": 2 * s.height,
+        "sample_frames": 9,
+        "patch_size": 2,
+        "max_text_seq_length": s.text,
+    }
     config |= {"temporal_compression_ratio": 4, "use_rotary_positional_embeddings": True}
     angles = torch.randn(3 * s.height * s.width, 16)
     inputs = {
@@ -247,7 +304,7 @@ def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     return MochiTransformer3DModel, config, inputs
 
 
-def make(name: str, sizes: Sizes = Sizes()) -> tuple[nn.Module, dict[str, Any]]:
+def make(name: str, sizes: Sizes = ODD) -> tuple[nn.Module, dict[str, Any]]:
     """A model of random weights, none of which is zero or one, and its inputs."""
     torch.manual_seed(1)
     kind, config, inputs = globals()[name](sizes)
@@ -265,6 +322,7 @@ def step(model: nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | No
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "In CPU autocast")  # Mochi's own.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")  # In diffusers.
         out = (model if call is None else call)(**(inputs | leaves), return_dict=False)[0]
     target = torch.linspace(-1, 1, out.numel()).view(out.shape)
     (out * target).sum().backward()
@@ -289,7 +347,7 @@ def apart(model: nn.Module, alone: nn.Module) -> float:
 
 
 class Mesh(NamedTuple):
-    """A mesh over all ranks of a world: sizes and names of its dimensions, and which of them has batch rows."""
+    """A mesh over all ranks of a world: sizes and names of its dimensions, and which one has batch rows."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...] = ("cp",)
@@ -303,7 +361,7 @@ def same_as_one_rank(
     name: str,
     mesh: Mesh,
     strategy: str = "auto",
-    sizes: Sizes = Sizes(),
+    sizes: Sizes = ODD,
     compiled: bool | str = False,
     checkpointed: bool = False,
 ) -> dict[str, float]:
@@ -324,7 +382,7 @@ def same_as_one_rank(
             call = torch.compile(model, **options)
     with Counted() as counted:
         got = step(model, inputs, call)
-    parallel.average_gradients(model)
+    average_gradients(model)
     torch._dynamo.reset()
     found = {"out": distance(got[0], wanted[0]), "parameters": apart(model, alone), "calls": counted.calls}
     return found | {"inputs": max(map(distance, got[1:], wanted[1:]))}
@@ -334,17 +392,17 @@ class Counted:
     """Counts calls of the operator over ranks."""
 
     def __enter__(self) -> "Counted":
-        self.calls, self._own = 0, rows_of.attend_rows
+        self.calls, self._own = 0, hooks.attend_rows
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             return self._own(*args, **kwargs)
 
-        parallel.attend_rows = counting
+        hooks.attend_rows = counting
         return self
 
     def __exit__(self, *_: Any) -> None:
-        parallel.attend_rows = self._own
+        hooks.attend_rows = self._own
 
 
 def under(wrapper: str, name: str, strategy: str) -> float:
@@ -375,7 +433,13 @@ def under(wrapper: str, name: str, strategy: str) -> float:
 def pipeline(kind: str, mesh: Mesh) -> list[float]:
     """Three steps of a pipeline, on this world and, after `unparallelize`, alone: how far apart they end."""
     model, _ = make(kind)
-    empty = {"vae": None, "text_encoder": None, "tokenizer": None, "text_encoder_2": None, "tokenizer_2": None}
+    empty = {
+        "vae": None,
+        "text_encoder": None,
+        "tokenizer": None,
+        "text_encoder_2": None,
+        "tokenizer_2": None,
+    }
     call = {"prompt_embeds": _noise(1, 7, 12), "pooled_prompt_embeds": _noise(1, 8), "num_inference_steps": 3}
     call |= {"height": 48, "width": 80, "output_type": "latent", "return_dict": False}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
@@ -430,7 +494,10 @@ def message(change: str) -> str:
             inputs["hidden_states"] = inputs["hidden_states"][:, 1:]
             inputs["img_ids"] = inputs["img_ids"][1:]
         if change == "few tokens":
-            inputs |= {"encoder_hidden_states": inputs["encoder_hidden_states"][:, :1], "txt_ids": inputs["txt_ids"][:1]}
+            inputs |= {
+                "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1],
+                "txt_ids": inputs["txt_ids"][:1],
+            }
         if change == "controls":
             inputs["controlnet_block_samples"] = [torch.zeros(2, 14, 48)]
         if change == "exchanged processors":
@@ -478,7 +545,7 @@ def own_model() -> float:
     model, x, position = Model(), torch.randn(2, 11, 12), torch.randn(11, 12)
     plan = TokenPlan(
         layers=("body",),
-        rows={"image": lambda model, inputs: inputs["hidden_states"].shape[1]},
+        rows={"image": lambda _, inputs: inputs["hidden_states"].shape[1]},
         stream={"x": Rows("image")},
         every={"position": Rows("image", dim=0)},
         result=(None, Rows("image")),
@@ -507,7 +574,7 @@ def two_calls_before_backward() -> float:
         outs = [each(**(inputs | sizes), return_dict=False)[0] for inputs in (few, more)]
         for out in outs:
             (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-    parallel.average_gradients(model)
+    average_gradients(model)
     return apart(model, alone)
 
 

@@ -1,5 +1,6 @@
 """Transformers of diffusers on several ranks give the output and the gradients of one rank."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import torch
 pytest.importorskip("diffusers")
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
-import worlds  # noqa: E402
-from diffusers_parallel_jobs import IMPORTED, Mesh, Sizes  # noqa: E402
-from worlds import world  # noqa: E402
+import worlds
+from diffusers_parallel_jobs import IMPORTED, Mesh, Sizes
+from worlds import world
 
-from attnspan.integrations import _diffusers_rows as rows_of  # noqa: E402
+from attnspan.integrations import _diffusers_rows as rows_of
 
 # Before a process is forked: each rank would load the models anew.
 worlds._processes.set_forkserver_preload([*worlds._PRELOADED, "attnspan.integrations.diffusers", *IMPORTED])
@@ -92,7 +93,9 @@ def test_layers_that_are_checkpointed_attend_twice(compiled: bool) -> None:
     check(2, "wan", Mesh((2,)), "ring", Sizes(), compiled, True, calls=2 if compiled else 4)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(text=3, heads=4), Sizes(text=6, height=4, width=3, heads=6)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(text=3, heads=4), Sizes(text=6, height=4, width=3, heads=6)], ids=str
+)
 def test_even_and_smallest_shares(sizes: Sizes) -> None:
     check(3, "flux", Mesh((3,)), "ulysses", sizes, calls=MODELS["flux"])
 
@@ -117,27 +120,25 @@ MISTAKES = {
     "plan: every": r"OptionError: TokenPlan: every: expected names among .*, got \['rotary'\]",
     "plan: attention": r"OptionError: TokenPlan: attention: expected names of modules .*, got \['attn9'\]",
     "plan: streams": r"OptionError: TokenPlan: streams: expected those that rows counts, .*, got \['sound'\]",
-    "exchanged processors": "OptionError: processor of attn: expected the one of parallelize, got FluxAttnProcessor",
-    "another backend": "OptionError: processor of attn: expected the one of parallelize, got JointAttnProcessor2_0",
+    "exchanged processors": "OptionError: processor of attn: .*, got FluxAttnProcessor",
+    "another backend": "OptionError: processor of attn: .*, got JointAttnProcessor2_0",
     "causal": "OptionError: attention on several ranks: expected is_causal=False, got True",
     "mask of pairs": r"ShapeError: attn_mask: expected .*, got \(1, 1, 11, 11\)",
-    "unknown model": "OptionError: transformer: expected a model whose tokens are known: .*, got Linear. Pass plan",
+    "unknown model": "OptionError: transformer: expected a model whose tokens are known.*, got Linear. Pass",
     "strategy": "OptionError: strategy: expected .*2 ranks, got 'hybrid",
     "batch": "OptionError: batch: expected a dimension of the mesh, of .'cp',., got 'cfg'",
     "twice": "OptionError: transformer: expected one on one rank, got one on several",
     "compiled": "OptionError: transformer: expected one that is not compiled",
     "undone twice": "OptionError: transformer: expected one on several ranks, got one on one rank",
     "copy": "OptionError: transformer: expected no copy of a parallel model, got a copy",
-    "sizes": "PlanMismatchError: .*expected the same sequence of calls on every rank, got another one on rank 1",
+    "sizes": "PlanMismatchError: .*expected the same sequence of calls .*, got another one on rank 1",
     "few tokens": "ShapeError: text tokens: expected at least 2, one for each rank, got 1",
-    "controls": r"ShapeError: controlnet_block_samples: expected 15 tokens along dimension 1, got \(2, 14, 48\)",
+    "controls": r"ShapeError: controlnet_block_samples: expected 15 tokens .* 1, got \(2, 14, 48\)",
 }
 
 
 @pytest.mark.parametrize("change", MISTAKES)
 def test_a_mistake_raises_on_every_rank(change: str) -> None:
-    import re
-
     for found in world(2).run("diffusers_parallel_jobs:message", change):
         assert re.match(MISTAKES[change], found), found
 
@@ -156,7 +157,14 @@ def test_shares_are_the_whole(streams: tuple[int, ...], ranks: int) -> None:
 @pytest.mark.parametrize("streams", [(7,), (3, 8), (64, 61)], ids=str)
 @pytest.mark.parametrize(
     ("kind", "members", "groups"),
-    [("exchange", 1, 3), ("ring", 1, 3), ("exchange", 3, 1), ("exchange", 2, 2), ("ring", 2, 2), ("exchange", 1, 1)],
+    [
+        ("exchange", 1, 3),
+        ("ring", 1, 3),
+        ("exchange", 3, 1),
+        ("exchange", 2, 2),
+        ("ring", 2, 2),
+        ("exchange", 1, 1),
+    ],
 )
 def test_a_plan_is_as_large_as_compilers_are_told(
     kind: str, members: int, groups: int, streams: tuple[int, ...]

@@ -87,7 +87,7 @@ class TokenPlan:
 
 def _tokens(name: str) -> Callable[[Any, Mapping[str, Any]], int]:
     """Tokens of an input that is a sequence."""
-    return lambda model, inputs: inputs[name].shape[1]
+    return lambda _, inputs: inputs[name].shape[1]
 
 
 def _patches(model: Any, inputs: Mapping[str, Any]) -> int:
@@ -117,7 +117,7 @@ def _longest_of_lumina2(model: Any, inputs: Mapping[str, Any]) -> int:
 
 
 class _MochiProcessor:
-    """Mochi's attention under a mask; the model's own attends sample by sample, to as many rows as are real."""
+    """Mochi's attention under a mask; its own attends sample by sample, to as many rows as are real."""
 
     def __init__(self, sequence: Any) -> None:
         self._parallel_config = sequence

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401 - registers the operators
 from torch import Tensor
+from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from ..masks import full
@@ -25,8 +25,6 @@ from ..parallel.local import LocalPlan
 from ..parallel.strategy import Strategy, split_heads
 from ..parallel.torch.comm import Agreement, raise_broken
 from ..parallel.torch.ops import sharded_forward
-
-_collectives = torch.ops._c10d_functional
 
 __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 
@@ -61,7 +59,8 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
         before = sum(share(rows, ranks, other) for other in range(rank))
         parts.append(x.narrow(dim, start + before, share(rows, ranks, rank)))
         start = start + rows
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    # Strides of views would be one more program for compilers.
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @torch.library.custom_op("attnspan::gather_tokens", mutates_args=())
@@ -142,12 +141,13 @@ def _entered(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
 
 @_entered.register_fake
 def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
+    del group, sizes
     return torch.empty_like(x)
 
 
 def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    total = _collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
-    return _collectives.wait_tensor(total) / ctx.ranks, None, None
+    total = _functional_collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
+    return _functional_collectives.wait_tensor(total) / ctx.ranks, None, None
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -212,7 +212,8 @@ def _plan_of_rows(
     """What `sharded_forward` takes as plan and numbers; an operator, as it is made by NumPy."""
     plan = _local_plan(kind, members, groups, rank, (q_heads, kv_heads), tuple(streams))
     length, numbers = _sizes(kind, members, groups, streams)
-    assert plan.data.size <= length and plan.numbers.size == numbers, (plan.data.size, plan.numbers.size)
+    assert plan.data.size <= length, (plan.data.size, length)
+    assert plan.numbers.size == numbers, (plan.numbers.size, numbers)
     data = np.zeros(length, np.int32)
     data[: plan.data.size] = plan.data
     return torch.from_numpy(data).to(like.device), torch.from_numpy(plan.numbers.copy())
@@ -229,6 +230,7 @@ def _(
     kv_heads: int,
     streams: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
+    del rank, q_heads, kv_heads
     data, numbers = _sizes(kind, members, groups, streams)
     return like.new_empty((data,), dtype=torch.int32), torch.empty(numbers, dtype=torch.int64, device="cpu")
 
@@ -257,7 +259,7 @@ def attend_rows(
         rank, group: This rank, and the name of the group of all.
 
     Returns:
-        Shape (B, n, Hq, Dv).
+        Contiguous, shape (B, n, Hq, Dv).
     """
     rows, heads = q.shape[1], (q.shape[2], k.shape[2])
     if bias is not None:
@@ -267,7 +269,7 @@ def attend_rows(
     here = split_heads(*heads, strategy.members)[rank % strategy.members]
     plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
     out = sharded_forward(q, k, v, *plan, group, strategy.members, here.heads, len(here.kv), scale)[0]
-    return out.transpose(1, 2)[:, :rows]  # type: ignore[no-any-return]
+    return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]
 
 
 def _with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
