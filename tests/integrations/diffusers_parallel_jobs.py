@@ -578,5 +578,16 @@ def two_calls_before_backward() -> float:
     return apart(model, alone)
 
 
+def page(code: str) -> str:
+    """Run a page; whether its gradient of the latents is that of all tokens."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    unparallelize(names["transformer"])
+    latents = names["inputs"]["hidden_states"]
+    got, latents.grad = latents.grad, None
+    names["transformer"](**names["inputs"]).sample.square().mean().backward()
+    return "whole" if distance(got, latents.grad) < 5e-6 else "a part"
+
+
 #: What a process imports for these jobs.
 IMPORTED = sorted({x.__module__ for x in list(vars().values()) if isinstance(x, type)} - {__name__})

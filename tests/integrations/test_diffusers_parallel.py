@@ -1,6 +1,8 @@
 """Transformers of diffusers on several ranks give the output and the gradients of one rank."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,29 @@ def test_a_model_of_ones_own() -> None:
 def test_a_checkpoint_recomputes_with_the_sizes_of_its_own_call() -> None:
     for found in world(3).run("diffusers_parallel_jobs:two_calls_before_backward"):
         assert found < CLOSE
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_page_runs_on_two_ranks() -> None:
+    page = (REPOSITORY / "docs" / "diffusers-parallel.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    assert world(2).run("diffusers_parallel_jobs:page", "\n".join(blocks)) == ["whole", "whole"]
+
+
+def test_the_example_is_as_close_as_it_says() -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(REPOSITORY / "examples" / "diffusion_two_ranks.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(?:latents|gradients) differ by (\S+)", done.stdout)
+    assert len(found) == 2
+    assert max(map(float, found)) < CLOSE
