@@ -1,6 +1,7 @@
 """Transformers of diffusers on several ranks, and the same on one rank in diffusers' own attention."""
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -304,6 +305,38 @@ def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     return MochiTransformer3DModel, config, inputs
 
 
+def flux_controlled(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    kind, config, inputs = flux(s)
+    for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
+        inputs[name] = [_noise(s.batch, s.height * s.width, 16 * s.heads) for _ in range(2)]
+    return kind, config, inputs
+
+
+def qwen_image_edited(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    kind, config, inputs = qwen_image(s)
+    inputs["img_shapes"] = [[(1, s.height, s.width - 2), (1, s.height, 2)]] * s.batch
+    return kind, config | {"zero_cond_t": True}, inputs
+
+
+def cogvideox_in_time(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    kind, config, inputs = cogvideox(s)
+    config |= {"patch_size_t": 3, "patch_bias": False}
+    angles = torch.randn(s.height * s.width, 16)
+    return kind, config, inputs | {"image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def wan_of_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    kind, config, inputs = wan(s)
+    inputs["encoder_hidden_states_image"] = _noise(s.batch, 5, 12)
+    return kind, config | {"image_dim": 12, "added_kv_proj_dim": 12 * s.heads}, inputs
+
+
+def sd3_controlled(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    kind, config, inputs = sd3(s)
+    inputs["block_controlnet_hidden_states"] = [_noise(s.batch, s.height * s.width, 8 * s.heads)] * 2
+    return kind, config, inputs | {"skip_layers": [1]}
+
+
 def make(name: str, sizes: Sizes = ODD) -> tuple[nn.Module, dict[str, Any]]:
     """A model of random weights, none of which is zero or one, and its inputs."""
     torch.manual_seed(1)
@@ -318,7 +351,9 @@ def make(name: str, sizes: Sizes = ODD) -> tuple[nn.Module, dict[str, Any]]:
 def step(model: nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None) -> list[Tensor]:
     """The output, the gradients of the latents and the text, and those of all parameters."""
     leaves = {
-        name: x.clone().requires_grad_() for name, x in inputs.items() if name.endswith("hidden_states")
+        name: x.clone().requires_grad_()
+        for name, x in inputs.items()
+        if name.endswith("hidden_states") and isinstance(x, Tensor)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "In CPU autocast")  # Mochi's own.
@@ -405,6 +440,30 @@ class Counted:
         hooks.attend_rows = self._own
 
 
+def rounding(name: str, sizes: Sizes) -> list[float]:
+    """How far output and gradients in bfloat16 are from float32, on this world's ranks over on one."""
+    whole, inputs = make(name, sizes)
+    logging.disable()  # diffusers warns of `to`.
+    alone = copy.deepcopy(whole).to(torch.bfloat16)
+    model = copy.deepcopy(alone)
+    wanted = step(whole, inputs)
+    narrow = {
+        key: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for key, x in inputs.items()
+    }
+    errors = []
+    parallelize(model, Mesh((dist.get_world_size(),)).make(), strategy="ring")
+    for each in (model, alone):
+        found = step(each, narrow)
+        if each is model:
+            average_gradients(model)
+        found += [torch.cat([x.flatten().float() for x in gradients(each).values()])]
+        right = [*wanted, torch.cat([x.flatten() for x in gradients(whole).values()])]
+        errors.append([distance(got.float(), x) for got, x in zip(found, right, strict=True)])
+    logging.disable(logging.NOTSET)
+    return [ours / theirs for ours, theirs in zip(*errors, strict=True)]
+
+
 def under(wrapper: str, name: str, strategy: str) -> float:
     """Gradients under DDP or FSDP2 over the same ranks, whose mean is all there is to do."""
     from torch.distributed.fsdp import fully_shard
@@ -461,7 +520,7 @@ def pipeline(kind: str, mesh: Mesh) -> list[float]:
 
 def message(change: str) -> str:
     """What a mistake raises."""
-    model, inputs = make("sd3" if change == "another backend" else "flux")
+    model, inputs = make("sd3" if change in ("another backend", "skipped") else "flux")
     ranks = dist.get_world_size()
     mesh = Mesh((ranks,)).make()
     options: dict[str, Any] = {}
@@ -480,6 +539,7 @@ def message(change: str) -> str:
         changes = {
             "layers": {"layers": ("layers",)},
             "every": {"every": {"rotary": Rows("image")}},
+            "result": {"result": ("head", Rows("image"))},
             "attention": {"attention": {"attn9": ("image",)}},
             "streams": {"stream": {"hidden_states": Rows("sound")}},
         }
@@ -493,6 +553,8 @@ def message(change: str) -> str:
         if change == "sizes" and dist.get_rank() == 1:
             inputs["hidden_states"] = inputs["hidden_states"][:, 1:]
             inputs["img_ids"] = inputs["img_ids"][1:]
+        if change == "skipped":
+            inputs["skip_layers"] = [0]
         if change == "few tokens":
             inputs |= {
                 "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1],

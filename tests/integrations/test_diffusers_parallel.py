@@ -58,6 +58,20 @@ def test_output_and_gradients_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("flux_controlled", 4),
+        ("sd3_controlled", 3),
+        ("qwen_image_edited", 2),
+        ("cogvideox_in_time", 2),
+        ("wan_of_image", 2),
+    ],
+)
+def test_what_models_take_besides(name: str, calls: int) -> None:
+    check(3, name, Mesh((3,)), "exchange", calls=calls)
+
+
+@pytest.mark.parametrize(
     ("name", "mesh", "strategy"),
     [
         ("sd3", Mesh((2,), ("cfg",), "cfg"), "auto"),
@@ -117,7 +131,15 @@ def test_three_steps_of_a_pipeline_and_back_to_one_rank(kind: str, mesh: Mesh, c
         assert counted == calls
 
 
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
+def test_bfloat16_is_as_close_as_on_one_rank(name: str) -> None:
+    for ratios in world(2).run("diffusers_parallel_jobs:rounding", name, Sizes(padded=True)):
+        assert max(ratios) < 1.2, ratios
+
+
 MISTAKES = {
+    "plan: result": r"OptionError: TokenPlan: result: expected a module among .*, got 'head'",
+    "skipped": r"OptionError: skip_layers on several ranks: expected no layer 0, got \[0\]",
     "plan: layers": r"OptionError: TokenPlan: layers: expected lists of layers among .*, got 'layers'",
     "plan: every": r"OptionError: TokenPlan: every: expected names among .*, got \['rotary'\]",
     "plan: attention": r"OptionError: TokenPlan: attention: expected names of modules .*, got \['attn9'\]",

@@ -108,7 +108,9 @@ class Parallel(_Shared):
             for name, where in self.plan.inputs.items():
                 if name in inputs:
                     inputs[name] = self._cut(name, inputs[name], where)
-            _check_skipped(model, inputs.get("skip_layers"))
+            remedy = "Skip others: the first layer cuts the tokens"
+            skipped = inputs.get("skip_layers") or ()
+            expect(0 not in skipped, "skip_layers on several ranks", "no layer 0", skipped, remedy)
         return (), inputs
 
     def _entered(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -220,13 +222,20 @@ class LayerHooks(_Shared):
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """The last layer's result, of all tokens."""
         del layer, args
-        parallel, (at, rows) = self.parallel, self.parallel.plan.result
-        assert parallel.tokens is not None
-        streams = parallel.streams(rows.streams)
+        at = self.parallel.plan.result[0]
         if at is None:
-            return parallel.tokens.gather(output, rows.dim, streams)
-        whole = parallel.tokens.gather(output[at], rows.dim, streams)
-        return (*output[:at], whole, *output[at + 1 :])
+            return self._whole(output)
+        return (*output[:at], self._whole(output[at]), *output[at + 1 :])
+
+    def meet(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a module behind the last layer, the first of all tokens."""
+        del module
+        return self._whole(args[0]), *args[1:]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        rows = self.parallel.plan.result[1]
+        assert self.parallel.tokens is not None
+        return self.parallel.tokens.gather(x, rows.dim, self.parallel.streams(rows.streams))
 
 
 class Sequence(_Shared):
@@ -299,14 +308,6 @@ def _bias_of_keys(mask: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     if mask.ndim == 2:
         return mask[:, :, None]
     return mask.transpose(1, 2) if mask.ndim == 3 else mask[:, :, 0].transpose(1, 2)
-
-
-def _check_skipped(model: nn.Module, skipped: Any) -> None:
-    """The first layer cuts, and the last one gathers."""
-    if skipped:
-        last = len(model.transformer_blocks) - 1  # type: ignore[arg-type]
-        fits, remedy = not {0, last} & set(skipped), "Skip others, or run the model on one rank"
-        expect(fits, "skip_layers", f"layers 1 to {last - 1} on several ranks", skipped, remedy)
 
 
 def streams_of(plan: TokenPlan, name: str, module: nn.Module) -> tuple[str, ...]:

@@ -129,6 +129,9 @@ def _check_plan(transformer: nn.Module, plan: TokenPlan) -> None:
     for what, names, known in places:
         wrong = sorted(set(names) - known)
         expect(not wrong, f"TokenPlan: {what}", f"names among {sorted(known)}", wrong, remedy)
+    behind = plan.result[0]
+    fits = not isinstance(behind, str) or behind in lists
+    expect(fits, "TokenPlan: result", f"a module among {list(lists)}", repr(behind), remedy)
     ends = {name.rpartition(".")[2] for name, *_ in _attention(transformer, plan)}
     wrong = sorted(set(plan.attention) - ends)
     expect(not wrong, "TokenPlan: attention", "names of modules that have a processor", wrong, remedy)
@@ -207,7 +210,12 @@ def _hook_layers(parallel: Parallel) -> None:
             parallel.undo.append(layer.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
         parallel.undo.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
         if at == len(layers) - 1:
-            parallel.undo.append(layer.register_forward_hook(hooks.after).remove)
+            behind = parallel.plan.result[0]
+            if isinstance(behind, str):
+                module = parallel.model.get_submodule(behind)
+                parallel.undo.append(module.register_forward_pre_hook(hooks.meet).remove)
+            else:
+                parallel.undo.append(layer.register_forward_hook(hooks.after).remove)
 
 
 def _set_attention(parallel: Parallel) -> None:

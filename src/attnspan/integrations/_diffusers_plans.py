@@ -52,8 +52,9 @@ class TokenPlan:
         every: Arguments that each layer gets whole, such as rotary tables and masks: `Rows` of a tensor or of
             each tensor of a tuple, or one for each part of a tuple. A tensor of one row is for all tokens.
         leading: Arguments that count the first tokens of a stream, and which.
-        result: What the last layer returns of the streams that are used behind it: the place in its tuple
-            (None where it returns a tensor) and their rows.
+        result: Where the streams that are used behind the layers become whole again, and their rows: a place
+            in the tuple that the last layer returns (None where it returns a tensor), or the name of a module
+            behind it, whose first argument they are, where the model adds something to them in between.
         attention: Modules that attend among tokens, by the end of their name, with the streams that they
             join, in their order. All others see a rank's rows as if they were all.
         inputs: Inputs of the model that are added to tokens between layers, such as those of a control net.
@@ -75,7 +76,7 @@ class TokenPlan:
     layers: tuple[str, ...]
     rows: Mapping[str, Callable[[Any, Mapping[str, Any]], int]]
     stream: Mapping[str, Rows]
-    result: tuple[int | None, Rows]
+    result: tuple[int | str | None, Rows]
     attention: Mapping[str, tuple[str, ...]]
     every: Mapping[str, Rows | tuple[Rows, ...]] = field(default_factory=dict)
     leading: Mapping[str, str] = field(default_factory=dict)
@@ -170,7 +171,7 @@ _FLUX = TokenPlan(
     rows=_ROWS,
     stream=_BOTH,
     every={"image_rotary_emb": Rows("text", "image", dim=0)},
-    result=(1, Rows("image")),
+    result=("norm_out", Rows("image")),
     attention={"attn": ("text", "image")},
     inputs={name: Rows("image") for name in ("controlnet_block_samples", "controlnet_single_block_samples")},
     without_batch=_IDS,
@@ -194,7 +195,7 @@ _QWEN_IMAGE = TokenPlan(
         "image_rotary_emb": (Rows("image", dim=0), Rows("text", dim=0)),
         "modulate_index": Rows("image"),
     },
-    result=(1, Rows("image")),
+    result=("norm_out", Rows("image")),
     attention={"attn": ("text", "image")},
     inputs={"controlnet_block_samples": Rows("image")},
 )
@@ -202,7 +203,7 @@ _SD3 = TokenPlan(
     layers=("transformer_blocks",),
     rows=_PATCHES,
     stream=_BOTH,
-    result=(1, Rows("image")),
+    result=("norm_out", Rows("image")),
     attention={"attn": ("image", "text"), "attn2": ("image",)},
     inputs={"block_controlnet_hidden_states": Rows("image")},
 )
