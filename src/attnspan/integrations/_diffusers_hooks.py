@@ -76,10 +76,15 @@ class Parallel(_Shared):
         """Tokens of some streams."""
         return tuple(self.rows[name] for name in names)
 
+    def restore(self) -> None:
+        """Take hooks and processors away again, the latest first."""
+        while self.undo:
+            self.undo.pop()()
+
     def recall(self, x: Any) -> None:
         """Let `rows` be those of the call that this argument of a layer is from, also within backward."""
         if not torch.compiler.is_compiling() and isinstance(x, Tensor):
-            self.rows = self.before.setdefault(x, self.rows)
+            self.rows = self.before.setdefault(x, self.rows)  # type: ignore[no-untyped-call]
 
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All inputs by name, of this rank's batch rows, and how many tokens there will be."""
@@ -223,7 +228,7 @@ class LayerHooks(_Shared):
         """The last layer's result, of all tokens."""
         del layer, args
         at = self.parallel.plan.result[0]
-        if at is None:
+        if not isinstance(at, int):
             return self._whole(output)
         return (*output[:at], self._whole(output[at]), *output[at + 1 :])
 

@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -84,13 +85,17 @@ def parallelize(
     tokens, rows, group, chosen = _parts(transformer, plan, mesh, strategy, batch)
     names = list(inspect.signature(transformer.forward).parameters)
     parallel = Parallel(transformer, plan, group, watch(group), tokens, rows, chosen, names)
-    hooked = transformer.register_forward_pre_hook(parallel.enter, with_kwargs=True)
-    parallel.undo.append(hooked.remove)
-    if rows is not None:
-        parallel.undo.append(transformer.register_forward_hook(parallel.leave).remove)
-    if tokens is not None:
-        _hook_layers(parallel)
-        _set_attention(parallel)
+    try:
+        hooked = transformer.register_forward_pre_hook(parallel.enter, with_kwargs=True)
+        parallel.undo.append(hooked.remove)
+        if rows is not None:
+            parallel.undo.append(transformer.register_forward_hook(parallel.leave).remove)
+        if tokens is not None:
+            _hook_layers(parallel)
+            _set_attention(parallel)
+    except Exception:
+        parallel.restore()
+        raise
     setattr(transformer, _HERE, parallel)
     return transformer
 
@@ -229,7 +234,7 @@ def _set_attention(parallel: Parallel) -> None:
         # Its own one: others may share it that do not attend among these tokens.
         module.processor = copy.copy(before) if make is None else make(sequence)
         module.processor._parallel_config = sequence
-        parallel.undo.append(lambda module=module, before=before: setattr(module, "processor", before))
+        parallel.undo.append(partial(setattr, module, "processor", before))
 
 
 def _parallel_of(transformer: nn.Module) -> Parallel:
@@ -251,8 +256,7 @@ def unparallelize(transformer: nn.Module) -> nn.Module:
     parallel = _parallel_of(transformer)
     remedy = "Undo the model that was copied, or copy before parallelize"
     expect(parallel.model is transformer, "transformer", "no copy of a parallel model", "a copy", remedy)
-    for each in reversed(parallel.undo):
-        each()
+    parallel.restore()
     delattr(transformer, _HERE)
     return transformer
 

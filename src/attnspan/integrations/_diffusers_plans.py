@@ -109,7 +109,10 @@ def _patches_of_cogvideox(model: Any, inputs: Mapping[str, Any]) -> int:
     config = model.config
     _, frames, _, height, width = inputs["hidden_states"].shape
     in_time = config.patch_size_t or 1
-    return (frames + in_time - 1) // in_time * (height // config.patch_size) * (width // config.patch_size)
+    found: int = (
+        (frames + in_time - 1) // in_time * (height // config.patch_size) * (width // config.patch_size)
+    )
+    return found
 
 
 def _longest_of_lumina2(model: Any, inputs: Mapping[str, Any]) -> int:
@@ -131,16 +134,17 @@ class _MochiProcessor:
         attention_mask: Tensor,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        def heads(to: Any, norm: Any, x: Tensor) -> Tensor:
-            x = to(x).unflatten(2, (attn.heads, -1))
-            return x if norm is None else norm(x)
+        def heads(to: Any, norm: Any, x: Tensor) -> Any:
+            found = to(x).unflatten(2, (attn.heads, -1))
+            return found if norm is None else norm(found)
 
         image = [heads(attn.to_q, attn.norm_q, hidden_states), heads(attn.to_k, attn.norm_k, hidden_states)]
         if image_rotary_emb is not None:
             image = [_rotated(x, *image_rotary_emb) for x in image]
         image.append(heads(attn.to_v, None, hidden_states))
         projections = (attn.add_q_proj, attn.norm_added_q), (attn.add_k_proj, attn.norm_added_k)
-        text = [heads(*each, encoder_hidden_states) for each in (*projections, (attn.add_v_proj, None))]
+        each_of = (*projections, (attn.add_v_proj, None))
+        text = [heads(to, norm, encoder_hidden_states) for to, norm in each_of]
         real = attention_mask.bool()
         seen = torch.cat([real.new_ones(real.shape[0], hidden_states.shape[1]), real], 1)
         joined = [torch.cat(each, 1) for each in zip(image, text, strict=True)]
@@ -154,7 +158,7 @@ class _MochiProcessor:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of neighbours of the last dimension, turned in float32."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = x.float()[..., ::2], x.float()[..., 1::2]
     turned = [y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos)]
     return torch.stack(turned, -1).flatten(-2)
 

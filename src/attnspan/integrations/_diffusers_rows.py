@@ -66,7 +66,7 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
 @torch.library.custom_op("attnspan::gather_tokens", mutates_args=())
 def _gather(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
     del rank
-    most, whole = sum(share(rows, ranks, 0) for rows in streams), _resolve_process_group(group)
+    most, whole = sum(share(rows, ranks, 0) for rows in streams), _resolve_process_group(group)  # type: ignore[arg-type]
     mine = _padded(x, dim, most).contiguous()
     parts = mine.new_empty((ranks, *mine.shape)).unbind()
     try:
@@ -147,7 +147,7 @@ def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
 
 def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     total = _functional_collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
-    return _functional_collectives.wait_tensor(total) / ctx.ranks, None, None
+    return total / ctx.ranks, None, None
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
