@@ -1,5 +1,6 @@
 """Transformers of diffusers on several ranks, and the same on one rank in diffusers' own attention."""
 
+import contextlib
 import copy
 import logging
 import warnings
@@ -27,6 +28,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from attnspan.errors import UsageError
 from attnspan.integrations import _diffusers_hooks as hooks
 from attnspan.integrations._diffusers_plans import known_plans
 from attnspan.integrations.diffusers import (
@@ -38,6 +40,7 @@ from attnspan.integrations.diffusers import (
     parallelized,
     unparallelize,
 )
+from attnspan.parallel.torch.comm import counted_bytes
 
 
 class Sizes(NamedTuple):
@@ -400,7 +403,7 @@ def same_as_one_rank(
     compiled: bool | str = False,
     checkpointed: bool = False,
 ) -> dict[str, float]:
-    """Distances from one rank: of the output, the inputs' gradients and the parameters'; calls over ranks."""
+    """Distances from one rank: of the output, the inputs' gradients and the parameters'; calls over ranks, bytes sent."""
     alone, inputs = make(name, sizes)
     model = copy.deepcopy(alone)
     wanted = step(alone, inputs)
@@ -415,16 +418,21 @@ def same_as_one_rank(
             model.compile_repeated_blocks(**options)
         else:
             call = torch.compile(model, **options)
-    with Counted() as counted:
+    # A checkpoint that is compiled must not count.
+    counting = contextlib.nullcontext(Counted()) if compiled and checkpointed else Counted()
+    with counting as counted, counted_bytes() as counts:
         got = step(model, inputs, call)
     average_gradients(model)
     torch._dynamo.reset()
     found = {"out": distance(got[0], wanted[0]), "parameters": apart(model, alone), "calls": counted.calls}
+    found["bytes"] = sum(counts.sent.values())
     return found | {"inputs": max(map(distance, got[1:], wanted[1:]))}
 
 
 class Counted:
     """Counts calls of the operator over ranks."""
+
+    calls = 0
 
     def __enter__(self) -> "Counted":
         self.calls, self._own = 0, hooks.attend_rows
@@ -613,6 +621,13 @@ def own_model() -> float:
         result=(None, Rows("image")),
         attention={"attend": ("image",)},
     )
+    other = copy.deepcopy(model)
+    for layer in other.body:
+        layer.attend.processor = object()  # It attends in no way that is known.
+    with contextlib.suppress(UsageError):
+        parallelize(other, Mesh((2,)).make(), plan=plan)
+        return torch.inf
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in other.modules())
     with torch.no_grad():
         wanted = model(x, position)
         with parallelized(model, Mesh((2,)).make(), plan=plan), Counted() as counted:
