@@ -403,7 +403,7 @@ def same_as_one_rank(
     compiled: bool | str = False,
     checkpointed: bool = False,
 ) -> dict[str, float]:
-    """Distances from one rank: of the output, the inputs' gradients and the parameters'; calls over ranks, bytes sent."""
+    """Distances from one rank: output, gradients of inputs, of parameters; calls over ranks, bytes sent."""
     alone, inputs = make(name, sizes)
     model = copy.deepcopy(alone)
     wanted = step(alone, inputs)

@@ -67,12 +67,14 @@ def parallelize(
             parallel already.
 
     Example:
-        >>>         >>> from diffusers import FluxTransformer2DModel
+        >>> import torch.distributed as dist
+        >>> from diffusers import FluxTransformer2DModel
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.testing._internal.distributed.fake_pg import FakeStore
         >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         >>> heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
-        >>> model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, **heads)
+        >>> widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32}
+        >>> model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, **heads, **widths)
         >>> model = parallelize(model, init_device_mesh("cpu", (2,)), strategy="ulysses")
         >>> _ = unparallelize(model)
         >>> dist.destroy_process_group()
