@@ -93,7 +93,7 @@ MODELS = {
         {
             "sample_size": 16,
             "patch_size": 2,
-            "num_layers": 3,
+            "num_layers": 2,
             "caption_projection_dim": 32,
             "joint_attention_dim": 32,
         }

@@ -2,12 +2,12 @@
 
     git clone --depth 1 https://github.com/huggingface/diffusers && rm -r diffusers/src && cd diffusers
     export PYTHONPATH=/path/to/attnspan/tests/zoo
-    pytest -p upstream_diffusers tests/models/transformers -k "BackendTester or AttentionBackend"
+    pytest -p upstream_diffusers tests/models/transformers -k AttentionBackend
     pytest -p upstream_diffusers --attnspan-everywhere tests/models/transformers -k "not Compile"
 
-Without its sources a checkout tests the installed diffusers. The first command adds attnspan to the backends that
-their tests of backends run. The second puts it into every model before its first forward pass, and reports at its
-end how often the operators ran; what fails should fail without the plugin too.
+Without its sources a checkout tests the installed diffusers. The first command runs their tests of backends
+for attnspan. The second puts it into every model before each forward pass, and says at its end how often it
+found attention; what fails should fail without the plugin too.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def _enable(module, _):
     if not isinstance(module, diffusers.ModelMixin):
         return
     try:
-        counts["layers"] += len(adapter.enable(module).layers)
+        counts["attention layers in forward passes"] += len(adapter.enable(module).layers)
         counts["forward passes"] += 1
     except UsageError:
         counts["forward passes of models without attention"] += 1

@@ -76,8 +76,8 @@ def attend(
         options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
     if torch.compiler.is_compiling():  # Mochi's lengths are data, of which the compiler would know no limit.
-        torch._check(query.shape[1] <= MAX_LENGTH)
-        torch._check(key.shape[1] <= MAX_LENGTH)
+        for x in (query, key):
+            torch._check(x.shape[1] <= MAX_LENGTH)  # type: ignore[no-untyped-call]
     mask, bias = read_mask(attn_mask, query, key)
     q_index = None
     if is_causal:
@@ -184,7 +184,7 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _remembered(own: Tensor, visible: Tensor, q: Tensor, k: Tensor) -> Prepared:
     """One encoding for all layers that are given one tensor, as long as it is not written into."""
-    known = _known.get(own)
+    known = _known.get(own)  # type: ignore[no-untyped-call]
     if known is None or not torch.equal(known[0], visible):
         visible = visible.clone()  # Not the tensor itself, which would then be kept alive.
         batch, heads = visible.shape[:2]

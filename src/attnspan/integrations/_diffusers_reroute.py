@@ -166,7 +166,7 @@ def _reduce(self: Any, _: Any) -> Any:
 
 
 def _remade(base: type, config: Any) -> Any:
-    found = Route.to(config).class_of(base)
+    found: Any = Route.to(config).class_of(base)
     return found.__new__(found)
 
 
