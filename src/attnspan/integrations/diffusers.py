@@ -29,9 +29,29 @@ if _missing:
     )
 
 from ._diffusers_attention import attend, check_config  # noqa: E402
+from ._diffusers_parallel import (  # noqa: E402
+    Rows,
+    TokenPlan,
+    average_gradients,
+    parallelize,
+    parallelized,
+    unparallelize,
+)
 from ._diffusers_reroute import Route, is_rerouted, restored, uses_attention  # noqa: E402
 
-__all__ = ["NAME", "Enabled", "attend", "disable", "enable"]
+__all__ = [
+    "NAME",
+    "Enabled",
+    "Rows",
+    "TokenPlan",
+    "attend",
+    "average_gradients",
+    "disable",
+    "enable",
+    "parallelize",
+    "parallelized",
+    "unparallelize",
+]
 
 #: The name under which diffusers knows this attention.
 NAME = "attnspan"

@@ -1,0 +1,321 @@
+"""Hooks that cut a transformer's tokens and batch rows for a rank and gather them, and attention among them.
+
+Each hook is a method, which the compiler follows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import ShapeError, expect
+from ..parallel import Strategy
+from ._diffusers_plans import Rows, TokenPlan
+from ._diffusers_rows import attend_rows, cut, entered, gather, share
+
+__all__ = ["LayerHooks", "Parallel", "Part", "Sequence", "streams_of"]
+
+
+class Part:
+    """This rank's place among ranks that share something, and the name of their group."""
+
+    def __init__(self, ranks: int, rank: int, group: str) -> None:
+        self.ranks, self.rank, self.group = ranks, rank, group
+
+    def cut(self, x: Tensor, dim: int, streams: tuple[int, ...]) -> Tensor:
+        return cut(x, dim, streams, self.ranks, self.rank)
+
+    def gather(self, x: Tensor, dim: int, streams: tuple[int, ...]) -> Tensor:
+        return gather(x, dim, streams, self.ranks, self.rank, self.group)
+
+
+class _Shared:
+    """What a copy of a model shares with it."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+@dataclass(eq=False)
+class Parallel(_Shared):
+    """What `parallelize` made of a transformer.
+
+    Attributes:
+        model: The transformer.
+        plan: Where its tokens are.
+        whole: Name of the group of all ranks.
+        tokens: The ranks that share tokens, or None.
+        batch: The ranks that share batch rows, or None.
+        strategy: How the first of them attend.
+        names: Names of the model's inputs.
+        rows: Tokens of each stream, of the call under way.
+        undo: What takes it away again.
+        before: `rows` by an argument of a layer, which is the same again where a checkpoint recomputes it.
+    """
+
+    model: nn.Module
+    plan: TokenPlan
+    group: Any
+    whole: str
+    tokens: Part | None
+    batch: Part | None
+    strategy: Strategy | None
+    names: list[str]
+    rows: dict[str, Any] = field(default_factory=dict)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    before: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def streams(self, names: tuple[str, ...]) -> tuple[Any, ...]:
+        """Tokens of some streams."""
+        return tuple(self.rows[name] for name in names)
+
+    def restore(self) -> None:
+        """Take hooks and processors away again, the latest first."""
+        while self.undo:
+            self.undo.pop()()
+
+    def recall(self, x: Any) -> None:
+        """Let `rows` be those of the call that this argument of a layer is from, also within backward."""
+        if not torch.compiler.is_compiling() and isinstance(x, Tensor):
+            self.rows = self.before.setdefault(x, self.rows)  # type: ignore[no-untyped-call]
+
+    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All inputs by name, of this rank's batch rows, and how many tokens there will be."""
+        inputs, self.rows = dict(zip(self.names, args, strict=False)) | kwargs, {}
+        for name in self.plan.refused:
+            remedy = "Leave it out, or call unparallelize(transformer) first"
+            expect(inputs.get(name) is None, f"{name} on several ranks", "None", "something", remedy)
+        inputs = self._entered(inputs)
+        if self.batch is not None:
+            count = inputs["hidden_states"].shape[0]
+            remedy = "Pass guided and unguided rows in one batch, or a mesh of fewer ranks for it"
+            what, wanted = "hidden_states", "at least {} batch rows, one for each rank of the batch"
+            fits = count >= self.batch.ranks
+            expect(fits, what, wanted, count, remedy, self.batch.ranks, error=ShapeError)
+            self.rows["batch"] = count
+            for name, value in inputs.items():
+                if name not in self.plan.without_batch or getattr(value, "ndim", 0) == 3:
+                    inputs[name] = self._of_batch(value, count)
+        if self.tokens is not None:
+            for name, count_tokens in self.plan.rows.items():
+                self.rows[name] = found = count_tokens(model, inputs)
+                what, wanted = f"{name} tokens", "at least {}, one for each rank"
+                remedy = "Pad them and mask the padding, or use fewer ranks"
+                fits = found >= self.tokens.ranks
+                expect(fits, what, wanted, found, remedy, self.tokens.ranks, error=ShapeError)
+            for name, where in self.plan.inputs.items():
+                if name in inputs:
+                    inputs[name] = self._cut(name, inputs[name], where)
+            remedy = "Skip others: the first layer cuts the tokens"
+            skipped = inputs.get("skip_layers") or ()
+            expect(0 not in skipped, "skip_layers on several ranks", "no layer 0", skipped, remedy)
+        return (), inputs
+
+    def _entered(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        sizes = [n for x in tree_leaves(inputs) if isinstance(x, Tensor) for n in (x.ndim, *x.shape)]
+        first = inputs["hidden_states"]
+        found = {"hidden_states": entered(first, self.whole, sizes)}
+        for name, x in inputs.items():
+            if name != "hidden_states" and isinstance(x, Tensor) and x.requires_grad:
+                found[name] = entered(x, self.whole)
+        return inputs | found
+
+    def _of_batch(self, x: Any, count: Any) -> Any:
+        assert self.batch is not None
+        if isinstance(x, Tensor):
+            return self.batch.cut(x, 0, (count,)) if x.ndim and x.shape[0] == count else x
+        if isinstance(x, dict):
+            return {name: self._of_batch(value, count) for name, value in x.items()}
+        if isinstance(x, (list, tuple)) and len(x):
+            if all(isinstance(value, Tensor) for value in x):
+                return type(x)([self._of_batch(value, count) for value in x])
+            if len(x) == count and all(isinstance(value, (list, tuple)) for value in x):
+                start = sum(share(count, self.batch.ranks, rank) for rank in range(self.batch.rank))
+                return x[start : start + share(count, self.batch.ranks, self.batch.rank)]
+        return x
+
+    def _cut(self, name: str, x: Any, rows: Rows | tuple[Rows, ...]) -> Any:
+        """A rank's rows of an argument: a tensor, a tuple or list of them, or None."""
+        if isinstance(x, (tuple, list)):
+            each = rows if isinstance(rows, tuple) else (rows,) * len(x)
+            return type(x)([self._cut(name, part, of) for part, of in zip(x, each, strict=True)])
+        if not isinstance(x, Tensor):
+            return x
+        assert isinstance(rows, Rows)
+        assert self.tokens is not None
+        if rows.ndim is not None and x.ndim != rows.ndim:
+            return x
+        streams, got = self.streams(rows.streams), x.shape[rows.dim]
+        if got == 1:
+            return x
+        fits, size = got == sum(streams), tuple(x.shape)
+        wanted, remedy = "{} tokens along dimension {}", "Pass it for all tokens: each rank takes its own"
+        expect(fits, name, wanted, size, remedy, sum(streams), rows.dim, error=ShapeError)
+        return self.tokens.cut(x, rows.dim, streams)
+
+    def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """The batch rows of all ranks."""
+        del model, args
+        assert self.batch is not None
+        rows = (self.rows["batch"],)
+        if isinstance(output, tuple):
+            return (self.batch.gather(output[0], 0, rows), *output[1:])
+        output.sample = self.batch.gather(output.sample, 0, rows)
+        return output
+
+
+class LayerHooks(_Shared):
+    """The hooks of one layer."""
+
+    def __init__(self, parallel: Parallel, layer: nn.Module) -> None:
+        self.parallel = parallel
+        self.names = list(inspect.signature(layer.forward).parameters)
+        plan = parallel.plan
+        self.attending = [name for name, module in layer.named_modules() if streams_of(plan, name, module)]
+
+    # Two hooks for the first layer, as the second is then the same for all and compiled once.
+
+    def begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This rank's rows of the streams."""
+        del layer
+        self.parallel.recall(args[0] if args else kwargs.get(self.names[0]))
+        return self._changed(args, kwargs, self.parallel.plan.stream, {})
+
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This rank's rows of what each layer gets whole."""
+        parallel = self.parallel
+        for name in self.attending:
+            module = layer.get_submodule(name)
+            fits = isinstance(getattr(module.processor, "_parallel_config", None), Sequence)
+            remedy = "Call unparallelize and parallelize again after processors were exchanged"
+            what, wanted = f"processor of {name}", "the one of parallelize"
+            expect(fits, what, wanted, type(module.processor).__name__, remedy)
+        parallel.recall(args[0] if args else kwargs.get(self.names[0]))
+        return self._changed(args, kwargs, parallel.plan.every, parallel.plan.leading)
+
+    def _changed(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: Mapping[str, Any],
+        leading: Mapping[str, str],
+    ) -> Any:
+        def change(name: str, value: Any) -> Any:
+            if name in rows:
+                return self.parallel._cut(name, value, rows[name])
+            return self._leading(value, leading[name]) if name in leading else value
+
+        places = [change(*each) for each in zip(self.names, args, strict=False)]
+        return (*places, *args[len(places) :]), {name: change(name, value) for name, value in kwargs.items()}
+
+    def _leading(self, count: Any, stream: str) -> Any:
+        if count is None:
+            return None
+        parallel, (rows,) = self.parallel, self.parallel.streams((stream,))
+        assert parallel.tokens is not None
+        ranks, rank = parallel.tokens.ranks, parallel.tokens.rank
+        start = sum(share(rows, ranks, other) for other in range(rank))
+        return max(0, min(count - start, share(rows, ranks, rank)))
+
+    def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        """The last layer's result, of all tokens."""
+        del layer, args
+        at = self.parallel.plan.result[0]
+        if not isinstance(at, int):
+            return self._whole(output)
+        return (*output[:at], self._whole(output[at]), *output[at + 1 :])
+
+    def meet(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a module behind the last layer, the first of all tokens."""
+        del module
+        return self._whole(args[0]), *args[1:]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        rows = self.parallel.plan.result[1]
+        assert self.parallel.tokens is not None
+        return self.parallel.tokens.gather(x, rows.dim, self.parallel.streams(rows.streams))
+
+
+class Sequence(_Shared):
+    """The tokens among which an attention module attends, on all ranks: its processor's ``_parallel_config``.
+
+    Attributes:
+        streams: Their names, in the module's order.
+    """
+
+    def __init__(self, parallel: Parallel, streams: tuple[str, ...]) -> None:
+        self._parallel, self.streams = parallel, streams
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """Attention of this rank's tokens to those of all ranks.
+
+        Args:
+            query: Shape (B, n, Hq, D), this rank's tokens of all streams.
+            key: Shape (B, n, Hkv, D).
+            value: Shape (B, n, Hkv, Dv).
+            attn_mask: Which of this rank's keys are seen, bool, or what is added to their scores: (B|1, n) or
+                (B|1, 1, n), or (B|1, H|1, 1, n). It is the same for all queries.
+            is_causal, dropout_p: False and 0.
+            scale: Factor of the scores; None for 1 / sqrt(D).
+
+        Returns:
+            Shape (B, n, Hq, Dv).
+
+        Raises:
+            ShapeError: The tokens are not those of the model's plan.
+            OptionError: Something is asked that several ranks do not do.
+        """
+        parallel = self._parallel
+        assert parallel.tokens is not None
+        assert parallel.strategy is not None
+        streams, ranks, rank = parallel.streams(self.streams), parallel.tokens.ranks, parallel.tokens.rank
+        what, remedy = "attention on several ranks", "Leave it out, or run the model on one rank"
+        expect(not is_causal, what, "is_causal=False", "True", remedy)
+        expect(not dropout_p, what, "dropout_p=0", dropout_p, remedy)
+        rows = sum(share(each, ranks, rank) for each in streams)
+        wanted = "{} tokens of " + " and ".join(self.streams) + ", as the model's inputs have"
+        remedy = "Pass a TokenPlan that says which modules join which streams"
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            expect(x.shape[1] == rows, name, wanted, x.shape[1], remedy, rows, error=ShapeError)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        bias = None if attn_mask is None else _bias_of_keys(attn_mask, rows, query.dtype)
+        return attend_rows(
+            query, key, value, bias, scale, streams, parallel.strategy, rank, parallel.tokens.group
+        )
+
+
+def _bias_of_keys(mask: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores of each key, (B|1, n, H|1)."""
+    shape = tuple(mask.shape)
+    per_key = mask.shape[-1] == rows and mask.ndim in (2, 3, 4) and (mask.ndim == 2 or mask.shape[-2] == 1)
+    remedy = "On several ranks a mask says which keys are seen, the same for all queries"
+    wanted = "(B, {}), (B, 1, {}) or (B, H, 1, {})"
+    expect(per_key, "attn_mask", wanted, shape, remedy, rows, rows, rows, error=ShapeError)
+    if mask.dtype == torch.bool:
+        hidden = mask.new_full((), -torch.inf, dtype=dtype)
+        mask = torch.where(mask, hidden.new_zeros(()), hidden)
+    if mask.ndim == 2:
+        return mask[:, :, None]
+    return mask.transpose(1, 2) if mask.ndim == 3 else mask[:, :, 0].transpose(1, 2)
+
+
+def streams_of(plan: TokenPlan, name: str, module: nn.Module) -> tuple[str, ...]:
+    """The streams among which a module of a layer attends; none if it is no such one."""
+    known = getattr(module, "processor", None) is not None
+    return plan.attention.get(name.rpartition(".")[2], ()) if known else ()

@@ -1,0 +1,294 @@
+"""A diffusers transformer on several ranks: tokens and batch rows are cut, and attention joins them again.
+
+In front of the first layer a rank keeps its rows of each stream of tokens, and behind the last one all rows
+are gathered; an attention's processor has a `Sequence` as its ``_parallel_config``, which attends to the rows
+of all ranks by a plan of `attnspan.parallel`. docs/diffusers-parallel.md tells it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import OptionError, expect
+from ..masks import full
+from ..parallel import Layout, Strategy
+from ..parallel.torch.comm import Ranks, group_of
+from ..parallel.torch.loss import sum_gradients
+from ._diffusers_hooks import LayerHooks, Parallel, Part, Sequence, streams_of
+from ._diffusers_plans import Rows, TokenPlan, known_plans
+from ._diffusers_rows import watch
+
+__all__ = ["Rows", "TokenPlan", "average_gradients", "parallelize", "parallelized", "unparallelize"]
+
+_HERE = "_attnspan_parallel"
+
+
+def parallelize(
+    transformer: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    strategy: str | Strategy = "auto",
+    batch: str | None = None,
+    plan: TokenPlan | None = None,
+) -> nn.Module:
+    """Run a transformer of diffusers on several ranks: each has some of the tokens, or of the batch rows.
+
+    Every rank calls it with the same inputs and gets the same, whole output, so pipelines and training loops
+    stay as they are. Output and gradients are those of one rank within rounding, for any number of tokens
+    and heads. Compile afterwards.
+
+    Gradients of parameters: each rank finds a part of them, scaled so that the *mean* over the ranks is the
+    whole. DDP and FSDP2 over the same ranks take that mean; else call `average_gradients`. Gradients of the
+    model's inputs are whole on every rank.
+
+    Args:
+        transformer: The model; its attention becomes attnspan's, as by `enable`.
+        mesh: The ranks. All its dimensions but ``batch`` share the tokens: one, or two (nodes, ranks of a
+            node), which must have names.
+        strategy: How ranks attend: "exchange", "ring", "ulysses", "hybrid(u, r)", "hybrid(u, r, ring)", or
+            "auto", which takes the one that sends least (docs/parallel.md).
+        batch: Name of the mesh dimension that shares the batch rows, such as the guided and the unguided one.
+        plan: Where the model's tokens are; by default that of its class, for CogVideoX, Flux, Flux 2,
+            HunyuanVideo, LTX-Video, Lumina 2, Mochi, PixArt, QwenImage, Stable Diffusion 3 and Wan.
+
+    Returns:
+        The transformer.
+
+    Raises:
+        OptionError: No plan is known, the mesh or the strategy does not fit, or the model is compiled or
+            parallel already.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from diffusers import FluxTransformer2DModel
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        >>> heads = {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
+        >>> widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32}
+        >>> model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, **heads, **widths)
+        >>> model = parallelize(model, init_device_mesh("cpu", (2,)), strategy="ulysses")
+        >>> _ = unparallelize(model)
+        >>> dist.destroy_process_group()
+    """
+    _check_fresh(transformer)
+    if plan is None:
+        plan = _plan_of(transformer)
+    else:
+        _check_plan(transformer, plan)
+    tokens, rows, group, chosen = _parts(transformer, plan, mesh, strategy, batch)
+    names = list(inspect.signature(transformer.forward).parameters)
+    parallel = Parallel(transformer, plan, group, watch(group), tokens, rows, chosen, names)
+    try:
+        hooked = transformer.register_forward_pre_hook(parallel.enter, with_kwargs=True)
+        parallel.undo.append(hooked.remove)
+        if rows is not None:
+            parallel.undo.append(transformer.register_forward_hook(parallel.leave).remove)
+        if tokens is not None:
+            _hook_layers(parallel)
+            _set_attention(parallel)
+    except Exception:
+        parallel.restore()
+        raise
+    setattr(transformer, _HERE, parallel)
+    return transformer
+
+
+def _plan_of(transformer: nn.Module) -> TokenPlan:
+    for each in type(transformer).__mro__:
+        if each.__name__ in known_plans:
+            return known_plans[each.__name__]
+    raise OptionError(
+        "transformer",
+        expected="a model whose tokens are known: " + ", ".join(known_plans),
+        got=type(transformer).__name__,
+        remedy="Pass plan=TokenPlan(...)",
+    )
+
+
+def _check_plan(transformer: nn.Module, plan: TokenPlan) -> None:
+    """A user's plan names what is there."""
+    remedy = "Mend the TokenPlan"
+    lists = dict(transformer.named_children())
+    for name in plan.layers:
+        fits = isinstance(lists.get(name), nn.ModuleList)
+        expect(fits, "TokenPlan: layers", f"lists of layers among {list(lists)}", repr(name), remedy)
+    layers = _layers(transformer, plan)
+    taken = [set(inspect.signature(layer.forward).parameters) for layer in layers]
+    expect(bool(layers), "TokenPlan: layers", "at least one layer", "none", remedy)
+    own, any_of = set(inspect.signature(transformer.forward).parameters), set().union(*taken)
+    places = (
+        ("stream", plan.stream, taken[0]),
+        ("every", plan.every, any_of),
+        ("leading", plan.leading, any_of),
+        ("inputs", plan.inputs, own),
+        ("without_batch", plan.without_batch, own),
+        ("refused", plan.refused, own),
+    )
+    for what, names, known in places:
+        wrong = sorted(set(names) - known)
+        expect(not wrong, f"TokenPlan: {what}", f"names among {sorted(known)}", wrong, remedy)
+    behind = plan.result[0]
+    fits = not isinstance(behind, str) or behind in lists
+    expect(fits, "TokenPlan: result", f"a module among {list(lists)}", repr(behind), remedy)
+    ends = {name.rpartition(".")[2] for name, *_ in _attention(transformer, plan)}
+    wrong = sorted(set(plan.attention) - ends)
+    expect(not wrong, "TokenPlan: attention", "names of modules that have a processor", wrong, remedy)
+    rows = [*plan.stream.values(), *plan.inputs.values(), plan.result[1]]
+    rows += [x for each in plan.every.values() for x in (each if isinstance(each, tuple) else (each,))]
+    used = {x for each in rows for x in each.streams} | {x for each in plan.attention.values() for x in each}
+    wrong = sorted((used | set(plan.leading.values())) - set(plan.rows))
+    expect(not wrong, "TokenPlan: streams", f"those that rows counts, {sorted(plan.rows)}", wrong, remedy)
+
+
+def _check_fresh(transformer: nn.Module) -> None:
+    compiled = any(getattr(x, "_compiled_call_impl", None) is not None for x in transformer.modules())
+    compiled = compiled or hasattr(transformer, "_orig_mod")
+    remedy = "Call parallelize first, then compile"
+    expect(not compiled, "transformer", "one that is not compiled", "a compiled one", remedy)
+    remedy = "Call unparallelize(transformer) first"
+    expect(not hasattr(transformer, _HERE), "transformer", "one on one rank", "one on several", remedy)
+
+
+def _parts(
+    transformer: nn.Module, plan: TokenPlan, mesh: DeviceMesh, strategy: str | Strategy, batch: str | None
+) -> tuple[Part | None, Part | None, Any, Strategy | None]:
+    """The ranks that share tokens, those that share batch rows, the group of all, and the strategy."""
+    if batch is None:
+        group = group_of(mesh)
+        chosen = _strategy(transformer, plan, mesh, strategy)
+        return Part(group.size(), group.rank(), group.group_name), None, group, chosen
+    names = mesh.mesh_dim_names or ()
+    remedy = "Make it with mesh_dim_names=..., and pass the name of one"
+    expect(batch in names, "batch", f"a dimension of the mesh, of {names}", repr(batch), remedy)
+    group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    of_rows = mesh[batch].get_group()
+    rows = Part(of_rows.size(), of_rows.rank(), of_rows.group_name)
+    others = tuple(name for name in names if name != batch)
+    if not others:
+        return None, rows, group, None
+    rest = mesh[others]
+    of_tokens = group_of(rest)
+    chosen = _strategy(transformer, plan, rest, strategy)
+    return Part(of_tokens.size(), of_tokens.rank(), of_tokens.group_name), rows, group, chosen
+
+
+def _strategy(
+    transformer: nn.Module, plan: TokenPlan, mesh: DeviceMesh, strategy: str | Strategy
+) -> Strategy:
+    ranks = group_of(mesh).size()
+    if strategy == "auto":
+        heads = next(module.heads for _, module, _ in _attention(transformer, plan))
+        # With full attention what is sent grows with the tokens alike for all strategies.
+        each = mesh.size(1) if mesh.ndim == 2 else None
+        layout = Layout.contiguous(256 * ranks, ranks)
+        chosen = layout.plan(full(), heads=(heads, heads), node_size=each).strategy
+    else:
+        chosen = Strategy.parse(strategy, ranks)
+    Ranks.of(mesh, chosen.members)
+    return chosen
+
+
+def _layers(transformer: nn.Module, plan: TokenPlan) -> list[nn.Module]:
+    return [layer for name in plan.layers for layer in transformer.get_submodule(name)]  # type: ignore[attr-defined]
+
+
+def _attention(transformer: nn.Module, plan: TokenPlan) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Attention modules that the plan names, with their streams."""
+    for layer in _layers(transformer, plan):
+        for name, module in layer.named_modules():
+            if streams := streams_of(plan, name, module):
+                yield name, module, streams
+
+
+def _hook_layers(parallel: Parallel) -> None:
+    layers = _layers(parallel.model, parallel.plan)
+    for at, layer in enumerate(layers):
+        hooks = LayerHooks(parallel, layer)
+        if at == 0:
+            parallel.undo.append(layer.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
+        parallel.undo.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        if at == len(layers) - 1:
+            behind = parallel.plan.result[0]
+            if isinstance(behind, str):
+                module = parallel.model.get_submodule(behind)
+                parallel.undo.append(module.register_forward_pre_hook(hooks.meet).remove)
+            else:
+                parallel.undo.append(layer.register_forward_hook(hooks.after).remove)
+
+
+def _set_attention(parallel: Parallel) -> None:
+    from .diffusers import enable
+
+    enable(parallel.model)
+    known: dict[tuple[str, ...], Sequence] = {}
+    for _, module, streams in list(_attention(parallel.model, parallel.plan)):
+        before = module.processor
+        sequence, make = known.setdefault(streams, Sequence(parallel, streams)), parallel.plan.processor
+        # Its own one: others may share it that do not attend among these tokens.
+        module.processor = copy.copy(before) if make is None else make(sequence)
+        module.processor._parallel_config = sequence
+        parallel.undo.append(partial(setattr, module, "processor", before))
+
+
+def _parallel_of(transformer: nn.Module) -> Parallel:
+    parallel = getattr(transformer, _HERE, None)
+    remedy = "Pass the model that parallelize was given"
+    expect(parallel is not None, "transformer", "one on several ranks", "one on one rank", remedy)
+    return parallel  # type: ignore[return-value]
+
+
+def unparallelize(transformer: nn.Module) -> nn.Module:
+    """Undo `parallelize`: the transformer is one rank's again. Its attention stays attnspan's; see `disable`.
+
+    Returns:
+        The transformer.
+
+    Raises:
+        OptionError: It is not parallel.
+    """
+    parallel = _parallel_of(transformer)
+    remedy = "Undo the model that was copied, or copy before parallelize"
+    expect(parallel.model is transformer, "transformer", "no copy of a parallel model", "a copy", remedy)
+    parallel.restore()
+    delattr(transformer, _HERE)
+    return transformer
+
+
+@contextmanager
+def parallelized(transformer: nn.Module, mesh: DeviceMesh, **options: Any) -> Iterator[nn.Module]:
+    """`parallelize` as a context, which undoes it at its end.
+
+    Args:
+        transformer, mesh: As there.
+        **options: As there.
+    """
+    parallelize(transformer, mesh, **options)
+    try:
+        yield transformer
+    finally:
+        unparallelize(transformer)
+
+
+def average_gradients(transformer: nn.Module) -> None:
+    """Average the gradients of the parameters over the ranks, in place: without DDP or FSDP2, after backward.
+
+    Args:
+        transformer: What `parallelize` was given.
+
+    Raises:
+        OptionError: It is not parallel, or a parameter is a DTensor, whose gradient FSDP2 averages.
+    """
+    group = _parallel_of(transformer).group
+    sum_gradients(transformer.parameters(), group)
+    for parameter in transformer.parameters():
+        if parameter.grad is not None and parameter.requires_grad:
+            parameter.grad /= group.size()

@@ -1,0 +1,285 @@
+"""Rows of a sequence on the ranks that share it: cut, gathered, and attended to from every rank.
+
+A sequence is one stream of tokens, or several after one another, such as text and image. Each stream is cut
+into runs of neighbours, one for each rank, of sizes that differ by at most one; a rank holds its run of each
+stream. Shapes: B batch rows, n rows of a rank, H heads, D head dim, P ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from ..masks import full
+from ..parallel.layout import Layout
+from ..parallel.local import LocalPlan
+from ..parallel.strategy import Strategy, split_heads
+from ..parallel.torch.comm import Agreement, raise_broken
+from ..parallel.torch.ops import sharded_forward
+
+__all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
+
+
+def share(rows: int, ranks: int, rank: int) -> int:
+    """How many of a stream's rows a rank holds.
+
+    Example:
+        >>> [share(7, 3, rank) for rank in range(3)]
+        [3, 2, 2]
+    """
+    return (rows + ranks - 1 - rank) // ranks
+
+
+def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> Tensor:
+    """A rank's rows of a sequence.
+
+    Its gradient is zero at the rows of other ranks; `entered` and the mean over ranks add them up.
+
+    Args:
+        x: A tensor with the rows of all streams along ``dim``.
+        dim: The dimension of the rows.
+        streams: Rows of each stream.
+        ranks, rank: P, and which of them.
+
+    Example:
+        >>> cut(torch.arange(8), 0, (3, 5), ranks=2, rank=1).tolist()
+        [2, 6, 7]
+    """
+    parts, start = [], 0
+    for rows in streams:
+        before = sum(share(rows, ranks, other) for other in range(rank))
+        parts.append(x.narrow(dim, start + before, share(rows, ranks, rank)))
+        start = start + rows
+    # Strides of views would be one more program for compilers.
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+
+@torch.library.custom_op("attnspan::gather_tokens", mutates_args=())
+def _gather(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
+    del rank
+    most, whole = sum(share(rows, ranks, 0) for rows in streams), _resolve_process_group(group)  # type: ignore[arg-type]
+    mine = _padded(x, dim, most).contiguous()
+    parts = mine.new_empty((ranks, *mine.shape)).unbind()
+    try:
+        dist.all_gather(list(parts), mine, group=whole)
+    except RuntimeError as error:
+        raise_broken(whole, "gather of tokens", error)
+    starts, found = [0] * ranks, []
+    for rows in streams:
+        for other in range(ranks):
+            found.append(parts[other].narrow(dim, starts[other], share(rows, ranks, other)))
+            starts[other] += share(rows, ranks, other)
+    return torch.cat(found, dim)
+
+
+@_gather.register_fake
+def _(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
+    del ranks, rank, group
+    shape = list(x.shape)
+    shape[dim] = sum(streams)
+    return x.new_empty(shape)
+
+
+def _ungather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dim, streams, ranks, rank = ctx.given
+    return cut(grad, dim, streams, ranks, rank) * ranks, None, None, None, None, None
+
+
+def _remember_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.given = inputs[1:5]
+
+
+_gather.register_autograd(_ungather, setup_context=_remember_rows)
+
+
+def gather(x: Tensor, dim: int, streams: tuple[int, ...], ranks: int, rank: int, group: str) -> Tensor:
+    """The sequence from the rows of all ranks, on every rank: what undoes `cut`.
+
+    Its gradient is this rank's rows, times the number of ranks: the loss is the same on every rank, and the
+    *mean* over ranks of a parameter's gradients is its gradient.
+    """
+    return _gather(x, dim, streams, ranks, rank, group)  # type: ignore[no-any-return]
+
+
+def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
+    missing = rows - x.shape[dim]
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+_watched: dict[str, tuple[Agreement, int]] = {}
+
+
+def watch(group: Any) -> str:
+    """Let `entered` compare what the ranks of a group do; the group's name."""
+    name = str(group.group_name)
+    _watched[name] = Agreement(group), group.size()
+    return name
+
+
+@torch.library.custom_op("attnspan::entered", mutates_args=())
+def _entered(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
+    if sizes:
+        agreement, _ = _watched[group]
+        agreement.note("inputs", zlib.crc32(repr(list(sizes)).encode()))
+        agreement.start({}, x.device.type)
+        if agreement.early:
+            agreement.settle()
+    return x.clone()
+
+
+@_entered.register_fake
+def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
+    del group, sizes
+    return torch.empty_like(x)
+
+
+def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    total = _functional_collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
+    return total / ctx.ranks, None, None
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.group = inputs[1]
+    _, ctx.ranks = _watched[inputs[1]]
+
+
+_entered.register_autograd(_leave, setup_context=_remember)
+
+
+def entered(x: Tensor, group: str, sizes: Sequence[int] = ()) -> Tensor:
+    """An input that all ranks hold, in front of what they share: its gradient is the mean over the ranks.
+
+    Args:
+        x: Any shape.
+        group: Name of a process group that `watch` knows.
+        sizes: What must be the same on all ranks; nothing is compared where it is empty.
+
+    Raises:
+        PlanMismatchError: Sizes differ between ranks; where collectives do not wait for the host (NCCL) it is
+            raised at the next call.
+    """
+    return _entered(x, group, sizes)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=64)
+def _local_plan(
+    kind: Any, members: int, groups: int, rank: int, heads: tuple[int, int], streams: tuple[int, ...]
+) -> LocalPlan:
+    """One rank's plan of full attention to the rows of all ranks, numbered rank by rank."""
+    ranks = members * groups
+    held = [sum(share(rows, ranks, other) for rows in streams) for other in range(ranks)]
+    rows, start = np.full((ranks, 1, held[0]), -1, np.int32), 0
+    for other, count in enumerate(held):
+        rows[other, 0, :count] = np.arange(start, start + count)
+        start += count
+    plan = Layout(start, rows).plan(full(), heads=heads, strategy=Strategy(kind, members, groups))
+    return plan.local(rank)
+
+
+def _sizes(kind: str, members: int, groups: int, streams: Sequence[int]) -> tuple[int, int]:
+    """Elements of a plan's data, at most, and of its numbers: see `attnspan.parallel.local.encode`."""
+    slots = members * sum(share(rows, members * groups, 0) for rows in streams)
+    transfer = kind == "exchange" and groups > 1
+    stages = 1 if transfer else groups
+    numbers = 8 + stages + 3 + 2 + stages * (3 + 6) + (2 * groups + 4 * 2 if transfer else 0)
+    return slots * (3 * groups + 5), numbers
+
+
+@torch.library.custom_op("attnspan::plan_of_rows", mutates_args=())
+def _plan_of_rows(
+    like: Tensor,
+    kind: str,
+    members: int,
+    groups: int,
+    rank: int,
+    q_heads: int,
+    kv_heads: int,
+    streams: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """What `sharded_forward` takes as plan and numbers; an operator, as it is made by NumPy."""
+    plan = _local_plan(kind, members, groups, rank, (q_heads, kv_heads), tuple(streams))
+    length, numbers = _sizes(kind, members, groups, streams)
+    assert plan.data.size <= length, (plan.data.size, length)
+    assert plan.numbers.size == numbers, (plan.numbers.size, numbers)
+    data = np.zeros(length, np.int32)
+    data[: plan.data.size] = plan.data
+    return torch.from_numpy(data).to(like.device), torch.from_numpy(plan.numbers.copy())
+
+
+@_plan_of_rows.register_fake
+def _(
+    like: Tensor,
+    kind: str,
+    members: int,
+    groups: int,
+    rank: int,
+    q_heads: int,
+    kv_heads: int,
+    streams: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    del rank, q_heads, kv_heads
+    data, numbers = _sizes(kind, members, groups, streams)
+    return like.new_empty((data,), dtype=torch.int32), torch.empty(numbers, dtype=torch.int64, device="cpu")
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    streams: tuple[int, ...],
+    strategy: Strategy,
+    rank: int,
+    group: str,
+) -> Tensor:
+    """Attention of this rank's rows to those of all ranks.
+
+    Args:
+        q: Shape (B, n, Hq, D).
+        k: Shape (B, n, Hkv, D).
+        v: Shape (B, n, Hkv, Dv).
+        bias: Added to the scores of this rank's keys, (B|1, n, Hkv|1), or None.
+        scale: Factor of the scores.
+        streams: Rows of each stream, of all ranks.
+        strategy: How the ranks share the work.
+        rank, group: This rank, and the name of the group of all.
+
+    Returns:
+        Contiguous, shape (B, n, Hq, Dv).
+    """
+    rows, heads = q.shape[1], (q.shape[2], k.shape[2])
+    if bias is not None:
+        q, k = _with_bias(q, k, bias, scale)
+    most = sum(share(each, strategy.ranks, 0) for each in streams)
+    q, k, v = (_padded(x, 1, most).transpose(1, 2) for x in (q, k, v))
+    here = split_heads(*heads, strategy.members)[rank % strategy.members]
+    plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
+    out = sharded_forward(q, k, v, *plan, group, strategy.members, here.heads, len(here.kv), scale)[0]
+    return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]
+
+
+def _with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The bias as one more column of the keys, which travels with them; queries have 1 there.
+
+    Columns of zeros keep the rows aligned.
+    """
+    most = 6e4 if k.dtype == torch.float16 else 1e30  # Sums of it and of other products stay finite.
+    column = (bias / scale).clamp(-most, most).to(k.dtype)[..., None].expand(*k.shape[:3], 1)
+    extra = -k.shape[3] % 8 or 8
+    ones = q.new_ones((*q.shape[:3], 1))
+    zeros = [x.new_zeros((*x.shape[:3], extra - 1)) for x in (q, k)]
+    return torch.cat([q, ones, zeros[0]], 3), torch.cat([k, column, zeros[1]], 3)
