@@ -1,0 +1,31 @@
+"""An attention that returns the values: with it, what fails in a model is not attention."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+__all__ = ["NAME"]
+
+#: The name under which transformers knows it.
+NAME = "identity"
+
+
+def _identity(
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,  # (B, Hq, Sq, D)
+    key: Tensor,  # noqa: ARG001
+    value: Tensor,  # (B, Hkv, Sk, Dv)
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    """The value of a query's own token, (B, Sq, Hq, Dv); of other keys, their mean."""
+    heads, q_len = query.shape[1], query.shape[2]
+    if value.shape[2] != q_len:
+        value = value.mean(2, keepdim=True).expand(-1, -1, q_len, -1)
+    return value.repeat_interleave(heads // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _identity)
+AttentionMaskInterface.register(NAME, eager_mask)
