@@ -1,4 +1,4 @@
-"""One architecture in a process of its own: its cells one after the other, each told to the parent at once."""
+"""One architecture in a process of its own: its cells in order, each told to the parent at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnspan.tools.zoo.architecture import IMPLEMENTATIONS, LAYOUTS, Architectu
 from attnspan.tools.zoo.cells import Cell, Generation
 from attnspan.tools.zoo.step import Outcome, differences, documents_of, in_float64, run_step, take_step
 from attnspan.tools.zoo.verdicts import compared_layout
-from attnspan.tools.zoo.watch import Backend, Watch, profiled
+from attnspan.tools.zoo.watch import Backend, Shapes, Watch, profiled
 
 __all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "plan"]
 
@@ -35,6 +35,7 @@ _CACHES = ("dynamic", "static")
 _GENERATES = ("decoder", "encoder-decoder", "vision-language")
 _PROMPT, _NEW, _PADDED = 12, 8, 4
 _LONGEST = 300  # characters of a reason
+_MOST_SHAPES = 8  # of tensors of all pairs, the largest
 _OPERATOR = "attnspan::forward"
 
 
@@ -94,7 +95,7 @@ def plan(layouts: Sequence[str], settings: Settings) -> list[Key]:
     compared = compared_layout(layouts)
     if compared is not None:
         found.append(Key("identity", "compiled", compared))
-        found += [Key(name, "compiled", compared, shapes) for name in names if name not in ("identity", "eager")]
+        found += [Key(x, "compiled", compared, shapes) for x in names if x not in ("identity", "eager")]
     return found + [Key(OURS, "compiled", layout) for layout in layouts if layout != compared]
 
 
@@ -104,6 +105,7 @@ class Keeper:
     def __init__(self, architecture: Architecture, settings: Settings) -> None:
         self.architecture, self.settings = architecture, settings
         self._exact: dict[tuple[str, int], tuple[Outcome, Watch] | None] = {}
+        self._reached = 1  # number of shapes that the compiler was given so far
 
     def layouts(self) -> list[str]:
         """The layouts that are wanted and that it has."""
@@ -139,12 +141,12 @@ class Keeper:
             model = self.architecture.make(key.implementation, "tiny")
         except Exception as error:
             return replace(cell, failed="build", reason=_short(error))
-        measure = self._eager if key.mode == "eager" else self._compiled
+        measure, self._reached = self._eager if key.mode == "eager" else self._compiled, 1
         try:
             return self._judged(measure(cell, model, backward=True))
         except Exception as error:
             failed = "run" if key.mode == "eager" else "compile"
-            first = replace(cell, failed=failed, reason=_short(error))
+            first = replace(cell, failed=failed, reason=_short(error), shapes=self._reached)
         # A reader wants to know whether the forward alone would have run.
         try:
             found = measure(cell, model, backward=False)
@@ -181,13 +183,11 @@ class Keeper:
                 peak=peak,
                 seconds=self._timed(cell.label, lambda: run_step(model, model, batch, backward=backward)),
                 largest=watch.shapes.largest,
-                pairs=watch.shapes.of_pairs(other.shapes)[:4],
+                pairs=watch.shapes.of_pairs(other.shapes)[:_MOST_SHAPES],
                 leaks=leaks,
             )
 
-    def _compared(
-        self, cell: Cell, model: nn.Module, outcome: Outcome, watch: Watch, backward: bool
-    ) -> Cell:
+    def _compared(self, cell: Cell, model: nn.Module, outcome: Outcome, watch: Watch, backward: bool) -> Cell:
         """With its errors, at the first number of tokens where no choice hangs on rounding."""
         for tokens in self.settings.tokens:
             exact = self.exact(cell.layout, tokens)
@@ -208,8 +208,8 @@ class Keeper:
         backend = Backend(self.settings.backend)
         call = torch.compile(model, fullgraph=True, backend=backend)
         shapes, outcomes = [], []
-        for tokens in self.settings.tokens[: cell.shapes]:
-            backend.shapes = type(backend.shapes)()
+        for number, tokens in enumerate(self.settings.tokens[: cell.shapes], 1):
+            self._reached, backend.shapes = number, Shapes()
             batch = self._given(cell.layout, tokens)
             outcomes.append(take_step(call, model, batch, backward=backward))
             shapes.append(backend.shapes)
@@ -220,7 +220,7 @@ class Keeper:
             output, gradient = differences(outcomes[0], exact[0])
             cell = replace(cell, output_error=output, gradient_error=gradient if backward else None)
         # A second shape that was not compiled tells nothing of what grows.
-        pairs = shapes[0].of_pairs(shapes[1])[:4] if cell.shapes > 1 and shapes[1].seen else ()
+        pairs = shapes[0].of_pairs(shapes[1])[:_MOST_SHAPES] if cell.shapes > 1 and shapes[1].seen else ()
         return replace(
             cell,
             calls=calls.get(_OPERATOR, 0),
@@ -243,6 +243,8 @@ class Keeper:
         options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0}
         if cache == "static":
             options |= {"cache_implementation": "static", "disable_compile": True}
+        if self.architecture.kind == "encoder-decoder":
+            options["decoder_start_token_id"] = 1
         found = []
         for name in ("eager", OURS):
             try:
@@ -257,7 +259,7 @@ class Keeper:
         return Generation(cache, equal=False, reason=f"{ours}, eager {eager}"[:_LONGEST])
 
     def _prompt(self) -> dict[str, Any]:
-        """Tokens, and what goes with them; the first row is padded on the left where there is nothing else."""
+        """Tokens, and what goes with them; the first row is padded on the left if there is nothing else."""
         left = ("labels", "use_cache", "position_ids")
         batch = {
             k: x
@@ -317,13 +319,16 @@ def results(keeper: Keeper, done: Sequence[str]) -> Iterator[tuple[str, Callable
 def _unexplained(found: dict[Key, Cell]) -> list[Key]:
     """Cells of the identity that would tell whose a failure is."""
     failed = [key for key, made in found.items() if made.failed and key.implementation != "identity"]
-    wanted = {Key("identity", key.mode, key.layout, key.shapes) for key in failed}
-    known = {key for key, made in found.items() if key.implementation == "identity"}
-    # One that has failed already with fewer shapes says enough.
-    known |= {
-        key for key in wanted if any(replace(key, shapes=k.shapes) == k and found[k].failed for k in known)
-    }
-    return sorted(wanted - known, key=lambda key: (key.mode, key.layout))
+    # At the number of shapes where it failed; one that fails with fewer says enough.
+    wanted = {(key.mode, key.layout): 0 for key in failed}
+    for key in failed:
+        wanted[key.mode, key.layout] = max(wanted[key.mode, key.layout], found[key].shapes)
+    known = {(key.mode, key.layout): made for key, made in found.items() if key.implementation == "identity"}
+    return [
+        Key("identity", *where, shapes)
+        for where, shapes in wanted.items()
+        if where not in known or (not known[where].failed and known[where].shapes < shapes)
+    ]
 
 
 def _main(task: dict[str, Any]) -> None:

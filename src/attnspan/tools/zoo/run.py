@@ -1,4 +1,4 @@
-"""From architectures to results: a process for each, so that one that crashes or hangs costs its cell alone."""
+"""From architectures to results: a process for each, so that a crash or a hang costs one cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from attnspan.files import from_plain
 from attnspan.tools.bench.environment import describe_environment

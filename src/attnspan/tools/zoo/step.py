@@ -11,8 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Outcome", "differences", "documents_of", "in_float64", "objective", "results_of", "run_step", "take_step"]
-
+__all__ = [
+    "Outcome",
+    "differences",
+    "documents_of",
+    "in_float64",
+    "objective",
+    "results_of",
+    "run_step",
+    "take_step",
+]
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,13 @@ def is_exact(row: Row, cell: Cell) -> bool | None:
 def own_pairs(row: Row, cell: Cell) -> list[tuple[int, ...]]:
     """Tensors of all pairs of tokens that attention makes: those that the model makes in any case are not."""
     same = row.cell("identity", "eager", cell.layout)
-    others = set() if same is None else {tuple(sorted(x)) for x in same.pairs}
-    return [x for x in cell.pairs if tuple(sorted(x)) not in others]
+    others = [] if same is None else [_sizes(x) for x in same.pairs]
+    return [x for x in cell.pairs if _sizes(x) not in others]
+
+
+def _sizes(shape: tuple[int, ...]) -> list[int]:
+    """Sizes in order: a table (S, S, H) of the model's is the same as a bias (1, H, S, S)."""
+    return sorted(n for n in shape if n > 1)
 
 
 def _leaks(row: Row, cell: Cell) -> bool | None:
@@ -89,10 +94,8 @@ def _of_cell(row: Row, cell: Cell) -> list[str]:
     found = [] if cell.backward else [f"no backward: {cell.reason}"]
     like = row.cell("eager", "eager", cell.layout)
     if is_exact(row, cell) is False and like is not None:
-        found.append(
-            f"differs from float64 by {_error(cell.output_error)}, gradients by {_error(cell.gradient_error)}; "
-            f"eager by {_error(like.output_error)} and {_error(like.gradient_error)}"
-        )
+        mine, theirs = (f"{_error(x.output_error)}, {_error(x.gradient_error)}" for x in (cell, like))
+        found.append(f"results and gradients differ from float64 by {mine}; eager by {theirs}")
     if _leaks(row, cell):
         found.append(f"leaks: {cell.leaks}")
     if cell.implementation == OURS:
@@ -148,7 +151,7 @@ class Summary:
         architectures: How many were run.
         runs: By implementation, cells without the compiler that run forward and backward, of those that do
             with identity.
-        compiles: Architectures that compile to one graph with their gradients, of those that do with identity.
+        compiles: Architectures that compile to one graph, gradients too, of those that do with identity.
         forward_only: Architectures of which the forward alone compiles.
         graphs: Architectures of which attnspan needs no more graphs than SDPA, of those compared.
         exact: Cells within the eager implementation's rounding, of those judged.

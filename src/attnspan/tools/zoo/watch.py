@@ -1,4 +1,4 @@
-"""What happens inside a step: the tensors that it makes, the operators that run, the graphs of the compiler."""
+"""What happens inside a step: the tensors that it makes, operators that run, graphs that are compiled."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class Shapes:
         returns = [] if schema is None else schema.returns
         if any(x.alias_info is not None for x in returns):
             return
-        self.seen |= {
-            tuple(_size(n) for n in x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)
-        }
+        self.seen |= {tuple(_size(n) for n in x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)}
 
     @property
     def largest(self) -> tuple[int, ...]:
