@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +27,8 @@ from attnspan.tools.zoo.watch import Backend, Shapes, Watch, profiled
 
 __all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "plan"]
 
-#: Modules with a function `architectures`.
-SOURCES = ("attnspan.tools.zoo.transformers", "attnspan.tools.zoo.diffusers")
+#: Modules with a function `architectures`, by library.
+SOURCES = {name: f"attnspan.tools.zoo.{name}" for name in ("transformers", "diffusers")}
 #: Tokens of a row; the first decides what is compared. Unlike any width of a model.
 TOKENS = (93, 131, 157)
 _CACHES = ("dynamic", "static")
@@ -68,10 +68,10 @@ class Key:
     shapes: int = 1
 
 
-def collect(sources: Sequence[str], library: str = "") -> list[Architecture]:
-    """The architectures of some modules, of one library or all."""
-    found = [x for name in sources for x in import_module(name).architectures()]
-    return [x for x in found if library in ("", x.library)]
+def collect(sources: Mapping[str, str], library: str = "") -> list[Architecture]:
+    """The architectures of one library or all; the module of another library is not imported."""
+    modules = [module for name, module in sources.items() if library in ("", name)]
+    return [x for module in modules for x in import_module(module).architectures()]
 
 
 def plan(layouts: Sequence[str], settings: Settings) -> list[Key]:
@@ -124,7 +124,10 @@ class Keeper:
         if (layout, tokens) not in self._exact:
             found = None
             try:
-                model = self.architecture.make("eager", "tiny").double()
+                model: Any = self.architecture.make("eager", "tiny").double()
+                if hasattr(model, "set_experts_implementation"):
+                    # Products of groups have no float64.
+                    model.set_experts_implementation("eager")
                 batch = {k: _double(x) for k, x in self._given(layout, tokens).items()}
                 watch = Watch()
                 with in_float64(), watch:
@@ -140,7 +143,7 @@ class Keeper:
         try:
             model = self.architecture.make(key.implementation, "tiny")
         except Exception as error:
-            return replace(cell, failed="build", reason=_short(error))
+            return replace(cell, failed="build", reason=_short(error), shapes=1)
         measure, self._reached = self._eager if key.mode == "eager" else self._compiled, 1
         try:
             return self._judged(measure(cell, model, backward=True))

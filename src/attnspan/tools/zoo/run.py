@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def run_zoo(
     path: Path | None = None,
     jobs: int = 1,
     limit: float = 300.0,
-    sources: Sequence[str] = SOURCES,
+    sources: Mapping[str, str] = SOURCES,
     after: Callable[[Row], None] = lambda _: None,
 ) -> ZooResults:
     """Run architectures, each in a process of its own; what there is stays if it is interrupted.
@@ -81,7 +81,7 @@ class _Process:
 
     architecture: Architecture
     settings: Settings
-    sources: Sequence[str]
+    sources: Mapping[str, str]
     jobs: int
     limit: float
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class _Process:
         task = {
             "name": self.architecture.name,
             "library": self.architecture.library,
-            "sources": list(self.sources),
+            "sources": dict(self.sources),
             "settings": asdict(self.settings),
             "done": [*self.cells, *(f"generate {x}" for x in self.generations)],
             "out": str(self._out),

@@ -20,6 +20,7 @@ __all__ = [
     "is_exact",
     "is_own",
     "own_pairs",
+    "rounding_ratio",
     "summary_of",
 ]
 
@@ -56,6 +57,16 @@ def is_exact(row: Row, cell: Cell) -> bool | None:
         pairs.append((cell.gradient_error, like.gradient_error))
     # NaN is no rounding.
     return all(mine <= FACTOR * theirs + FLOOR for mine, theirs in pairs)
+
+
+def rounding_ratio(row: Row, cell: Cell) -> float | None:
+    """The larger of a cell's errors over the eager implementation's; None where they are not compared."""
+    if is_exact(row, cell) is None:
+        return None
+    like = row.cell("eager", "eager", cell.layout)
+    assert like is not None, "what it was compared with"
+    pairs = (cell.output_error, like.output_error), (cell.gradient_error, like.gradient_error)
+    return max((mine / theirs for mine, theirs in pairs if mine is not None and theirs), default=None)
 
 
 def own_pairs(row: Row, cell: Cell) -> list[tuple[int, ...]]:
