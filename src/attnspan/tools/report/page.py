@@ -62,12 +62,12 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
     sections = [section for section in found if section is not None]
     page = Page(
         title=title or _title(results),
-        lead="Every time is the median of raw samples, taken in turn with the peers' in one run; every ratio is "
-        "the median over pairs, with an interval by order statistics.",
+        lead="Every time is the median of raw samples, taken in turn with the peers' in one run; every ratio "
+        "is the median over pairs, with an interval by order statistics.",
         sections=sections,
         environment=results.environment,
-        glance="geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan is "
-        "faster.",
+        glance="geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan "
+        "is faster.",
         cards=cards(results),
         views=_views(sections),
         legend=[(OURS, "ours"), *((peer, palette.color(peer)[1:]) for peer in palette.peers)],

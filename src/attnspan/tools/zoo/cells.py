@@ -32,6 +32,7 @@ class Cell:
         others: Calls of torch's own attention in a step.
         graphs: Compilations over ``shapes`` numbers of tokens.
         shapes: With how many numbers of tokens it was called.
+        compile_seconds: Of the steps with these numbers of tokens, of which all but the compilation is short.
         output_error, gradient_error: Norm of the difference from float64 over the norm; None if not compared.
         ties: A choice of the model, such as of an expert, differs from float64's at each number of tokens.
         seconds: Of a step, of a tiny model.
@@ -51,6 +52,7 @@ class Cell:
     others: int = 0
     graphs: int | None = None
     shapes: int = 1
+    compile_seconds: float | None = None
     output_error: float | None = None
     gradient_error: float | None = None
     ties: bool = False

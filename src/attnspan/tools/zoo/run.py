@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from attnspan.files import from_plain
+from attnspan.files import from_plain, to_plain
 from attnspan.tools.bench.environment import describe_environment
 from attnspan.tools.zoo.architecture import Architecture
 from attnspan.tools.zoo.cells import Cell, Generation, Row, ZooResults
@@ -49,7 +49,7 @@ def run_zoo(
         after: Called with each row.
     """
     results = replace(start or ZooResults(), complete=False)
-    results = replace(results, environment=describe_environment(), settings=asdict(settings))
+    results = replace(results, environment=describe_environment(), settings=to_plain(settings))
     known = {(row.library, row.name) for row in results.rows}
     waiting = [x for x in architectures if (x.library, x.name) not in known]
     running: list[_Process] = []
