@@ -14,7 +14,9 @@ TOKENS = 48
 
 def _gradients(model, batch):
     model.zero_grad()
-    loss = model(**batch).loss
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
+    loss = output[0].square().mean() if loss is None else loss
     loss.backward()
     return loss, [x.grad for x in model.parameters() if x.grad is not None]
 

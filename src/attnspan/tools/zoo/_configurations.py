@@ -56,7 +56,7 @@ _KEY_HEADS = """num_key_value_heads n_head_kv multi_query_group_num num_kv_heads
 _HEAD_DIMS = """head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim global_head_dim attention_head_dim
     kv_channels swa_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim index_head_dim"""
 _INTERMEDIATE = """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size n_inner
-    intermediate_size_mlp ffn_config_hidden mlp_dim encoder_intermediate_size projector_intermediate_size"""
+    alignment_intermediate_size intermediate_size_mlp ffn_config_hidden mlp_dim encoder_intermediate_size projector_intermediate_size"""
 _EXPERT_INTERMEDIATE = """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
     shared_intermediate_size moe_shared_expert_intermediate_size expert_intermediate_size"""
 _POSITIONS = """max_position_embeddings n_positions max_target_positions max_sequence_length n_ctx

@@ -2,14 +2,37 @@
 
 from typing import Any
 
-__all__ = ["BENCHES", "CHANGES", "LEFT_OUT", "NOT_PACKED"]
+__all__ = ["BENCHES", "CHANGES", "IMAGE_FORMS", "LEFT_OUT", "NOT_PACKED", "NOT_PADDED", "TOWERS"]
 
 #: Fields of configurations that must have other values than the rule gives.
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 CHANGES: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {64: 16}},
+    "blip-2": {"image_token_index": 9},
+    "gemma3": {"mm_tokens_per_image": 16},
+    "glm46v": {"text_config": {"rope_parameters": _SECTIONS}},
+    "glm4v": {"text_config": {"rope_parameters": _SECTIONS}},
+    "glm4v_moe": {"text_config": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}}},
+    "glm_ocr": {"text_config": {"rope_parameters": _SECTIONS}},
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": _SECTIONS}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": _SECTIONS}},
+    "qwen2_vl": {"text_config": {"rope_parameters": _SECTIONS}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": _SECTIONS}},
+    "llama4": {
+        "vision_config": {"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64}
+    },
+    "llava_next": {"image_grid_pinpoints": [[32, 32]]},
+    "llava_next_video": {"image_grid_pinpoints": [[32, 32]]},
+    "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 16}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": 128, "position_embedding_type": "rotary", "pad_token_id": 0, "mask_token_id": 3},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "dinov3_vit": {"pos_embed_rescale": None},
+    "sapiens2": {"pos_embed_rescale": None},
+    "wav2vec2-conformer": {"vocab_size": 128},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
@@ -20,7 +43,24 @@ CHANGES: dict[str, dict[str, Any]] = {
 #: Families that have the size "bench", with changes for that size.
 BENCHES: dict[str, dict[str, Any]] = {
     name: {}
-    for name in ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "olmo2", "phi3", "gpt2", "granite", "smollm3", "stablelm", "starcoder2", "bert", "roberta", "modernbert"]
+    for name in [
+        "llama",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "olmo2",
+        "phi3",
+        "gpt2",
+        "granite",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "bert",
+        "roberta",
+        "modernbert",
+    ]
 }
 
 
@@ -39,6 +79,32 @@ NOT_PACKED: dict[str, str] = _families(
         "its compressed keys are shared by documents": "deepseek_v4",
     }
 )
+#: Families whose rows cannot be padded, and why.
+NOT_PADDED: dict[str, str] = _families(
+    {
+        "reads a field that its configuration does not have": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
+    }
+)
+#: How a family takes its images, a form of `image_inputs`.
+IMAGE_FORMS: dict[str, str] = _families(
+    {
+        "pixels": """aria aya_vision blip-2 cohere2_vision deepseek_vl gemma3 got_ocr2 internvl llama4 llava ovis2
+    paligemma  qianfan_ocr video_llava vipllava""",
+        "pixels in tiles": "idefics2 idefics3 smolvlm",
+        "pixels and sizes": "lighton_ocr mistral3 mistral_large4",
+        "tiles and sizes": "llava_next llava_next_video llava_onevision",
+        "patches and grid": """cosmos3_edge cosmos3_omni exaone4_5 glm46v glm4v glm4v_moe glm_ocr
+    hyperclovax_vision_v2 lfm3_vl minimax_m3_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
+    qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe""",
+    }
+)
+#: Encoders without a head of their own.
+TOWERS = {
+    "vision": """aimv2_vision_model chinese_clip_vision_model clip_vision_model dinov3_vit dpt internvl_vision mlcd
+    pixio pixtral qianfan_ocr_vision sapiens2 siglip_vision_model tipsv2_vision_model yolos""",
+    "audio": """glmasr_encoder moss_transcribe_diarize_audio qwen2_audio_encoder voxtral_encoder
+    voxtral_realtime_encoder""",
+}
 #: Families that are missing, and why.
 LEFT_OUT: dict[str, str] = _families(
     {
@@ -46,12 +112,13 @@ LEFT_OUT: dict[str, str] = _families(
     big_bird convbert deberta deberta-v2 flaubert fnet funnel ibert longformer luke megatron-bert mpnet mra
     nystromformer rembert roformer squeezebert tapas xlm yoso bamba bloom codegen cpmant gpt_neox_japanese
     granitemoehybrid jamba openai-gpt recurrent_gemma rwkv trocr xglm xlnet xlstm falcon gpt_neo gptj mpt
-    mobilebert perceiver reformer ctrl dbrx""",
+    mobilebert perceiver reformer ctrl dbrx bit convnext convnextv2 cvt focalnet hgnet_v2 mobilenet_v1 mobilenet_v2 mobilevit poolformer pp_lcnet pvt pvt_v2 regnet resnet swiftformer textnet timesformer sew-d wavlm speecht5 data2vec-vision donut-swin efficientnet hiera imagegpt levit mobilevitv2 swin swinv2 perceiver""",
         "has no attention": "mamba mamba2 falcon_mamba",
-        "needs the package timm": "gemma3n",
-        "its configuration is not found by a rule yet": """dots3_note gemma4_assistant
+        "needs the package timm or natten": "gemma3n timm_wrapper dinat fast_vlm perception_lm",
+        "its class is that of another family": "glmga pp_chart2table shieldgemma2 mistral4",
+        "its configuration or its inputs follow no rule of this zoo": """dots3_note gemma4_assistant
     gemma4_unified_assistant lfm2_moe qwen4_exp qwen4_exp_text zamba zamba2 git blt cohere_compass_text
     audioflamingo3 glmasr granite_speech granite_speech_plus moss_transcribe_diarize musicflamingo nemo_speechlm
-    qwen2_audio qwen3_asr vibevoice_asr voxtral voxtral_realtime musicgen musicgen_melody""",
+    qwen2_audio qwen3_asr vibevoice_asr voxtral voxtral_realtime musicgen musicgen_melody canary cohere_asr dia fun_asr_nano kyutai_speech_to_text moonshine_streaming pop2piano speech-encoder-decoder vibevoice videoprism_vision_model vjepa2 granite_speech5_ctc lasr_ctc speech_to_text wav2vec2-bert parakeet_ctc audio-spectrogram-transformer siglip2""",
     }
 )

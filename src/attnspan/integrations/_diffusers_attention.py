@@ -1,0 +1,191 @@
+"""Attention as diffusers' models call it; their masks as spans, and as a bias where they are numbers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import DtypeError, ShapeError, expect
+from ..masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
+from ..options import dense_bias
+from ..spans import Spans
+from ..torch import attention
+
+__all__ = ["attend", "check_config", "read_mask"]
+
+# Runs of valid keys that compiled code tells apart: padded text and an image have two. It computes the scores
+# of padding behind the last of them, and a bias hides those.
+_RUNS = 4
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
+    """Attention as diffusers' backends compute it: all attention of an enabled model comes here.
+
+    Args:
+        query: Shape (B, Sq, H, D).
+        key: Shape (B, Sk, Hkv, D).
+        value: Shape (B, Sk, Hkv, Dv).
+        attn_mask: None; padding of shape (B, Sk), boolean or of integers, where 0 is hidden; a tensor that
+            broadcasts to (B, H, Sq, Sk), boolean, True for what is seen, or floating, which is added to the
+            scores; a `BlockMask` of FlexAttention; a mask of attnspan. Rows that see nothing have output 0.
+        dropout_p: Share of the weights to drop, in [0, 1); the seed comes from torch's generator.
+        is_causal: Query i sees keys 0..i, also where Sq != Sk; excludes ``attn_mask``.
+        scale: Factor of the scores; 1/sqrt(D) by default.
+        enable_gqa: Let H be a multiple of Hkv.
+        return_lse: Also return the logarithm of each row's sum of exponentials.
+        _parallel_config: None, or what `attnspan.integrations.diffusers.parallelize` gave the processors; its
+            ``attend`` is called instead.
+
+    Returns:
+        The output, contiguous (B, Sq, H, Dv); with ``return_lse`` also lse, float32 (B, Sq, H).
+
+    Raises:
+        ValueError: Sizes or options do not fit, or the configuration is diffusers' own.
+        TypeError: Element types do not fit, or ``attn_mask`` is no mask.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16).unbind()
+        >>> padding = torch.tensor([[1] * 5 + [0] * 3, [1] * 8])
+        >>> attend(q, k, v, padding).shape
+        torch.Size([2, 8, 4, 16])
+    """
+    heads, kv_heads = query.shape[2], key.shape[2]
+    remedy = "Pass enable_gqa=True to share key heads"
+    wanted = "as many key as query heads"
+    expect(enable_gqa or heads == kv_heads, "heads", wanted, (heads, kv_heads), remedy, error=ShapeError)
+    remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
+    expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
+    if _parallel_config is not None:
+        check_config(_parallel_config)
+        remedy = "Call attend without a configuration"
+        expect(not return_lse, "return_lse", "False over several ranks", "True", remedy)
+        options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+        return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
+    mask, bias = read_mask(attn_mask, query, key)
+    q_index = None
+    if is_causal:
+        mask, q_index = causal(), torch.arange(query.shape[1], device=query.device)
+    found = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scale,
+        bias=None if bias is None else dense_bias(bias),
+        dropout_p=float(dropout_p),
+        dropout_seed=torch.randint(2**62, (), device=query.device) if dropout_p else None,
+        q_index=q_index,
+        layout="bshd",
+        return_lse=True,
+    )
+    return (found[0], found[1].transpose(1, 2)) if return_lse else found[0]
+
+
+def check_config(config: Any) -> None:
+    """Raise an OptionError if attention over several ranks is not attnspan's."""
+    remedy = "Call attnspan.integrations.diffusers.parallelize in place of enable_parallelism"
+    wanted, got = "None or that of parallelize", type(config).__name__
+    expect(hasattr(config, "attend"), "parallel config", wanted, got, remedy)
+
+
+def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Tensor | None]:
+    """What the queries of a call see, and what is added to their scores.
+
+    Args:
+        given: None; a tensor (B, Sk), boolean or of integers, where 0 is padding; a tensor that broadcasts to
+            (B, H, Sq, Sk), boolean, True for what is seen, or floating, which is added to the scores; a
+            `BlockMask`; a mask of attnspan.
+        q: Shape (B, Sq, H, D).
+        k: Shape (B, Sk, Hkv, D).
+
+    Returns:
+        A mask, or None for all keys; and a bias that broadcasts to (B, H, Sq, Sk), or None.
+
+    Raises:
+        TypeError: ``given`` is something else, or integers for pairs.
+        ValueError: Its shape does not broadcast.
+    """
+    if given is None or isinstance(given, Mask | Spans):
+        return given, None
+    if isinstance(given, BlockMask):
+        return from_block_mask(given), None
+    remedy = "Pass a tensor, boolean or floating, a BlockMask or a mask of attnspan"
+    expect(isinstance(given, Tensor), "attn_mask", "a mask", type(given).__name__, remedy, error=DtypeError)
+    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    given = _in_four_dims(given, sizes)
+    if given.is_floating_point():
+        return None, given
+    if given.shape[2] == 1:
+        return _of_keys(given, q.device)
+    if q.device.type != "cpu" and torch.compiler.is_compiling():
+        return None, _hiding(given)  # Runs beyond those that a program has room for would be NaN there.
+    if torch.compiler.is_compiling():
+        return from_dense(given), None
+    return _remembered(given, q, k), None
+
+
+def _in_four_dims(given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """A mask as (B|1, H|1, Sq|1, Sk), no larger than it must be; integers for keys become booleans."""
+    own = tuple(given.shape)
+    if len(own) == 2 and own[0] == sizes[0] and own[1] == sizes[3]:
+        integers = not given.is_floating_point() and given.dtype != torch.bool
+        given = given.ne(0)[:, None, None] if integers else given[:, None, None]
+    remedy = "Convert it with .bool()"
+    taken = given.dtype == torch.bool or given.is_floating_point()
+    wanted = "a boolean or floating tensor, or integers of shape (B, Sk)"
+    expect(taken, "attn_mask", wanted, str(given.dtype), remedy, error=DtypeError)
+    fits = given.dim() <= 4
+    given = given[(None,) * (4 - given.dim())]
+    # 1 first: a traced size that is known to be 1 then needs no guard.
+    fits = fits and all(n == 1 or n == full for n, full in zip(given.shape, sizes, strict=True))
+    wanted, remedy = "shape (B, Sk) or one that broadcasts to {}", "Its last dims are queries and keys"
+    expect(fits, "attn_mask", wanted, own, remedy, sizes, error=ShapeError)
+    for axis in (0, 1, 2):  # What was expanded says the same again.
+        if given.shape[axis] != 1 and given.stride(axis) == 0:
+            given = given.narrow(axis, 0, 1)
+    return given if given.shape[3] != 1 else given.expand(-1, -1, -1, sizes[3])
+
+
+def _of_keys(visible: Tensor, device: torch.device) -> tuple[Mask | None, Tensor | None]:
+    """Booleans (B|1, H|1, 1, Sk), exact whatever their pattern, without all pairs."""
+    if visible.shape[1] != 1 or device.type != "cpu":
+        return None, _hiding(visible)
+    valid = visible[:, 0, 0]
+    if not torch.compiler.is_compiling():
+        return keys(valid), None
+    before = torch.nn.functional.pad(valid, (1, 0))[:, :-1]
+    run = (valid & ~before).cumsum(-1)
+    return keys(valid | (run >= _RUNS), max_runs=_RUNS), _hiding(visible)
+
+
+def _hiding(visible: Tensor) -> Tensor:
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _remembered(given: Tensor, q: Tensor, k: Tensor) -> Prepared:
+    """One encoding for all layers that are given one tensor, as long as it is not written into."""
+    known = _known.get(given)
+    if known is None or not torch.equal(known[0], given):
+        visible = given.clone()  # Not the tensor itself, which would then be kept alive.
+        mask = from_dense(visible).prepare(
+            q.shape[1], k.shape[1], batch=visible.shape[0], heads=visible.shape[1], like=q
+        )
+        _known[given] = known = visible, mask
+    found: Prepared = known[1]
+    return found

@@ -1,0 +1,325 @@
+"""attnspan in models of diffusers: the native backend's results, by our operator, in as many graphs."""
+
+import copy
+import pickle
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from closeness import relative_error
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+diffusers = pytest.importorskip("diffusers")
+
+from diffusers_models import MODELS, build  # noqa: E402
+
+import attnspan.integrations.diffusers as adapter  # noqa: E402
+from attnspan import causal, keys  # noqa: E402
+from attnspan.errors import OptionError, ShapeError, UsageError  # noqa: E402
+
+pytestmark = [
+    # The library's own.
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning"),
+]
+# Models whose forward pass branches on data: no program without breaks, with any attention.
+DYNAMIC = ("hunyuan_video_15", "lumina2")
+
+
+@pytest.fixture(autouse=True)
+def _the_backend_is_process_wide():
+    registry = diffusers.models.attention_dispatch._AttentionBackendRegistry
+    before = registry._active_backend
+    yield
+    registry.set_active_backend(before)
+
+
+class Operators(TorchDispatchMode):
+    """Counts attention by its operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = str(op)
+        if name.startswith("attnspan.") or "scaled_dot_product" in name:
+            self.counts["torch" if name.startswith("aten") else name.split(".")[1]] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def _run(model, inputs):
+    model.zero_grad()
+    with Operators() as operators:
+        out = model(**inputs, return_dict=False)[0]
+        out.pow(2).mean().backward()
+    gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+    return out.detach(), gradients, operators.counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compute_what_the_native_backend_does(name):
+    model, inputs = build(name), MODELS[name].inputs(4)
+    *wanted, native = _run(model, inputs)
+    found = adapter.enable(model)
+    *got, ours = _run(model, inputs)
+    # Of each two, one is the backward pass.
+    assert ours == {"forward": native["torch"] // 2, "backward": native["torch"] // 2}
+    assert len(found.layers) in (ours["forward"], ours["forward"] - model.config.get("num_layers", 0))
+    for x, y in zip(got, wanted, strict=True):
+        assert relative_error(x, y) < 1e-6
+    adapter.disable(model)
+    assert torch.equal(_run(model, inputs)[0], wanted[0])
+
+
+# One of either kind; the second with a mask.
+QUICK = ("sd3", "qwen_image")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.long) for x in MODELS if x not in DYNAMIC],
+)
+def test_models_are_one_graph_for_all_sizes(name):
+    sizes, model, frames = (4, 5, 6), build(name), []
+    wanted = [model(**MODELS[name].inputs(n), return_dict=False)[0] for n in sizes]
+    for enabled in (False, True):
+        if enabled:
+            adapter.enable(model)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        program = torch.compile(model, fullgraph=True, backend=counter)
+        got = [program(**MODELS[name].inputs(n), return_dict=False)[0] for n in sizes]
+        frames.append(counter.frame_count)
+    for x, y in zip(got, wanted, strict=True):
+        assert relative_error(x, y) < 1e-6
+    assert frames[1] <= frames[0] <= 3
+
+
+B, H, S, T, D = 2, 3, 6, 9, 8  # T keys
+HOLES = torch.tensor([[1, 0] * 4 + [1], [1, 1, 1, 0, 1, 0, 1, 1, 0]]).bool()
+PAIRS = torch.rand(B, 1, S, T, generator=torch.Generator().manual_seed(1)) > 0.4
+MASKS = {
+    "none": None,
+    "keys": HOLES,
+    "keys as numbers": HOLES.long(),
+    "keys of a row": HOLES[:1, None, None],
+    "keys, expanded": HOLES[:, None, None].expand(B, H, S, T),
+    "keys of heads": PAIRS[:, :, :3].transpose(1, 2),
+    "pairs": PAIRS,
+    "pairs of heads": PAIRS[:1].transpose(0, 1) ^ torch.tensor([1, 0, 1]).bool()[:, None, None],
+    "pairs of all": PAIRS[0, 0],
+    "added to keys": torch.zeros(B, 1, 1, T).masked_fill(~HOLES[:, None, None], torch.finfo().min),
+    "added to pairs": torch.linspace(-2, 2, S * T).reshape(S, T),
+}
+
+
+def _qkv():
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(B, n, H, D, generator=generator, requires_grad=True) for n in (S, T, T))
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_masks(mask, mode):
+    def ours(q, k, v, mask):
+        return adapter.attend(q, k, v, mask, scale=0.3)
+
+    def theirs(q, k, v, mask):
+        mask = mask.bool()[:, None, None] if mask is not None and mask.shape == (B, T) else mask
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, mask, scale=0.3).transpose(1, 2)
+
+    results = []
+    torch._dynamo.reset()
+    for attend in (ours, theirs):
+        q, k, v = _qkv()
+        if mode == "compiled" and attend is ours:
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        out = attend(q, k, v, mask)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+    for x, y in zip(*results, strict=True):
+        assert relative_error(x, y) < 1e-6
+
+
+@pytest.mark.parametrize("runs", [1, 3, 4, 5, 9])
+def test_compiled_code_takes_any_number_of_runs_of_keys(runs):
+    q, k = torch.randn(2, 1, 40, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    ends = torch.arange(40) // 2
+    valid = ((ends % 2 == 0) & (ends < 2 * runs))[None]
+    program = torch.compile(adapter.attend, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert relative_error(program(q, k, k, valid), adapter.attend(q, k, k, keys(valid))) < 1e-6
+
+
+def test_a_mask_that_is_written_into_is_read_again():
+    q, k, v = _qkv()
+    mask = PAIRS.clone()
+    first = adapter.attend(q, k, v, mask)
+    mask.logical_not_()
+    got, wanted = adapter.attend(q, k, v, mask), adapter.attend(q, k, v, ~PAIRS)
+    assert torch.equal(got, wanted)
+    assert not torch.equal(got, first)
+
+
+def test_causal_and_lse_and_groups():
+    q, k, v = _qkv()
+    out, lse = adapter.attend(q, k[:, :, :1], v[:, :, :1], is_causal=True, enable_gqa=True, return_lse=True)
+    q_bhsd, k_bhsd, v_bhsd = q.transpose(1, 2), k[:, :, :1].transpose(1, 2), v[:, :, :1].transpose(1, 2)
+    wanted = scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True, enable_gqa=True)
+    assert relative_error(out, wanted.transpose(1, 2)) < 1e-6
+    scores = (q_bhsd @ k_bhsd.mT / D**0.5).masked_fill(~torch.ones(S, T).tril().bool(), -torch.inf)
+    assert relative_error(lse, scores.logsumexp(-1).transpose(1, 2)) < 1e-6
+
+
+def test_dropout_draws_from_torchs_generator():
+    q, k, v = _qkv()
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(adapter.attend(q, k, v, dropout_p=0.5))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_one_model_and_no_other(name):
+    models = [build(name, num_layers=1) for _ in range(2)]
+    adapter.enable(models[0])
+    counts = {}
+
+    def run(i):  # At the same time.
+        counts[i] = _run(models[i], MODELS[name].inputs(4))[2]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    [x.start() for x in threads], [x.join() for x in threads]
+    assert not counts[0]["torch"]
+    assert set(counts[1]) == {"torch"}
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_copies_and_pickles_are_enabled_too(name):
+    model, inputs = build(name, num_layers=1), MODELS[name].inputs(4)
+    adapter.enable(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert set(_run(other, inputs)[2]) == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_diffusers_own_switch(name):
+    model, inputs = build(name, num_layers=1), MODELS[name].inputs(4)
+    seen = []
+    for backend in ("attnspan", "native", "attnspan"):
+        model.set_attention_backend(backend)
+        seen.append(set(_run(model, inputs)[2]))
+    model.reset_attention_backend()
+    diffusers.models.attention_dispatch._AttentionBackendRegistry.set_active_backend("native")
+    seen.append(set(_run(model, inputs)[2]))
+    assert seen == [{"forward", "backward"}, {"torch"}] * 2
+    with diffusers.attention_backend("attnspan") if name == "flux" else torch.enable_grad():
+        assert set(_run(model, inputs)[2]) == ({"forward", "backward"} if name == "flux" else {"torch"})
+
+
+class Several:
+    """Stands for a configuration over several ranks."""
+
+    def __init__(self):
+        self.calls = []
+
+    def attend(self, query, key, value, attn_mask, is_causal, scale, dropout_p):
+        self.calls.append((query.shape[2], attn_mask is None, is_causal, dropout_p))
+        return adapter.attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+@pytest.mark.parametrize("name", ["sd3", "qwen_image"])
+def test_a_configuration_over_several_ranks_attends_instead(name):
+    model, inputs, config = build(name), MODELS[name].inputs(4), Several()
+    wanted = model(**inputs, return_dict=False)[0]
+    layers = adapter.enable(model).layers
+    for module in model.modules():
+        if getattr(module, "processor", None) is not None:
+            module.processor._parallel_config = config
+            assert module.processor._parallel_config is config
+    assert relative_error(model(**inputs, return_dict=False)[0], wanted) < 1e-6
+    heads = model.config.num_attention_heads
+    assert config.calls == [(heads, name == "sd3", False, 0.0)] * len(layers)
+
+
+def test_a_pipeline_but_not_its_autoencoder():
+    sizes = {
+        "in_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 2,
+        "sample_size": 8,
+    }
+    transformer = diffusers.DiTTransformer2DModel(**sizes, out_channels=8, num_embeds_ada_norm=1000)
+    vae = diffusers.AutoencoderKL(block_out_channels=(32,), latent_channels=4)
+    pipeline = diffusers.DiTPipeline(transformer.eval(), vae.eval(), diffusers.DDIMScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+
+    def images():
+        generator = torch.Generator().manual_seed(0)
+        with Operators() as operators:
+            found = pipeline([1], num_inference_steps=2, generator=generator, output_type="np").images
+        return torch.from_numpy(found), operators.counts
+
+    wanted, native = images()
+    assert str(adapter.enable(pipeline)) == "attnspan in 2 attention layers"
+    got, ours = images()
+    assert relative_error(got, wanted) < 1e-6
+    assert ours == {"forward": 4, "torch": native["torch"] - 4}
+    assert adapter.enable(pipeline, ["vae"]).layers == (
+        "vae.encoder.mid_block.attentions.0",
+        "vae.decoder.mid_block.attentions.0",
+    )
+    adapter.disable(pipeline, ["transformer", "vae"])
+    assert images()[1] == native
+
+
+def test_linear_attention_is_left_and_named():
+    found = adapter.enable(build("sana"))
+    assert found.left == ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")
+    assert str(found).endswith("unchanged: transformer_blocks.0.attn1, transformer_blocks.1.attn1")
+
+
+def test_what_is_refused():
+    q, k, v = _qkv()
+    with pytest.raises(
+        UsageError, match=r"Linear: expected attention by dispatch_attention_fn or F\.scaled_dot"
+    ):
+        adapter.enable(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="expected a module or a pipeline, got int"):
+        adapter.enable(3)
+    with pytest.raises(UsageError, match="components: expected None for a model"):
+        adapter.enable(build("sd3", num_layers=1), ["transformer"])
+    with pytest.raises(OptionError, match=r"parallel config.*integrations\.diffusers\.parallelize"):
+        adapter.attend(q, k, v, _parallel_config=object())
+    with pytest.raises(
+        ShapeError, match=r"shape \(B, Sk\) or one that broadcasts to \(2, 3, 6, 9\), got \(2, 5\)"
+    ):
+        adapter.attend(q, k, v, torch.ones(2, 5).bool())
+    with pytest.raises(TypeError, match=r"or integers of shape \(B, Sk\), got torch.int64"):
+        adapter.attend(q, k, v, PAIRS.long())
+    with pytest.raises(TypeError, match="expected a mask, got str"):
+        adapter.attend(q, k, v, "causal")
+    with pytest.raises(OptionError, match="is_causal: expected no attn_mask"):
+        adapter.attend(q, k, v, PAIRS, is_causal=True)
+    with pytest.raises(ShapeError, match="enable_gqa=True"):
+        adapter.attend(q, k[:, :, :1], v[:, :, :1])
+    with pytest.raises(OptionError, match="dropout_p"):
+        adapter.attend(q, k, v, dropout_p=1.0)
+    model = build("flux", num_layers=1)
+    model.transformer_blocks[0].attn.processor._parallel_config = object()
+    with pytest.raises(OptionError, match=r"integrations\.diffusers\.parallelize"):
+        adapter.enable(model)
+
+
+def test_masks_of_attnspan_are_taken():
+    q, k, v = _qkv()
+    got = adapter.attend(q, k, v, causal() & keys(HOLES))
+    visible = (causal().spans(S, T).dense() & HOLES.numpy()[:, None, None]).astype(bool)
+    assert relative_error(got, adapter.attend(q, k, v, torch.from_numpy(visible))) < 1e-6
