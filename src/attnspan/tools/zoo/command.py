@@ -12,7 +12,7 @@ from typer import Exit, Option
 from attnspan.console import Column, print_table, stdout, words
 from attnspan.errors import expect
 from attnspan.files import check_writable
-from attnspan.tools.zoo.architecture import LAYOUTS
+from attnspan.tools.zoo.architecture import LAYOUTS, MODES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +32,7 @@ def zoo(
     ] = "",
     library: Annotated[str, Option(help="transformers or diffusers", rich_help_panel=_WHAT)] = "",
     layouts: Annotated[str, Option(help=f"some of {', '.join(LAYOUTS)}", rich_help_panel=_WHAT)] = "",
+    modes: Annotated[str, Option(help=f"some of {', '.join(MODES)}", rich_help_panel=_WHAT)] = "",
     full: Annotated[
         bool, Option("--full", help="compile every attention in every layout", rich_help_panel=_WHAT)
     ] = False,
@@ -75,7 +76,7 @@ def zoo(
     from attnspan.tools.zoo.table import show_zoo
 
     console, path = stdout(), json or resume
-    _check(library, layouts, backend)
+    _check(library, layouts, modes, backend)
     expect(not (show and (speed or resume)), "--show", "no run", "--speed or --resume", "Pass one of them")
     for target in (page, markdown, path):
         if target is not None:
@@ -95,7 +96,8 @@ def zoo(
         if speed:
             results = _speed(chosen, {**common, **numbers}, start, path, console)
         else:
-            results = _run(chosen, {**common, "full": full}, start, path, jobs, limit, console)
+            given = {**common, "full": full, "modes": words(modes) or MODES}
+            results = _run(chosen, given, start, path, jobs, limit, console)
     show_zoo(results, console)
     _write(results, page, markdown, console)
     if path is not None and show is None:
@@ -103,10 +105,11 @@ def zoo(
     raise Exit(0 if results.complete or show is not None else 130)
 
 
-def _check(library: str, layouts: str, backend: str) -> None:
+def _check(library: str, layouts: str, modes: str, backend: str) -> None:
     for name, given, known in (
         ("--library", (library,) if library else (), ("transformers", "diffusers")),
         ("--layouts", words(layouts), LAYOUTS),
+        ("--modes", words(modes), MODES),
         ("--backend", (backend,) if backend else (), _BACKENDS),
     ):
         for value in given:

@@ -20,7 +20,7 @@ from attnspan.testing import probe
 from attnspan.tools.bench.cells import OURS
 from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.timing import LEAST_ROUNDS, Budget, Subject, interleave
-from attnspan.tools.zoo.architecture import IMPLEMENTATIONS, LAYOUTS, Architecture
+from attnspan.tools.zoo.architecture import IMPLEMENTATIONS, LAYOUTS, MODES, Architecture
 from attnspan.tools.zoo.cells import Cell, Generation
 from attnspan.tools.zoo.step import Outcome, differences, documents_of, in_float64, run_step, take_step
 from attnspan.tools.zoo.verdicts import compared_layout
@@ -46,6 +46,7 @@ class Settings:
 
     Args:
         layouts: Of those that it has.
+        modes: Of `architecture.MODES`.
         backend: Of torch.compile.
         tokens: Of a row, as many numbers as the compiler is given shapes.
         full: Compile each implementation in each layout.
@@ -53,6 +54,7 @@ class Settings:
     """
 
     layouts: tuple[str, ...] = LAYOUTS
+    modes: tuple[str, ...] = MODES
     backend: str = "aot_eager"
     tokens: tuple[int, ...] = TOKENS
     full: bool = False
@@ -89,15 +91,17 @@ def plan(layouts: Sequence[str], settings: Settings) -> list[Key]:
         >>> [key.layout for key in plan(["plain", "padded"], Settings()) if key.shapes > 1]
         ['padded', 'padded', 'padded']
     """
+    # First the one that tells whose a failure of the others is.
     names, shapes = ("identity", *(x for x in IMPLEMENTATIONS if x != "identity")), len(settings.tokens)
-    found = [Key(name, "eager", layout) for layout in layouts for name in names]
-    if settings.full:
-        return found + [Key(name, "compiled", layout, shapes) for layout in layouts for name in names]
+    eager = [Key(name, "eager", layout) for layout in layouts for name in names]
     compared = compared_layout(layouts)
-    if compared is not None:
-        found.append(Key("identity", "compiled", compared))
-        found += [Key(x, "compiled", compared, shapes) for x in names if x not in ("identity", "eager")]
-    return found + [Key(OURS, "compiled", layout) for layout in layouts if layout != compared]
+    if settings.full or compared is None:
+        compiled = [Key(name, "compiled", layout, shapes) for layout in layouts for name in names]
+    else:
+        compiled = [Key("identity", "compiled", compared)]
+        compiled += [Key(x, "compiled", compared, shapes) for x in names if x not in ("identity", "eager")]
+        compiled += [Key(OURS, "compiled", layout) for layout in layouts if layout != compared]
+    return [key for key in eager + compiled if key.mode in settings.modes]
 
 
 class Keeper:

@@ -22,6 +22,7 @@ from attnspan.tools.zoo.measure import SOURCES, Settings
 __all__ = ["run_zoo"]
 
 _PAUSE = 0.05  # seconds between looks at the processes
+_START = 300.0  # seconds to import libraries
 _MODULE = "attnspan.tools.zoo.measure"
 
 
@@ -44,7 +45,8 @@ def run_zoo(
         start: Results of an earlier run.
         path: Where results are written after every architecture.
         jobs: Processes at once; each has its part of the cores.
-        limit: Seconds for one cell; then its process is ended, and the next one goes on after it.
+        limit: Seconds for one cell; then its process is ended, and another goes on after it. To start, it has
+            five minutes.
         sources: Modules where a process finds the architectures.
         after: Called with each row.
     """
@@ -127,10 +129,11 @@ class _Process:
             self._process.wait()
             return True
         if code is None:
-            if time.monotonic() - self._since < self.limit:
+            limit = _START if self._current == "start" else self.limit
+            if time.monotonic() - self._since < limit:
                 return False
             self.end()
-            return self._go_on("time", f"not done after {self.limit:.0f} s")
+            return self._go_on("time", f"not done after {limit:.0f} s")
         lines = self._errors.read_text(errors="replace").strip().splitlines() or [""]
         why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, {lines[-1][:300]}"
         return self._go_on("crash", f"the process ended with {why}")

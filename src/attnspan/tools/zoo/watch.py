@@ -36,7 +36,7 @@ class Shapes:
     @property
     def largest(self) -> tuple[int, ...]:
         """The one of most elements."""
-        return max(self.seen, key=math.prod, default=())
+        return max(self.seen, key=_rank, default=())
 
     def of_pairs(self, others: Shapes) -> tuple[tuple[int, ...], ...]:
         """Those with two dims or more that change with the number of tokens, largest first.
@@ -46,7 +46,12 @@ class Shapes:
         """
         fixed = {n for shape in others.seen for n in shape}
         pairs = [shape for shape in self.seen if sum(n not in fixed for n in shape) > 1]
-        return tuple(sorted(pairs, key=math.prod, reverse=True))
+        return tuple(sorted(pairs, key=_rank, reverse=True))
+
+
+def _rank(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    """By elements; of equals the one of more dims, which says more."""
+    return math.prod(shape), len(shape), shape
 
 
 def _size(n: Any) -> int:
