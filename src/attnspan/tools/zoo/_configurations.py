@@ -44,19 +44,24 @@ BENCH = replace(
 _HIDDEN = """hidden_size d_model n_embd dim embed_dim embedding_size out_hidden_size projection_dim output_dim
     encoder_hidden_size decoder_hidden_size encoder_width projector_hidden_size hidden_dim width
     word_embed_proj_dim projection_hidden_size vision_output_dim pooler_output_size text_hidden_size
-    proj_codevector_dim codevector_dim classifier_proj_size output_hidden_size cross_attention_hidden_size
-    vision_hidden_size audio_hidden_size adapter_hidden_size model_dim projector_input_dim projector_output_dim
-    mm_hidden_size text_embed_dim project_dim hidden_size_per_layer_input mm_projector_hidden_size"""
-_LAYERS = """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth
-    num_encoder_layers num_global_layers encoder_num_hidden_layers decoder_num_hidden_layers"""
+    proj_codevector_dim codevector_dim classifier_proj_size output_hidden_size
+    cross_attention_hidden_size vision_hidden_size audio_hidden_size adapter_hidden_size model_dim
+    projector_input_dim projector_output_dim mm_hidden_size text_embed_dim project_dim
+    hidden_size_per_layer_input mm_projector_hidden_size"""
+_LAYERS = """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
+    depth num_encoder_layers num_global_layers encoder_num_hidden_layers decoder_num_hidden_layers"""
 _HEADS = """num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads
-    attention_heads encoder_num_attention_heads decoder_num_attention_heads nhead linear_num_value_heads linear_num_key_heads"""
+    attention_heads encoder_num_attention_heads decoder_num_attention_heads nhead
+    linear_num_value_heads linear_num_key_heads mamba_num_heads mamba_n_heads linear_num_heads
+    index_n_heads"""
 _KEY_HEADS = """num_key_value_heads n_head_kv multi_query_group_num num_kv_heads encoder_num_key_value_heads
     decoder_num_key_value_heads num_global_key_value_heads"""
 _HEAD_DIMS = """head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim global_head_dim attention_head_dim
-    kv_channels swa_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim index_head_dim"""
+    kv_channels swa_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim index_head_dim
+    mamba_head_dim mamba_d_head linear_head_dim ssm_state_size mamba_d_state"""
 _INTERMEDIATE = """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size n_inner
-    alignment_intermediate_size intermediate_size_mlp ffn_config_hidden mlp_dim encoder_intermediate_size projector_intermediate_size"""
+    alignment_intermediate_size intermediate_size_mlp ffn_config_hidden mlp_dim
+    encoder_intermediate_size projector_intermediate_size"""
 _EXPERT_INTERMEDIATE = """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
     shared_intermediate_size moe_shared_expert_intermediate_size expert_intermediate_size"""
 _POSITIONS = """max_position_embeddings n_positions max_target_positions max_sequence_length n_ctx
@@ -107,7 +112,8 @@ def _table(sizes: Sizes) -> dict[str, Any]:
         (_POSITIONS, sizes.positions),
         (_EXPERTS, sizes.experts),
         (_CHOSEN, sizes.experts // 2),
-        (_WINDOWS, sizes.window),
+        (f"{_WINDOWS} index_topk chunk_size mamba_chunk_size", sizes.window),
+        ("mamba_d_ssm", sizes.heads * sizes.head_dim),
         (_LATENT, sizes.hidden // 2),
     ]
     return {name: value for names, value in values for name in names.split()} | _CONSTANTS

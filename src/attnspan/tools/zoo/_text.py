@@ -1,5 +1,6 @@
 """Batches of tokens."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,5 +55,5 @@ def _positions(tokens: int) -> Tensor:
     found = []
     for starts in rows:
         edges = [0, *starts, tokens]
-        found.append(torch.cat([torch.arange(b - a) for a, b in zip(edges, edges[1:], strict=False)]))
+        found.append(torch.cat([torch.arange(b - a) for a, b in pairwise(edges)]))
     return torch.stack(found)
