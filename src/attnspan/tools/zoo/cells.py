@@ -38,7 +38,8 @@ class Cell:
         seconds: Of a step, of a tiny model.
         peak: Most bytes of torch's allocator during a step.
         largest: Shape of the largest new tensor of a step.
-        pairs: Shapes of new tensors of which two dims change with the number of tokens, largest first.
+        pairs: Shapes of new tensors of which two dims change with the number of tokens, largest first; None
+            if not looked for, or if nothing changes, as with images of one size.
         leaks: "" if no document sees another, else which; None if not probed.
     """
 
@@ -59,7 +60,7 @@ class Cell:
     seconds: Timing | None = None
     peak: int | None = None
     largest: tuple[int, ...] = ()
-    pairs: tuple[tuple[int, ...], ...] = ()
+    pairs: tuple[tuple[int, ...], ...] | None = None
     leaks: str | None = None
 
     @property

@@ -30,8 +30,8 @@ __all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "plan"]
 
 #: Modules with a function `architectures`, by library.
 SOURCES = {name: f"attnspan.tools.zoo.{name}" for name in ("transformers", "diffusers")}
-#: Tokens of a row; the first decides what is compared. Unlike any width of a model.
-TOKENS = (93, 131, 157)
+#: Tokens of a row; the first decides what is compared. Of images, three sizes; unlike any width of a model.
+TOKENS = (93, 131, 197)
 _CACHES = ("dynamic", "static")
 _GENERATES = ("decoder", "encoder-decoder", "vision-language")
 _PROMPT, _NEW, _PADDED = 12, 8, 4
@@ -194,7 +194,7 @@ class Keeper:
                 peak=peak,
                 seconds=self._timed(cell.label, lambda: run_step(model, model, batch, backward=backward)),
                 largest=watch.shapes.largest,
-                pairs=watch.shapes.of_pairs(other.shapes)[:_MOST_SHAPES],
+                pairs=_first(watch.shapes.of_pairs(other.shapes)) if more else None,
                 leaks=leaks,
             )
 
@@ -231,7 +231,7 @@ class Keeper:
             output, gradient = differences(outcomes[0], exact[0])
             cell = replace(cell, output_error=output, gradient_error=gradient if backward else None)
         # A second shape that was not compiled tells nothing of what grows.
-        pairs = shapes[0].of_pairs(shapes[1])[:_MOST_SHAPES] if cell.shapes > 1 and shapes[1].seen else ()
+        pairs = _first(shapes[0].of_pairs(shapes[1])) if cell.shapes > 1 and shapes[1].seen else None
         return replace(
             cell,
             calls=calls.get(_OPERATOR, 0),
@@ -293,6 +293,10 @@ class Keeper:
             return bool(model.can_generate())
         except Exception:
             return False
+
+
+def _first(pairs: tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...] | None:
+    return None if pairs is None else pairs[:_MOST_SHAPES]
 
 
 def _double(x: Any) -> Any:

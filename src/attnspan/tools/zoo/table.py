@@ -122,7 +122,8 @@ def _leaks(row: Row) -> str:
 
 
 def _all_pairs(row: Row) -> str:
-    ran = [x for x in row.cells if x.mode == "eager" and x.implementation in JUDGED and not x.failed]
+    eager = [x for x in row.cells if x.mode == "eager" and x.implementation in JUDGED and not x.failed]
+    ran = [x for x in eager if x.pairs is not None]
     found = dict.fromkeys(x.implementation for x in ran if own_pairs(row, x))
     return (" ".join(found) or "none") if ran else NONE
 

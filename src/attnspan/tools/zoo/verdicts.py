@@ -72,8 +72,8 @@ def rounding_ratio(row: Row, cell: Cell) -> float | None:
 def own_pairs(row: Row, cell: Cell) -> list[tuple[int, ...]]:
     """Tensors of all pairs of tokens that attention makes: those that the model makes in any case are not."""
     same = row.cell("identity", "eager", cell.layout)
-    others = [] if same is None else [_sizes(x) for x in same.pairs]
-    return [x for x in cell.pairs if _sizes(x) not in others]
+    others = [] if same is None else [_sizes(x) for x in same.pairs or ()]
+    return [x for x in cell.pairs or () if _sizes(x) not in others]
 
 
 def _sizes(shape: tuple[int, ...]) -> list[int]:
@@ -257,5 +257,5 @@ def _leaking(row: Row, name: str) -> list[bool | None]:
 
 
 def _all_pairs(row: Row, name: str) -> list[bool | None]:
-    ran = [x for x in _cells(row, name) if not x.failed]
+    ran = [x for x in _cells(row, name) if not x.failed and x.pairs is not None]
     return [any(own_pairs(row, x) for x in ran)] if ran else []

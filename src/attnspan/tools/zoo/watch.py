@@ -38,12 +38,15 @@ class Shapes:
         """The one of most elements."""
         return max(self.seen, key=_rank, default=())
 
-    def of_pairs(self, others: Shapes) -> tuple[tuple[int, ...], ...]:
+    def of_pairs(self, others: Shapes) -> tuple[tuple[int, ...], ...] | None:
         """Those with two dims or more that change with the number of tokens, largest first.
 
         Args:
-            others: Of the same step with another number of tokens.
+            others: Of the same step with another number of tokens. Where all are the same, as of images of
+                one size, nothing can be said: None.
         """
+        if self.seen == others.seen:
+            return None
         fixed = {n for shape in others.seen for n in shape}
         pairs = [shape for shape in self.seen if sum(n not in fixed for n in shape) > 1]
         return tuple(sorted(pairs, key=_rank, reverse=True))
