@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnspan.files import to_plain
+from attnspan.files import from_plain, to_plain
 from attnspan.testing import probe
 from attnspan.tools.bench.cells import OURS
 from attnspan.tools.bench.devices import Device
@@ -348,7 +348,7 @@ def _unexplained(found: dict[Key, Cell]) -> list[Key]:
 
 
 def _main(task: dict[str, Any]) -> None:
-    settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in task["settings"].items()})
+    settings = from_plain(Settings, task["settings"], "settings")
     architectures = collect(task["sources"], task["library"])
     architecture = next(x for x in architectures if x.name == task["name"])
     with Path(task["out"]).open("a") as out:

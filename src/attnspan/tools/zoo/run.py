@@ -166,7 +166,8 @@ class _Process:
         if kind == "generate":
             self.generations[rest[0]] = Generation(rest[0], equal=False, reason=reason)
         else:
-            self.cells[self._current] = Cell(kind, *rest, failed=failed, reason=reason)
+            mode, layout = rest
+            self.cells[self._current] = Cell(kind, mode, layout, failed=failed, reason=reason)
         self._launch()
         return False
 

@@ -37,6 +37,7 @@ __all__ = [
 #: Of the table of architectures, in the order of `line_of`.
 COLUMNS = (
     Column("architecture", words=True),
+    Column("verdict", words=True),
     Column("kind", words=True, drop=6),
     Column("layouts", words=True, drop=5),
     Column("ran", drop=3),
@@ -48,7 +49,6 @@ COLUMNS = (
     Column("leaks", words=True, drop=3),
     Column("all pairs", words=True, drop=4),
     Column("generates", drop=1),
-    Column("verdict", words=True),
 )
 #: Of the table of steps, in the order of `speed_line`.
 SPEED_COLUMNS = (
@@ -80,6 +80,7 @@ def line_of(row: Row) -> tuple[str, ...]:
     wrong = len(complaints(row))
     return (
         row.name,
+        "ok" if not wrong else "failed" if row.reason else f"{wrong} wrong",
         row.kind,
         " ".join(layouts) or NONE,
         f"{ran}/{len(eager)}",
@@ -89,7 +90,6 @@ def line_of(row: Row) -> tuple[str, ...]:
         _leaks(row),
         _all_pairs(row),
         _generates(row),
-        "ok" if not wrong else "failed" if row.reason else f"{wrong} wrong",
     )
 
 
@@ -175,7 +175,7 @@ def speed_line(speed: Speed) -> tuple[str, ...]:
         speed.name,
         f"{speed.layout}, {speed.tokens:,} and {speed.memory_tokens:,} tokens",
         *(seconds_text(x.median if x else None) for x in steps),
-        f"{_times(speed.ratio and speed.ratio.median)}{ratio}{'~' if speed.noisy else ''}",
+        f"{_times(speed.ratio.median if speed.ratio else None)}{ratio}{'~' if speed.noisy else ''}",
         *map(bytes_text, peaks),
         _times(speed.memory_ratio),
         "; ".join(f"{what}: {why}" for what, why in speed.reasons.items()),
@@ -198,7 +198,7 @@ def show_zoo(results: ZooResults, console: Console) -> None:
     """Print everything that was found."""
     if results.rows:
         lines = [line_of(row) for row in results.rows]
-        styles = [None if line[-1] == "ok" else "yellow" for line in lines]
+        styles = [None if line[1] == "ok" else "yellow" for line in lines]
         print_table(console, "architectures", COLUMNS, lines, styles=styles)
         console.print(_LEGEND, style="dim")
         summary = summary_of(results.rows)

@@ -62,13 +62,13 @@ def _size(n: Any) -> int:
     return n if isinstance(n, int) else int(n.node.hint)
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the shapes of new tensors, and which entries of floating tensors are chosen."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shapes = Shapes()
         self.choices: list[Tensor] = []
 
