@@ -47,7 +47,7 @@ _HIDDEN = """hidden_size d_model n_embd dim embed_dim embedding_size out_hidden_
     proj_codevector_dim codevector_dim classifier_proj_size output_hidden_size
     cross_attention_hidden_size vision_hidden_size audio_hidden_size adapter_hidden_size model_dim
     projector_input_dim projector_output_dim mm_hidden_size text_embed_dim project_dim
-    hidden_size_per_layer_input mm_projector_hidden_size"""
+    hidden_size_per_layer_input mm_projector_hidden_size downsample_hidden_size"""
 _LAYERS = """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
     depth num_encoder_layers num_global_layers encoder_num_hidden_layers decoder_num_hidden_layers"""
 _HEADS = """num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads
@@ -140,32 +140,38 @@ def _small(default: PreTrainedConfig, sizes: Sizes, changes: dict[str, Any]) -> 
     for name, value in had.items():
         if isinstance(value, PreTrainedConfig):
             given[name] = _small(value, sizes, changes.get(name, {}))
-        elif value is None or name in _KEPT or isinstance(value, dict | str):
-            continue
-        elif name in _KEY_HEADS.split():
-            heads = next((had[x] for x in _HEADS.split() if isinstance(had.get(x), int)), value)
-            given[name] = sizes.heads if value in (heads, 0) else sizes.heads // sizes.groups
         elif name in _LAYERS.split() and kinds:
             given[name] = layers
-        elif name in _INTERMEDIATE.split():
-            given[name] = _intermediate(value, had, sizes)
-        elif name in table and isinstance(value, list | tuple) == isinstance(table[name], list):
-            given[name] = table[name]
-        elif "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
-            given[name] = type(value)(0)
-        elif name in ("image_size", "patch_size"):
-            given[name] = _like(value, sizes.image if name == "image_size" else sizes.patch)
-        elif name.endswith(("_layer_types", "layer_types")) and value:
-            distinct = list(dict.fromkeys(value))
-            given[name] = (distinct * layers)[:layers]
-    given |= _token_ids(had) | {
-        k: v for k, v in changes.items() if not isinstance(had.get(k), PreTrainedConfig)
-    }
-    given |= _rope(default, given)
-    return type(default)(**given)
+        elif name.endswith("layer_types") and value:
+            given[name] = _first_of_each(value, layers)
+        elif value is not None:
+            given[name] = _field(name.removeprefix("swa_"), value, had, sizes, table)
+    plain = {k: v for k, v in changes.items() if not isinstance(had.get(k), PreTrainedConfig)}
+    given = {k: v for k, v in given.items() if v is not None} | _token_ids(had) | plain
+    return type(default)(**given | _rope(default, given))
 
 
-_KEPT = ("chunk_size_feed_forward",)
+def _field(name: str, value: Any, had: dict[str, Any], sizes: Sizes, table: dict[str, Any]) -> Any:
+    """What one field becomes; None if it stays."""
+    if name in _KEY_HEADS.split():
+        heads = next((had[x] for x in _HEADS.split() if isinstance(had.get(x), int)), value)
+        return sizes.heads if value in (heads, 0) else sizes.heads // sizes.groups
+    if name in _INTERMEDIATE.split():
+        return _intermediate(value, had, sizes)
+    if name in table and isinstance(value, list | tuple) == isinstance(table[name], list):
+        return table[name]
+    if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value)(0)
+    if name in ("image_size", "patch_size"):
+        return _like(value, sizes.image if name == "image_size" else sizes.patch)
+    return None
+
+
+def _first_of_each(kinds: list[str], layers: int) -> list[str]:
+    """The family's own order where so many layers show all kinds, and else the kinds in turn."""
+    distinct = list(dict.fromkeys(kinds))
+    first = list(kinds[:layers])
+    return first if len(first) == layers and set(first) == set(distinct) else (distinct * layers)[:layers]
 
 
 def _intermediate(value: Any, had: dict[str, Any], sizes: Sizes) -> Any:

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnspan.tools.zoo._text import ROWS, decoder_batch
 
@@ -56,36 +56,35 @@ def image_batch(config: PreTrainedConfig, parameters: Any) -> dict[str, Any]:
 
 
 def image_and_text_batch(
-    layout: str, tokens: int, vocab: int, model: nn.Module, form: str, parameters: Any
+    layout: str, tokens: int, vocab: int, model: PreTrainedModel, form: str, parameters: Any
 ) -> dict[str, Any]:
     """Four tokens of text, an image, and text up to ``tokens``, of at least eight tokens."""
     images = image_inputs(form, model.config)
     count = _image_tokens(model, images)
     text = decoder_batch(layout, max(tokens - count, 8), vocab)
-    token = getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", None))
+    config = model.config
+    token = getattr(config, "image_token_id", None)
+    token = config.image_token_index if token is None else token
 
     def with_image(x: Tensor, fill: int) -> Tensor:
         return torch.cat([x[:, :4], torch.full((ROWS, count), fill, dtype=x.dtype), x[:, 4:]], 1)
 
-    fills = {"input_ids": token, "labels": -100, "attention_mask": 1}
+    fills = {"input_ids": int(token), "labels": -100, "attention_mask": 1}
     batch = {name: with_image(x, fills[name]) for name, x in text.items()}
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in parameters:
-            batch[name] = (batch["input_ids"] == token).long()
+    is_image = batch["input_ids"].eq(fills["input_ids"]).long()
+    batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in parameters}
     if (
         model.config.model_type == "paligemma"
     ):  # Its types are those of a prefix and of the text that follows.
-        batch["token_type_ids"] = (
-            (torch.arange(batch["input_ids"].shape[1]) >= count + 6).long().repeat(ROWS, 1)
-        )
+        batch["token_type_ids"] = (torch.arange(is_image.shape[1]) >= count + 6).long().repeat(ROWS, 1)
     return batch | images
 
 
-def _image_tokens(model: nn.Module, images: dict[str, Tensor]) -> int:
+def _image_tokens(model: PreTrainedModel, images: dict[str, Tensor]) -> int:
     """How many tokens one image takes."""
     with torch.no_grad():
-        features_of = getattr(model, "get_image_features", None) or model.model.get_image_features
-        found = features_of(**images)
+        holder: Any = model if hasattr(model, "get_image_features") else model.model
+        found = holder.get_image_features(**images)
     if not isinstance(found, Tensor | list | tuple):
         found = found.last_hidden_state if found.pooler_output is None else found.pooler_output
     if isinstance(found, list | tuple):

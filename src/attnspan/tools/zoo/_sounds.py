@@ -21,8 +21,8 @@ def sound_batch(main: str, config: PreTrainedConfig, parameters: Any) -> dict[st
         config: Its configuration.
         parameters: Those of its forward.
     """
-    bands = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 16)
-    shape = (ROWS, _SAMPLES) if main == "input_values" else (ROWS, bands, _FRAMES)
+    bands = int(getattr(config, "num_mel_bins", None) or 16)
+    shape: tuple[int, ...] = (ROWS, _SAMPLES) if main == "input_values" else (ROWS, bands, _FRAMES)
     sound = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(3, 7).repeat(ROWS, 1)  # texts of four tokens
     return {main: sound} | ({"labels": labels} if "labels" in parameters else {})

@@ -63,7 +63,7 @@ def left_out() -> dict[str, str]:
 def _make(name: str, implementation: str, size: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = getattr(diffusers, name)(**_MODELS[name].config(_SCALES[size]))
+        model: nn.Module = getattr(diffusers, name)(**_MODELS[name].config(_SCALES[size]))
     draw_weights(model)
     for part in model.modules():  # of labels, at random
         if hasattr(part, "dropout_prob"):
