@@ -26,7 +26,7 @@ from attnspan.tools.zoo.step import Outcome, differences, documents_of, in_float
 from attnspan.tools.zoo.verdicts import compared_layout
 from attnspan.tools.zoo.watch import Backend, Shapes, Watch, profiled
 
-__all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "plan"]
+__all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "plan", "results"]
 
 #: Modules with a function `architectures`, by library.
 SOURCES = {name: f"attnspan.tools.zoo.{name}" for name in ("transformers", "diffusers")}

@@ -270,13 +270,14 @@ def _cells(rows: Sequence[Row]) -> Filtered | None:
 def _cell(row: Row, cell: Cell) -> TableRow:
     state = _state(row, cell)
     ratio, seconds = rounding_ratio(row, cell), cell.seconds.median if cell.seconds else None
+    flagged = state not in ("ran", "own")
     # What returns the values is not meant to be exact.
     compared = cell.implementation != "identity"
     errors = (cell.output_error, cell.gradient_error) if compared else (None, None)
     entries = (
         Entry(row.name, small=row.kind),
         Entry(cell.implementation),
-        Entry(cell.reason or cell.leaks or state, badge="" if state in ("ran", "own") else state),
+        Entry(cell.reason or cell.leaks or ("" if flagged else state), badge=state if flagged else ""),
         Entry(cell.mode),
         Entry(cell.layout),
         *(Entry(NONE if x is None else f"{x:.1e}", _finite(x)) for x in errors),

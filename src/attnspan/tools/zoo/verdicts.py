@@ -115,7 +115,7 @@ def _of_cell(row: Row, cell: Cell) -> list[str]:
             found.append(f"torch's attention ran {cell.others} times, attnspan's {cell.calls}")
         if pairs := own_pairs(row, cell):
             found.append(f"makes a tensor of all pairs of tokens, {pairs[0]}")
-        if graphs_no_more(row, cell) is False:
+        if _graphs_no_more(row, cell) is False:
             sdpa = row.cell("sdpa", cell.mode, cell.layout)
             assert sdpa is not None, "what was compared"
             found.append(f"{cell.graphs} graphs, SDPA {sdpa.graphs}")
@@ -126,7 +126,7 @@ def _error(x: float | None) -> str:
     return "-" if x is None else f"{x:.1e}"
 
 
-def graphs_no_more(row: Row, cell: Cell) -> bool | None:
+def _graphs_no_more(row: Row, cell: Cell) -> bool | None:
     """Whether a compiled cell needs no more graphs than SDPA's; None where they cannot be compared."""
     sdpa = row.cell("sdpa", cell.mode, cell.layout)
     known = sdpa is not None and sdpa.graphs is not None and not sdpa.failed
@@ -203,13 +203,13 @@ def summary_of(rows: Sequence[Row]) -> Summary:
     graphs, generates = Share(), dict.fromkeys(("dynamic", "static"), Share())
     for row in ran:
         ours = _compiled(row, OURS)
-        graphs += None if ours is None else graphs_no_more(row, ours)
+        graphs += None if ours is None else _graphs_no_more(row, ours)
         for made in row.generations:
             generates[made.cache] += made.equal
     return Summary(
         architectures=len(rows),
         runs=by_name(_runs),
-        compiles=by_name(compiles),
+        compiles=by_name(_compiles),
         forward_only={name: alone(name) for name in JUDGED},
         graphs=graphs,
         exact=by_name(_exact),
@@ -242,7 +242,7 @@ def _runs(row: Row, name: str) -> list[bool | None]:
     return [None if is_own(row, x) else not x.failed and x.backward for x in _cells(row, name)]
 
 
-def compiles(row: Row, name: str) -> list[bool | None]:
+def _compiles(row: Row, name: str) -> list[bool | None]:
     """Whether the compared layout compiles; None where it was not tried, or is the model's own failure."""
     cell = _compiled(row, name)
     return [] if cell is None or is_own(row, cell) else [not cell.failed and cell.backward]
