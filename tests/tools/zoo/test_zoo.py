@@ -107,6 +107,15 @@ def test_a_models_own_failures_are_not_attentions() -> None:
     assert complaints(row) == []
 
 
+def test_what_one_attention_can_do_is_not_beyond_the_model() -> None:
+    where = ("compiled", "plain")
+    identity, ours = Cell("identity", *where, "compile"), Cell("attnspan", *where, "compile", "no")
+    assert complaints(Row("x", "samples", "encoder", (identity, ours))) == []
+    row = Row("x", "samples", "encoder", (identity, Cell("sdpa", *where), ours))
+    assert complaints(row) == ["compiled plain: compile: no"]
+    assert str(summary_of([row]).compiles["attnspan"]) == "0 of 1"
+
+
 def test_the_identity_runs_where_another_attention_failed() -> None:
     settings = dataclasses.replace(QUICK, tokens=(45,), layouts=("plain", "packed"), modes=("compiled",))
     labels = [label for label, work in results(Keeper(BY_NAME["breaking"], settings), ()) if work()]

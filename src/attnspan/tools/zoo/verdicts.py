@@ -42,9 +42,10 @@ def compared_layout(layouts: Iterable[str]) -> str | None:
 
 
 def is_own(row: Row, cell: Cell) -> bool:
-    """Whether a cell's failure is the model's: it also fails with an attention that returns the values."""
+    """Whether a failure is the model's: it fails with what returns the values, and with every attention."""
     same = row.cell("identity", cell.mode, cell.layout)
-    return same is not None and same.failed is not None
+    others = [x for x in row.cells if (x.mode, x.layout) == (cell.mode, cell.layout)]
+    return same is not None and same.failed is not None and all(x.failed or not x.backward for x in others)
 
 
 def is_exact(row: Row, cell: Cell) -> bool | None:
