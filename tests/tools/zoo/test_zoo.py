@@ -219,7 +219,9 @@ def sample_results() -> ZooResults:
     speed = Speed("llama", "transformers", "packed", 2048, times, Interval(2.0, 1.9, 2.1, 9), False, 8192)
     speed = dataclasses.replace(speed, peaks={"attnspan": 1 << 30, "sdpa": 3 << 30})
     other = Speed("bert", "transformers", "padded", 2048, reasons={"time": "no compiler"})
-    return ZooResults({"cpu": "a machine"}, {"backend": "aot_eager"}, rows, (speed, other))
+    return ZooResults(
+        {"cpu": "a machine"}, {"backend": "aot_eager"}, rows, (speed, other), {"rwkv": "no attention"}
+    )
 
 
 def test_the_table_fits_and_says_what_is_wrong() -> None:
@@ -257,6 +259,7 @@ def test_figures_go_between_the_marks(tmp_path: Path) -> None:
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert "| **median of 1** |  |  |  | **2.00x** |  |  | **3.00x** |  |" in text
+    assert "| rwkv | no attention |" in text
     assert "| architectures that compile to one graph | - | 1 of 1 | 0 of 1 | 1 of 1 |" in text
     path.write_text("no marks")
     with pytest.raises(OptionError, match="Add them, or name a new file"):

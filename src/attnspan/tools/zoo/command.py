@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,6 +74,7 @@ def zoo(
 ) -> None:
     """Run the architectures of other libraries with each attention."""
     from attnspan.tools.zoo.cells import ZooResults
+    from attnspan.tools.zoo.measure import SOURCES, left_out
     from attnspan.tools.zoo.table import show_zoo
 
     console, path = stdout(), json or resume
@@ -86,10 +88,11 @@ def zoo(
     else:
         chosen = _chosen(only, library)
         if list_names:
-            _list(chosen, console)
+            _list(chosen, library, console)
             return
         # A file to go on with need not be there yet: the same command starts and resumes.
-        start = ZooResults.load(resume) if resume is not None and resume.exists() else None
+        start = ZooResults.load(resume) if resume is not None and resume.exists() else ZooResults()
+        start = replace(start, left_out=left_out(SOURCES, library))
         common = {"layouts": words(layouts) or LAYOUTS, "backend": backend}
         numbers = {"rounds": rounds, "tokens": time_tokens, "memory_tokens": memory_tokens, "limit": limit}
         common |= {} if backend else {"backend": "inductor" if speed else "aot_eager"}
@@ -129,13 +132,19 @@ def _chosen(only: str, library: str) -> list[Architecture]:
     return [x for x in found if not patterns or any(fnmatchcase(x.name, y) for y in patterns)]
 
 
-def _list(chosen: list[Architecture], console: Console) -> None:
+def _list(chosen: list[Architecture], library: str, console: Console) -> None:
+    from attnspan.tools.zoo.measure import SOURCES, left_out
+
     columns = [Column(x, words=True) for x in ("architecture", "library", "kind", "sizes", "layouts")]
     rows = []
     for x in chosen:
         layouts = [layout for layout in LAYOUTS if x.batch(layout, 16, "tiny") is not None]
         rows.append((x.name, x.library, x.kind, " ".join(x.sizes), " ".join(layouts)))
     print_table(console, f"{len(chosen)} architectures", columns, rows)
+    without = left_out(SOURCES, library)
+    if without:
+        columns = [Column("left out", words=True), Column("why", words=True)]
+        print_table(console, "", columns, list(without.items()))
 
 
 def _run(

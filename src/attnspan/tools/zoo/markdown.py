@@ -68,8 +68,14 @@ def markdown_of(results: ZooResults) -> str:
         )
     if results.rows:
         lines = _table([x.name for x in COLUMNS], [line_of(row) for row in results.rows])
-        parts.append(f"<details><summary>All architectures</summary>\n\n{lines}\n\n</details>")
+        parts.append(_folded("All architectures", lines))
+    if results.left_out:
+        parts.append(_folded("Left out", _table(("family", "why"), list(results.left_out.items()))))
     return "\n\n".join(x for x in parts if x)
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def _bold(results: ZooResults) -> list[str]:

@@ -26,7 +26,7 @@ from attnspan.tools.zoo.step import Outcome, differences, documents_of, in_float
 from attnspan.tools.zoo.verdicts import compared_layout
 from attnspan.tools.zoo.watch import Backend, Shapes, Watch, profiled
 
-__all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "plan", "results"]
+__all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "left_out", "plan", "results"]
 
 #: Modules with a function `architectures`, by library.
 SOURCES = {name: f"attnspan.tools.zoo.{name}" for name in ("transformers", "diffusers")}
@@ -75,6 +75,15 @@ def collect(sources: Mapping[str, str], library: str = "") -> list[Architecture]
     """The architectures of one library or all; the module of another library is not imported."""
     modules = [module for name, module in sources.items() if library in ("", name)]
     return [x for module in modules for x in import_module(module).architectures()]
+
+
+def left_out(sources: Mapping[str, str], library: str = "") -> dict[str, str]:
+    """The families that the modules leave out, and why."""
+    found: dict[str, str] = {}
+    for name, module in sources.items():
+        if library in ("", name):
+            found |= getattr(import_module(module), "left_out", dict)()
+    return found
 
 
 def plan(layouts: Sequence[str], settings: Settings) -> list[Key]:
