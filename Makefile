@@ -114,7 +114,7 @@ $(VENV)/.zoo: $(STAMP)
 	@touch $@
 
 zoo: $(VENV)/.zoo
-	$(BIN)/attnspan zoo $(ARGS)
+	$(BIN)/attnspan zoo --jobs $(JOBS) --json benchmarks/results/zoo.json.gz --page build/zoo.html $(ARGS)
 	$(PYTEST) --zoo tests/zoo src/attnspan/integrations
 
 lint: setup

@@ -24,6 +24,7 @@ _EXTRAS = {
     **dict.fromkeys(("typer", "rich"), "cli"),
     **dict.fromkeys(("torch", "pyarrow", "tokenizers", "tensorboard"), "train"),
     **dict.fromkeys(("jinja2", "plotly"), "bench"),
+    **dict.fromkeys(("transformers", "diffusers"), "zoo"),
 }
 
 
@@ -56,13 +57,14 @@ def build_app() -> "typer.Typer":
 
     Example:
         >>> [command.name for command in build_app().registered_commands]
-        ['train', 'sample', 'show', 'tune', 'bench', 'simulate']
+        ['train', 'sample', 'show', 'tune', 'bench', 'zoo', 'simulate']
     """
     import typer
 
     from attnspan.tools.bench.options import command as bench
     from attnspan.tools.simulate import command as simulate
     from attnspan.tools.tune.command import tune
+    from attnspan.tools.zoo.command import zoo
     from attnspan.train.command import command as train
 
     app = typer.Typer(
@@ -83,6 +85,7 @@ def build_app() -> "typer.Typer":
     app.command("show", help="Draw a mask.")(_show_command())
     app.command("tune", help="Find the fastest configurations on this machine.")(tune)
     app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
+    app.command("zoo", help="Run other libraries' models with each attention.")(zoo)
     app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate(_corpus_lengths))
     return app
 

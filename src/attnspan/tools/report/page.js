@@ -137,12 +137,11 @@
 
   function filter() {
     const wanted = Object.fromEntries(new FormData(filters));
+    const names = [...filters.querySelectorAll("select")].map((item) => item.name);
     const words = wanted.search.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = [...document.getElementById("cell-table").tBodies[0].rows];
     for (const row of rows) {
-      const chosen = ["family", "mode", "dtype", "peer", "state"].every(
-        (name) => !wanted[name] || row.dataset[name] === wanted[name],
-      );
+      const chosen = names.every((name) => !wanted[name] || row.dataset[name] === wanted[name]);
       row.hidden = !chosen || !words.every((word) => row.textContent.toLowerCase().includes(word));
     }
     const shown = rows.filter((row) => !row.hidden).length;

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
@@ -12,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from attnspan.console import NONE, bytes_text, percent, rate_text
 from attnspan.files import write_whole
-from attnspan.tools.bench.cells import OURS
+from attnspan.tools.bench.cells import OURS, Ceilings
 from attnspan.tools.bench.results import Results
 from attnspan.tools.report.charts import Palette, Section
 from attnspan.tools.report.figures import memory_section, ratio_section, roofline_section, scaling_sections
 from attnspan.tools.report.steps import monitor_section, training_section
-from attnspan.tools.report.tables import cards, cell_rows, standing_section, target_section
+from attnspan.tools.report.tables import Filtered, cards, cell_table, standing_section, target_section
 
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["write_page"]
+__all__ = ["Page", "write_page"]
 
 _MOST_NAMES = 4  # families in a title
 
@@ -47,8 +48,6 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
         >>> "<title>attnspan on a machine</title>" in page.read_text(encoding="utf-8")
         True
     """
-    from plotly.offline import get_plotlyjs
-
     palette = Palette(results.cells)
     found = (
         target_section(results),
@@ -61,27 +60,73 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
         monitor_section(results),
     )
     sections = [section for section in found if section is not None]
-    charts = [chart for section in sections for chart in section.charts]
-    columns, rows = cell_rows(results)
-    html = _template().render(
+    page = Page(
         title=title or _title(results),
+        lead="Every time is the median of raw samples, taken in turn with the peers' in one run; every ratio "
+        "is the median over pairs, with an interval by order statistics.",
+        sections=sections,
+        environment=results.environment,
+        glance="geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan "
+        "is faster.",
         cards=cards(results),
         views=_views(sections),
-        sections=sections,
         legend=[(OURS, "ours"), *((peer, palette.color(peer)[1:]) for peer in palette.peers)],
-        columns=columns,
-        rows=rows,
-        ours=OURS,
-        facts=_facts(results.environment),
+        table=cell_table(results),
         ceilings=results.roof,
         complete=results.complete,
-        figures=_script_data([{"data": chart.data, "layout": chart.layout} for chart in charts]),
-        # A page without charts does without the library.
-        plotly=get_plotlyjs() if charts else "",
-        style=_asset("page.css"),
-        script=_asset("page.js"),
     )
-    write_whole(path, html)
+    page.write(path)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, whatever it shows.
+
+    Args:
+        title, lead: At its top.
+        sections: In order.
+        environment: Of the measurement.
+        glance: What the cards show.
+        cards: Name, figure and small print of each.
+        views: The choices of each switch of the charts.
+        legend: Peers and their colours, of charts with a view.
+        table: A long table with filters.
+        ceilings: Of the machine.
+        complete: False shows that the measurement was stopped.
+    """
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    environment: dict[str, Any]
+    glance: str = ""
+    cards: Sequence[tuple[str, str, list[str]]] = ()
+    views: dict[str, list[str]] = field(default_factory=dict)
+    legend: Sequence[tuple[str, str]] = ()
+    table: Filtered | None = None
+    ceilings: Ceilings | None = None
+    complete: bool = True
+
+    def write(self, path: Path) -> None:
+        """Write one HTML file; a reader sees the old file or the whole new one.
+
+        Raises:
+            ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
+        """
+        from plotly.offline import get_plotlyjs
+
+        charts = [chart for section in self.sections for chart in section.charts]
+        shown = {item.name: getattr(self, item.name) for item in fields(self)}
+        html = _template().render(
+            **shown,
+            facts=_facts(self.environment),
+            figures=_script_data([{"data": chart.data, "layout": chart.layout} for chart in charts]),
+            # A page without charts does without the library.
+            plotly=get_plotlyjs() if charts else "",
+            style=_asset("page.css"),
+            script=_asset("page.js"),
+        )
+        write_whole(path, html)
 
 
 def _title(results: Results) -> str:

@@ -12,7 +12,7 @@ from attnspan.tools.bench.standings import MEAN_LENGTHS, Standing, View, reached
 from attnspan.tools.bench.table import figures
 from attnspan.tools.report.charts import Entry, Section, Table, ratio_text
 
-__all__ = ["Row", "cards", "cell_rows", "standing_section", "target_section"]
+__all__ = ["Filtered", "Row", "cards", "cell_table", "standing_section", "target_section"]
 
 
 def _times(value: float | None) -> str:
@@ -84,18 +84,47 @@ def _table(caption: str, found: Sequence[Standing]) -> Table:
 
 @dataclass(frozen=True)
 class Row:
-    """A run in the table of all cells, with what it is filtered by."""
+    """A row of the table of all cells.
+
+    Args:
+        entries: Its cells.
+        data: What it is filtered by, by name.
+        marked: It stands out.
+    """
 
     entries: tuple[Entry, ...]
-    family: str
-    mode: str
-    dtype: str
-    peer: str
-    state: str
+    data: dict[str, str]
+    marked: bool = False
 
 
-def cell_rows(results: Results) -> tuple[tuple[str, ...], tuple[Row, ...]]:
-    """The columns of the table of all cells, and every run, those with their reasons that could not run."""
+@dataclass(frozen=True)
+class Filtered:
+    """A long table with a filter for each name of its rows' data.
+
+    Args:
+        title, lead, caption: Above and below it.
+        columns: Of which the first ``words`` hold words.
+        rows: All of them.
+        words: How many.
+        hint: What can be searched for.
+    """
+
+    title: str
+    lead: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    words: int
+    hint: str
+
+    @property
+    def filters(self) -> dict[str, list[str]]:
+        """The values of each name, in the order of the rows."""
+        return {x: list(dict.fromkeys(row.data[x] for row in self.rows)) for x in self.rows[0].data}
+
+
+def cell_table(results: Results) -> Filtered | None:
+    """Every run, those with their reasons that could not run; None without cells."""
     roof, said = results.roof, verdicts(results.cells)
     shown = figures(results.cells, roof)
 
@@ -105,7 +134,17 @@ def cell_rows(results: Results) -> tuple[tuple[str, ...], tuple[Row, ...]]:
         return _row(cell, run, entries, said.get((cell.label, run.peer)) == "behind")
 
     rows = tuple(row(cell, run) for cell in results.cells for run in cell.runs)
-    return ("workload", "peer", "state", "ratio", *(figure.name for figure in shown)), rows
+    if not rows:
+        return None
+    return Filtered(
+        "All cells",
+        "Every workload with every peer; a peer that could not run says why. A heading sorts by its column.",
+        "Times, ratios against attnspan (above 1, attnspan is faster), rates, memory",
+        ("workload", "peer", "state", "ratio", *(figure.name for figure in shown)),
+        rows,
+        words=3,
+        hint="name, mask, reason",
+    )
 
 
 def _row(cell: Cell, run: Run, figures: Sequence[Entry], slower: bool) -> Row:
@@ -120,4 +159,5 @@ def _row(cell: Cell, run: Run, figures: Sequence[Entry], slower: bool) -> Row:
         Entry(ratio_text(run.ratio), run.ratio.median if run.ratio else None),
         *figures,
     )
-    return Row(entries, work.family, cell.mode, work.dtype, run.peer, state)
+    data = {"family": work.family, "mode": cell.mode, "dtype": work.dtype, "peer": run.peer, "state": state}
+    return Row(entries, data, marked=run.peer == OURS)

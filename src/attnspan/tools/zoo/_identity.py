@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 __all__ = ["NAME"]
 
@@ -28,4 +27,10 @@ def _identity(
 
 
 AttentionInterface.register(NAME, _identity)
-AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """So that the tensors of all pairs of tokens which are left are the model's own."""
+
+
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["IMPLEMENTATIONS", "LAYOUTS", "Architecture"]
+__all__ = ["IMPLEMENTATIONS", "LAYOUTS", "MODES", "Architecture"]
 
 #: Attentions that are compared. "identity" returns the values: what then fails is the model's own.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex", "attnspan", "identity")
 #: Batches: all tokens valid; documents in one row; rows of unequal lengths.
 LAYOUTS = ("plain", "packed", "padded")
+#: As it is; as one graph of torch.compile.
+MODES = ("eager", "compiled")
 
 
 @dataclass(frozen=True)
