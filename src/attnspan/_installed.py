@@ -1,6 +1,7 @@
 """What to install, said where a package is needed and absent, or of a version that does not fit."""
 
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -47,6 +48,25 @@ pip install 'attnspan[foo]'.
             expected = f"{module} of version {first} or newer, older than {beyond}"
             raise ImportError(f"{needed_by}: expected {expected}, got {got}. {remedy}", name=module)
     return found
+
+
+def require_names(module: Any, names: Iterable[str], needed_by: str, extra: str) -> None:
+    """Raise an ImportError if a module of another package lacks names that an adapter is built on.
+
+    Example:
+        >>> import numpy
+        >>> require_names(numpy, ["zeros", "no_such"], "attnspan.foo", "foo")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ImportError: attnspan.foo: expected numpy with no_such, got version ... Run pip install 'attnspan[foo]'.
+    """
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        package = module.__name__.partition(".")[0]
+        raise ImportError(
+            f"{needed_by}: expected {module.__name__} with {', '.join(missing)}, got version {version(package)}. "
+            f"Run pip install 'attnspan[{extra}]'.",
+            name=package,
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

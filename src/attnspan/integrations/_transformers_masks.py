@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import masking_utils
 
+from .._installed import require_names
 from ..errors import expect
 from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
@@ -55,13 +55,7 @@ def _say_what_they_are() -> None:
         "packed_sequence_mask_function": "segments",
         "remap_positions_for_packed_sequence": "positions",
     }
-    missing = [name for name in kinds if not hasattr(masking_utils, name)]
-    if missing:
-        raise ImportError(
-            "attnspan.integrations.transformers: expected transformers 5.20 to 5.x, "
-            f"got {transformers.__version__}, which has no {', '.join(missing)}. "
-            "Run pip install 'attnspan[transformers]'."
-        )
+    require_names(masking_utils, kinds, "attnspan.integrations.transformers", "transformers")
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
         if not hasattr(make, "attnspan_kind"):

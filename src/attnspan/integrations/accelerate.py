@@ -26,7 +26,7 @@ from ..parallel.strategy import Strategy
 from ..parallel.torch.loss import sum_over
 from .transformers import plans_only
 
-require("accelerate", "attnspan.integrations.accelerate", "accelerate")
+require("accelerate", "attnspan.integrations.accelerate", "accelerate", ("1.12", "2"))
 
 from accelerate import ParallelismConfig  # noqa: E402
 from accelerate.utils import recursively_apply  # noqa: E402

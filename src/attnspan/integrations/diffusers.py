@@ -12,21 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from .._installed import require
+from .._installed import require, require_names
 from ..errors import UsageError, expect
 
-require("diffusers", "attnspan.integrations.diffusers", "diffusers")
+require("diffusers", "attnspan.integrations.diffusers", "diffusers", ("0.40", "0.43"))
 
 import diffusers  # noqa: E402
 from diffusers.models import attention_dispatch  # noqa: E402
 
 _NEEDED = ("AttentionBackendName", "_AttentionBackendRegistry", "dispatch_attention_fn")
-_missing = [name for name in _NEEDED if not hasattr(attention_dispatch, name)]
-if _missing:
-    raise ImportError(
-        f"attnspan.integrations.diffusers: expected diffusers 0.40 to 0.42, got {diffusers.__version__}, "
-        f"which has no {', '.join(_missing)}. Run pip install 'attnspan[diffusers]'."
-    )
+require_names(attention_dispatch, _NEEDED, "attnspan.integrations.diffusers", "diffusers")
 
 from ._diffusers_attention import attend, check_config  # noqa: E402
 from ._diffusers_parallel import (  # noqa: E402

@@ -9,13 +9,12 @@ import functools
 from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._installed import require
+from .._installed import require, require_names
 from ..errors import ShapeError, UsageError, expect
 from ..masks import Prepared
 from ..parallel import Layout
@@ -24,17 +23,7 @@ from ..torch import SAVE_OPS
 from ..torch import attention as span_attention
 from ..torch.block_mask import to_block_mask
 
-
-def _check_version(got: str, missing: str = "") -> None:
-    if missing or not got.startswith("0.3."):
-        raise ImportError(
-            f"attnspan.integrations.torchtitan: expected torchtitan 0.3, got {got}{missing}. "
-            "Run pip install 'attnspan[torchtitan]'."
-        )
-
-
-require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan")
-_check_version(version("torchtitan"))
+require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan", ("0.3", "0.4"))
 
 import spmd_types as spmd  # noqa: E402
 from spmd_types.runtime import get_partition_spec  # noqa: E402
@@ -285,9 +274,8 @@ def _extend() -> None:
         (context_parallel, "cp_shard", _shard),
         (activation_checkpoint, "_get_default_save_ops", _with_ours),
     )
-    missing = [name for module, name, _ in parts if not hasattr(module, name)]
-    _check_version(version("torchtitan"), f" without {', '.join(missing)}" if missing else "")
     for module, name, ours in parts:
+        require_names(module, [name], "attnspan.integrations.torchtitan", "torchtitan")
         setattr(module, name, functools.partial(ours, getattr(module, name)))
 
 
