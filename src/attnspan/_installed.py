@@ -57,14 +57,15 @@ def require_names(module: Any, names: Iterable[str], needed_by: str, extra: str)
         >>> import numpy
         >>> require_names(numpy, ["zeros", "no_such"], "attnspan.foo", "foo")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ImportError: attnspan.foo: expected numpy with no_such, got version ... Run pip install 'attnspan[foo]'.
+        ImportError: attnspan.foo: expected numpy with no_such, got version ... Run \
+pip install 'attnspan[foo]'.
     """
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         package = module.__name__.partition(".")[0]
         raise ImportError(
-            f"{needed_by}: expected {module.__name__} with {', '.join(missing)}, got version {version(package)}. "
-            f"Run pip install 'attnspan[{extra}]'.",
+            f"{needed_by}: expected {module.__name__} with {', '.join(missing)}, "
+            f"got version {version(package)}. Run pip install 'attnspan[{extra}]'.",
             name=package,
         )
 
