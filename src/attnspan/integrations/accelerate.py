@@ -58,8 +58,10 @@ def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: 
     Raises:
         OptionError: The number of ranks, the model, the trainer or an option of it does not fit.
 
-    Example:
-        >>> context_parallel(Trainer(model, args, train_dataset=packed), 2).train()  # doctest: +SKIP
+    ``examples/pretrain_packed.py`` is a whole program, for one process or several::
+
+        trainer = context_parallel(Trainer(model, args, train_dataset=packed), 2)
+        trainer.train()
     """
     _check_trainer(trainer)
     degree = _degree(trainer, degree)

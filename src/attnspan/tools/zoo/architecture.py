@@ -1,10 +1,13 @@
 """What the zoo holds: a model that another library builds from a small random configuration."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["IMPLEMENTATIONS", "LAYOUTS", "MODES", "Architecture"]
 
