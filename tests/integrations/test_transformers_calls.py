@@ -111,6 +111,27 @@ def test_what_is_refused():
             adapter.attend(LAYER, q, k, v, torch.ones(1, 1, 8, 8, dtype=dtype))
 
 
+@pytest.mark.parametrize("name", ["roformer", "xglm"])
+def test_a_model_that_would_misread_our_masks_is_refused(name):
+    """Its attention is its own, but its masks are those of transformers."""
+    config = transformers.AutoConfig.for_model(name, vocab_size=64)
+    with pytest.raises(OptionError, match=r"expected a model that calls .*, got (RoFormer|XGLM)Model"):
+        transformers.AutoModel.from_config(config, attn_implementation="attnspan")
+
+
+def test_a_model_that_computes_attention_itself_is_named():
+    config = transformers.AutoConfig.for_model("deberta", vocab_size=64, num_hidden_layers=1)
+    with pytest.warns(adapter.OwnAttentionWarning, match="DebertaModel computes attention by code of its own"):
+        transformers.AutoModel.from_config(config, attn_implementation="attnspan")
+
+
+@pytest.mark.parametrize("name", ["doge", "bigbird_pegasus", "t5gemma2_decoder"])
+def test_models_that_read_masks_of_all_pairs_are_refused(name):
+    config = transformers.AutoConfig.for_model(name)
+    with pytest.raises(OptionError, match=f"leaves the mask to its attention, got {name}"):
+        adapter.make_mask(1, 3, 3, config=config)
+
+
 def test_a_function_that_nobody_knows_is_evaluated_and_said_once():
     known = transformers.masking_utils.causal_mask_function
     unknown = lambda b, h, q, k: (k <= q) & (k % 3 != 1)  # noqa: ARG005, E731

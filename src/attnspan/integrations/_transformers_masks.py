@@ -23,6 +23,8 @@ _CHOOSING = {
     "heavily_compressed_attention",
     "minimax_m3_sparse",
 }
+# Models that put masks together, or add them to scores of their own.
+_READING = {"bigbird_pegasus", "doge", "t5gemma2_decoder"}
 
 
 class UnknownMaskWarning(UserWarning):
@@ -120,8 +122,8 @@ def make_mask(
         the smallest that fits.
 
     Raises:
-        OptionError: Data break a promise, such as blocks of tokens that are not contiguous. Or layers choose
-            keys by what they contain: they read the mask, as one of all pairs.
+        OptionError: Data break a promise, such as blocks of tokens that are not contiguous. Or the model
+            reads the mask as one of all pairs, because its layers choose keys by what they contain.
 
     Example:
         >>> make_mask(1, 3, 3).tolist()
@@ -130,6 +132,9 @@ def make_mask(
     chosen = _CHOOSING.intersection(getattr(config, "layer_types", None) or ())
     remedy = 'Load the model with attn_implementation="eager"'
     expect(not chosen, "layer_types", "layers that see spans of keys", ", ".join(sorted(chosen)), remedy)
+    model = getattr(config, "model_type", "")
+    expected = "a model that leaves the mask to its attention"
+    expect(model not in _READING, "model_type", expected, model, remedy)
     q_index = torch.arange(q_length, device=device) + (q_offset - kv_offset)
     sizes = _Sizes(batch_size, q_length, kv_length, kv_offset, q_index)
     mask = _lower(mask_function, sizes)

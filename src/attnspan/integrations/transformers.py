@@ -9,6 +9,7 @@ evaluated on all pairs, which is said once.
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._installed import require
+from .._installed import require, require_names
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
@@ -31,7 +32,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E40
 
 from ._transformers_masks import UnknownMaskWarning, make_mask  # noqa: E402
 
-__all__ = ["NAME", "UnknownMaskWarning", "attend", "make_mask", "plans_only"]
+__all__ = ["NAME", "OwnAttentionWarning", "UnknownMaskWarning", "attend", "make_mask", "plans_only"]
+
+_CAN_SET = "_can_set_attn_implementation"
+require_names(PreTrainedModel, [_CAN_SET], "attnspan.integrations.transformers", "transformers")
 
 #: The name under which transformers knows this attention.
 NAME = "attnspan"
@@ -39,6 +43,10 @@ NAME = "attnspan"
 # Lists of keys or of blocks of keys, which are no masks of spans, and what pages the cache.
 _LISTS = ("indices", "topk_indices", "block_indices")
 _PAGES = ("block_table", "read_index", "write_index", "cache")
+
+
+class OwnAttentionWarning(UserWarning):
+    """A part of a model computes attention by code of its own: the name of another one changes nothing."""
 
 
 def attend(
@@ -265,18 +273,32 @@ def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
     return is_flash_attention_requested
 
 
+def _expect_our_attention(model: PreTrainedModel) -> None:
+    """transformers accepts the name for models that compute attention by code of their own, too."""
+    models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+    if model.config._attn_implementation != NAME or any(getattr(x, _CAN_SET)() for x in models):
+        return
+    name, module = type(model).__name__, vars(sys.modules[type(model).__module__])
+    if any(getattr(x, "__module__", "") == "transformers.masking_utils" for x in module.values()):
+        expected, remedy = "a model that calls transformers' AttentionInterface", 'Load it with "eager"'
+        expect(False, "attn_implementation", expected, f"{name}, whose attention is its own", remedy)
+    message = f"attnspan: {name} computes attention by code of its own, without masks of transformers."
+    warnings.warn(message, OwnAttentionWarning, stacklevel=4)
+
+
 def _after_making_a_model() -> None:
     post_init = PreTrainedModel.post_init
     if hasattr(post_init, "attnspan"):
         return
 
     @functools.wraps(post_init)
-    def and_give_offsets(self: PreTrainedModel) -> None:
+    def and_look(self: PreTrainedModel) -> None:
         post_init(self)  # type: ignore[no-untyped-call]
+        _expect_our_attention(self)
         _give_offsets(self)
 
-    and_give_offsets.attnspan = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = and_give_offsets  # type: ignore[method-assign]
+    and_look.attnspan = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = and_look  # type: ignore[method-assign]
 
 
 _after_making_a_model()
