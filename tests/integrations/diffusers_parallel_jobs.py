@@ -11,20 +11,8 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import (
-    CogVideoXTransformer3DModel,
-    Flux2Transformer2DModel,
-    FluxTransformer2DModel,
-    HunyuanVideoTransformer3DModel,
-    LTXVideoTransformer3DModel,
-    Lumina2Transformer2DModel,
-    MochiTransformer3DModel,
-    PixArtTransformer2DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    WanTransformer3DModel,
-)
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers_parallel_models import ODD, Sizes, make, noise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -41,314 +29,6 @@ from attnspan.integrations.diffusers import (
     unparallelize,
 )
 from attnspan.parallel.torch.comm import counted_bytes
-
-
-class Sizes(NamedTuple):
-    """Sizes of a problem: none divides by the ranks."""
-
-    batch: int = 2
-    text: int = 7
-    height: int = 3
-    width: int = 5
-    padded: bool = False
-    heads: int = 3
-
-    @property
-    def keep(self) -> Tensor:
-        """Which text tokens are real, (B, text)."""
-        lengths = torch.tensor([self.text, 2, self.text - 1, 1][: self.batch])
-        return torch.arange(self.text) < lengths[:, None]
-
-
-ODD = Sizes()
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(*shape)
-
-
-def _heads(s: Sizes, dim: int) -> dict[str, int]:
-    return {"num_attention_heads": s.heads, "attention_head_dim": dim}
-
-
-def _steps(s: Sizes) -> Tensor:
-    return torch.linspace(0.2, 0.8, s.batch)
-
-
-def _ids(s: Sizes, axes: int) -> tuple[Tensor, Tensor]:
-    image = torch.zeros(s.height, s.width, axes)
-    image[..., 1], image[..., 2] = torch.arange(s.height)[:, None], torch.arange(s.width)
-    text = torch.zeros(s.text, axes)
-    text[:, -1] = torch.arange(s.text) if axes == 4 else 0
-    return image.flatten(0, 1), text
-
-
-def flux(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    sizes = {
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "num_attention_heads": s.heads,
-        "attention_head_dim": 16,
-    }
-    config = {
-        "in_channels": 4,
-        "joint_attention_dim": 12,
-        "pooled_projection_dim": 8,
-        "axes_dims_rope": (4, 4, 8),
-    }
-    image, text = _ids(s, 3)
-    inputs = {
-        "hidden_states": _noise(s.batch, s.height * s.width, 4),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "pooled_projections": _noise(s.batch, 8),
-        "timestep": _steps(s),
-        "img_ids": image,
-        "txt_ids": text,
-    }
-    return FluxTransformer2DModel, sizes | config, inputs
-
-
-def flux2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    sizes = {
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_attention_heads": s.heads,
-        "attention_head_dim": 16,
-    }
-    config = {"in_channels": 4, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 4, 4)}
-    config |= {"timestep_guidance_channels": 16}
-    image, text = _ids(s, 4)
-    inputs = {
-        "hidden_states": _noise(s.batch, s.height * s.width, 4),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
-        "guidance": torch.ones(s.batch),
-        "img_ids": image,
-        "txt_ids": text,
-    }
-    return Flux2Transformer2DModel, sizes | config, inputs
-
-
-def qwen_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"num_layers": 2, "num_attention_heads": s.heads, "attention_head_dim": 16, "in_channels": 16}
-    config |= {"out_channels": 4, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 8), "patch_size": 2}
-    inputs = {
-        "hidden_states": _noise(s.batch, s.height * s.width, 16),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "encoder_hidden_states_mask": s.keep.long() if s.padded else None,
-        "timestep": _steps(s),
-        "img_shapes": [[(1, s.height, s.width)]] * s.batch,
-    }
-    return QwenImageTransformer2DModel, config, inputs
-
-
-def sd3(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 3, "attention_head_dim": 8}
-    config |= {
-        "num_attention_heads": s.heads,
-        "joint_attention_dim": 12,
-        "caption_projection_dim": 8 * s.heads,
-    }
-    config |= {"pooled_projection_dim": 8, "out_channels": 4, "pos_embed_max_size": 12}
-    config |= {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
-    inputs = {
-        "hidden_states": _noise(s.batch, 4, 2 * s.height, 2 * s.width),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "pooled_projections": _noise(s.batch, 8),
-        "timestep": _steps(s),
-    }
-    return SD3Transformer2DModel, config, inputs
-
-
-def _film(s: Sizes, channels: int) -> Tensor:
-    return _noise(s.batch, channels, 3, 2 * s.height, 2 * s.width)
-
-
-def wan(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"patch_size": (1, 2, 2), "num_attention_heads": s.heads, "attention_head_dim": 12}
-    config |= {
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 12,
-        "freq_dim": 16,
-        "ffn_dim": 24,
-        "num_layers": 2,
-    }
-    config |= {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
-    inputs = {
-        "hidden_states": _film(s, 4),
-        "timestep": _steps(s),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-    }
-    if s.padded:  # Wan 2.2: a time for each token, instead of padding.
-        inputs["timestep"] = torch.linspace(0.1, 0.9, 3 * s.height * s.width).repeat(s.batch, 1)
-    return WanTransformer3DModel, config, inputs
-
-
-def ltx(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"in_channels": 8, "out_channels": 8, "num_attention_heads": s.heads, "attention_head_dim": 8}
-    config |= {"cross_attention_dim": 8 * s.heads, "num_layers": 2, "caption_channels": 12}
-    config |= {"qk_norm": "rms_norm_across_heads"}
-    inputs = {
-        "hidden_states": _noise(s.batch, 3 * s.height * s.width, 8),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
-        "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
-        "num_frames": 3,
-        "height": s.height,
-        "width": s.width,
-    }
-    if s.padded:  # Also a time for each token.
-        inputs["timestep"] = torch.linspace(0.1, 0.9, 3 * s.height * s.width).repeat(s.batch, 1)
-    return LTXVideoTransformer3DModel, config, inputs
-
-
-def hunyuan_video(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"in_channels": 4, "out_channels": 4, "num_attention_heads": s.heads, "attention_head_dim": 16}
-    config |= {
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "patch_size": 2,
-        "patch_size_t": 1,
-    }
-    config |= {
-        "guidance_embeds": True,
-        "text_embed_dim": 12,
-        "pooled_projection_dim": 8,
-        "rope_axes_dim": (4, 4, 8),
-    }
-    inputs = {
-        "hidden_states": _film(s, 4),
-        "timestep": _steps(s),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "encoder_attention_mask": (s.keep if s.padded else torch.ones_like(s.keep)).long(),
-        "pooled_projections": _noise(s.batch, 8),
-        "guidance": torch.ones(s.batch),
-    }
-    return HunyuanVideoTransformer3DModel, config, inputs
-
-
-def hunyuan_video_replaced(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    kind, config, inputs = hunyuan_video(s)
-    return kind, config | {"image_condition_type": "token_replace"}, inputs
-
-
-def lumina2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {
-        "sample_size": 16,
-        "patch_size": 2,
-        "in_channels": 4,
-        "hidden_size": 8 * s.heads,
-        "num_layers": 2,
-    }
-    config |= {"num_refiner_layers": 1, "num_attention_heads": s.heads, "num_kv_heads": 1}
-    config |= {"multiple_of": 2}
-    config |= {"norm_eps": 1e-5, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2)}
-    config |= {"axes_lens": (32, 32, 32)}
-    config |= {"cap_feat_dim": 12}
-    inputs = {
-        "hidden_states": _noise(s.batch, 4, 2 * s.height, 2 * s.width),
-        "timestep": _steps(s),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
-    }
-    return Lumina2Transformer2DModel, config, inputs
-
-
-def pixart(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "in_channels": 4}
-    config |= {"num_attention_heads": s.heads, "out_channels": 8, "cross_attention_dim": 8 * s.heads}
-    config |= {"caption_channels": 12, "use_additional_conditions": False, "attention_bias": True}
-    config |= {"norm_num_groups": 1, "norm_elementwise_affine": False, "norm_eps": 1e-6}
-    inputs = {
-        "hidden_states": _noise(s.batch, 4, 2 * s.height, 2 * s.width),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
-        "added_cond_kwargs": {"aspect_ratio": None, "resolution": None},
-        "encoder_attention_mask": s.keep.long() if s.padded else None,
-    }
-    if s.padded:  # PixArt takes one of the picture too.
-        kept = torch.ones(s.batch, s.height * s.width)
-        kept[:, ::4] = 0
-        inputs["attention_mask"] = kept
-    return PixArtTransformer2DModel, config, inputs
-
-
-def cogvideox(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"num_attention_heads": s.heads, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
-    config |= {"time_embed_dim": 4, "text_embed_dim": 12, "num_layers": 2, "sample_width": 2 * s.width}
-    config |= {
-        "sample_height": 2 * s.height,
-        "sample_frames": 9,
-        "patch_size": 2,
-        "max_text_seq_length": s.text,
-    }
-    config |= {"temporal_compression_ratio": 4, "use_rotary_positional_embeddings": True}
-    angles = torch.randn(3 * s.height * s.width, 16)
-    inputs = {
-        "hidden_states": _noise(s.batch, 3, 4, 2 * s.height, 2 * s.width),
-        "encoder_hidden_states": _noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
-    }
-    return CogVideoXTransformer3DModel, config, inputs
-
-
-def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"patch_size": 2, "num_attention_heads": s.heads, "attention_head_dim": 8, "num_layers": 2}
-    config |= {"pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4}
-    config |= {"activation_fn": "swiglu", "max_sequence_length": 16}
-    inputs = {
-        "hidden_states": _film(s, 4),
-        "encoder_hidden_states": _noise(s.batch, s.text, 16),
-        "timestep": _steps(s),
-        "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
-    }
-    return MochiTransformer3DModel, config, inputs
-
-
-def flux_controlled(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    kind, config, inputs = flux(s)
-    for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
-        inputs[name] = [_noise(s.batch, s.height * s.width, 16 * s.heads) for _ in range(2)]
-    return kind, config, inputs
-
-
-def qwen_image_edited(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    kind, config, inputs = qwen_image(s)
-    inputs["img_shapes"] = [[(1, s.height, s.width - 2), (1, s.height, 2)]] * s.batch
-    return kind, config | {"zero_cond_t": True}, inputs
-
-
-def cogvideox_in_time(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    kind, config, inputs = cogvideox(s)
-    config |= {"patch_size_t": 3, "patch_bias": False}
-    angles = torch.randn(s.height * s.width, 16)
-    return kind, config, inputs | {"image_rotary_emb": (angles.cos(), angles.sin())}
-
-
-def wan_of_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    kind, config, inputs = wan(s)
-    inputs["encoder_hidden_states_image"] = _noise(s.batch, 5, 12)
-    return kind, config | {"image_dim": 12, "added_kv_proj_dim": 12 * s.heads}, inputs
-
-
-def sd3_controlled(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    kind, config, inputs = sd3(s)
-    inputs["block_controlnet_hidden_states"] = [_noise(s.batch, s.height * s.width, 8 * s.heads)] * 2
-    return kind, config, inputs | {"skip_layers": [1]}
-
-
-def make(name: str, sizes: Sizes = ODD) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of random weights, none of which is zero or one, and its inputs."""
-    torch.manual_seed(1)
-    kind, config, inputs = globals()[name](sizes)
-    model = kind(**config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model, inputs
 
 
 def step(model: nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | None = None) -> list[Tensor]:
@@ -507,17 +187,17 @@ def pipeline(kind: str, mesh: Mesh) -> list[float]:
         "text_encoder_2": None,
         "tokenizer_2": None,
     }
-    call = {"prompt_embeds": _noise(1, 7, 12), "pooled_prompt_embeds": _noise(1, 8), "num_inference_steps": 3}
+    call = {"prompt_embeds": noise(1, 7, 12), "pooled_prompt_embeds": noise(1, 8), "num_inference_steps": 3}
     call |= {"height": 48, "width": 80, "output_type": "latent", "return_dict": False}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     if kind == "flux":
         pipe = diffusers.FluxPipeline(scheduler, transformer=model, **empty)
-        call |= {"latents": _noise(1, 15, 4)}
+        call |= {"latents": noise(1, 15, 4)}
     else:
         empty |= {"text_encoder_3": None, "tokenizer_3": None}
         pipe = diffusers.StableDiffusion3Pipeline(scheduler=scheduler, transformer=model, **empty)
-        call |= {"latents": _noise(1, 4, 6, 10), "guidance_scale": 3.0}
-        call |= {"negative_prompt_embeds": _noise(1, 7, 12), "negative_pooled_prompt_embeds": _noise(1, 8)}
+        call |= {"latents": noise(1, 4, 6, 10), "guidance_scale": 3.0}
+        call |= {"negative_prompt_embeds": noise(1, 7, 12), "negative_pooled_prompt_embeds": noise(1, 8)}
     pipe.set_progress_bar_config(disable=True)
     wanted = pipe(**call)[0]
     with parallelized(model, mesh.make(), batch=mesh.batch), Counted() as counted:
@@ -664,7 +344,3 @@ def page(code: str) -> str:
     got, latents.grad = latents.grad, None
     names["transformer"](**names["inputs"]).sample.square().mean().backward()
     return "whole" if distance(got, latents.grad) < 5e-6 else "a part"
-
-
-#: What a process imports for these jobs.
-IMPORTED = sorted({x.__module__ for x in list(vars().values()) if isinstance(x, type)} - {__name__})

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 diffusers = pytest.importorskip("diffusers")
 
 from diffusers.models.attention_processor import JointAttnProcessor2_0  # noqa: E402
-from diffusers_models import MODELS, build  # noqa: E402
+from diffusers_models import MODELS, build, inputs_of  # noqa: E402
 
 import attnspan.integrations.diffusers as adapter  # noqa: E402
 from attnspan import causal, keys  # noqa: E402
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning"),
 ]
 # Models whose forward pass branches on data: no program without breaks, with any attention.
-DYNAMIC = ("hunyuan_video_15", "lumina2")
+DYNAMIC = ("HunyuanVideo15", "Lumina2")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def _run(model, inputs):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compute_what_the_native_backend_does(name):
-    model, inputs = build(name), MODELS[name].inputs(4)
+    model, inputs = build(name), inputs_of(name)
     *wanted, native = _run(model, inputs)
     found = adapter.enable(model)
     *got, ours = _run(model, inputs)
@@ -83,7 +83,7 @@ def test_models_compute_what_the_native_backend_does(name):
 
 
 # One of either kind; the second with a mask.
-QUICK = ("cogview4", "qwen_image")
+QUICK = ("CogView4", "QwenImage")
 
 
 @pytest.mark.slow
@@ -92,20 +92,20 @@ QUICK = ("cogview4", "qwen_image")
     [pytest.param(x, marks=() if x in QUICK else pytest.mark.long) for x in MODELS if x not in DYNAMIC],
 )
 def test_models_are_one_graph_for_all_sizes(name):
-    few = {"num_layers": 1} if name in QUICK else {}
-    sizes, model, frames = (4, 5, 6), build(name, **few), []
-    wanted = [model(**MODELS[name].inputs(n), return_dict=False)[0] for n in sizes]
+    batches = [inputs_of(name, tokens) for tokens in (64, 100, 144)]
+    model, graphs = build(name), []
+    wanted = [model(**batch, return_dict=False)[0] for batch in batches]
     for enabled in (False, True):
         if enabled:
             adapter.enable(model)
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         program = torch.compile(model, fullgraph=True, backend=counter)
-        got = [program(**MODELS[name].inputs(n), return_dict=False)[0] for n in sizes]
-        frames.append(counter.frame_count)
+        got = [program(**batch, return_dict=False)[0] for batch in batches]
+        graphs.append(counter.frame_count)
     for x, y in zip(got, wanted, strict=True):
         assert relative_error(x, y) < 1e-6
-    assert frames[1] <= frames[0] <= 3
+    assert graphs[1] <= graphs[0] <= 3
 
 
 B, H, S, T, D = 2, 3, 6, 9, 8  # T keys
@@ -214,9 +214,9 @@ def test_dropout_draws_from_torchs_generator():
     assert not torch.equal(draws[0], draws[2])
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", ["SD3", "Flux"])
 def test_one_model_and_no_other(name):
-    models = [build(name, num_layers=1) for _ in range(2)]
+    models = [build(name) for _ in range(2)]
     for module, other in zip(models[0].modules(), models[1].modules(), strict=True):
         if hasattr(module, "processor"):
             module.processor = other.processor  # Users share them.
@@ -224,7 +224,7 @@ def test_one_model_and_no_other(name):
     counts = {}
 
     def run(i):  # At the same time.
-        counts[i] = _run(models[i], MODELS[name].inputs(4))[2]
+        counts[i] = _run(models[i], inputs_of(name))[2]
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     [x.start() for x in threads], [x.join() for x in threads]
@@ -232,17 +232,17 @@ def test_one_model_and_no_other(name):
     assert set(counts[1]) == {"torch"}
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", ["SD3", "Flux"])
 def test_copies_and_pickles_are_enabled_too(name):
-    model, inputs = build(name, num_layers=1), MODELS[name].inputs(4)
+    model, inputs = build(name), inputs_of(name)
     adapter.enable(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert set(_run(other, inputs)[2]) == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", ["SD3", "Flux"])
 def test_diffusers_own_switch(name):
-    model, inputs = build(name, num_layers=1), MODELS[name].inputs(4)
+    model, inputs = build(name), inputs_of(name)
     seen = []
     for backend in ("attnspan", "native", "attnspan"):
         model.set_attention_backend(backend)
@@ -251,8 +251,8 @@ def test_diffusers_own_switch(name):
     diffusers.models.attention_dispatch._AttentionBackendRegistry.set_active_backend("native")
     seen.append(set(_run(model, inputs)[2]))
     assert seen == [{"forward", "backward"}, {"torch"}] * 2
-    with diffusers.attention_backend("attnspan") if name == "flux" else torch.enable_grad():
-        assert set(_run(model, inputs)[2]) == ({"forward", "backward"} if name == "flux" else {"torch"})
+    with diffusers.attention_backend("attnspan") if name == "Flux" else torch.enable_grad():
+        assert set(_run(model, inputs)[2]) == ({"forward", "backward"} if name == "Flux" else {"torch"})
 
 
 class Several:
@@ -266,9 +266,9 @@ class Several:
         return adapter.attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
-@pytest.mark.parametrize("name", ["sd3", "qwen_image"])
+@pytest.mark.parametrize("name", ["SD3", "QwenImage"])
 def test_a_configuration_over_several_ranks_attends_instead(name):
-    model, inputs, config = build(name), MODELS[name].inputs(4), Several()
+    model, inputs, config = build(name), inputs_of(name), Several()
     wanted = model(**inputs, return_dict=False)[0]
     layers = adapter.enable(model).layers
     for module in model.modules():
@@ -277,7 +277,7 @@ def test_a_configuration_over_several_ranks_attends_instead(name):
             assert module.processor._parallel_config is config
     assert relative_error(model(**inputs, return_dict=False)[0], wanted) < 1e-6
     heads = model.config.num_attention_heads
-    assert config.calls == [(heads, name == "sd3", False, 0.0)] * len(layers)
+    assert config.calls == [(heads, name == "SD3", False, 0.0)] * len(layers)
 
 
 def test_a_pipeline_but_not_its_autoencoder():
@@ -319,14 +319,14 @@ class Inherited(JointAttnProcessor2_0):
 
 class Learned(torch.nn.Module):
     def forward(self, _attn, hidden_states, encoder_hidden_states, **_):
-        q, k, v = (x.unflatten(2, (2, 16)).transpose(1, 2) for x in (hidden_states,) * 3)
+        q, k, v = (x.unflatten(2, (4, 16)).transpose(1, 2) for x in (hidden_states,) * 3)
         out = functional.scaled_dot_product_attention(q, k, v)
         return out.transpose(1, 2).flatten(2), encoder_hidden_states
 
 
 @pytest.mark.parametrize("kind", [Inherited, Learned])
 def test_processors_of_ones_own(kind):
-    model, inputs = build("sd3"), MODELS["sd3"].inputs(4)
+    model, inputs = build("SD3"), inputs_of("SD3")
     attn = model.transformer_blocks[0].attn
     del attn.processor  # A module cannot take the place of a plain attribute.
     attn.processor = processor = kind()
@@ -342,7 +342,7 @@ def test_processors_of_ones_own(kind):
 
 
 def test_linear_attention_is_left_and_named():
-    found = adapter.enable(build("sana"))
+    found = adapter.enable(build("Sana"))
     assert found.left == ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")
     assert str(found).endswith("unchanged: transformer_blocks.0.attn1, transformer_blocks.1.attn1")
 
@@ -356,7 +356,7 @@ def test_what_is_refused():
     with pytest.raises(UsageError, match="expected a module or a pipeline, got int"):
         adapter.enable(3)
     with pytest.raises(UsageError, match="components: expected None for a model"):
-        adapter.enable(build("sd3", num_layers=1), ["transformer"])
+        adapter.enable(build("SD3"), ["transformer"])
     with pytest.raises(OptionError, match=r"parallel config.*integrations\.diffusers\.parallelize"):
         adapter.attend(q, k, v, _parallel_config=object())
     with pytest.raises(
@@ -373,7 +373,7 @@ def test_what_is_refused():
         adapter.attend(q, k[:, :, :1], v[:, :, :1])
     with pytest.raises(OptionError, match="dropout_p"):
         adapter.attend(q, k, v, dropout_p=1.0)
-    model = build("flux", num_layers=1)
+    model = build("Flux")
     model.transformer_blocks[0].attn.processor._parallel_config = object()
     with pytest.raises(OptionError, match=r"integrations\.diffusers\.parallelize"):
         adapter.enable(model)

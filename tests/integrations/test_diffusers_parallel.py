@@ -14,7 +14,8 @@ pytest.importorskip("diffusers")
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 import worlds
-from diffusers_parallel_jobs import IMPORTED, Mesh, Sizes
+from diffusers_parallel_jobs import Mesh
+from diffusers_parallel_models import IMPORTED, Sizes
 from worlds import world
 
 from attnspan.integrations import _diffusers_rows as rows_of
