@@ -11,6 +11,7 @@ from transformers_models import LEFT_PADDED, TOKENS, Operators, assert_equals_ea
 
 import attnspan.integrations.transformers as adapter  # noqa: E402
 from attnspan.errors import OptionError, ShapeError  # noqa: E402
+from attnspan.integrations import _transformers_masks  # noqa: E402
 
 LAYER = torch.nn.Module()
 LOWEST = torch.finfo(torch.float32).min
@@ -101,9 +102,11 @@ def test_weights_are_refused():
 
 def test_what_is_refused():
     q, k, v = _qkv()
-    for name in ("indices", "topk_indices", "block_indices", "block_table", "read_index", "cache"):
+    for name in ("topk_indices", "block_indices", "block_table", "read_index", "cache"):
         with pytest.raises(OptionError, match=f"{name}: expected None, got a Tensor"):
             adapter.attend(LAYER, q, k, v, **{name: torch.zeros(1)})
+    with pytest.raises(OptionError, match="attention_mask with indices: expected a floating one"):
+        adapter.attend(LAYER, q, k, v, indices=torch.zeros(1, 8, 2))
     with pytest.raises(TypeError, match="boolean or floating tensor of four dims"):
         adapter.attend(LAYER, q, k, v, torch.ones(1, 8))
     for dtype in (torch.int32, torch.int64):
@@ -126,16 +129,21 @@ def test_a_model_that_computes_attention_itself_is_named():
 
 
 @pytest.mark.parametrize("name", ["doge", "bigbird_pegasus", "t5gemma2_decoder"])
-def test_models_that_read_masks_of_all_pairs_are_refused(name):
+def test_models_that_read_their_masks_are_named(name):
+    _transformers_masks._said.discard(f"{name} reads its masks, so they are made")
     config = transformers.AutoConfig.for_model(name)
-    with pytest.raises(OptionError, match=f"leaves the mask to its attention, got {name}"):
-        adapter.make_mask(1, 3, 3, config=config)
+    with pytest.warns(
+        adapter.AllPairsWarning, match=f"{name} reads its masks, so they are made for all pairs"
+    ):
+        mask = adapter.make_mask(2, 3, 4, config=config)
+    assert mask.shape == (2, 1, 3, 4)
+    assert torch.equal(mask == 0, torch.ones(3, 4).tril().bool().expand(2, 1, -1, -1))
 
 
 def test_a_function_that_nobody_knows_is_evaluated_and_said_once():
     known = transformers.masking_utils.causal_mask_function
     unknown = lambda b, h, q, k: (k <= q) & (k % 3 != 1)  # noqa: ARG005, E731
-    with pytest.warns(adapter.UnknownMaskWarning, match=r"<lambda> is not one of transformers' own"):
+    with pytest.warns(adapter.AllPairsWarning, match=r"<lambda> is not one of transformers' own"):
         got = adapter.make_mask(2, 6, 6, mask_function=transformers.masking_utils.or_masks(known, unknown))
     assert torch.equal(got, adapter.make_mask(2, 6, 6))
 

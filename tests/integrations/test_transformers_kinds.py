@@ -9,12 +9,10 @@ from closeness import relative_error
 transformers = pytest.importorskip("transformers")
 
 from transformers_models import (  # noqa: E402
-    FORWARD,
     LEFT_PADDED,
     RIGHT_PADDED,
     SIZES,
     TOKENS,
-    Operators,
     assert_equals_eager,
     build,
     computed,
@@ -23,7 +21,6 @@ from transformers_models import (  # noqa: E402
 )
 
 import attnspan.integrations.transformers as adapter  # noqa: E402
-from attnspan.errors import OptionError  # noqa: E402
 
 PADDING = {"plain": {}, "padded": {"attention_mask": RIGHT_PADDED}}
 BART = {
@@ -225,11 +222,16 @@ def test_modules_that_ask_for_flash_attention_for_other_reasons_are_told_the_tru
     assert not asked(requested_attention_implementation=adapter.NAME)
 
 
-def test_layers_that_choose_keys_are_refused():
-    model = build("deepseek_v32", **LATENT, v_head_dim=16, index_topk=4, index_n_heads=2, index_head_dim=16)
-    with Operators() as operators:
-        model(TOKENS)
-    assert operators.counts[FORWARD] == 0
-    model.set_attn_implementation("attnspan")
-    with pytest.raises(OptionError, match=r'got indexed_attention\. Load .* attn_implementation="eager"'):
-        model(TOKENS)
+READING = {
+    "deepseek_v32": {**LATENT, "v_head_dim": 16, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16},
+    "doge": {"keep_window_size": 6},
+}
+
+
+@pytest.mark.filterwarnings("ignore::attnspan.integrations.transformers.AllPairsWarning")
+@pytest.mark.parametrize("name", READING)
+def test_models_that_read_their_masks_get_them_of_all_pairs(name):
+    """They choose keys by what these contain, and put that into the mask."""
+    model = build(name, **READING[name])
+    inputs = {"input_ids": TOKENS, "attention_mask": LEFT_PADDED, "use_cache": False}
+    assert_equals_eager(model, inputs, 2, valid=LEFT_PADDED.bool())

@@ -233,7 +233,7 @@ def test_a_mask_of_the_user_is_read_pair_by_pair_and_said():
     def odd(b, h, q, k):
         return (k % 2 == 1) | (q == k)
 
-    with pytest.warns(ours.UnknownMaskWarning, match="odd is not one of torchtitan's own"):
+    with pytest.warns(ours.AllPairsWarning, match="odd is not one of torchtitan's own"):
         mask = ours.make_mask(odd, 2, None, 12, 12)
     assert shown(mask, 12).equal(visible(odd, POSITIONS))
 

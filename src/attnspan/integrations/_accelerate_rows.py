@@ -93,6 +93,8 @@ def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> di
         if not kind:
             got = "layers whose masks transformers does not make"
         expect(fits, f"context_parallel: {name}", "attention in every layer", got, _WITHOUT)
+        got = "layers that choose keys by what they contain"
+        expect(mask.dtype == torch.int32, f"context_parallel: {name}", "masks of spans", got, _WITHOUT)
     return by_kind
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..errors import UsageError, expect
 from ..masks import Mask, causal, from_predicate, full, segments, window
 
-__all__ = ["SpanMask", "UnknownMaskWarning", "make_mask"]
+__all__ = ["AllPairsWarning", "SpanMask", "make_mask"]
 
 
-class UnknownMaskWarning(UserWarning):
+class AllPairsWarning(UserWarning):
     """A mask function is evaluated on all pairs of queries and keys, because nothing says what it is."""
 
 
@@ -136,6 +136,6 @@ def _say_once(name: str) -> None:
         warnings.warn(
             f"attnspan: the mask function {name} is not one of torchtitan's own, so it is evaluated on all "
             "pairs of queries and keys at each step.",
-            UnknownMaskWarning,
+            AllPairsWarning,
             stacklevel=2,
         )

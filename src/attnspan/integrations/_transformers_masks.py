@@ -9,26 +9,25 @@ from torch import Tensor
 from transformers import masking_utils
 
 from .._installed import require_names
-from ..errors import expect
 from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
-__all__ = ["UnknownMaskWarning", "describe", "make_mask"]
+__all__ = ["AllPairsWarning", "describe", "make_mask"]
 
 
-# Layers that choose keys by their content, from a mask of all pairs.
-_CHOOSING = {
+# Models that read their masks, to put them together or to add them to scores of their own; and kinds of
+# layers, which choose keys by what they contain.
+_READING = {"bigbird_pegasus", "doge", "t5gemma2_decoder"}
+_READING_LAYERS = {
     "indexed_attention",
     "compressed_sparse_attention",
     "heavily_compressed_attention",
     "minimax_m3_sparse",
 }
-# Models that put masks together, or add them to scores of their own.
-_READING = {"bigbird_pegasus", "doge", "t5gemma2_decoder"}
 
 
-class UnknownMaskWarning(UserWarning):
-    """A mask function is evaluated on all pairs of queries and keys, because nothing says what it is."""
+class AllPairsWarning(UserWarning):
+    """A mask is one of all pairs of queries and keys: its function is unknown, or the model reads it."""
 
 
 class _Known:
@@ -103,7 +102,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     config: Any = None,
-    **_: Any,
+    **rest: Any,
 ) -> Tensor:
     """The mask of one kind of layer for one step, as transformers asks for it.
 
@@ -115,26 +114,28 @@ def make_mask(
         attention_mask: Bool (batch_size, tokens): True for tokens that may be seen. None: all.
         device: Where the mask is wanted.
         config: The model's; its ``layer_types`` say what kinds of attention it has.
+        **rest: Of a mask that the model reads: its ``dtype`` above all.
 
     Returns:
         The bounds of its spans, and then 0 and kv_length: int32 of shape (batch_size or 1, 1, q_length,
         2 * R + 2), as `attend` takes them. In compiled code R is 8 with ``attention_mask``; elsewhere it is
-        the smallest that fits.
+        the smallest that fits. For models that read their masks, what the eager implementation gets: 0 or
+        the lowest number of ``dtype`` for all pairs, (batch_size, 1, q_length, kv_length).
 
     Raises:
-        OptionError: Data break a promise, such as blocks of tokens that are not contiguous. Or the model
-            reads the mask as one of all pairs, because its layers choose keys by what they contain.
+        OptionError: Data break a promise, such as blocks of tokens that are not contiguous.
 
     Example:
         >>> make_mask(1, 3, 3).tolist()
         [[[[0, 1, 0, 3], [0, 2, 0, 3], [0, 3, 0, 3]]]]
     """
-    chosen = _CHOOSING.intersection(getattr(config, "layer_types", None) or ())
-    remedy = 'Load the model with attn_implementation="eager"'
-    expect(not chosen, "layer_types", "layers that see spans of keys", ", ".join(sorted(chosen)), remedy)
-    model = getattr(config, "model_type", "")
-    expected = "a model that leaves the mask to its attention"
-    expect(model not in _READING, "model_type", expected, model, remedy)
+    name = getattr(config, "model_type", "")
+    if name in _READING or _READING_LAYERS.intersection(getattr(config, "layer_types", None) or ()):
+        _say_once(f"{name} reads its masks, so they are made")
+        rest |= {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
+        rest |= {"allow_is_bidirectional_skip": False}
+        made: Tensor = masking_utils.eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **rest)
+        return made
     q_index = torch.arange(q_length, device=device) + (q_offset - kv_offset)
     sizes = _Sizes(batch_size, q_length, kv_length, kv_offset, q_index)
     mask = _lower(mask_function, sizes)
@@ -188,7 +189,7 @@ def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
         return segments(data[0])
     if kind == "positions":  # Differences of positions are those of indices within a document, as are masks.
         return _lower(data[0], sizes._replace(positions=data[1]))
-    _say_once(_name_of(fn))
+    _say_once(f"the mask function {_name_of(fn)} is not one of transformers' own, so it is evaluated")
     return from_predicate(_Shifted(fn, sizes.first_key))
 
 
@@ -235,15 +236,11 @@ _said: set[str] = set()
 
 
 @constant_when_traced
-def _say_once(name: str) -> None:
-    if name not in _said:
-        _said.add(name)
-        warnings.warn(
-            f"attnspan: the mask function {name} is not one of transformers' own, so it is evaluated on all "
-            "pairs of queries and keys at each step.",
-            UnknownMaskWarning,
-            stacklevel=2,
-        )
+def _say_once(what: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        message = f"attnspan: {what} for all pairs of queries and keys at each step."
+        warnings.warn(message, AllPairsWarning, stacklevel=2)
 
 
 _say_what_they_are()

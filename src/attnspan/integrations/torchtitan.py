@@ -40,9 +40,9 @@ from torchtitan.distributed.context_parallel import api as context_parallel  # n
 from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
 from torchtitan.models.common import attention as theirs  # noqa: E402
 
-from ._torchtitan_masks import SpanMask, UnknownMaskWarning, make_mask  # noqa: E402
+from ._torchtitan_masks import AllPairsWarning, SpanMask, make_mask  # noqa: E402
 
-__all__ = ["Attention", "SpanMask", "UnknownMaskWarning", "attention", "make_mask"]
+__all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "make_mask"]
 
 
 class _SpansWanted(int):

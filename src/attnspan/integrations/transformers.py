@@ -30,9 +30,9 @@ require("transformers", "attnspan.integrations.transformers", "transformers", ("
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
-from ._transformers_masks import UnknownMaskWarning, make_mask  # noqa: E402
+from ._transformers_masks import AllPairsWarning, make_mask  # noqa: E402
 
-__all__ = ["NAME", "OwnAttentionWarning", "UnknownMaskWarning", "attend", "make_mask", "plans_only"]
+__all__ = ["NAME", "AllPairsWarning", "OwnAttentionWarning", "attend", "make_mask", "plans_only"]
 
 _CAN_SET = "_can_set_attn_implementation"
 require_names(PreTrainedModel, [_CAN_SET], "attnspan.integrations.transformers", "transformers")
@@ -40,9 +40,8 @@ require_names(PreTrainedModel, [_CAN_SET], "attnspan.integrations.transformers",
 #: The name under which transformers knows this attention.
 NAME = "attnspan"
 
-# Lists of keys or of blocks of keys, which are no masks of spans, and what pages the cache.
-_LISTS = ("indices", "topk_indices", "block_indices")
-_PAGES = ("block_table", "read_index", "write_index", "cache")
+# Lists of blocks of keys, whose sizes nobody tells, and what pages the cache.
+_REFUSED = ("topk_indices", "block_indices", "block_table", "read_index", "write_index", "cache")
 
 
 class OwnAttentionWarning(UserWarning):
@@ -63,6 +62,7 @@ def attend(
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it.
@@ -83,6 +83,8 @@ def attend(
             causal to its right too. Counts only without a mask, which has it already.
         position_bias: Shape (B|1, Hq|1, Sq, Sk), added to the scores.
         sinks: Shape (B, Hq, Sq, 1): a logit of a sink for each query.
+        indices: Shape (B, Sq, n): the only keys that each query sees, of those that a floating
+            ``attention_mask`` lets it see.
         **given: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (n + 1,) each: where packed documents start, and the
             last one ends. Others are of no concern to attention.
 
@@ -90,8 +92,8 @@ def attend(
         The output, contiguous (B, Sq, Hq, Dv), and None for the weights.
 
     Raises:
-        OptionError: The weights are wanted, or a cache in pages, or attention to a list of keys. Or there is
-            no mask, because the model's ``attn_implementation`` is a name without a mask function.
+        OptionError: The weights are wanted, or a cache in pages, or attention to a list of blocks. Or there
+            is no mask, because the model's ``attn_implementation`` is a name without a mask function.
         ShapeError: No mask, a causal layer and more queries than keys.
         TypeError: The mask is neither of `make_mask` nor boolean nor floating.
     """
@@ -104,6 +106,8 @@ def attend(
         expect(isinstance(attention_mask, ShardedMask), "attention_mask", expected, got, remedy)
     if attention_mask is None:
         _expect_no_mask(module, causal_here, query.shape[2], key.shape[2])
+    if indices is not None:
+        attention_mask = _of_chosen(attention_mask, indices, key.shape[2])
     mask, bias = _read(attention_mask, causal_here, sliding_window, query, key, cu_seqlens)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -133,7 +137,7 @@ def _refuse(given: dict[str, Any]) -> None:
     wanted = bool(given.get("output_attentions"))
     remedy = 'Load the model with attn_implementation="eager" to see them'
     expect(not wanted, "output_attentions", "False: the weights are never stored", "True", remedy)
-    for name in _LISTS + _PAGES:
+    for name in _REFUSED:
         remedy = "Load the model with another attn_implementation"
         expect(given.get(name) is None, name, "None", f"a {type(given.get(name)).__name__}", remedy)
 
@@ -148,6 +152,16 @@ def _expect_no_mask(module: torch.nn.Module, is_causal: bool, q_len: int, k_len:
     remedy = "Pass is_causal=False for attention to other tokens than the queries' own"
     fits = not is_causal or q_len <= k_len
     expect(fits, "key", "at least as many keys as queries, {}", k_len, remedy, q_len, error=ShapeError)
+
+
+def _of_chosen(mask: Any, indices: Tensor, k_len: int) -> Tensor:
+    """A mask of all pairs, in which a query sees no other keys than those of its list."""
+    fits = isinstance(mask, Tensor) and mask.is_floating_point() and mask.dim() == 4
+    remedy = "Load the model with another attn_implementation"
+    expect(fits, "attention_mask with indices", "a floating one of four dims", type(mask).__name__, remedy)
+    pairs: Tensor = mask[..., :k_len].expand(len(indices), -1, -1, -1)
+    others = torch.ones_like(pairs, dtype=torch.bool).scatter(3, indices[:, None].long(), False)
+    return pairs.masked_fill(others, torch.finfo(pairs.dtype).min)
 
 
 def _read(

@@ -24,6 +24,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llava_next_video": {"image_grid_pinpoints": [[32, 32]]},
     "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
     "vipllava": {"vision_feature_layers": [-1, -2]},
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 16}},
     "cohere": {"logit_scale": 1.0},
     "cohere2": {"logit_scale": 1.0},
     "segformer": {"sr_ratios": [2, 2, 1, 1]},  # else there is one key
@@ -138,7 +139,6 @@ LEFT_OUT: dict[str, str] = _families(
         sew-d speecht5 squeezebert swiftformer swin swinv2 tapas textnet timesformer trocr wavlm
         xglm xlm xlnet xlstm yoso
         """,
-        "it reads its mask as one of all pairs, which attnspan refuses": "bigbird_pegasus doge t5gemma2",
         "has no attention": "mamba mamba2 falcon_mamba",
         "needs the package timm or natten": "gemma3n timm_wrapper dinat fast_vlm perception_lm",
         "its class is that of another family": "glmga pp_chart2table shieldgemma2 mistral4",
