@@ -12,7 +12,7 @@ from .._installed import require_names
 from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
-__all__ = ["AllPairsWarning", "describe", "make_mask"]
+__all__ = ["AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
 
 
 # Models that read their masks, to put them together or to add them to scores of their own; and kinds of
@@ -129,9 +129,8 @@ def make_mask(
         >>> make_mask(1, 3, 3).tolist()
         [[[[0, 1, 0, 3], [0, 2, 0, 3], [0, 3, 0, 3]]]]
     """
-    name = getattr(config, "model_type", "")
-    if name in _READING or _READING_LAYERS.intersection(getattr(config, "layer_types", None) or ()):
-        _say_once(f"{name} reads its masks, so they are made")
+    if reads_masks(config):
+        _say_once(f"{config.model_type} reads its masks, so they are made")
         rest |= {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
         rest |= {"allow_is_bidirectional_skip": False}
         made: Tensor = masking_utils.eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **rest)
@@ -145,6 +144,12 @@ def make_mask(
     like = torch.empty(0, device=device)
     found = lower(q_length, kv_length, batch=batch_size, q_index=q_index, like=like).lowered.bounds
     return write(torch.as_tensor(found, device=device), kv_length)
+
+
+def reads_masks(config: Any) -> bool:
+    """Whether models of this configuration need masks of all pairs."""
+    layers = getattr(config, "layer_types", None) or ()
+    return getattr(config, "model_type", "") in _READING or bool(_READING_LAYERS.intersection(layers))
 
 
 def write(bounds: Tensor, k_len: int) -> Tensor:

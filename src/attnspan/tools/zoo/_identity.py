@@ -5,6 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from attnspan.integrations._transformers_masks import make_mask, reads_masks
+
 __all__ = ["NAME"]
 
 #: The name under which transformers knows it.
@@ -29,8 +31,9 @@ def _identity(
 AttentionInterface.register(NAME, _identity)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """So that the tensors of all pairs of tokens which are left are the model's own."""
+def _no_mask(config: Any = None, **given: Any) -> Tensor | None:
+    """None, so that the tensors of all pairs of tokens which are left are the model's own."""
+    return make_mask(config=config, **given) if reads_masks(config) else None
 
 
 AttentionMaskInterface.register(NAME, _no_mask)
