@@ -105,8 +105,9 @@ Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& 
   if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)
     fail("q heads: expected a multiple of the " + std::to_string(p.kv_heads) + " kv heads, got " +
          std::to_string(p.q_heads));
-  if (p.head_dim < 1 || p.head_dim > 256 || p.v_dim < 1 || p.v_dim > 256)
-    fail("head_dim: expected 1 to 256, got " + std::to_string(p.head_dim) + " and " + std::to_string(p.v_dim));
+  if (p.head_dim < 1 || p.head_dim > max_dim || p.v_dim < 1 || p.v_dim > max_dim)
+    fail("head_dim: expected 1 to " + std::to_string(max_dim) + ", got " + std::to_string(p.head_dim) + " and " +
+         std::to_string(p.v_dim));
   if (p.k_len > INT32_MAX - 64 || p.q_len > INT32_MAX - 64) fail("lengths: expected at most 2**31 - 65");
   p.q = tensor_of("q", q, q.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
   p.k = tensor_of("k", k, q.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});

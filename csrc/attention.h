@@ -8,6 +8,8 @@ namespace attnspan {
 
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
 
+inline constexpr int64_t max_dim = 576;  // of a head: keys of latent attention that is not expanded
+
 // A (batch, heads, length, dim) array whose last axis has unit stride.
 struct Tensor {
   void* data;

@@ -240,7 +240,7 @@ struct SplitPacker {
 
   // The planes of 32 rows, beyond whose valid part everything is zero.
   struct Pieces {
-    static constexpr int64_t width = 256 + 32;
+    static constexpr int64_t width = max_dim + 32;
     alignas(64) bf16 x[E::pieces][chunk * width];
     Pieces(const T* p, int64_t stride, int64_t rows, int64_t dim, int64_t padded) {
       for (int64_t r = 0; r < chunk; ++r)

@@ -61,7 +61,7 @@ inline void write_lse(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, dou
   if (a.wide_lse != nullptr) a.wide_lse[at] = lse;
 }
 
-inline constexpr int64_t row_keys = 256, max_dim = 256;
+inline constexpr int64_t row_keys = 256;
 inline constexpr int64_t few_rows = 8;  // with fewer rows, packing costs more than it saves
 
 // What one row has seen so far: sums relative to its running maximum (in units of log2).

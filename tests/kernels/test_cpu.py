@@ -34,6 +34,8 @@ CASES = [
     Case(q_len=100, k_len=300, head_dim=128, v_dim=128, runs=2),
     Case(q_len=60, k_len=200, head_dim=192, v_dim=128, mask="causal"),
     Case(q_len=35, k_len=67, head_dim=256, v_dim=256),
+    Case(q_len=3, k_len=300, head_dim=512, v_dim=512, heads=1, kv_heads=1),
+    Case(q_len=70, k_len=131, head_dim=576, v_dim=512, mask="causal"),
     Case(q_len=64, k_len=64, scale=-0.2),
     Case(q_len=64, k_len=64, scale=0.0),
     Case(q_len=50, k_len=500, heads=1, kv_heads=1, mask="full"),

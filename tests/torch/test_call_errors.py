@@ -72,8 +72,8 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "scale beyond float32": ({"scale": 1e300}, r"scale: expected a finite float32 number, got 1e\+300"),
     "backend": ({"backend": "cuda"}, "backend: expected None or one of cpu, math, got 'cuda'"),
     "backend that cannot": (
-        {"q": _z(1, 1, 4, 264), "k": _z(1, 1, 4, 264), "backend": "cpu"},
-        "to 256, not 264",
+        {"q": _z(1, 1, 4, 584), "k": _z(1, 1, 4, 584), "backend": "cpu"},
+        "to 576, not 584",
     ),
     "q_index": ({"q_index": _ids(8)}, r"q_index: expected"),
     "k_index": ({"k_index": torch.arange(10)}, r"k_index: expected one index per key, 9, got 10"),

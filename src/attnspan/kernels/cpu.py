@@ -30,7 +30,7 @@ __all__ = [
     "threading",
 ]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 

@@ -13,6 +13,7 @@ from attnspan.tools.bench.cells import Ceilings, Cell, Run, Timing, Workload, ve
 from attnspan.tools.bench.compare import compare
 from attnspan.tools.bench.results import SCHEMA, MonitorRecord, PhaseShares, Results, TrainingCell
 from attnspan.tools.bench.statistics import Interval, Samples, paired
+from attnspan.tools.zoo.cells import ZooResults
 
 WORK = Workload("w", "dense", 1, 8, 2, 64, 128, 32, 16, "bfloat16", "full", "a note")
 OURS = Run("attnspan", execute=Timing((1.0, 2.0), calls=3), utilisation=0.5, error=0.0)
@@ -92,7 +93,10 @@ def test_a_file_that_is_missing_or_cut_short_is_refused(tmp_path):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_the_committed_results_are_read(path):
     data = read_json(path)
-    if isinstance(data, dict) and "schema" in data:
+    if path.stem.startswith("zoo"):
+        results = ZooResults.load(path)
+        assert results.rows or results.speed
+    elif isinstance(data, dict) and "schema" in data:
         results = Results.load(path)
         assert results.cells or results.training
         for cell in results.cells:

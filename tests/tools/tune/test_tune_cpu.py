@@ -36,8 +36,8 @@ def test_wrong_results_and_illegal_configurations_raise() -> None:
         case["check"]((out,))
     with pytest.raises(ValueError, match="config: expected block_q"):
         case["make_call"](CpuConfig(block_q=7))()
-    with pytest.raises(ValueError, match="head dims up to 256"):
-        CpuBackend().open(Case(64, 512, "half"))
+    with pytest.raises(ValueError, match="head dims up to 576"):
+        CpuBackend().open(Case(64, 640, "half"))
 
 
 def test_configurations_are_those_of_the_core() -> None:

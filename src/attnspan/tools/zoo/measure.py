@@ -343,7 +343,12 @@ def results(keeper: Keeper, done: Sequence[str]) -> Iterator[tuple[str, Callable
 
 def _unexplained(found: dict[Key, Cell]) -> list[Key]:
     """Cells of the identity that would tell whose a failure is."""
-    failed = [key for key, made in found.items() if made.failed and key.implementation != "identity"]
+    failed = [
+        key
+        for key, made in found.items()
+        if (made.failed and key.implementation != "identity")
+        or (key.implementation == OURS and not made.backward)
+    ]
     # At the number of shapes where it failed; one that fails with fewer says enough.
     wanted = {(key.mode, key.layout): 0 for key in failed}
     for key in failed:

@@ -132,6 +132,8 @@ def _step(architecture: Architecture, implementation: str, task: dict[str, Any],
     model = architecture.make(implementation, "bench")
     batch = architecture.batch(task["layout"], tokens, "bench")
     assert batch is not None, "the layout was chosen among those that there are"
+    if task["layout"] == "packed":  # One row has several documents; padding needs rows of unequal lengths.
+        batch = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     call = torch.compile(model, backend=task["settings"]["backend"])
 
     def step() -> None:
