@@ -42,9 +42,10 @@ def compared_layout(layouts: Iterable[str]) -> str | None:
 
 
 def is_own(row: Row, cell: Cell) -> bool:
-    """Whether a failure is the model's: what returns the values gets no further, and no attention's gradients.
+    """Whether a failure is the model's own.
 
-    As of a model whose own gradients the compiler gets wrong.
+    What returns the values gets no further, and no attention gets to gradients: as of a model in which the
+    compiler gets gradients wrong.
     """
     same = row.cell("identity", cell.mode, cell.layout)
     others = [x for x in row.cells if (x.mode, x.layout) == (cell.mode, cell.layout)]
