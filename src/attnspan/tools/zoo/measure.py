@@ -203,7 +203,7 @@ class Keeper:
                 peak=peak,
                 seconds=self._timed(cell.label, lambda: run_step(model, model, batch, backward=backward)),
                 largest=watch.shapes.largest,
-                pairs=_first(watch.shapes.of_pairs(other.shapes)) if more else None,
+                pairs=_first(watch.shapes.of_pairs(other.shapes, first)) if more else None,
                 leaks=leaks,
             )
 
@@ -240,7 +240,11 @@ class Keeper:
             output, gradient = differences(outcomes[0], exact[0])
             cell = replace(cell, output_error=output, gradient_error=gradient if backward else None)
         # A second shape that was not compiled tells nothing of what grows.
-        pairs = _first(shapes[0].of_pairs(shapes[1])) if cell.shapes > 1 and shapes[1].seen else None
+        pairs = (
+            _first(shapes[0].of_pairs(shapes[1], self.settings.tokens[0]))
+            if cell.shapes > 1 and shapes[1].seen
+            else None
+        )
         return replace(
             cell,
             calls=calls.get(_OPERATOR, 0),

@@ -38,17 +38,21 @@ class Shapes:
         """The one of most elements."""
         return max(self.seen, key=_rank, default=())
 
-    def of_pairs(self, others: Shapes) -> tuple[tuple[int, ...], ...] | None:
+    def of_pairs(self, others: Shapes, tokens: int) -> tuple[tuple[int, ...], ...] | None:
         """Those with two dims or more that change with the number of tokens, largest first.
 
         Args:
             others: Of the same step with another number of tokens. Where all are the same, as of images of
                 one size, nothing can be said: None.
+            tokens: About so many, which a tensor of an image's rows and columns has, and no more.
         """
         if self.seen == others.seen:
             return None
         fixed = {n for shape in others.seen for n in shape}
-        pairs = [shape for shape in self.seen if sum(n not in fixed for n in shape) > 1]
+        growing = {shape: [n for n in shape if n not in fixed] for shape in self.seen}
+        pairs = [
+            shape for shape, sizes in growing.items() if len(sizes) > 1 and math.prod(sizes) > 4 * tokens
+        ]
         return tuple(sorted(pairs, key=_rank, reverse=True))
 
 
