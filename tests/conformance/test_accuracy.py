@@ -159,7 +159,6 @@ SHAPES = {
     "long queries": replace(PLAIN, q_len=150, k_len=33, head_dim=72, v_dim=72),
     "D8": replace(PLAIN, q_len=45, k_len=70, head_dim=8, v_dim=8, runs=4),
     "D128": replace(PLAIN, q_len=70, k_len=131, head_dim=128, v_dim=128, runs=3),
-    "D512": replace(PLAIN, q_len=35, k_len=67, head_dim=512, v_dim=512, heads=2),
     "D256": replace(PLAIN, q_len=35, k_len=67, head_dim=256, v_dim=256, heads=2),
     "odd D": replace(PLAIN, q_len=37, k_len=53, head_dim=37, v_dim=37),
     "v_dim": replace(PLAIN, q_len=50, k_len=90, head_dim=48, v_dim=80),

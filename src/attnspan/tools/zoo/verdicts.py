@@ -48,8 +48,13 @@ def is_own(row: Row, cell: Cell) -> bool:
     compiler gets gradients wrong.
     """
     same = row.cell("identity", cell.mode, cell.layout)
+    return same is not None and _reached(same) <= _reached(cell) and _nobody(row, cell)
+
+
+def _nobody(row: Row, cell: Cell) -> bool:
+    """Whether no attention gets to gradients, the identity neither."""
     others = [x for x in row.cells if (x.mode, x.layout) == (cell.mode, cell.layout)]
-    return same is not None and _reached(same) <= _reached(cell) and all(_reached(x) < 2 for x in others)
+    return any(x.implementation == "identity" for x in others) and all(_reached(x) < 2 for x in others)
 
 
 def _reached(cell: Cell) -> int:
@@ -249,13 +254,13 @@ def _compiled(row: Row, name: str) -> Cell | None:
 
 
 def _runs(row: Row, name: str) -> list[bool | None]:
-    return [None if is_own(row, x) else not x.failed and x.backward for x in _cells(row, name)]
+    return [None if _nobody(row, x) else _reached(x) == 2 for x in _cells(row, name)]
 
 
 def _compiles(row: Row, name: str) -> list[bool | None]:
     """Whether the compared layout compiles; None where it was not tried, or is the model's own failure."""
     cell = _compiled(row, name)
-    return [] if cell is None or is_own(row, cell) else [not cell.failed and cell.backward]
+    return [] if cell is None or _nobody(row, cell) else [_reached(cell) == 2]
 
 
 def _exact(row: Row, name: str) -> list[bool | None]:
