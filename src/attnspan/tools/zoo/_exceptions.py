@@ -53,10 +53,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
+# Four query heads share a key head, as in Llama 3 8B, Qwen3 8B and Granite 3 8B; the defaults are older.
+_GROUPED = {"num_key_value_heads": 2}
 #: Families that have the size "bench", with changes for that size.
 BENCHES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {},
+    "llama": _GROUPED,
+    "qwen3": _GROUPED,
     "mistral": {},
     "gemma2": {},
     "gemma3_text": {},
@@ -64,7 +66,7 @@ BENCHES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "phi3": {},
     "gpt2": {},
-    "granite": {},
+    "granite": _GROUPED,
     "smollm3": {},
     "stablelm": {},
     "starcoder2": {},

@@ -29,7 +29,7 @@ __all__ = ["PEERS", "SpeedSettings", "measure_speed"]
 
 #: What is compared; ratios are to the first.
 PEERS = (OURS, "sdpa")
-_WARM = 2  # steps before one is measured: the first compiles, the second allocates what is kept
+_WARM = 2  # steps before one is timed: the first compiles, the second allocates what is kept
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,7 @@ def _times(architecture: Architecture, task: dict[str, Any]) -> dict[str, Any]:
 def _peak(architecture: Architecture, task: dict[str, Any]) -> int:
     """Most resident bytes of a step above those before it, which hold the weights and the programs."""
     step, model = _step(architecture, task["implementation"], task, task["settings"]["memory_tokens"])
-    for _ in range(_WARM):
-        step()
+    step()  # It compiles. Another one would not change the figure.
     _forget_gradients(model)
     before = resident_memory()
     assert before is not None, "a system with /proc"
