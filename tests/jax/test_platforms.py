@@ -17,6 +17,7 @@ from attnspan import causal, segments
 from attnspan.errors import BackendError
 from attnspan.jax import SlowPathWarning, attention, backends, explain
 from attnspan.jax.backends import cudnn
+from attnspan.kernels.cpu import MAX_HEAD_DIM
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 16, 8)), jnp.bfloat16)
 IDS = jnp.arange(16)[None] // 5
@@ -99,7 +100,7 @@ def test_what_was_never_measured_runs_by_name_only() -> None:
 
 def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_warned", set())
-    wide = jnp.zeros((1, 1, 4, 512))
+    wide = jnp.zeros((1, 1, 4, MAX_HEAD_DIM + 1))
     with pytest.warns(SlowPathWarning, match=r"backend 'cpu' refused .*Pass backend=\"xla\""):
         _loss(wide)
     with warnings.catch_warnings():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from attnspan.parallel.auto import candidates
 from attnspan.parallel.cost import Cost, Phase, Sizes, exchange_parts
 from attnspan.parallel.machine import flops_of
 from attnspan.parallel.strategy import split_heads
+from attnspan.parallel.torch import calibrate
 
 WIDE = {2: 4, 4: 4, 8: 8}  # lse and sums of gradients: float32, but float64 for float64
 
@@ -321,6 +323,23 @@ def test_ranks_measure_the_same_figures(node_size: int | None) -> None:
     assert 1e8 < first.forward_flops < 1e13
     assert 1e6 < first.bandwidth_within < 1e12
     assert 1e-7 < first.latency < 1e-1
+
+
+@pytest.mark.parametrize("delay", [0.004, 10.0])
+def test_a_late_small_message_makes_no_bandwidth_of_noise(delay: float) -> None:
+    """The links carry 4 GiB a second; the small message is late, as on a busy machine."""
+    sizes: list[int] = []
+
+    def exchange(timer: object, peers: object, size: int) -> float:
+        sizes.append(size)
+        return delay if size == 8 else size / 2**32
+
+    timer = SimpleNamespace(rank=0, ranks=2, slowest=float, median=float)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "_exchange", exchange)
+        assert 2**32 <= calibrate._bandwidth(timer, 2, near=True) < 2**33
+    assert sizes == [8, *(1 << 22 << 2 * step for step in range(len(sizes) - 1))]
+    assert sizes[-1] <= 1 << 28
 
 
 def test_without_other_ranks_nothing_is_measured() -> None:

@@ -20,7 +20,7 @@ from ..machine import Machine, flops_of
 
 __all__ = ["calibrate"]
 
-_BLOCK = 1 << 22  # bytes that a rank receives in a timed transfer, at least
+_BLOCK, _LARGEST = 1 << 22, 1 << 28  # bytes that a rank receives in a timed transfer, at least and at most
 _SMALL = 8  # bytes of a message that costs its latency only
 _HEADS, _ROWS = 8, {"cpu": 1024, "cuda": 8192}
 _MOST, _LEAST = 200, 3  # repetitions
@@ -127,8 +127,10 @@ def _bandwidth(timer: _Timer, node_size: int, *, near: bool) -> float | None:
         return None
     small = timer.median(_exchange(timer, peers, _SMALL))
     block = -(-_BLOCK // most)
-    large = timer.median(_exchange(timer, peers, block))
-    return block * most / max(large - small, 1e-9)
+    # On a busy machine a small message may take as long as a large one: their difference would be noise.
+    while (large := timer.median(_exchange(timer, peers, block))) < 2 * small and block * most < _LARGEST:
+        block *= 4
+    return block * most / (large - small if large > 2 * small else large)
 
 
 def _exchange(timer: _Timer, peers: Sequence[int], size: int) -> Callable[[], object]:
