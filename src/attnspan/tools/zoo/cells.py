@@ -155,6 +155,7 @@ class ZooResults:
         settings: Of the run: the compiler's backend, numbers of tokens, layouts.
         rows: By architecture.
         speed: By architecture.
+        speed_environment: Machine and versions of ``speed``.
         left_out: Architectures that are not run, and why.
         complete: False when it was stopped before the last architecture.
         schema: Version of this layout.
@@ -164,6 +165,7 @@ class ZooResults:
     settings: dict[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     speed: tuple[Speed, ...] = ()
+    speed_environment: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = True
     schema: int = SCHEMA

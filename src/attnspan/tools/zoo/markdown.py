@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnspan.errors import expect
 from attnspan.files import write_whole
@@ -46,14 +47,7 @@ def write_markdown(results: ZooResults, path: Path) -> None:
 
 def markdown_of(results: ZooResults) -> str:
     """All tables, as Markdown."""
-    parts = []
-    where = results.environment
-    if where:
-        versions = {
-            k: v for k, v in where.get("versions", {}).items() if v and k in ("torch", "transformers")
-        }
-        shown = [str(where.get("cpu")), *(f"{k} {v}" for k, v in versions.items())]
-        parts.append(f"Measured on {', '.join(shown)}, {str(where.get('date'))[:10]}.")
+    parts = [_measured("Measured", results.environment)]
     if not results.complete:
         parts.append("**The run was stopped before its last architecture.**")
     if results.rows:
@@ -63,6 +57,7 @@ def markdown_of(results: ZooResults) -> str:
         wrong = [f"- {row.name}, {x}" for row in results.rows for x in complaints(row)]
         parts.append("What is wrong with attnspan:\n\n" + "\n".join(wrong) if wrong else "")
     if results.speed:
+        parts.append(_measured("Training steps, measured", results.speed_environment))
         parts.append(
             _table([x.name for x in SPEED_COLUMNS], [*map(speed_line, results.speed), _bold(results)])
         )
@@ -76,6 +71,14 @@ def markdown_of(results: ZooResults) -> str:
 
 def _folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def _measured(how: str, where: Mapping[str, Any]) -> str:
+    if not where:
+        return ""
+    versions = {k: v for k, v in where.get("versions", {}).items() if v and k in ("torch", "transformers")}
+    shown = [str(where.get("cpu")), *(f"{k} {v}" for k, v in versions.items())]
+    return f"{how} on {', '.join(shown)}, {str(where.get('date'))[:10]}."
 
 
 def _bold(results: ZooResults) -> list[str]:

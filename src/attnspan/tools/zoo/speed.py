@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnspan.errors import expect
 from attnspan.files import from_plain, to_plain
 from attnspan.tools.bench.cells import OURS, Timing
 from attnspan.tools.bench.devices import Device
@@ -73,8 +74,15 @@ def measure_speed(
         path: Where results are written after every architecture.
         sources: Modules where a process finds the architectures.
         after: Called with what was found of each.
+
+    Raises:
+        OptionError: ``start`` was measured on another processor.
     """
-    results = replace(start or ZooResults(), complete=False, environment=describe_environment())
+    start, here = start or ZooResults(), describe_environment()
+    same = not start.speed or start.speed_environment.get("cpu") == here["cpu"]
+    remedy = "Write the figures of this processor into a file of their own"
+    expect(same, "start", "steps timed on this processor, {}", "another's", remedy, here["cpu"])
+    results = replace(start, complete=False, speed_environment=here)
     known = {(x.library, x.name) for x in results.speed}
     try:
         for architecture in architectures:
