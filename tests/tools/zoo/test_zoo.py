@@ -20,7 +20,7 @@ from attnspan.tools.bench.cells import Timing
 from attnspan.tools.bench.statistics import Interval
 from attnspan.tools.zoo import run
 from attnspan.tools.zoo.cells import Cell, Generation, Row, Speed, ZooResults
-from attnspan.tools.zoo.markdown import BEGIN, END, write_markdown
+from attnspan.tools.zoo.markdown import BEGIN, END, markdown_of, write_markdown
 from attnspan.tools.zoo.measure import Keeper, Key, Settings, plan, results
 from attnspan.tools.zoo.page import write_page
 from attnspan.tools.zoo.run import run_zoo
@@ -196,6 +196,14 @@ def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
     broken = dataclasses.replace(BY_NAME["sound"], name="missing")
     (failed,) = measure_speed([broken], dataclasses.replace(settings, limit=0.01), sources=SOURCES).speed
     assert set(failed.reasons) == {"time", "memory of attnspan", "memory of sdpa"}
+
+
+def test_steps_of_two_processors_do_not_share_a_file() -> None:
+    there = dataclasses.replace(sample_results(), speed_environment={"cpu": "another <processor>"})
+    assert "Training steps, measured on another <processor>, None." in markdown_of(there)
+    with pytest.raises(OptionError, match="steps timed on this processor, .* got another's"):
+        measure_speed([], SpeedSettings(), start=there)
+    assert measure_speed([], SpeedSettings(), start=ZooResults()).complete
 
 
 def sample_results() -> ZooResults:

@@ -155,9 +155,9 @@ class ZooResults:
         settings: Of the run: the compiler's backend, numbers of tokens, layouts.
         rows: By architecture.
         speed: By architecture.
-        speed_environment: Machine and versions of ``speed``.
         left_out: Architectures that are not run, and why.
         complete: False when it was stopped before the last architecture.
+        speed_environment: Machine and versions of ``speed``.
         schema: Version of this layout.
     """
 
@@ -165,9 +165,9 @@ class ZooResults:
     settings: dict[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     speed: tuple[Speed, ...] = ()
-    speed_environment: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = True
+    speed_environment: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def save(self, path: Path) -> None:
