@@ -11,6 +11,8 @@ from typing import Any
 
 # Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
 os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
+# Before torch imports Triton, which reads it once: there is no GPU, so its kernels are interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
 import pytest

@@ -11,10 +11,11 @@ from functools import partial
 import conformance_jax
 import numpy as np
 import torch
+from eager_flex import eager
 from problems import DTYPES, Problem
 
 from attnspan.jax.backends.tiles import interpreted
-from attnspan.kernels import cpu
+from attnspan.kernels import cpu, triton
 from attnspan.torch import attention
 
 Results = dict[str, np.ndarray]
@@ -94,6 +95,10 @@ OF_JAX = ("none", "distance table", "everything, indices given", "dense, per key
 BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
+    "torch:flex": Backend(partial(_torch, "flex"), programs=PARTS, shapes=4, long=(3, 3), within=eager),
+    "torch:triton": Backend(
+        partial(_torch, "triton"), programs=PARTS, shapes=4, long=(3, 3), within=triton.interpreted
+    ),
     "jax:cpu": Backend(
         partial(conformance_jax.run, "cpu"), missing=NO_HANDLERS, programs=PARTS, shapes=4, long=(3, 2)
     ),

@@ -1,6 +1,5 @@
 """The public ``attention``: one call, the choice of its backend, the operator."""
 
-import warnings
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -8,25 +7,19 @@ from torch import Tensor
 
 from .._mistakes import refuse_keywords
 from ..call import Call
-from ..kernels import Choice, SlowPathWarning, choose, cpu
-from ..kernels import math as math_kernel
 from ..masks import Mask, Prepared, full
 from ..options import NO_OPTIONS, Bias, Given, Keywords
 from ..spans import Spans
 from . import _eager
+from ._backends import MODULES, choose_backend, warn_if_slow
 from ._front import TorchFront, from_bhsd
-from ._watched import constant_when_traced
 from .dtensor import ShardedMask, on_mesh
 from .ops import forward_op
-
-#: Every backend that torch can drive, the preferred one first.
-BACKENDS: dict[str, Any] = {"cpu": cpu, "math": math_kernel}
 
 Layout = Literal["bhsd", "bshd", "thd"]
 AnyMask = Mask | Prepared | Spans | ShardedMask
 
 _FULL = full()
-_warned: set[str] = set()
 
 
 @overload
@@ -134,7 +127,7 @@ def attention(
         if found is not None:
             return found  # type: ignore[no-any-return]
     call = Call.of(TorchFront(), q, k, v, given, mask=mask, scale=scale, layout=layout)
-    choice = choose(call.problem, BACKENDS, backend)
+    choice = choose_backend(call.problem, backend)
     warn_if_slow(choice)
     out, lse = _run(call, choice.name)
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
@@ -142,26 +135,8 @@ def attention(
 
 def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     arrays = call.q, call.k, call.v
-    if backend == "math":
+    if backend in ("math", "flex"):  # framework code, which autograd differentiates
         numbers: Any = {"scale": call.scale, "options": call.options, "lowered_for": call.lowered_for}
-        return math_kernel.forward(*arrays, call.bounds, **numbers)
+        return MODULES[backend].forward(*arrays, call.bounds, **numbers)  # type: ignore[no-any-return]
     bounds, options, k_len = on_mesh(call.q, call.bounds, call.options, call.lowered_for)
     return forward_op(*arrays, bounds, call.scale, *options, k_len=k_len)  # type: ignore[no-any-return]
-
-
-def warn_if_slow(choice: Choice) -> None:
-    """Warn once per reason when the math backend stands in for a kernel."""
-    if choice.name == "math":
-        for name, reason in choice.refusals.items():
-            _warn_once(
-                "attention runs as plain framework code, which stores every score: "
-                f"backend {name!r} refused ({reason})"
-            )
-
-
-@constant_when_traced
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        message = f'{message}. Pass backend="math" to choose it without this warning.'
-        warnings.warn(message, SlowPathWarning, stacklevel=4)

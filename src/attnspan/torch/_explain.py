@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ..call import Call, check_keywords, forwards_to
 from ..errors import DtypeError, expect
-from ..kernels import Explanation, choose
+from ..kernels import Explanation
 from ..options import Given
-from ._attention import BACKENDS, attention
+from ._attention import attention
+from ._backends import candidates, choose_backend
 from ._front import TorchFront
 from .dtensor import ShardedMask
 from .ops import visible_pairs
@@ -42,6 +43,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     one = not isinstance(mask, ShardedMask)
     expect(one, "explain: mask", wanted, got, "Call its own explain()", error=DtypeError)
     call = Call.of(TorchFront(), q, k, v, Given(**asked), mask=mask, scale=scale, layout=layout)
-    chosen, pairs = choose(call.problem, BACKENDS, backend).name, visible_pairs(call.q, call.k, call.bounds)
+    chosen, pairs = choose_backend(call.problem, backend).name, visible_pairs(call.q, call.k, call.bounds)
     threads = torch.get_num_threads()
-    return Explanation.of(call, BACKENDS, chosen, backend is not None, pairs, threads=threads)
+    return Explanation.of(
+        call, candidates(backend is not None), chosen, backend is not None, pairs, threads=threads
+    )

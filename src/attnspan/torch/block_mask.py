@@ -1,6 +1,5 @@
 """FlexAttention's ``BlockMask`` from a mask: the way back from ``from_block_mask``."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from .._mistakes import not_a_mask
 from ..checks import count
 from ..errors import expect
+from ..kernels.flex import block_mask as blocks_of
 from ..masks import Mask, Prepared
 from ..spans import Spans
 
@@ -58,24 +58,12 @@ def to_block_mask(
         >>> block_mask.kv_num_blocks.tolist(), block_mask.sparsity()
         ([[[1, 2, 2, 2]]], 56.25)
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     two = len(sizes) == 2
     expect(two, "block_size", "an int, or rows and keys", f"{len(sizes)} numbers", "Pass (rows, keys)")
     q_block, k_block = (count("block_size", size, least=1) for size in sizes)
     spans = _lowered(mask, q_len, k_len, batch or 1, heads or 1, device)
-    states = spans.block_states(q_block, k_block)
-    full = states == 2
-    full[:, :, q_len // q_block :] = False
-    full[:, :, :, k_len // k_block :] = False
-    return BlockMask.from_kv_blocks(
-        *_lists((states > 0) & ~full),
-        *_lists(full),
-        BLOCK_SIZE=(q_block, k_block),
-        mask_mod=_mask_mod(spans.bounds),
-        seq_lengths=(q_len, k_len),
-    )
+    return blocks_of(spans.bounds, k_len, q_block=q_block, k_block=k_block)  # type: ignore[no-any-return]
 
 
 def _lowered(
@@ -90,23 +78,3 @@ def _lowered(
     spans = mask.prepare(q_len, k_len, batch=batch, heads=heads, like=like).lowered
     bounds = torch.as_tensor(spans.bounds, device=None if isinstance(spans.bounds, Tensor) else like.device)
     return Spans(bounds if device is None else bounds.to(device), k_len)
-
-
-def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks are chosen in each row (B, H, q blocks), and which: those come first, ascending."""
-    order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
-
-
-def _mask_mod(bounds: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    lo, hi = (x.contiguous() for x in bounds.unbind(-1))
-    batch, heads, _, runs = lo.shape
-
-    def in_spans(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        at = (b if batch > 1 else 0, h if heads > 1 else 0, q)
-        visible = (k >= lo[(*at, 0)]) & (k < hi[(*at, 0)])
-        for r in range(1, runs):
-            visible = visible | ((k >= lo[(*at, r)]) & (k < hi[(*at, r)]))
-        return visible
-
-    return in_spans

@@ -1,8 +1,8 @@
 """The operators ``attnspan::forward`` and ``attnspan::backward``, as all that traces torch sees them.
 
-Schemas, CPU kernels, fake kernels, autograd. Tensors are in (B, H, S, D) order with a unit last stride;
-results are stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a fake kernel does
-no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
+Schemas, kernels for CPU and CUDA, fake kernels, autograd. Tensors are in (B, H, S, D) order with a unit last
+stride; results are stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a fake
+kernel does no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..call import check_k_len
-from ..kernels import cpu
+from ..kernels import cpu, triton
 from ..options import DENSE, Options
 from ._watched import is_watched
 
@@ -89,19 +89,27 @@ def _read_options(options: Options) -> Options | None:
     return Options(softcap, bias, kind, sinks, dropout_p, *rest)
 
 
-def _forward_cpu(
+def _kernel_of(x: Tensor) -> tuple[Any, dict[str, Any]]:
+    """The kernels of a tensor's device, and what they are told besides the call."""
+    on_cpu = x.is_cpu and not triton.interpret.get()
+    return (cpu, {"num_threads": torch.get_num_threads()}) if on_cpu else (triton, {})
+
+
+def _forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
 ) -> tuple[Tensor, Tensor]:
     out, lse = _new_outputs(q, v)
     if given[_COUNT:] not in ((), (None,)):
         check_k_len(int(given[_COUNT]), k.shape[2])
     q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
-    threads, options = torch.get_num_threads(), _read_options(Options(*given[:_COUNT]))
-    cpu.forward(q, k, v, bounds, out, lse, scale=scale, num_threads=threads, options=options)
+    kernel, more = _kernel_of(q)
+    kernel.forward(
+        q, k, v, bounds, out, lse, scale=scale, options=_read_options(Options(*given[:_COUNT])), **more
+    )
     return out, lse
 
 
-def _backward_cpu(
+def _backward_kernel(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     bounds, out, lse, scale, *given = rest
@@ -114,13 +122,14 @@ def _backward_cpu(
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     dlse, bounds, lse = None if dlse is None else dlse.contiguous(), bounds.contiguous(), lse.contiguous()
     options = _read_options(Options(*given[:_COUNT]))
-    cpu.backward(
+    kernel, more = _kernel_of(q)
+    kernel.backward(
         *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
         scale=scale,
-        num_threads=torch.get_num_threads(),
         options=options,
         dbias=dbias if dbias.numel() else None,
         dsinks=None if options is None or options.sinks is None else dsinks,
+        **more,
     )
     return gradients
 
@@ -142,8 +151,9 @@ def _backward_fake(
     return dq, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-_library.impl("forward", _forward_cpu, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("backward", _backward_cpu, "CPU")  # type: ignore[no-untyped-call]
+for _key in ("CPU", "CUDA"):
+    _library.impl("forward", _forward_kernel, _key)  # type: ignore[no-untyped-call]
+    _library.impl("backward", _backward_kernel, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("attnspan::forward", _forward_fake, lib=_library)
 torch.library.register_fake("attnspan::backward", _backward_fake, lib=_library)
 

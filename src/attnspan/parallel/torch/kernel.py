@@ -11,9 +11,13 @@ from ...interop._operators import with_autograd
 from ...kernels import choose, cpu
 from ...kernels import math as math_kernel
 from ...options import Options
-from ...torch._attention import BACKENDS, warn_if_slow
+from ...torch._backends import warn_if_slow
 
 __all__ = ["Call", "attend", "differentiate"]
+
+
+#: What can compute a part of a softmax, the preferred one first.
+_BACKENDS = {"cpu": cpu, "math": math_kernel}
 
 
 class Call(NamedTuple):
@@ -38,7 +42,7 @@ class Call(NamedTuple):
     @property
     def backend(self) -> str:
         """Name of the backend that runs the call."""
-        choice = choose(Problem.of(self.q, self.k, self.v, self.bounds), BACKENDS)
+        choice = choose(Problem.of(self.q, self.k, self.v, self.bounds), _BACKENDS)
         warn_if_slow(choice)
         return choice.name
 

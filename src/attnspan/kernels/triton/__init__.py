@@ -1,0 +1,70 @@
+"""Our own kernels for GPUs, in Triton: any spans, every option, forward and backward, deterministic.
+
+What each block of rows sees follows from the spans' ends (`_ranges`): keys that none of its rows sees cost
+nothing, and those that all of them see are not masked. Triton is imported when a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.util import find_spec
+from typing import Any
+
+from ...call import Problem
+from ...errors import expect
+
+__all__ = ["MAX_HEAD_DIM", "backward", "forward", "interpret", "interpreted", "supports"]
+
+MAX_HEAD_DIM = 256
+
+#: Whether kernels run in Triton's interpreter, see `interpreted`.
+interpret = ContextVar("attnspan_triton_interpret", default=False)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Run the kernels on CPU tensors, one operation after the other: for tests.
+
+    Raises:
+        OptionError: The process was started without ``TRITON_INTERPRET=1``, which Triton reads once.
+    """
+    from triton import knobs
+
+    remedy = "Set it before the first import of torch or triton"
+    expect(knobs.runtime.interpret, "interpreted", "the variable TRITON_INTERPRET=1", "none", remedy)
+    token = interpret.set(True)
+    try:
+        yield
+    finally:
+        interpret.reset(token)
+
+
+def supports(problem: Problem) -> str | None:
+    """Return None, or why these kernels cannot run the problem."""
+    if problem.device != "cuda" and not interpret.get():
+        return f"it runs on CUDA tensors, not on {problem.device}"
+    if problem.dtype not in ("float32", "bfloat16", "float16"):
+        return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
+    if max(problem.head_dim, problem.v_dim) > MAX_HEAD_DIM:
+        return f"it takes head dims up to {MAX_HEAD_DIM}, not {problem.head_dim} and {problem.v_dim}"
+    if min(problem.head_dim, problem.v_dim) == 0:
+        return "it takes head dims from 1 on, not 0"
+    if find_spec("triton") is None:
+        return "the package triton is missing; install it with `pip install triton`"
+    return None
+
+
+def forward(*args: Any, **options: Any) -> None:
+    """Attend, writing ``out`` and ``lse``: the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
+    from ._launch import forward
+
+    forward(*args, **options)
+
+
+def backward(*args: Any, **options: Any) -> None:
+    """Write the gradients of `forward`: the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
+    from ._launch import backward
+
+    backward(*args, **options)

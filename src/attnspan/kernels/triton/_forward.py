@@ -1,0 +1,162 @@
+"""The forward pass: one program for a block of rows, or for a part of its keys."""
+
+import triton
+import triton.language as tl
+
+from ._device import (
+    INFINITY,
+    LN2,
+    LOG2E,
+    add_bias,
+    add_product,
+    are_kept,
+    are_legal,
+    bias_of_rows,
+    hash_rows,
+    indices_of,
+    load_rows,
+    load_span,
+    locate,
+    multiply,
+    tanh,
+)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, bounds, ranges, out, lse, bias, sinks, seeds, q_index, k_index,
+    scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, lse_b, lse_h,
+    bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, out_part, lse_part,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr,
+    K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The last blocks first: under a causal mask they have the most keys.
+    block, plane = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
+    spans = bounds + batch * bounds_b + head * bounds_h + query * runs * 2
+    of_ranges = ranges + ((batch * ranges_b + kv_head * ranges_h) * blocks + block) * runs * 4
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    rows = load_rows(q + batch * q_b, head * q_h + query * q_s, 1, d, inside, D)
+    keys, values = k + batch * k_b + kv_head * k_h, v + batch * v_b + kv_head * v_h
+    of_rows = bias_of_rows(bias, bias_b, bias_h, bias_s, batch, head, query, inside, BIAS)
+    q_at = indices_of(q_index, q_index_b, batch, query, query + (k_len - q_len), inside, Q_INDEX)
+    first_word, second_word = q_at, q_at
+    if DROPOUT:
+        first_word, second_word = hash_rows(seeds, GROUP * kv_heads, batch, head, q_at, inside)
+
+    top = tl.full([BLOCK_M], -INFINITY, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    begin, end = 0, k_len
+    if PARTS > 1:
+        begin, end = part_of(of_ranges, runs, k_len, PARTS, BLOCK_N)
+    for run in range(runs):
+        lo, hi = load_span(spans, inside, run)
+        start = tl.maximum(tl.load(of_ranges + 4 * run) // BLOCK_N * BLOCK_N, begin)
+        stop = tl.minimum(tl.load(of_ranges + 4 * run + 1), end)
+        whole = tl.maximum(tl.cdiv(tl.load(of_ranges + 4 * run + 2), BLOCK_N) * BLOCK_N, start)
+        whole = tl.minimum(whole, stop)
+        until = tl.minimum(tl.load(of_ranges + 4 * run + 3), stop) // BLOCK_N * BLOCK_N
+        until = tl.maximum(until, whole)
+        for phase in tl.static_range(3):
+            # Some pairs, all pairs, some pairs.
+            a = start if phase == 0 else whole if phase == 1 else until
+            z = whole if phase == 0 else until if phase == 1 else stop
+            for at in range(a, z, BLOCK_N):
+                key = at + tl.arange(0, BLOCK_N)
+                there = key < k_len
+                x = load_rows(keys, key.to(tl.int64), k_s, d, there, D)
+                x = multiply(rows, tl.trans(x), PRECISION) * scale
+                if SOFTCAP:
+                    x = softcap * tanh(x / softcap)
+                k_at = indices_of(k_index, k_index_b, batch, key, key, there, K_INDEX)
+                pairs = inside[:, None] & there[None, :]
+                x = add_bias(
+                    x, of_rows[:, None], key[None, :], q_at[:, None], k_at[None, :], reach, pairs, BIAS
+                )
+                x *= LOG2E
+                visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
+                if phase != 1:
+                    x = tl.where(visible, x, -INFINITY)
+                new = tl.maximum(top, tl.max(x, 1))
+                shift = tl.where(new == -INFINITY, 0.0, new)
+                weights = tl.exp2(x - shift[:, None])
+                factor = tl.exp2(top - shift)
+                total = total * factor + tl.sum(weights, 1)
+                if DROPOUT:
+                    kept = are_kept(first_word[:, None], second_word[:, None], k_at[None, :], threshold)
+                    weights = tl.where(kept, weights * kept_scale, 0.0)
+                x = load_rows(values, key.to(tl.int64), v_s, e, there, DV)
+                sums = add_product(sums * factor[:, None], weights, x, visible, phase != 1, PRECISION)
+                top = new
+
+    if SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0) * LOG2E
+        new = tl.maximum(top, sink)
+        total = total * tl.exp2(top - new) + tl.exp2(sink - new)
+        sums = sums * tl.exp2(top - new)[:, None]
+        top = new
+    empty = total == 0
+    sums = sums / tl.where(empty, 1.0, total)[:, None]
+    found = tl.where(empty, -INFINITY, (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    legal = are_legal(spans, inside, runs, k_len, BLOCK_M)
+    sums = tl.where(legal[:, None], sums, float("nan"))
+    found = tl.where(legal, found, float("nan"))
+    part = tl.program_id(1).to(tl.int64)
+    to = out + part * out_part + batch * out_b + head * out_h + query * out_s
+    tl.store(
+        to[:, None] + e[None, :], sums.to(out.dtype.element_ty), mask=inside[:, None] & (e < DV)[None, :]
+    )
+    tl.store(lse + part * lse_part + batch * lse_b + head * lse_h + query, found, mask=inside)
+
+
+@triton.jit
+def part_of(ranges, runs, k_len, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The keys of this program's part: equal parts of all between the first and the last that a row sees."""
+    first, last = k_len, 0
+    for run in range(runs):
+        lo, hi = tl.load(ranges + 4 * run), tl.load(ranges + 4 * run + 1)
+        first = tl.where(lo < hi, tl.minimum(first, lo), first)
+        last = tl.where(lo < hi, tl.maximum(last, hi), last)
+    first = first // BLOCK * BLOCK
+    size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), PARTS) * BLOCK
+    begin = first + size * tl.program_id(1)
+    return begin, tl.minimum(begin + size, k_len)
+
+
+@triton.jit
+def merge_kernel(
+    parts, part_lse, out, lse, sinks, q_len, q_heads, out_b, out_h, out_s, part_rows,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One softmax from those of all parts. ``parts`` is float32 (PARTS, B, H, Sq, DV), a program is a row."""
+    row = tl.program_id(0).to(tl.int64)
+    query, head, batch = row % q_len, row // q_len % q_heads, row // (q_len * q_heads)
+    part, e = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
+    each = tl.load(part_lse + part * part_rows + row, mask=part < PARTS, other=-INFINITY)
+    top = tl.max(each, 0)
+    broken = tl.max((each != each).to(tl.int32), 0) > 0
+    sink = -INFINITY
+    if SINKS:
+        sink = tl.load(sinks + head)
+        top = tl.maximum(top, sink)
+    shift = tl.where(top == -INFINITY, 0.0, top)
+    weights = tl.exp2((each - shift) * LOG2E)
+    total = tl.sum(weights, 0) + tl.exp2((sink - shift) * LOG2E)
+    empty = total == 0
+    values = tl.load(
+        parts + (part * part_rows + row)[:, None] * DV + e[None, :],
+        mask=(part < PARTS)[:, None] & (e < DV)[None, :],
+        other=0,
+    )
+    # A part without keys has the weight 0, and its values are 0.
+    found = tl.sum(values * weights[:, None], 0) / tl.where(empty, 1.0, total)
+    found = tl.where(broken, float("nan"), found)
+    whole = tl.where(empty, -INFINITY, shift + tl.log2(tl.where(empty, 1.0, total)) * LN2)
+    tl.store(
+        out + batch * out_b + head * out_h + query * out_s + e, found.to(out.dtype.element_ty), mask=e < DV
+    )
+    tl.store(lse + row, tl.where(broken, float("nan"), whole))

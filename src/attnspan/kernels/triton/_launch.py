@@ -1,0 +1,394 @@
+"""Grids, strides and block sizes of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..._dropout import scale_of_kept, split_seeds, threshold
+from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+from . import interpret
+from ._backward import (
+    bias_gradients_kernel,
+    delta_kernel,
+    key_gradients_kernel,
+    query_gradients_kernel,
+)
+from ._forward import forward_kernel, merge_kernel
+from ._ranges import key_ranges_kernel, row_ranges_kernel
+
+__all__ = ["Config", "backward", "config_of", "forward", "row_ranges"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, warps of a program, and how many tiles are loaded ahead."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def launch(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+def config_of(direction: str, dtype: torch.dtype, dim: int, rows: int) -> Config:
+    """The block sizes where none were measured: what fits the registers and the shared memory of sm_80.
+
+    Args:
+        direction: "forward" or "backward".
+        dtype: Of q.
+        dim: The larger head dim.
+        rows: Rows of one key head: queries times heads of a group.
+    """
+    wide, double = dim > 128, dtype == torch.float32
+    if direction == "forward":
+        block_m = 64 if wide or double else 128
+        block_n = 32 if wide or double else 64
+        warps, stages = (8, 2) if wide else (4, 1 if double else 3)
+    else:
+        block_m, block_n = (32, 32) if wide or double else (64, 64)
+        warps, stages = (8 if wide else 4), 1
+    while block_m > 16 and block_m // 2 >= rows:
+        block_m //= 2
+    return Config(block_m, block_n, warps, stages)
+
+
+def _block(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _strides(x: Tensor, count: int = 3) -> tuple[int, ...]:
+    """Strides, 0 for dims of one element: those are broadcast."""
+    return tuple(0 if n == 1 else s for n, s in zip(x.shape[:count], x.stride()[:count], strict=True))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Of products: TF32 only where torch was asked for it."""
+    if interpret.get() and dtype == torch.bfloat16:
+        return "widened"
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The options as kernels take them."""
+
+    softcap: float
+    bias: Tensor | None
+    kind: int
+    bias_strides: tuple[int, ...]
+    reach: int
+    sinks: Tensor | None
+    seeds: Tensor | None
+    threshold: int
+    kept_scale: float
+    q_index: Tensor | None
+    k_index: Tensor | None
+
+    @classmethod
+    def of(cls, options: Options | None, q: Tensor) -> _Given:
+        options = options or Options()
+        bias, seeds, p = options.bias, options.dropout_seed, options.dropout_p
+        strides: tuple[int, ...] = (0, 0, 0)
+        if bias is not None:
+            if options.bias_kind in (ALIBI, SIGNED_ALIBI):
+                strides = (*_strides(bias, 2), 0)
+            else:
+                strides = _strides(bias) if options.bias_kind == DENSE else (0, bias.stride(0), 0)
+        reach = bias.shape[1] // 2 if bias is not None and options.bias_kind == DISTANCE else 0
+        if seeds is not None and seeds.dim() == 0:
+            rows, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])
+            seeds = split_seeds(seeds, rows[:, None], heads[None])
+        return cls(
+            softcap=options.softcap,
+            bias=bias,
+            kind=options.bias_kind,
+            bias_strides=strides,
+            reach=reach,
+            sinks=options.sinks,
+            seeds=None if seeds is None or not p else seeds.contiguous(),
+            threshold=threshold(p) if p else 0,
+            kept_scale=scale_of_kept(p) if p else 1.0,
+            q_index=options.q_index,
+            k_index=options.k_index,
+        )
+
+    def numbers(self, scale: float) -> dict[str, Any]:
+        return {
+            "scale": scale,
+            "softcap": self.softcap,
+            "threshold": self.threshold,
+            "kept_scale": self.kept_scale,
+            "reach": self.reach,
+            "seeds": self.seeds,
+            "bias": self.bias,
+            "q_index": self.q_index,
+            "k_index": self.k_index,
+            **dict(zip(("bias_b", "bias_h", "bias_s"), self.bias_strides, strict=True)),
+            "q_index_b": 0 if self.q_index is None else _strides(self.q_index, 1)[0],
+            "k_index_b": 0 if self.k_index is None else _strides(self.k_index, 1)[0],
+            "SOFTCAP": self.softcap != 0.0,
+            "BIAS": self.kind,
+            "DROPOUT": self.seeds is not None,
+            "Q_INDEX": self.q_index is not None,
+            "K_INDEX": self.k_index is not None,
+        }
+
+
+def row_ranges(
+    bounds: Tensor, k_len: int, *, kv_heads: int, group: int, block: int
+) -> tuple[Tensor, int, int]:
+    """What each block of rows sees of the keys: int32 (B|1, Hkv|1, blocks, R, 4), see `_ranges`.
+
+    Returns:
+        The ranges, and their strides in planes between batch rows and key heads.
+    """
+    batch, heads, q_len, runs, _ = bounds.shape
+    planes = kv_heads if heads > 1 else 1
+    blocks = triton.cdiv(q_len * group, block)
+    ranges = bounds.new_empty((batch, planes, blocks, runs, 4))
+    row_ranges_kernel[(batch * planes * blocks,)](
+        bounds, ranges, q_len, k_len, runs, blocks, planes, *_strides(bounds, 2), GROUP=group, BLOCK=block
+    )
+    return ranges, 0 if batch == 1 else planes, 0 if planes == 1 else 1
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int) -> dict[str, Any]:
+    """What all kernels are told of a call."""
+    group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[3], v.shape[3]
+    ranges, by_batch, by_head = row_ranges(bounds, k.shape[2], kv_heads=k.shape[1], group=group, block=block)
+    found: dict[str, Any] = {"q": q, "k": k, "v": v, "bounds": bounds, "ranges": ranges}
+    for name, x, axes in (("q", q, "bhs"), ("k", k, "bhs"), ("v", v, "bhs"), ("bounds", bounds, "bh")):
+        found |= {f"{name}_{a}": s for a, s in zip(axes, _strides(x, len(axes)), strict=True)}
+    return found | {
+        "ranges_b": by_batch,
+        "ranges_h": by_head,
+        "q_len": q.shape[2],
+        "k_len": k.shape[2],
+        "runs": bounds.shape[3],
+        "blocks": ranges.shape[2],
+        "kv_heads": k.shape[1],
+        "GROUP": group,
+        "D": dim,
+        "DV": v_dim,
+        "BLOCK_D": _block(dim),
+        "BLOCK_DV": _block(v_dim),
+        "PRECISION": _precision(q.dtype),
+    }
+
+
+def _parts(programs: int, k_len: int, device: torch.device) -> int:
+    """Into how many parts the keys of a block of rows are split, so that few blocks use the whole GPU."""
+    if device.type != "cuda":
+        return 1
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = min(2 * cores // max(programs, 1), k_len // 512, 64)
+    return max(1, wanted)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    options: Options | None = None,
+    config: Config | None = None,
+    parts: int | None = None,
+    **_: Any,
+) -> None:
+    """See `attnspan.kernels.triton.forward`.
+
+    Args:
+        config: Block sizes; None takes `config_of`.
+        parts: Into how many parts the keys are split; None takes as many as fill the GPU.
+    """
+    batch, q_heads, q_len, v_dim = out.shape
+    if out.shape[0] * out.shape[1] * out.shape[2] == 0:
+        return
+    group = q_heads // k.shape[1]
+    config = config or config_of("forward", q.dtype, max(q.shape[3], v_dim), q_len * group)
+    given = _Given.of(options, q)
+    programs = batch * k.shape[1] * triton.cdiv(q_len * group, config.block_m)
+    parts = parts or _parts(programs, k.shape[2], q.device)
+    numbers = _sizes(q, k, v, bounds, config.block_m) | given.numbers(scale) | config.launch()
+    to, to_lse = out, lse
+    if parts > 1:
+        to = q.new_empty((parts, batch, q_heads, q_len, v_dim), dtype=torch.float32)
+        to_lse = q.new_empty((parts, batch, q_heads, q_len), dtype=torch.float32)
+    strides = dict(zip(("out_b", "out_h", "out_s"), to.stride()[-4:-1], strict=True))
+    forward_kernel[(programs, parts)](
+        out=to,
+        lse=to_lse,
+        sinks=given.sinks,
+        out_part=to.stride(0),
+        lse_part=to_lse.stride(0),
+        lse_b=q_heads * q_len,
+        lse_h=q_len,
+        PARTS=parts,
+        SINKS=given.sinks is not None and parts == 1,
+        **numbers,
+        **strides,
+    )
+    if parts > 1:
+        rows = batch * q_heads * q_len
+        merge_kernel[(rows,)](
+            to,
+            to_lse,
+            out,
+            lse,
+            given.sinks,
+            q_len,
+            q_heads,
+            *out.stride()[:3],
+            rows,
+            DV=v_dim,
+            BLOCK_DV=_block(v_dim),
+            PARTS=parts,
+            BLOCK_P=1 << (parts - 1).bit_length(),
+            SINKS=given.sinks is not None,
+        )
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    scale: float,
+    options: Options | None = None,
+    config: Config | None = None,
+    dbias: Tensor | None = None,
+    dsinks: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """See `attnspan.kernels.triton.backward`; ``config`` as in `forward`."""
+    batch, q_heads, q_len, v_dim = out.shape
+    if batch * q_heads * q_len == 0 or k.shape[2] == 0:
+        for x in (dq, dk, dv, dbias, dsinks):
+            if x is not None:
+                x.zero_()
+        if dsinks is not None and batch * q_heads * q_len:
+            _sink_gradients(dsinks, lse, _delta(dout, dlse, out), options)
+        return
+    group, k_len = q_heads // k.shape[1], k.shape[2]
+    config = config or config_of("backward", q.dtype, max(q.shape[3], v_dim), q_len * group)
+    given = _Given.of(options, q)
+    numbers = _sizes(q, k, v, bounds, config.block_m) | given.numbers(scale) | config.launch()
+    numbers |= dict(zip(("dout_b", "dout_h", "dout_s"), _strides(dout), strict=True))
+    delta = _delta(dout, dlse, out)
+    numbers |= {"dout": dout, "lse": lse, "delta": delta}
+    want = dbias is not None and given.kind in (ALIBI, SIGNED_ALIBI, DISTANCE)
+    sums = q.new_zeros((2, batch, q_heads, q_len), dtype=torch.float32) if want else None
+    width = 2 * given.reach + 1
+    by_distance = want and given.kind == DISTANCE
+    band = q.new_zeros((batch, q_heads, q_len, width), dtype=torch.float32) if by_distance else None
+    query_gradients_kernel[(batch * k.shape[1] * numbers["blocks"],)](
+        dq=dq,
+        row_sums=sums,
+        band=band,
+        WANT_BIAS=want,
+        **numbers,
+        **dict(zip(("dq_b", "dq_h", "dq_s"), dq.stride()[:3], strict=True)),
+    )
+    ranges, key_blocks = numbers["ranges"], triton.cdiv(k_len, config.block_n)
+    planes = ranges.shape[0] * ranges.shape[1]
+    key_ranges = ranges.new_empty((planes, key_blocks, 2))
+    key_ranges_kernel[(planes * key_blocks,)](
+        ranges, key_ranges, numbers["blocks"], bounds.shape[3], key_blocks, BLOCK=config.block_n, CHUNK=128
+    )
+    key_gradients_kernel[(batch * k.shape[1] * key_blocks,)](
+        key_ranges=key_ranges,
+        dk=dk,
+        dv=dv,
+        key_blocks=key_blocks,
+        **numbers,
+        **dict(zip(("dk_b", "dk_h", "dk_s"), dk.stride()[:3], strict=True)),
+        **dict(zip(("dv_b", "dv_h", "dv_s"), dv.stride()[:3], strict=True)),
+    )
+    if dsinks is not None:
+        _sink_gradients(dsinks, lse, delta, options)
+    if dbias is None:
+        return
+    if given.kind == DENSE:
+        _dense_gradients(dbias, numbers, key_blocks, config)
+    elif given.kind == DISTANCE:
+        assert sums is not None
+        assert band is not None
+        dbias.copy_(band.sum((0, 2)))
+        dbias[:, 0] += sums[0].sum((0, 2))
+        dbias[:, -1] += sums[1].sum((0, 2))
+    else:
+        assert sums is not None
+        dbias.copy_(sums[0].sum(-1).sum_to_size(dbias.shape))
+
+
+def _delta(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
+    batch, heads, q_len, v_dim = out.shape
+    delta = out.new_empty((batch, heads, q_len), dtype=torch.float32)
+    block = 64
+    delta_kernel[(batch * heads * triton.cdiv(q_len, block),)](
+        dout,
+        out,
+        None if dlse is None else dlse.contiguous(),
+        delta,
+        q_len,
+        heads,
+        *_strides(dout),
+        *_strides(out),
+        DV=v_dim,
+        BLOCK_DV=_block(v_dim),
+        BLOCK=block,
+        DLSE=dlse is not None,
+    )
+    return delta
+
+
+def _sink_gradients(dsinks: Tensor, lse: Tensor, delta: Tensor, options: Options | None) -> None:
+    """A sink has a weight and no value, so its score's gradient is -delta times the weight."""
+    assert options is not None
+    weights = torch.exp(options.sinks[None, :, None] - lse)
+    dsinks.copy_(-(weights * delta).sum((0, 2)))
+
+
+def _dense_gradients(dbias: Tensor, numbers: dict[str, Any], key_blocks: int, config: Config) -> None:
+    q = numbers["q"]
+    batch, q_heads, q_len, _ = q.shape
+    of_batch, of_heads = batch // dbias.shape[0], q_heads // dbias.shape[1]
+    all_blocks, one_row = triton.cdiv(q_len, config.block_m), dbias.shape[2] == 1
+    row_blocks = 1 if one_row else all_blocks
+    left_out = ("ranges", "ranges_b", "ranges_h", "blocks", "kv_heads")
+    bias_gradients_kernel[(dbias.shape[0] * dbias.shape[1] * row_blocks * key_blocks,)](
+        dbias=dbias,
+        q_heads=q_heads,
+        of_batch=of_batch,
+        of_heads=of_heads,
+        of_blocks=all_blocks if one_row else 1,
+        row_blocks=row_blocks,
+        key_blocks=key_blocks,
+        ONE_ROW=one_row,
+        **{name: x for name, x in numbers.items() if name not in left_out},
+        **dict(zip(("dbias_b", "dbias_h", "dbias_s"), _strides(dbias), strict=True)),
+    )

@@ -1,0 +1,63 @@
+"""Which keys a block of rows sees, and which rows see a block of keys: from the spans' ends, in O(S * R)."""
+
+import triton
+import triton.language as tl
+
+from ._device import load_span, locate
+
+
+@triton.jit
+def row_ranges_kernel(
+    bounds,
+    ranges,
+    q_len,
+    k_len,
+    runs,
+    blocks,
+    kv_heads,
+    stride_b,
+    stride_h,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """For each block of rows and each span: the first and last key that some row sees, and that all do.
+
+    ``ranges`` is int32 (planes, blocks, runs, 4): from the first to before the second some row sees keys;
+    from the third to before the fourth every row sees all keys.
+    """
+    program = tl.program_id(0)
+    block, plane = program % blocks, program // blocks
+    batch, _, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK)
+    spans = bounds + batch * stride_b + head * stride_h + query * runs * 2
+    to = ranges + program.to(tl.int64) * runs * 4
+    for run in range(runs):
+        lo, hi = load_span(spans, inside, run)
+        some = hi > lo
+        first = tl.min(tl.where(some, lo, k_len), 0)
+        last = tl.max(tl.where(some, hi, 0), 0)
+        whole = tl.max(tl.where(inside, tl.where(some, lo, k_len), 0), 0)
+        until = tl.min(tl.where(inside, tl.where(some, hi, 0), k_len), 0)
+        # Illegal spans may lie outside of the keys.
+        tl.store(to + 4 * run, tl.maximum(first, 0))
+        tl.store(to + 4 * run + 1, tl.minimum(last, k_len))
+        tl.store(to + 4 * run + 2, tl.maximum(whole, 0))
+        tl.store(to + 4 * run + 3, tl.minimum(until, k_len))
+
+
+@triton.jit
+def key_ranges_kernel(ranges, found, blocks, runs, key_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """For each block of keys the first block of rows that sees some of them, and the one behind the last."""
+    program = tl.program_id(0)
+    at, plane = program % key_blocks, (program // key_blocks).to(tl.int64)
+    first, last = blocks, 0
+    for start in range(0, blocks, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        inside = block < blocks
+        for run in range(runs):
+            of = ranges + ((plane * blocks + block) * runs + run) * 4
+            lo, hi = tl.load(of, mask=inside, other=0), tl.load(of + 1, mask=inside, other=0)
+            seen = (lo < hi) & (lo < (at + 1) * BLOCK) & (hi > at * BLOCK)
+            first = tl.minimum(first, tl.min(tl.where(seen, block, blocks), 0))
+            last = tl.maximum(last, tl.max(tl.where(seen, block + 1, 0), 0))
+    tl.store(found + 2 * program, first)
+    tl.store(found + 2 * program + 1, last)

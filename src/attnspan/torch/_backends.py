@@ -1,0 +1,74 @@
+"""The backends that torch can drive, and which of them runs a call that names none."""
+
+import warnings
+from typing import Any
+
+from ..call import Problem
+from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, triton
+from ..kernels import math as math_kernel
+from ._watched import constant_when_traced
+
+__all__ = ["MODULES", "candidates", "choose_backend", "warn_if_slow"]
+
+#: By name, the preferred one first.
+MODULES: dict[str, Any] = {"cpu": cpu, "flex": flex, "triton": triton, "math": math_kernel}
+
+#: Keys beyond which a device that has kernels never stores every score unasked.
+MOST_KEYS = 4096
+
+_warned: set[str] = set()
+
+
+class _Unnamed:
+    """A backend for calls that name none: some backends are for their names only."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def supports(self, problem: Problem) -> str | None:
+        reason: str | None = MODULES[self.name].supports(problem)
+        if reason is not None:
+            return reason
+        if self.name == "triton":
+            return "it was never measured on hardware, so it runs by name only"
+        if self.name == "math" and problem.device != "cpu" and problem.k_len > MOST_KEYS:
+            return f"it stores every score, so beyond {MOST_KEYS:,} keys it runs by name only"
+        return None
+
+
+_UNNAMED = {name: _Unnamed(name) for name in MODULES}
+_ON_GPUS = {name: _UNNAMED[name] for name in ("flex", "math")}
+_BY_DEVICE = {"cpu": {name: _UNNAMED[name] for name in ("cpu", "math")}}
+
+
+def candidates(named: bool) -> dict[str, Any]:
+    """All backends as `choose` sees them, for calls that name one and for those that do not."""
+    return MODULES if named else _UNNAMED
+
+
+def choose_backend(problem: Problem, requested: str | None) -> Choice:
+    """The backend that runs a problem.
+
+    Raises:
+        OptionError, BackendError: As `attnspan.kernels.choose`.
+    """
+    named = requested is not None
+    return choose(problem, MODULES if named else _BY_DEVICE.get(problem.device, _ON_GPUS), requested)
+
+
+def warn_if_slow(choice: Choice) -> None:
+    """Warn once per reason when the math backend stands in for a kernel."""
+    if choice.name == "math":
+        for name, reason in choice.refusals.items():
+            _warn_once(
+                "attention runs as plain framework code, which stores every score: "
+                f"backend {name!r} refused ({reason})"
+            )
+
+
+@constant_when_traced
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        message = f'{message}. Pass backend="math" to choose it without this warning.'
+        warnings.warn(message, SlowPathWarning, stacklevel=4)

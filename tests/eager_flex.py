@@ -1,0 +1,34 @@
+"""FlexAttention on CPU tensors, as the plain array code that it consists of without a compiler."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.nn.attention import flex_attention
+
+from attnspan.kernels import flex
+from attnspan.options import Options
+from attnspan.torch import _backends
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Calls of ``backend="flex"`` on CPU tensors run, and have gradients."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # torch asks for it
+        patch.setattr(flex_attention, "_validate_device", lambda *_: None)
+        patch.setitem(_backends.MODULES, "flex", SimpleNamespace(supports=_supports, forward=_forward))
+        yield
+
+
+def _supports(problem: Any) -> str | None:
+    return flex.supports(replace(problem, device="cuda"))
+
+
+def _forward(*tensors: Any, scale: float, options: Options | None, lowered_for: Any) -> Any:
+    return flex.attend(*tensors, scale, options or Options(), lowered_for)

@@ -1,0 +1,93 @@
+"""FlexAttention as a backend: the same blocks when traced, one graph for all masks, what GPUs run."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from eager_flex import eager
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attnspan import Mask, causal, documents, window
+from attnspan.call import Problem
+from attnspan.errors import BackendError
+from attnspan.kernels import flex
+from attnspan.options import Options, alibi
+from attnspan.torch import attention
+from attnspan.torch._backends import MOST_KEYS, candidates, choose_backend
+
+ON_GPU = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cuda")
+
+
+def bounds_of(mask: Mask, length: int) -> Tensor:
+    return torch.as_tensor(mask.spans(length, length).lowered.bounds)
+
+
+def test_blocks_are_the_same_in_a_compiled_program() -> None:
+    names = [
+        f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")
+    ]
+
+    def blocks(bounds: Tensor) -> list[Tensor]:
+        found = flex.block_mask(bounds, bounds.shape[2], q_block=16, k_block=16)
+        return [getattr(found, name) for name in names]
+
+    compiled = torch.compile(blocks, fullgraph=True, backend="aot_eager")
+    for mask in (causal() & documents([0, 40, 41, 100, 128]), causal() & window(20)):
+        bounds = bounds_of(mask, 128)
+        for name, a, b in zip(names, blocks(bounds), compiled(bounds), strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0, "bias": "alibi", "sinks": "sinks"}], ids=["none", "all"]
+)
+def test_thirty_masks_and_five_lengths_compile_to_few_graphs(options: dict[str, Any]) -> None:
+    heads = {"alibi": alibi(torch.rand(4)), "sinks": torch.randn(4)}
+    options = {name: heads.get(x, x) for name, x in options.items()}
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        mask = causal() & documents(ids)
+        return attention(q, k, k, mask=mask, backend="flex", **options)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    with eager():
+        for step in range(30):
+            length = 64 + 16 * (step % 5)
+            q, k = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16)
+            ids = torch.tensor([0, 3 + step, 40, length])
+            wanted = attention(q, k, k, mask=causal() & documents(ids), backend="math", **options)
+            torch.testing.assert_close(compiled(q, k, ids), wanted, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count <= 2
+
+
+def test_what_gpus_run() -> None:
+    assert choose_backend(ON_GPU, None).name == "flex"
+    assert choose_backend(replace(ON_GPU, device="xpu"), None).name == "flex"
+    double = replace(ON_GPU, dtype="float64")
+    few = choose_backend(double, None)
+    assert few.name == "math"
+    assert "not float64" in few.refusals["flex"]
+    many = replace(double, k_len=MOST_KEYS + 1)
+    with pytest.raises(BackendError, match="beyond 4,096 keys it runs by name only"):
+        choose_backend(many, None)
+    assert choose_backend(many, "math").name == "math"
+    assert choose_backend(ON_GPU, "triton").name == "triton"
+    assert "by name only" in str(candidates(named=False)["triton"].supports(ON_GPU))
+    assert "FlexAttention has no backward there" in str(flex.supports(replace(ON_GPU, device="cpu")))
+    assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))
+
+
+def test_an_uncompiled_call_compiles_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "program", flex.program.__wrapped__)
+    compile_, made = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda f, **k: made.append(f) or compile_(f, **k, backend="eager"))
+    q, bounds = torch.randn(1, 1, 32, 16), bounds_of(causal(), 32)
+    wanted = attention(q, q, q, mask=causal(), scale=0.25)
+    out, _ = flex.forward(q, q, q, bounds, scale=0.25)
+    torch.testing.assert_close(out, wanted)
+    flex.forward(q, q, q, bounds, scale=0.25, options=Options(softcap=1.0))
+    assert len({id(f.__code__) for f in made}) == 2, "torch counts recompilations by code object"

@@ -1,0 +1,192 @@
+"""Triton's kernels in its interpreter: ranges, parts, NaNs; and their code for GPUs that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton_compiled
+from torch import Tensor
+
+from attnspan import causal, documents, global_keys, window
+from attnspan.call import Problem
+from attnspan.errors import OptionError
+from attnspan.kernels import math, triton
+from attnspan.kernels.triton import _launch
+from attnspan.kernels.triton._ranges import key_ranges_kernel
+from attnspan.options import Options
+
+#: Bytes of shared memory that a program may have.
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with triton.interpreted():
+        yield
+
+
+def random_bounds(batch: int, heads: int, q_len: int, k_len: int, runs: int) -> Tensor:
+    """Disjoint spans, some of them empty."""
+    ends = torch.rand(batch, heads, q_len, 2 * runs).mul(k_len + 1).int().sort(-1).values
+    return ends.view(batch, heads, q_len, runs, 2).contiguous()
+
+
+def qkv(q_len: int = 40, k_len: int = 56, heads: int = 4) -> tuple[Tensor, ...]:
+    return torch.randn(2, heads, q_len, 16), torch.randn(2, 2, k_len, 16), torch.randn(2, 2, k_len, 24)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+    triton.forward(q, k, v, bounds, out, lse, scale=0.25, **options)
+    return out, lse
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("runs", [1, 3])
+def test_ranges_are_those_of_the_dense_mask(heads: int, runs: int) -> None:
+    group, block, k_len = 2, 16, 70
+    bounds = random_bounds(2, heads, 37, k_len, runs)
+    ranges, by_batch, by_head = _launch.row_ranges(bounds, k_len, kv_heads=2, group=group, block=block)
+    assert (by_batch, by_head) == (2 if heads > 1 else 1, 1 if heads > 1 else 0)
+    blocks = ranges.shape[2]
+    for b, h, at, r in np.ndindex(*ranges.shape[:4]):
+        rows = [divmod(n, group) for n in range(at * block, min((at + 1) * block, 37 * group))]
+        of = [bounds[b, h * group + g if heads > 1 else 0, s, r].tolist() for s, g in rows]
+        seen = [(lo, hi) for lo, hi in of if lo < hi]
+        first, last, whole, until = ranges[b, h, at, r].tolist()
+        assert (first, last) == (
+            min((x[0] for x in seen), default=k_len),
+            max((x[1] for x in seen), default=0),
+        )
+        common = set.intersection(*({*range(lo, hi)} for lo, hi in of))
+        assert set(range(whole, until)) == common
+    keys = -(-k_len // block)
+    found = ranges.new_empty((ranges.shape[0] * ranges.shape[1], keys, 2))
+    key_ranges_kernel[(found.shape[0] * keys,)](ranges, found, blocks, runs, keys, BLOCK=block, CHUNK=2)
+    for plane, key in np.ndindex(*found.shape[:2]):
+        lo, hi = ranges.flatten(0, 1)[plane, :, :, 0], ranges.flatten(0, 1)[plane, :, :, 1]
+        sees = ((lo < hi) & (lo < (key + 1) * block) & (hi > key * block)).any(-1).nonzero()[:, 0].tolist()
+        wanted = [min(sees), max(sees) + 1] if sees else [blocks, 0]
+        assert found[plane, key].tolist() == wanted
+
+
+def test_ranges_of_long_rows_take_little_memory() -> None:
+    bounds = (causal() & (window(512) | global_keys(4))).spans(131_072, 131_072).lowered.bounds
+    bounds = torch.as_tensor(bounds)
+    assert bounds.shape[3] == 2
+    ranges, *_ = _launch.row_ranges(bounds, 131_072, kv_heads=1, group=1, block=128)
+    assert ranges.nbytes == 1024 * 2 * 16
+    assert ranges[0, 0, -1].tolist() == [[0, 4, 0, 4], [130_432, 131_072, 130_559, 130_945]]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 64])
+def test_keys_in_parts_give_the_same(parts: int) -> None:
+    q, k, v = qkv(q_len=3)
+    bounds = random_bounds(2, 1, 3, 56, 2)
+    bounds[0, 0, 0] = 0
+    options = Options(sinks=torch.randn(4), softcap=3.0)
+    for given in (None, options):
+        whole, in_parts = (run(q, k, v, bounds, parts=n, options=given) for n in (1, parts))
+        for a, b in zip(whole, in_parts, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_same_bits_each_time() -> None:
+    q, k, v = qkv()
+    bounds = random_bounds(1, 1, 40, 56, 2)
+    found = []
+    for _ in range(2):
+        out, lse = run(q, k, v, bounds)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        triton.backward(out, lse, q, k, v, out, lse, bounds, *gradients, scale=0.25)
+        found.append([out, lse, *gradients])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nan_reaches_only_what_may_see_it(name: str, bad: float) -> None:
+    """Two documents, in one tile."""
+    tensors = dict(zip("qkv", qkv(q_len=40, k_len=40), strict=True))
+    tensors["dout"] = torch.randn(2, 4, 40, 24)
+    bounds = torch.as_tensor(documents([0, 18, 40]).spans(40, 40).lowered.bounds)
+
+    def results() -> list[Tensor]:
+        q, k, v, dout = tensors.values()
+        out, lse = run(q, k, v, bounds)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        triton.backward(dout, None, q, k, v, out, lse, bounds, *gradients, scale=0.25)
+        return [out, lse[..., None], *gradients]
+
+    clean = results()
+    tensors[name][:, :, 20, 3] = bad
+    for a, b in zip(clean, results(), strict=True):
+        torch.testing.assert_close(a[:, :, :18], b[:, :, :18], rtol=1e-5, atol=1e-6)
+    assert not all(bool(x[:, :, 18:].isfinite().all()) for x in results()[2:])
+
+
+def test_illegal_rows_are_nan_and_read_nothing_outside() -> None:
+    q, k, v = qkv()
+    bounds = torch.as_tensor(causal().spans(40, 56).lowered.bounds).clone()
+    wanted = math.forward(q, k, v, bounds, scale=0.25)
+    bounds[0, 0, 5], bounds[0, 0, 7] = torch.tensor([-9, 3]), torch.tensor([2, 4_000])
+    out, lse = run(q, k, v, bounds)
+    bad = torch.zeros(40, dtype=torch.bool)
+    bad[[5, 7]] = True
+    assert out[:, :, bad].isnan().all()
+    assert lse[:, :, bad].isnan().all()
+    torch.testing.assert_close(out[:, :, ~bad], wanted[0][:, :, ~bad])
+    torch.testing.assert_close(lse[:, :, ~bad], wanted[1][:, :, ~bad])
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cpu")
+    assert triton.supports(problem) is None
+    sizes = {"head_dim": 257, "v_dim": 0, "dtype": "float64"}
+    for name, size in sizes.items():
+        reason = triton.supports(Problem(**{**vars(problem), name: size}))
+        assert reason is not None
+        assert str(size) in reason
+    monkeypatch.setattr(triton, "find_spec", lambda _: None)
+    assert "pip install triton" in str(triton.supports(problem))
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(OptionError, match="TRITON_INTERPRET=1"), triton.interpreted():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim"),
+    [(90, "bfloat16", 128), pytest.param(80, "float16", 64, marks=pytest.mark.long)],
+)
+def test_code_for_gpus(capability: int, dtype: str, dim: int) -> None:
+    """Compiled ahead of time: each product is one of matrix instructions, and shared memory suffices."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        str(Path(triton_compiled.__file__)),
+        str(capability),
+        dtype,
+        str(dim),
+        str(dim),
+    ]
+    text = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
+    found = {each["kernel"]: each for each in json.loads(text)}
+    assert set(found) == {
+        *("row_ranges_kernel", "key_ranges_kernel", "forward_kernel", "delta_kernel"),
+        *("query_gradients_kernel", "key_gradients_kernel"),
+    }
+    for name, each in found.items():
+        assert each["shared"] <= SHARED[capability], name
+        if name.startswith(("forward", "query", "key_gradients")):
+            assert MATRIX[capability] in each["matrix"], name

@@ -1,0 +1,102 @@
+"""Compile each kernel as its launches would, for GPUs that this machine lacks, and say what came of it.
+
+    python tests/kernels/triton_compiled.py 90 bfloat16 128 128
+
+A process of its own: in one that interprets Triton nothing can be compiled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnspan.kernels.triton import _launch
+from attnspan.options import Options
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
+OPTIONS = {"num_warps", "num_stages"}
+
+
+class Recorder:
+    """In the place of a kernel: writes down its launches."""
+
+    def __init__(self, kernel: Any, launches: list[Any]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*positional: Any, **named: Any) -> None:
+            given = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
+            self.launches.append((self.kernel, given))
+
+        return launch
+
+
+def launches_of(
+    options: Options, dtype: torch.dtype, dim: int, v_dim: int, group: int, parts: int
+) -> list[Any]:
+    """The launches of a forward and a backward pass."""
+    launches: list[Any] = []
+    kept = {name: x for name, x in vars(_launch).items() if name.endswith("_kernel")}
+    for name, kernel in kept.items():
+        setattr(_launch, name, Recorder(kernel, launches))
+    q = torch.empty(2, 2 * group, 512, dim, dtype=dtype)
+    k, v = torch.empty(2, 2, 512, dim, dtype=dtype), torch.empty(2, 2, 512, v_dim, dtype=dtype)
+    out, lse = torch.empty(2, 2 * group, 512, v_dim, dtype=dtype), torch.empty(2, 2 * group, 512)
+    bounds = torch.empty(1, 1, 512, 2, 2, dtype=torch.int32)
+    _launch.forward(q, k, v, bounds, out, lse, scale=1.0, options=options, parts=parts)
+    dbias = None if options.bias is None else torch.empty(options.bias.shape)
+    dsinks = None if options.sinks is None else torch.empty(options.sinks.shape)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    call = {"scale": 1.0, "options": options, "dbias": dbias, "dsinks": dsinks}
+    _launch.backward(out, None, q, k, v, out, lse, bounds, *gradients, **call)
+    for name, kernel in kept.items():
+        setattr(_launch, name, kernel)
+    return launches
+
+
+def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, Any]:
+    """Registers, spills, shared memory and matrix instructions of a launch."""
+    signature, constants, attributes = {}, {}, {}
+    for at, parameter in enumerate(kernel.params):
+        x = given[parameter.name]
+        if parameter.is_constexpr or x is None:
+            signature[parameter.name], constants[(at,)] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            signature[parameter.name] = "*" + TYPES[str(x.dtype)[6:]]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(x, float) else "i32"
+            if isinstance(x, int) and x % 16 == 0:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {name: given[name] for name in OPTIONS & set(given)}
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = done.asm["ptx"]
+    matrix = sorted({x for x in ("mma.sync", "wgmma", "tcgen05.mma") if x in ptx})
+    return {"kernel": kernel.__name__, "shared": done.metadata.shared, "matrix": matrix, **found}
+
+
+def main(capability: str, dtype: str, dim: str, v_dim: str, *names: str) -> None:
+    found = []
+    for kernel, given in launches_of(Options(), getattr(torch, dtype), int(dim), int(v_dim), 4, 1):
+        found.append(compiled(kernel, given, int(capability)))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
