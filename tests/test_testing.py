@@ -33,6 +33,15 @@ def test_silent_where_documents_are_isolated():
     assert model.training
 
 
+def test_documents_of_other_rows_are_others() -> None:
+    class Rows(torch.nn.Module):
+        def forward(self, x):
+            return x + x.roll(1, 0)
+
+    found = probe(Rows(), {"x": torch.randn(2, 4, 3)}, torch.zeros(2, 4, dtype=torch.int64))
+    assert [leak.rows[0][0] for leak in found.leaks] == [1, 0]
+
+
 def test_names_module_and_rows_of_a_leak():
     model = Model(causal())
     with pytest.raises(

@@ -111,10 +111,11 @@ def probe(
     )
     run = _Runner(model, batch, name, call)
     before = run(tokens)
-    numbers = sorted({n for n in documents.flatten().tolist() if n >= 0})
+    rows = torch.arange(len(documents), device=documents.device)[:, None]
+    numbers = sorted({(row, n) for row, of in enumerate(documents.tolist()) for n in of if n >= 0})
     leaks = []
-    for n in numbers:
-        own = documents == n
+    for row, n in numbers:
+        own = (documents == n) & (rows == row)
         found = _first_change(before, run(_changed(tokens, own)), (documents >= 0) & ~own, within)
         leaks += [Leak(n, *found)] if found else []
     return Isolation(len(numbers), tuple(leaks))

@@ -128,6 +128,19 @@ def test_packed_documents_do_not_see_each_other(name):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, compiled):
+    model = build(name)
+    model.set_attn_implementation("attnspan")
+    wanted = model(TOKENS, position_ids=POSITIONS, use_cache=False).logits
+    torch._dynamo.reset()
+    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    got = call(TOKENS, position_ids=POSITIONS)
+    assert got.past_key_values.get_seq_length() == TOKENS.shape[1]
+    assert relative_error(got.logits, wanted) < 3e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_offsets_of_documents_without_positions(compiled):
     model = build("llama")
     model.set_attn_implementation("eager")

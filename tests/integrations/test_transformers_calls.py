@@ -12,6 +12,7 @@ from transformers_models import LEFT_PADDED, TOKENS, Operators, assert_equals_ea
 import attnspan.integrations.transformers as adapter  # noqa: E402
 from attnspan.errors import OptionError, ShapeError  # noqa: E402
 from attnspan.integrations import _transformers_masks  # noqa: E402
+from attnspan.spans import Spans  # noqa: E402
 
 LAYER = torch.nn.Module()
 LOWEST = torch.finfo(torch.float32).min
@@ -146,6 +147,35 @@ def test_a_function_that_nobody_knows_is_evaluated_and_said_once():
     with pytest.warns(adapter.AllPairsWarning, match=r"<lambda> is not one of transformers' own"):
         got = adapter.make_mask(2, 6, 6, mask_function=transformers.masking_utils.or_masks(known, unknown))
     assert torch.equal(got, adapter.make_mask(2, 6, 6))
+
+
+@pytest.mark.filterwarnings("ignore::attnspan.integrations.transformers.AllPairsWarning")
+def test_an_unknown_function_has_the_positions_of_packed_documents():
+    shown = []
+    for name in ("eager", "attnspan"):
+        config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=1, attn_implementation=name)
+        mask = transformers.masking_utils.create_causal_mask(
+            config,
+            torch.zeros(1, 12, 8),
+            None,
+            None,
+            position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
+            and_mask_function=lambda b, h, q, k: (k < 2) | (q - k < 2),  # noqa: ARG005
+        )
+        shown.append(mask)
+    bounds = shown[1].unflatten(3, (-1, 2))[:, :, :, :-1].contiguous()
+    assert torch.equal(Spans(bounds, 12).dense(), shown[0] == 0)
+
+
+def test_functions_of_masks_take_keywords_as_before():
+    masking = transformers.masking_utils
+    valid = torch.tensor([[True, False]])
+    assert adapter.make_mask(1, 2, 2, mask_function=masking.padding_mask_function(padding_mask=valid)).equal(
+        adapter.make_mask(1, 2, 2, mask_function=masking.padding_mask_function(valid))
+    )
+    assert masking.sliding_window_overlay(sliding_window=2)(0, 0, 5, 4)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        masking.sliding_window_overlay(2, window=3)
 
 
 class Seeds(Operators):

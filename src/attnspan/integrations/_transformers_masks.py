@@ -1,5 +1,7 @@
 """The masks of transformers as spans, lowered once for each kind of layer and step."""
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,8 +14,10 @@ from .._installed import require_names
 from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
-__all__ = ["AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
+__all__ = ["NAME", "AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
 
+#: The name under which transformers knows this attention.
+NAME = "attnspan"
 
 # Models that read their masks, to put them together or to add them to scores of their own; and kinds of
 # layers, which choose keys by what they contain.
@@ -64,13 +68,54 @@ def _say_what_they_are() -> None:
 
 
 def _describing(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    def described(*data: Any) -> _Known:
-        return _Known(make(*data), kind, *data)
+    names = tuple(inspect.signature(make).parameters)
+
+    def described(*data: Any, **named: Any) -> _Known:
+        made = make(*data, **named)
+        return _Known(made, kind, *data, *(named[name] for name in names[len(data) :] if name in named))
 
     described.__name__, described.__doc__ = make.__name__, make.__doc__
     described.__wrapped__ = make  # type: ignore[attr-defined]
     described.attnspan_kind = kind  # type: ignore[attr-defined]
     return described
+
+
+def _see_documents_beside_a_new_cache() -> None:
+    """Let positions that start again mean documents where the model makes a cache too, as it does unasked.
+
+    transformers looks at positions only where there is no cache; with an empty one, all tokens are here too.
+    """
+    require_names(
+        masking_utils, ["_preprocess_mask_arguments"], "attnspan.integrations.transformers", "transformers"
+    )
+    read = masking_utils._preprocess_mask_arguments
+    if hasattr(read, "attnspan_documents"):
+        return
+
+    @functools.wraps(read)
+    def read_documents(
+        config: Any,
+        inputs_embeds: Any,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        found = read(config, inputs_embeds, attention_mask, past_key_values, position_ids, *rest, **named)
+        if attention_mask is not None or past_key_values is None or config._attn_implementation != NAME:
+            return found
+        ready, mask, packed, q_len, k_len, q_offset, *others = found
+        if ready or packed is not None or position_ids is None or position_ids.dim() != 2:
+            return found
+        if isinstance(q_offset, Tensor) or q_offset != 0 or q_len != k_len:
+            return found
+        positions = position_ids.expand(inputs_embeds.shape[0], -1)
+        packed = masking_utils.find_packed_sequence_indices(positions)
+        return ready, mask, packed, q_len, k_len, q_offset, *others
+
+    read_documents.attnspan_documents = True  # type: ignore[attr-defined]
+    masking_utils._preprocess_mask_arguments = read_documents
 
 
 class _Sizes(NamedTuple):
@@ -195,7 +240,7 @@ def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
     if kind == "positions":  # Differences of positions are those of indices within a document, as are masks.
         return _lower(data[0], sizes._replace(positions=data[1]))
     _say_once(f"the mask function {_name_of(fn)} is not one of transformers' own, so it is evaluated")
-    return from_predicate(_Shifted(fn, sizes.first_key))
+    return from_predicate(_Shifted(fn, sizes.first_key, sizes.positions))
 
 
 def _chunks(size: int, left_padding: Tensor, sizes: _Sizes) -> Mask:
@@ -210,13 +255,17 @@ def _chunks(size: int, left_padding: Tensor, sizes: _Sizes) -> Mask:
 
 
 class _Shifted:
-    """A mask function of indices in the whole sequence as one of indices from the first key on."""
+    """A mask function of indices in the sequence, or in documents, as one of indices from the first key."""
 
-    def __init__(self, fn: Callable[..., Any], first_key: Any) -> None:
-        self.fn, self.first_key = fn, first_key
+    def __init__(self, fn: Callable[..., Any], first_key: Any, positions: Tensor | None) -> None:
+        self.fn, self.first_key, self.positions = fn, first_key, positions
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        visible: Tensor = self.fn(b, h, q + self.first_key, k + self.first_key)
+        if self.positions is None:
+            q, k = q + self.first_key, k + self.first_key
+        else:
+            q, k = self.positions[b, q], self.positions[b, k]
+        visible: Tensor = self.fn(b, h, q, k)
         return visible
 
 
@@ -249,3 +298,4 @@ def _say_once(what: str) -> None:
 
 
 _say_what_they_are()
+_see_documents_beside_a_new_cache()

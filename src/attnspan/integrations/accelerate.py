@@ -38,6 +38,9 @@ __all__ = ["context_parallel"]
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
+# Of configurations: shares of the attention's weights to drop.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
 
 def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: str = "auto") -> _Trainer:
     """Let groups of `degree` neighbouring ranks share each batch of a trainer.
@@ -182,10 +185,10 @@ def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
     """Let the ranks of a group compare their first batches, and the generators that drop weights."""
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     config = base_of(trainer.model).config.get_text_config()
-    drops = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+    drops = any(getattr(config, name, 0) for name in _DROPOUTS)
     facts = {
         "batches": digest(*(x.detach().float().cpu().numpy() for x in tensors)),
-        "random states": digest(torch.get_rng_state().numpy()) if drops else 0,
+        "random states": digest(_random_state(tensors[0].device).numpy()) if drops else 0,
     }
     every = _of_all_ranks(facts, trainer._sharding.mesh.get_group())
     for name in facts:
@@ -194,6 +197,13 @@ def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
             "Let data and seeds depend on nothing that differs between ranks; accelerate distributes the data"
         )
         expect(same, f"context_parallel: {name}", "the same on all ranks of a group", "others", remedy)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """That of the generator that the attention's seeds come from."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
 
 
 class _ContextParallel(Trainer):  # type: ignore[misc]

@@ -30,15 +30,12 @@ require("transformers", "attnspan.integrations.transformers", "transformers", ("
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
-from ._transformers_masks import AllPairsWarning, make_mask  # noqa: E402
+from ._transformers_masks import NAME, AllPairsWarning, make_mask  # noqa: E402
 
 __all__ = ["NAME", "AllPairsWarning", "OwnAttentionWarning", "attend", "make_mask", "plans_only"]
 
 _CAN_SET = "_can_set_attn_implementation"
 require_names(PreTrainedModel, [_CAN_SET], "attnspan.integrations.transformers", "transformers")
-
-#: The name under which transformers knows this attention.
-NAME = "attnspan"
 
 # Lists of blocks of keys, whose sizes nobody tells, and what pages the cache.
 _REFUSED = ("topk_indices", "block_indices", "block_table", "read_index", "write_index", "cache")
@@ -247,11 +244,13 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
         return documents(cu_q, cu_k)
     if torch.compiler.is_compiling():
         return documents(cu_q)
-    if id(cu_q) not in _known:
-        while len(_known) >= _KEPT:
-            _known.pop(next(iter(_known)))
-        _known[id(cu_q)] = documents(cu_q)
-    return _known[id(cu_q)]
+    found = _known.get(id(cu_q))
+    if found is None:
+        found = documents(cu_q)
+        for old in list(_known)[: 1 - _KEPT]:  # Other threads may do the same.
+            _known.pop(old, None)
+        _known[id(cu_q)] = found
+    return found
 
 
 def _give_offsets(model: PreTrainedModel) -> None:
