@@ -144,7 +144,7 @@ def test_gpt_oss_compiled_and_checkpointed(found):
 
 
 def test_deepseek_whose_values_have_another_head_dim(found):
-    # Three steps differ by 2e-7; the fourth, on some processors, by 1.4e-5: presumably another expert is chosen.
+    # Three steps differ by 2e-7; the fourth, on some processors, by 1.4e-5: presumably by choosing an expert.
     assert_same(found(1, "deepseek"), found(1, "deepseek dense"), 1e-4)
     assert_ran(found(1, "deepseek"))
 
