@@ -1,5 +1,6 @@
 """FlexAttention as a backend: the same blocks when traced, one graph for all masks, what GPUs run."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,10 @@ from eager_flex import eager
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnspan import Mask, causal, documents, window
+from attnspan import Mask, causal, documents, key_padding, window
 from attnspan.call import Problem
 from attnspan.errors import BackendError
-from attnspan.kernels import flex
+from attnspan.kernels import flex, triton
 from attnspan.options import Options, alibi
 from attnspan.torch import attention
 from attnspan.torch._backends import MOST_KEYS, candidates, choose_backend
@@ -91,3 +92,19 @@ def test_an_uncompiled_call_compiles_once_for_each_kind(monkeypatch: pytest.Monk
     torch.testing.assert_close(out, wanted)
     flex.forward(q, q, q, bounds, scale=0.25, options=Options(softcap=1.0))
     assert len({id(f.__code__) for f in made}) == 2, "torch counts recompilations by code object"
+
+
+@pytest.mark.parametrize(
+    ("backend", "within"),
+    [("cpu", nullcontext), ("math", nullcontext), ("flex", eager), ("triton", triton.interpreted)],
+)
+def test_no_key_beside_a_sink_of_minus_infinity_is_no_nan(backend: str, within: Any) -> None:
+    mask = causal() & key_padding(torch.tensor([3]), side="left")
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    with within():
+        out, lse = attention(q, q, q, mask=mask, sinks=sinks, backend=backend, return_lse=True)
+        gradients = torch.autograd.grad(out.square().sum(), (q, sinks))
+    assert not out[0, :, :2].any()
+    assert lse[0, :, 0].tolist() == [-torch.inf, 0.5]
+    assert all(bool(x.isfinite().all()) for x in gradients)

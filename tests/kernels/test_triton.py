@@ -23,8 +23,8 @@ from attnspan.kernels.triton._ranges import key_ranges_kernel
 from attnspan.options import Options
 
 #: Bytes of shared memory that a program may have.
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+SHARED = {80: 163 << 10, 90: 227 << 10}
+MATRIX = {80: "mma.sync", 90: "wgmma"}
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, A
     return {"kernel": kernel.__name__, "shared": done.metadata.shared, "matrix": matrix, **found}
 
 
-def main(capability: str, dtype: str, dim: str, v_dim: str, *names: str) -> None:
+def main(capability: str, dtype: str, dim: str, v_dim: str) -> None:
     found = []
     for kernel, given in launches_of(Options(), getattr(torch, dtype), int(dim), int(v_dim), 4, 1):
         found.append(compiled(kernel, given, int(capability)))

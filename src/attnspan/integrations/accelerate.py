@@ -38,7 +38,7 @@ __all__ = ["context_parallel"]
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
-# Of configurations: shares of the attention's weights to drop.
+# Names that configurations use for the dropout of attention weights.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 

@@ -96,8 +96,13 @@ def attend(
         share = torch.exp(of_kept - torch.where(whole == -torch.inf, 0.0, whole))
         out, lse = kept * (share * scale_of_kept(options.dropout_p))[..., None], whole
     if options.sinks is not None:
-        total = torch.logaddexp(lse, options.sinks[None, :, None])
-        out, lse = out * torch.exp(lse - total)[..., None], total
+        sink = options.sinks[None, :, None].expand_as(lse)
+        # A row without keys beside a sink of -inf: neither it nor its derivatives may be inf - inf.
+        nothing = (lse == -torch.inf) & (sink == -torch.inf)
+        lse, sink = (torch.where(nothing, 0.0, x) for x in (lse, sink))
+        total = torch.logaddexp(lse, sink)
+        out = out * torch.exp(lse - total)[..., None]
+        lse = torch.where(nothing, -torch.inf, total)
     out = torch.where(illegal[..., None], torch.nan, out).to(q.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), torch.where(illegal, torch.nan, lse)
 

@@ -50,8 +50,7 @@ def score_gradients(
     pairs, scale, softcap, threshold, kept_scale, reach,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile (rows, keys): the weights with dropout, the gradient of scores with bias, and its factor
-    of the softcap.
+    """A tile (rows, keys): weights with dropout, the gradient of scores, the slope of the softcap.
 
     ``rows`` and ``row_douts`` are (M, D) and (M, DV), ``keys`` and ``values`` (N, D) and (N, DV).
     """

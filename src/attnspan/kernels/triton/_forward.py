@@ -96,9 +96,10 @@ def forward_kernel(
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0) * LOG2E
         new = tl.maximum(top, sink)
-        total = total * tl.exp2(top - new) + tl.exp2(sink - new)
-        sums = sums * tl.exp2(top - new)[:, None]
-        top = new
+        shift = tl.where(new == -INFINITY, 0.0, new)
+        total = total * tl.exp2(top - shift) + tl.exp2(sink - shift)
+        sums = sums * tl.exp2(top - shift)[:, None]
+        top = shift
     empty = total == 0
     sums = sums / tl.where(empty, 1.0, total)[:, None]
     found = tl.where(empty, -INFINITY, (top + tl.log2(tl.where(empty, 1.0, total))) * LN2)

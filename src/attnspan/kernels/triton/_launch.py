@@ -74,7 +74,7 @@ def _strides(x: Tensor, count: int = 3) -> tuple[int, ...]:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of products: TF32 only where torch was asked for it."""
+    """The precision of products: TF32 only if torch was told to use it."""
     if interpret.get() and dtype == torch.bfloat16:
         return "widened"
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
@@ -369,7 +369,8 @@ def _delta(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
 def _sink_gradients(dsinks: Tensor, lse: Tensor, delta: Tensor, options: Options | None) -> None:
     """A sink has a weight and no value, so its score's gradient is -delta times the weight."""
     assert options is not None
-    weights = torch.exp(options.sinks[None, :, None] - lse)
+    # A row without keys beside a sink of -inf has lse -inf.
+    weights = torch.where(lse == -torch.inf, 0.0, torch.exp(options.sinks[None, :, None] - lse))
     dsinks.copy_(-(weights * delta).sum((0, 2)))
 
 
