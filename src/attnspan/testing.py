@@ -71,7 +71,8 @@ def probe(
     """Change the tokens of one document after the other and see whose results change.
 
     The model runs in evaluation mode without gradients, once for each document of each batch row and once
-    more; any model and any attention will do. A token's results are the rows of every tensor (B, S, ...) that a module returns.
+    more; any model and any attention will do. A token's results are the rows of every tensor (B, S, ...) that
+    a module returns.
 
     Args:
         model: Called as ``model(**batch)``.
