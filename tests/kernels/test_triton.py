@@ -33,6 +33,13 @@ def _interpreted() -> Iterator[None]:
         yield
 
 
+def wide_bounds(batch: int, heads: int, q_len: int, k_len: int) -> Tensor:
+    """One long span a row, so that many blocks are seen by all rows."""
+    lo = torch.randint(0, 6, (batch, heads, q_len))
+    hi = torch.randint(k_len - 20, k_len + 1, (batch, heads, q_len))
+    return torch.stack((lo, hi), -1).int()[..., None, :].contiguous()
+
+
 def random_bounds(batch: int, heads: int, q_len: int, k_len: int, runs: int) -> Tensor:
     """Disjoint spans, some of them empty."""
     ends = torch.rand(batch, heads, q_len, 2 * runs).mul(k_len + 1).int().sort(-1).values
@@ -50,10 +57,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, **options: Any) -> tupl
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("runs", [1, 3])
+@pytest.mark.parametrize("runs", [0, 1, 3])
 def test_ranges_are_those_of_the_dense_mask(heads: int, runs: int) -> None:
     group, block, k_len = 2, 16, 70
-    bounds = random_bounds(2, heads, 37, k_len, runs)
+    bounds = random_bounds(2, heads, 37, k_len, runs) if runs else wide_bounds(2, heads, 37, k_len)
+    runs = runs or 1
     ranges, by_batch, by_head = _launch.row_ranges(bounds, k_len, kv_heads=2, group=group, block=block)
     assert (by_batch, by_head) == (2 if heads > 1 else 1, 1 if heads > 1 else 0)
     blocks = ranges.shape[2]
@@ -69,13 +77,16 @@ def test_ranges_are_those_of_the_dense_mask(heads: int, runs: int) -> None:
         common = set.intersection(*({*range(lo, hi)} for lo, hi in of))
         assert set(range(whole, until)) == common
     keys = -(-k_len // block)
-    found = ranges.new_empty((ranges.shape[0] * ranges.shape[1], keys, 2))
+    found = ranges.new_empty((ranges.shape[0] * ranges.shape[1], keys, 4))
     key_ranges_kernel[(found.shape[0] * keys,)](ranges, found, blocks, runs, keys, BLOCK=block, CHUNK=2)
     for plane, key in np.ndindex(*found.shape[:2]):
-        lo, hi = ranges.flatten(0, 1)[plane, :, :, 0], ranges.flatten(0, 1)[plane, :, :, 1]
+        lo, hi, whole, until = ranges.flatten(0, 1)[plane].unbind(-1)
         sees = ((lo < hi) & (lo < (key + 1) * block) & (hi > key * block)).any(-1).nonzero()[:, 0].tolist()
-        wanted = [min(sees), max(sees) + 1] if sees else [blocks, 0]
-        assert found[plane, key].tolist() == wanted
+        first, last = (min(sees), max(sees) + 1) if sees else (blocks, blocks)
+        full = ((whole <= key * block) & (until >= (key + 1) * block)).any(-1).tolist()
+        begin = full.index(True) if True in full else last
+        end = begin + [*full[begin:], False].index(False)
+        assert found[plane, key].tolist() == [first, last, begin, end]
 
 
 def test_ranges_of_long_rows_take_little_memory() -> None:
@@ -111,14 +122,14 @@ def test_the_same_bits_each_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice):RuntimeWarning")
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_nan_reaches_only_what_may_see_it(name: str, bad: float) -> None:
-    """Two documents, in one tile."""
-    tensors = dict(zip("qkv", qkv(q_len=40, k_len=40), strict=True))
-    tensors["dout"] = torch.randn(2, 4, 40, 24)
-    bounds = torch.as_tensor(documents([0, 18, 40]).spans(40, 40).lowered.bounds)
+def test_a_nan_reaches_only_blocks_that_see_it(name: str, bad: float) -> None:
+    """Two documents, in blocks of their own."""
+    tensors = dict(zip("qkv", qkv(q_len=160, k_len=160), strict=True))
+    tensors["dout"] = torch.randn(2, 4, 160, 24)
+    bounds = torch.as_tensor(documents([0, 128, 160]).spans(160, 160).lowered.bounds)
 
     def results() -> list[Tensor]:
         q, k, v, dout = tensors.values()
@@ -128,10 +139,20 @@ def test_a_nan_reaches_only_what_may_see_it(name: str, bad: float) -> None:
         return [out, lse[..., None], *gradients]
 
     clean = results()
-    tensors[name][:, :, 20, 3] = bad
+    tensors[name][:, :, 140, 3] = bad
     for a, b in zip(clean, results(), strict=True):
-        torch.testing.assert_close(a[:, :, :18], b[:, :, :18], rtol=1e-5, atol=1e-6)
-    assert not all(bool(x[:, :, 18:].isfinite().all()) for x in results()[2:])
+        assert torch.equal(a[:, :, :128], b[:, :, :128])
+    assert not all(bool(x[:, :, 128:].isfinite().all()) for x in results()[2:])
+
+
+def test_keys_that_no_row_sees_are_not_read() -> None:
+    """Slots of a cache that were never written."""
+    q, k, v = qkv(q_len=4)
+    k[:, :, 39:], v[:, :, 39:] = torch.nan, torch.nan
+    bounds = torch.as_tensor(causal().spans(4, 39).lowered.bounds)
+    wanted = run(q, k[:, :, :39], v[:, :, :39], bounds)
+    for a, b in zip(run(q, k, v, bounds), wanted, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_illegal_rows_are_nan_and_read_nothing_outside() -> None:

@@ -13,13 +13,14 @@ from ._device import (
     LOG2E,
     SIGNED_ALIBI,
     add_bias,
-    add_product,
     are_kept,
+    are_visible,
     bias_of_rows,
     hash_rows,
     indices_of,
     load_rows,
     load_span,
+    load_tile,
     locate,
     multiply,
     tanh,
@@ -45,32 +46,85 @@ def delta_kernel(
 
 
 @triton.jit
-def score_gradients(
-    rows, keys, row_douts, values, lse, delta, of_rows, first_word, second_word, key, q_at, k_at, visible,
-    pairs, scale, softcap, threshold, kept_scale, reach,
+def load_results(lse, delta, at_row, inside):
+    """lse in units of log2, and delta. Rows that see nothing, or do not exist, have lse inf: weights of 0."""
+    found = tl.load(lse + at_row, mask=inside, other=INFINITY)
+    found = tl.where(found == -INFINITY, INFINITY, found * LOG2E)
+    return found, tl.load(delta + at_row, mask=inside, other=0)
+
+
+@triton.jit
+def tile_gradients(
+    left, right, left_values, right_values, lse, delta, of_rows, first_word, second_word, key, q_at, k_at,
+    visible, pairs, scale, softcap, threshold, kept_scale, reach, MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile (rows, keys): weights with dropout, the gradient of scores, the slope of the softcap.
+    """A tile's weights with dropout, the gradient of its scores, and of its products q * k.
 
-    ``rows`` and ``row_douts`` are (M, D) and (M, DV), ``keys`` and ``values`` (N, D) and (N, DV).
+    Either (rows, keys): ``left`` is q, ``left_values`` the gradient of out, ``right`` and ``right_values``
+    are k and v; or (keys, rows), with the two sides changed. The arguments from ``lse`` to ``pairs``
+    broadcast to the tile.
     """
-    x = multiply(rows, tl.trans(keys), PRECISION) * scale
-    slope = tl.full(x.shape, 1.0, tl.float32)
-    if SOFTCAP:
-        x = tanh(x / softcap)
-        slope = 1 - x * x
-        x = softcap * x
-    x = add_bias(x, of_rows, key, q_at, k_at, reach, pairs, BIAS)
-    # A row whose keys are all hidden by a dense bias has lse -inf.
-    weights = tl.exp2(tl.where(visible & (lse > -INFINITY), (x - lse) * LOG2E, -INFINITY))
-    gradient = multiply(row_douts, tl.trans(values), PRECISION)
+    x = multiply(left, tl.trans(right), PRECISION)
+    unit = scale * LOG2E
+    if SOFTCAP or BIAS != 0:
+        x *= scale
+        if SOFTCAP:
+            x = tanh(x / softcap)
+            slope = 1 - x * x
+            x = softcap * x
+        x = add_bias(x, of_rows, key, q_at, k_at, reach, pairs, BIAS)
+        unit = LOG2E
+    weights = tl.exp2(x * unit - lse)
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    gradient = multiply(left_values, tl.trans(right_values), PRECISION)
     dropped = weights
     if DROPOUT:
         kept = are_kept(first_word, second_word, k_at, threshold)
         gradient = tl.where(kept, gradient * kept_scale, 0.0)
         dropped = tl.where(kept, weights * kept_scale, 0.0)
-    gradient = tl.where(visible, weights * (gradient - delta), 0.0)
-    return dropped, gradient, slope
+    gradient = weights * (gradient - delta)
+    of_products = gradient
+    if SOFTCAP:
+        of_products = gradient * slope
+    return dropped, gradient, of_products
+
+
+@triton.jit
+def query_tile(
+    sums, below, above, rows, row_douts, keys, values, k_s, v_s, at, first, last, lo, hi, of_lse, of_delta,
+    of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap,
+    threshold, kept_scale, k_len, band, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, WANT_BIAS: tl.constexpr, DROPOUT: tl.constexpr, K_INDEX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The keys of one more tile: the gradient of the rows, and what they add to that of their bias."""
+    x = load_tile(keys, at, k_s, tl.arange(0, BLOCK_D), first, last, D, BLOCK_N)
+    y = load_tile(values, at, v_s, tl.arange(0, BLOCK_DV), first, last, DV, BLOCK_N)
+    key = at + tl.arange(0, BLOCK_N)
+    there = key < k_len
+    k_at = indices_of(k_index, k_index_b, batch, key, key, there, K_INDEX)
+    visible = are_visible(key, lo, hi)
+    _, gradient, of_products = tile_gradients(
+        rows, x, row_douts, y, of_lse[:, None], of_delta[:, None], of_rows[:, None], first_word[:, None],
+        second_word[:, None], key[None, :], q_at[:, None], k_at[None, :], visible,
+        inside[:, None] & there[None, :], scale, softcap, threshold, kept_scale, reach,
+        MASKED, SOFTCAP, BIAS, DROPOUT, PRECISION,
+    )  # fmt: skip
+    if WANT_BIAS:
+        distance = k_at[None, :] - q_at[:, None]
+        if BIAS == ALIBI:
+            below -= tl.sum(gradient * tl.abs(distance).to(tl.float32), 1)
+        elif BIAS == SIGNED_ALIBI:
+            below += tl.sum(gradient * distance.to(tl.float32), 1)
+        elif BIAS == DISTANCE:
+            below += tl.sum(tl.where(distance <= -reach, gradient, 0.0), 1)
+            above += tl.sum(tl.where((distance >= reach) & (distance > -reach), gradient, 0.0), 1)
+            between = (distance > -reach) & (distance < reach) & visible
+            tl.store(band[:, None] + (distance + reach), gradient, mask=between)
+    return sums + multiply(of_products.to(x.dtype), x, PRECISION), below, above
 
 
 @triton.jit
@@ -104,39 +158,36 @@ def query_gradients_kernel(
         first_word, second_word = hash_rows(seeds, GROUP * kv_heads, batch, head, q_at, inside)
     q_heads = GROUP * kv_heads
     at_row = (batch * q_heads + head) * q_len + query
-    of_lse = tl.load(lse + at_row, mask=inside, other=0)
-    of_delta = tl.load(delta + at_row, mask=inside, other=0)
+    of_lse, of_delta = load_results(lse, delta, at_row, inside)
+    of_band = at_row
+    if WANT_BIAS and BIAS == DISTANCE:
+        of_band = band + at_row * (2 * reach + 1)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     below = tl.zeros([BLOCK_M], tl.float32)
     above = tl.zeros([BLOCK_M], tl.float32)
     for run in range(runs):
         lo, hi = load_span(spans, inside, run)
-        start = tl.load(of_ranges + 4 * run) // BLOCK_N * BLOCK_N
-        for at in range(start, tl.load(of_ranges + 4 * run + 1), BLOCK_N):
-            key = at + tl.arange(0, BLOCK_N)
-            there = key < k_len
-            x = load_rows(keys, key.to(tl.int64), k_s, d, there, D)
-            y = load_rows(values, key.to(tl.int64), v_s, e, there, DV)
-            k_at = indices_of(k_index, k_index_b, batch, key, key, there, K_INDEX)
-            visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-            _, gradient, slope = score_gradients(
-                rows, x, row_douts, y, of_lse[:, None], of_delta[:, None], of_rows[:, None],
-                first_word[:, None], second_word[:, None], key[None, :], q_at[:, None], k_at[None, :],
-                visible, inside[:, None] & there[None, :], scale, softcap, threshold, kept_scale, reach,
-                SOFTCAP, BIAS, DROPOUT, PRECISION,
+        first, last = tl.load(of_ranges + 4 * run), tl.load(of_ranges + 4 * run + 1)
+        start = first // BLOCK_N * BLOCK_N
+        whole = tl.maximum(tl.cdiv(tl.load(of_ranges + 4 * run + 2), BLOCK_N) * BLOCK_N, start)
+        whole = tl.minimum(whole, last)
+        until = tl.maximum(tl.minimum(tl.load(of_ranges + 4 * run + 3), last) // BLOCK_N * BLOCK_N, whole)
+        for at in range(whole, until, BLOCK_N):
+            sums, below, above = query_tile(
+                sums, below, above, rows, row_douts, keys, values, k_s, v_s, at, 0, k_len, lo, hi, of_lse,
+                of_delta, of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word,
+                scale, softcap, threshold, kept_scale, k_len, of_band, False, D, DV, BLOCK_D, BLOCK_DV,
+                BLOCK_N, SOFTCAP, BIAS, WANT_BIAS, DROPOUT, K_INDEX, PRECISION,
             )  # fmt: skip
-            distance = k_at[None, :] - q_at[:, None]
-            if WANT_BIAS and BIAS == ALIBI:
-                below -= tl.sum(gradient * tl.abs(distance).to(tl.float32), 1)
-            elif WANT_BIAS and BIAS == SIGNED_ALIBI:
-                below += tl.sum(gradient * distance.to(tl.float32), 1)
-            elif WANT_BIAS and BIAS == DISTANCE:
-                below += tl.sum(tl.where(distance <= -reach, gradient, 0.0), 1)
-                above += tl.sum(tl.where((distance >= reach) & (distance > -reach), gradient, 0.0), 1)
-                between = (distance > -reach) & (distance < reach) & visible
-                to = band + at_row[:, None] * (2 * reach + 1) + (distance + reach)
-                tl.store(to, gradient, mask=between)
-            sums = add_product(sums, gradient * slope, x, visible, True, PRECISION)
+        before = tl.cdiv(tl.maximum(whole - start, 0), BLOCK_N)
+        for tile in range(before + tl.cdiv(tl.maximum(last - until, 0), BLOCK_N)):
+            at = tl.where(tile < before, start + tile * BLOCK_N, until + (tile - before) * BLOCK_N)
+            sums, below, above = query_tile(
+                sums, below, above, rows, row_douts, keys, values, k_s, v_s, at, first, last, lo, hi, of_lse,
+                of_delta, of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word,
+                scale, softcap, threshold, kept_scale, k_len, of_band, True, D, DV, BLOCK_D, BLOCK_DV,
+                BLOCK_N, SOFTCAP, BIAS, WANT_BIAS, DROPOUT, K_INDEX, PRECISION,
+            )  # fmt: skip
     if WANT_BIAS:
         tl.store(row_sums + at_row, below, mask=inside)
         if BIAS == DISTANCE:
@@ -145,6 +196,45 @@ def query_gradients_kernel(
     to = dq + batch * dq_b + head * dq_h + query * dq_s
     sums = (sums * scale).to(dq.dtype.element_ty)
     tl.store(to[:, None] + d[None, :], sums, mask=inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def key_tile(
+    sums_k, sums_v, keys, values, block, key, k_at, dout, q, bounds, lse, delta, bias, seeds, q_index,
+    scale, softcap, threshold, kept_scale, q_len, k_len, runs, kv_heads, reach, plane,
+    dout_b, dout_h, dout_s, q_b, q_h, q_s, bounds_b, bounds_h, bias_b, bias_h, bias_s, q_index_b,
+    MASKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One more block of rows: the gradients of the keys and values, in tiles (keys, rows)."""
+    batch, _, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
+    visible = inside[None, :]
+    if MASKED:
+        spans = bounds + batch * bounds_b + head * bounds_h + query * runs * 2
+        found = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+        for run in range(runs):
+            lo, hi = load_span(spans, inside, run)
+            found = tl.where((key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :]), 1, found)
+        visible = found > 0
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    rows = load_rows(q + batch * q_b, head * q_h + query * q_s, 1, d, inside, D)
+    row_douts = load_rows(dout + batch * dout_b, head * dout_h + query * dout_s, 1, e, inside, DV)
+    of_rows = bias_of_rows(bias, bias_b, bias_h, bias_s, batch, head, query, inside, BIAS)
+    q_at = indices_of(q_index, q_index_b, batch, query, query + (k_len - q_len), inside, Q_INDEX)
+    first_word, second_word = q_at, q_at
+    if DROPOUT:
+        first_word, second_word = hash_rows(seeds, GROUP * kv_heads, batch, head, q_at, inside)
+    of_lse, of_delta = load_results(lse, delta, (batch * GROUP * kv_heads + head) * q_len + query, inside)
+    weights, _, of_products = tile_gradients(
+        keys, rows, values, row_douts, of_lse[None, :], of_delta[None, :], of_rows[None, :],
+        first_word[None, :], second_word[None, :], key[:, None], q_at[None, :], k_at[:, None],
+        visible, inside[None, :] & (key < k_len)[:, None], scale, softcap, threshold, kept_scale, reach,
+        MASKED, SOFTCAP, BIAS, DROPOUT, PRECISION,
+    )  # fmt: skip
+    sums_v += multiply(weights.to(row_douts.dtype), row_douts, PRECISION)
+    sums_k += multiply(of_products.to(rows.dtype), rows, PRECISION)
+    return sums_k, sums_v
 
 
 @triton.jit
@@ -170,41 +260,35 @@ def key_gradients_kernel(
     sums_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     sums_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     ranges_plane = batch * ranges_b + kv_head * ranges_h
-    of_keys = key_ranges + (ranges_plane * key_blocks + key_block) * 2
-    for block in range(tl.load(of_keys), tl.load(of_keys + 1)):
+    of_keys = key_ranges + (ranges_plane * key_blocks + key_block) * 4
+    first, last = tl.load(of_keys), tl.load(of_keys + 1)
+    whole, until = tl.load(of_keys + 2), tl.load(of_keys + 3)
+    for block in range(whole, until):
+        sums_k, sums_v = key_tile(
+            sums_k, sums_v, keys, values, block, key, k_at, dout, q, bounds, lse, delta, bias, seeds,
+            q_index, scale, softcap, threshold, kept_scale, q_len, k_len, runs, kv_heads, reach, plane,
+            dout_b, dout_h, dout_s, q_b, q_h, q_s, bounds_b, bounds_h, bias_b, bias_h, bias_s, q_index_b,
+            False, GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SOFTCAP, BIAS, DROPOUT, Q_INDEX,
+            PRECISION,
+        )  # fmt: skip
+    before = whole - first
+    for at in range(before + last - until):
+        block = tl.where(at < before, first + at, until + at - before)
         of_ranges = ranges + (ranges_plane * blocks + block) * runs * 4
         seen = 0
         for run in range(runs):
-            first, last = tl.load(of_ranges + 4 * run), tl.load(of_ranges + 4 * run + 1)
-            touches = (first < last) & (first < (key_block + 1) * BLOCK_N) & (last > key_block * BLOCK_N)
-            seen = tl.where(touches, 1, seen)
+            lo, hi = tl.load(of_ranges + 4 * run), tl.load(of_ranges + 4 * run + 1)
+            seen = tl.where(
+                (lo < hi) & (lo < (key_block + 1) * BLOCK_N) & (hi > key_block * BLOCK_N), 1, seen
+            )
         if seen > 0:
-            _, _, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
-            spans = bounds + batch * bounds_b + head * bounds_h + query * runs * 2
-            found = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-            for run in range(runs):
-                lo, hi = load_span(spans, inside, run)
-                found = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), 1, found)
-            visible = found > 0
-            rows = load_rows(q + batch * q_b, head * q_h + query * q_s, 1, d, inside, D)
-            row_douts = load_rows(dout + batch * dout_b, head * dout_h + query * dout_s, 1, e, inside, DV)
-            of_rows = bias_of_rows(bias, bias_b, bias_h, bias_s, batch, head, query, inside, BIAS)
-            q_at = indices_of(q_index, q_index_b, batch, query, query + (k_len - q_len), inside, Q_INDEX)
-            first_word, second_word = q_at, q_at
-            if DROPOUT:
-                first_word, second_word = hash_rows(seeds, GROUP * kv_heads, batch, head, q_at, inside)
-            at_row = (batch * GROUP * kv_heads + head) * q_len + query
-            of_lse = tl.load(lse + at_row, mask=inside, other=0)
-            of_delta = tl.load(delta + at_row, mask=inside, other=0)
-            weights, gradient, slope = score_gradients(
-                rows, keys, row_douts, values, of_lse[:, None], of_delta[:, None], of_rows[:, None],
-                first_word[:, None], second_word[:, None], key[None, :], q_at[:, None], k_at[None, :],
-                visible, inside[:, None] & there[None, :], scale, softcap, threshold, kept_scale, reach,
-                SOFTCAP, BIAS, DROPOUT, PRECISION,
+            sums_k, sums_v = key_tile(
+                sums_k, sums_v, keys, values, block, key, k_at, dout, q, bounds, lse, delta, bias, seeds,
+                q_index, scale, softcap, threshold, kept_scale, q_len, k_len, runs, kv_heads, reach, plane,
+                dout_b, dout_h, dout_s, q_b, q_h, q_s, bounds_b, bounds_h, bias_b, bias_h, bias_s, q_index_b,
+                True, GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SOFTCAP, BIAS, DROPOUT, Q_INDEX,
+                PRECISION,
             )  # fmt: skip
-            flipped = tl.trans(found) > 0
-            sums_v = add_product(sums_v, tl.trans(weights), row_douts, flipped, True, PRECISION)
-            sums_k = add_product(sums_k, tl.trans(gradient * slope), rows, flipped, True, PRECISION)
     to = dk + batch * dk_b + kv_head * dk_h + far * dk_s
     sums_k = (sums_k * scale).to(dk.dtype.element_ty)
     tl.store(to[:, None] + d[None, :], sums_k, mask=there[:, None] & (d < D)[None, :])
@@ -248,7 +332,7 @@ def bias_gradients_kernel(
         found = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
         for run in range(runs):
             lo, hi = load_span(spans, inside, run)
-            found = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), 1, found)
+            found = tl.where(are_visible(key, lo, hi), 1, found)
         if tl.max(tl.max(found, 1), 0) > 0:
             keys = load_rows(k + batch * k_b + kv_head * k_h, far, k_s, d, there, D)
             values = load_rows(v + batch * v_b + kv_head * v_h, far, v_s, e, there, DV)
@@ -262,13 +346,12 @@ def bias_gradients_kernel(
             if DROPOUT:
                 first_word, second_word = hash_rows(seeds, q_heads, batch, heads, q_at, inside)
             at_row = (batch * q_heads + head) * q_len + query
-            of_lse = tl.load(lse + at_row, mask=inside, other=0)
-            of_delta = tl.load(delta + at_row, mask=inside, other=0)
-            _, gradient, _ = score_gradients(
+            of_lse, of_delta = load_results(lse, delta, at_row, inside)
+            _, gradient, _ = tile_gradients(
                 rows, keys, row_douts, values, of_lse[:, None], of_delta[:, None], of_rows[:, None],
                 first_word[:, None], second_word[:, None], key[None, :], q_at[:, None], k_at[None, :],
                 found > 0, inside[:, None] & there[None, :], scale, softcap, threshold, kept_scale, reach,
-                SOFTCAP, BIAS, DROPOUT, PRECISION,
+                True, SOFTCAP, BIAS, DROPOUT, PRECISION,
             )  # fmt: skip
             sums += gradient
     to = dbias + (plane // bias_heads) * dbias_b + (plane % bias_heads) * dbias_h

@@ -125,6 +125,19 @@ def are_kept(first, second, k_at, threshold):
 
 
 @triton.jit
+def load_tile(pointer, at, stride, column, first, last, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys or values of a tile; 0 for those before ``first`` and from ``last`` on, which no row sees."""
+    key = at + tl.arange(0, BLOCK)
+    return load_rows(pointer, key.to(tl.int64), stride, column, (key >= first) & (key < last), SIZE)
+
+
+@triton.jit
+def are_visible(key, lo, hi):
+    """Which pairs one span of each row shows."""
+    return (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
+
+
+@triton.jit
 def multiply(a, b, PRECISION: tl.constexpr):
     """The matrix product in float32."""
     if PRECISION == "widened":  # Triton's interpreter multiplies the bits of bfloat16 as numbers.
@@ -132,18 +145,3 @@ def multiply(a, b, PRECISION: tl.constexpr):
     else:
         found = tl.dot(a, b, input_precision=PRECISION)
     return found
-
-
-@triton.jit
-def add_product(total, weights, x, visible, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """total + weights @ x. What is not visible does not count, not even as 0 * NaN."""
-    if MASKED:
-        finite = tl.abs(x.to(tl.float32)) < INFINITY
-        total += multiply(weights.to(x.dtype), tl.where(finite, x, tl.zeros_like(x)), PRECISION)
-        broken = tl.min(finite.to(tl.int32), 1) == 0
-        if tl.max(broken.to(tl.int32), 0) > 0:
-            hit = tl.max((visible & broken[None, :]).to(tl.int32), 1) > 0
-            total = tl.where(hit[:, None], float("nan"), total)
-    else:
-        total += multiply(weights.to(x.dtype), x, PRECISION)
-    return total

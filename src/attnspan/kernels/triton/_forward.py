@@ -8,14 +8,15 @@ from ._device import (
     LN2,
     LOG2E,
     add_bias,
-    add_product,
     are_kept,
     are_legal,
+    are_visible,
     bias_of_rows,
     hash_rows,
     indices_of,
     load_rows,
     load_span,
+    load_tile,
     locate,
     multiply,
     tanh,
@@ -55,43 +56,31 @@ def forward_kernel(
         begin, end = part_of(of_ranges, runs, k_len, PARTS, BLOCK_N)
     for run in range(runs):
         lo, hi = load_span(spans, inside, run)
-        start = tl.maximum(tl.load(of_ranges + 4 * run) // BLOCK_N * BLOCK_N, begin)
-        stop = tl.minimum(tl.load(of_ranges + 4 * run + 1), end)
+        first = tl.maximum(tl.load(of_ranges + 4 * run), begin)
+        last = tl.minimum(tl.load(of_ranges + 4 * run + 1), end)
+        start = first // BLOCK_N * BLOCK_N
         whole = tl.maximum(tl.cdiv(tl.load(of_ranges + 4 * run + 2), BLOCK_N) * BLOCK_N, start)
-        whole = tl.minimum(whole, stop)
-        until = tl.minimum(tl.load(of_ranges + 4 * run + 3), stop) // BLOCK_N * BLOCK_N
+        whole = tl.minimum(whole, last)
+        until = tl.minimum(tl.load(of_ranges + 4 * run + 3), last) // BLOCK_N * BLOCK_N
         until = tl.maximum(until, whole)
-        for phase in tl.static_range(3):
-            # Some pairs, all pairs, some pairs.
-            a = start if phase == 0 else whole if phase == 1 else until
-            z = whole if phase == 0 else until if phase == 1 else stop
-            for at in range(a, z, BLOCK_N):
-                key = at + tl.arange(0, BLOCK_N)
-                there = key < k_len
-                x = load_rows(keys, key.to(tl.int64), k_s, d, there, D)
-                x = multiply(rows, tl.trans(x), PRECISION) * scale
-                if SOFTCAP:
-                    x = softcap * tanh(x / softcap)
-                k_at = indices_of(k_index, k_index_b, batch, key, key, there, K_INDEX)
-                pairs = inside[:, None] & there[None, :]
-                x = add_bias(
-                    x, of_rows[:, None], key[None, :], q_at[:, None], k_at[None, :], reach, pairs, BIAS
-                )
-                x *= LOG2E
-                visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-                if phase != 1:
-                    x = tl.where(visible, x, -INFINITY)
-                new = tl.maximum(top, tl.max(x, 1))
-                shift = tl.where(new == -INFINITY, 0.0, new)
-                weights = tl.exp2(x - shift[:, None])
-                factor = tl.exp2(top - shift)
-                total = total * factor + tl.sum(weights, 1)
-                if DROPOUT:
-                    kept = are_kept(first_word[:, None], second_word[:, None], k_at[None, :], threshold)
-                    weights = tl.where(kept, weights * kept_scale, 0.0)
-                x = load_rows(values, key.to(tl.int64), v_s, e, there, DV)
-                sums = add_product(sums * factor[:, None], weights, x, visible, phase != 1, PRECISION)
-                top = new
+        # Tiles of which all rows see all keys, then those before and behind them.
+        for at in range(whole, until, BLOCK_N):
+            top, total, sums = add_tile(
+                top, total, sums, rows, keys, values, k_s, v_s, at, 0, k_len, lo, hi, of_rows, inside,
+                k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
+                kept_scale, k_len, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
+                PRECISION,
+            )  # fmt: skip
+        before = tl.cdiv(tl.maximum(whole - start, 0), BLOCK_N)
+        behind = tl.cdiv(tl.maximum(last - until, 0), BLOCK_N)
+        for tile in range(before + behind):
+            at = tl.where(tile < before, start + tile * BLOCK_N, until + (tile - before) * BLOCK_N)
+            top, total, sums = add_tile(
+                top, total, sums, rows, keys, values, k_s, v_s, at, first, last, lo, hi, of_rows, inside,
+                k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
+                kept_scale, k_len, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
+                PRECISION,
+            )  # fmt: skip
 
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0) * LOG2E
@@ -112,6 +101,43 @@ def forward_kernel(
         to[:, None] + e[None, :], sums.to(out.dtype.element_ty), mask=inside[:, None] & (e < DV)[None, :]
     )
     tl.store(lse + part * lse_part + batch * lse_b + head * lse_h + query, found, mask=inside)
+
+
+@triton.jit
+def add_tile(
+    top, total, sums, rows, keys, values, k_s, v_s, at, first, last, lo, hi, of_rows, inside,
+    k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
+    kept_scale, k_len, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The keys of one more tile: the largest score, the sum of weights and that of weighted values."""
+    x = load_tile(keys, at, k_s, tl.arange(0, BLOCK_D), first, last, D, BLOCK_N)
+    x = multiply(rows, tl.trans(x), PRECISION)
+    key = at + tl.arange(0, BLOCK_N)
+    k_at = indices_of(k_index, k_index_b, batch, key, key, key < k_len, K_INDEX)
+    unit = scale * LOG2E
+    if SOFTCAP or BIAS != 0:
+        x *= scale
+        if SOFTCAP:
+            x = softcap * tanh(x / softcap)
+        pairs = inside[:, None] & (key < k_len)[None, :]
+        x = add_bias(x, of_rows[:, None], key[None, :], q_at[:, None], k_at[None, :], reach, pairs, BIAS)
+        unit = LOG2E
+    if MASKED:
+        x = tl.where(are_visible(key, lo, hi), x, -INFINITY)
+    # The unit is positive, so one multiplication and addition is left for each score.
+    new = tl.maximum(top, tl.max(x, 1) * unit)
+    shift = tl.where(new == -INFINITY, 0.0, new)
+    weights = tl.exp2(x * unit - shift[:, None])
+    factor = tl.exp2(top - shift)
+    total = total * factor + tl.sum(weights, 1)
+    if DROPOUT:
+        kept = are_kept(first_word[:, None], second_word[:, None], k_at[None, :], threshold)
+        weights = tl.where(kept, weights * kept_scale, 0.0)
+    x = load_tile(values, at, v_s, tl.arange(0, BLOCK_DV), first, last, DV, BLOCK_N)
+    sums = sums * factor[:, None] + multiply(weights.to(x.dtype), x, PRECISION)
+    return new, total, sums
 
 
 @triton.jit

@@ -223,6 +223,8 @@ def forward(
     group = q_heads // k.shape[1]
     config = config or config_of("forward", q.dtype, max(q.shape[3], v_dim), q_len * group)
     given = _Given.of(options, q)
+    if scale <= 0:  # The kernel takes the largest product of a row for its largest score.
+        q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
     programs = batch * k.shape[1] * triton.cdiv(q_len * group, config.block_m)
     parts = parts or _parts(programs, k.shape[2], q.device)
     numbers = _sizes(q, k, v, bounds, config.block_m) | given.numbers(scale) | config.launch()
@@ -315,7 +317,7 @@ def backward(
     )
     ranges, key_blocks = numbers["ranges"], triton.cdiv(k_len, config.block_n)
     planes = ranges.shape[0] * ranges.shape[1]
-    key_ranges = ranges.new_empty((planes, key_blocks, 2))
+    key_ranges = ranges.new_empty((planes, key_blocks, 4))
     key_ranges_kernel[(planes * key_blocks,)](
         ranges, key_ranges, numbers["blocks"], bounds.shape[3], key_blocks, BLOCK=config.block_n, CHUNK=128
     )

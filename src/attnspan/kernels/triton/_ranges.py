@@ -46,18 +46,31 @@ def row_ranges_kernel(
 
 @triton.jit
 def key_ranges_kernel(ranges, found, blocks, runs, key_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """For each block of keys the first block of rows that sees some of them, and the one behind the last."""
+    """For each block of keys the blocks of rows that see some of them, and those that see all in one span.
+
+    ``found`` is int32 (planes, key blocks, 4): from the first to before the second some row may see a key;
+    from the third to before the fourth every row of each block sees every key.
+    """
     program = tl.program_id(0)
     at, plane = program % key_blocks, (program // key_blocks).to(tl.int64)
-    first, last = blocks, 0
+    first, last, whole, until = blocks, 0, blocks, blocks
     for start in range(0, blocks, CHUNK):
         block = start + tl.arange(0, CHUNK)
         inside = block < blocks
+        some = tl.zeros([CHUNK], tl.int32)
+        all_of = tl.zeros([CHUNK], tl.int32)
         for run in range(runs):
             of = ranges + ((plane * blocks + block) * runs + run) * 4
             lo, hi = tl.load(of, mask=inside, other=0), tl.load(of + 1, mask=inside, other=0)
-            seen = (lo < hi) & (lo < (at + 1) * BLOCK) & (hi > at * BLOCK)
-            first = tl.minimum(first, tl.min(tl.where(seen, block, blocks), 0))
-            last = tl.maximum(last, tl.max(tl.where(seen, block + 1, 0), 0))
-    tl.store(found + 2 * program, first)
-    tl.store(found + 2 * program + 1, last)
+            some = tl.where((lo < hi) & (lo < (at + 1) * BLOCK) & (hi > at * BLOCK), 1, some)
+            lo, hi = tl.load(of + 2, mask=inside, other=0), tl.load(of + 3, mask=inside, other=0)
+            all_of = tl.where((lo <= at * BLOCK) & (hi >= (at + 1) * BLOCK), 1, all_of)
+        first = tl.minimum(first, tl.min(tl.where(some > 0, block, blocks), 0))
+        last = tl.maximum(last, tl.max(tl.where(some > 0, block + 1, 0), 0))
+        whole = tl.minimum(whole, tl.min(tl.where(all_of > 0, block, blocks), 0))
+        until = tl.minimum(until, tl.min(tl.where((all_of == 0) & (block > whole), block, blocks), 0))
+    to = found + 4 * program
+    tl.store(to, first)
+    tl.store(to + 1, tl.maximum(last, first))
+    tl.store(to + 2, tl.where(whole < last, whole, last))
+    tl.store(to + 3, tl.where(whole < last, tl.minimum(until, last), last))
