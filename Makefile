@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all test-torch test-xla zoo lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup needed train test test-all test-torch test-cuda test-xla zoo lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
 	@echo "make test    run every behaviour once, options and masks in pairs, eight to twelve minutes on two cores"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
+	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
 	@echo "make lint    formatters, linters, type checker"
@@ -87,6 +88,10 @@ $(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
 test-torch: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest tests/torch tests/docs $(ARGS)
 	$(TORCH_VENV)/bin/python -m pytest tests/interop $(ARGS)
+
+# Fake CUDA tensors need CUDA's build of torch, and no GPU.
+test-cuda: $(TORCH_VENV)/.ready
+	$(TORCH_VENV)/bin/python -m pytest tests/cuda $(ARGS)
 
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
 # Nothing of .venv is used: the wheel is made by the Python that installs it.

@@ -18,50 +18,18 @@ from ._backward import (
     key_gradients_kernel,
     query_gradients_kernel,
 )
+from ._config import Config, config_of
 from ._forward import forward_kernel, merge_kernel
 from ._ranges import key_ranges_kernel, row_ranges_kernel
 
-__all__ = ["Config", "backward", "config_of", "forward", "row_ranges"]
+__all__ = ["backward", "forward", "row_ranges"]
 
 
-@dataclass(frozen=True)
-class Config:
-    """Rows and keys of a tile, warps of a program, and how many tiles are loaded ahead."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-    def launch(self) -> dict[str, int]:
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
-
-
-def config_of(direction: str, dtype: torch.dtype, dim: int, rows: int) -> Config:
-    """The block sizes where none were measured: what fits the registers and the shared memory of sm_80.
-
-    Args:
-        direction: "forward" or "backward".
-        dtype: Of q.
-        dim: The larger head dim.
-        rows: Rows of one key head: queries times heads of a group.
-    """
-    wide, double = dim > 128, dtype == torch.float32
-    if direction == "forward":
-        block_m = 64 if wide or double else 128
-        block_n = 32 if wide or double else 64
-        warps, stages = (8, 2) if wide else (4, 1 if double else 3)
-    else:
-        block_m, block_n = (32, 32) if wide or double else (64, 64)
-        warps, stages = (8 if wide else 4), 1
-    while block_m > 16 and block_m // 2 >= rows:
-        block_m //= 2
-    return Config(block_m, block_n, warps, stages)
+def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Config:
+    """The configuration for a call."""
+    at = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    return config_of(kernel, q.dtype, max(q.shape[3], v.shape[3]), rows, 10 * at[0] + at[1])
 
 
 def _block(dim: int) -> int:
@@ -221,7 +189,7 @@ def forward(
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
     group = q_heads // k.shape[1]
-    config = config or config_of("forward", q.dtype, max(q.shape[3], v_dim), q_len * group)
+    config = config or _config("forward", q, k, v)
     given = _Given.of(options, q)
     if scale <= 0:  # The kernel takes the largest product of a row for its largest score.
         q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
@@ -281,13 +249,12 @@ def backward(
     *,
     scale: float,
     options: Options | None = None,
-    config: Config | None = None,
     dbias: Tensor | None = None,
     dsinks: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """See `attnspan.kernels.triton.backward`; ``config`` as in `forward`."""
-    batch, q_heads, q_len, v_dim = out.shape
+    """See `attnspan.kernels.triton.backward`."""
+    batch, q_heads, q_len = out.shape[:3]
     if batch * q_heads * q_len == 0 or k.shape[2] == 0:
         for x in (dq, dk, dv, dbias, dsinks):
             if x is not None:
@@ -295,13 +262,11 @@ def backward(
         if dsinks is not None and batch * q_heads * q_len:
             _sink_gradients(dsinks, lse, _delta(dout, dlse, out), options)
         return
-    group, k_len = q_heads // k.shape[1], k.shape[2]
-    config = config or config_of("backward", q.dtype, max(q.shape[3], v_dim), q_len * group)
-    given = _Given.of(options, q)
-    numbers = _sizes(q, k, v, bounds, config.block_m) | given.numbers(scale) | config.launch()
-    numbers |= dict(zip(("dout_b", "dout_h", "dout_s"), _strides(dout), strict=True))
-    delta = _delta(dout, dlse, out)
-    numbers |= {"dout": dout, "lse": lse, "delta": delta}
+    k_len, given, delta = k.shape[2], _Given.of(options, q), _delta(dout, dlse, out)
+    common = given.numbers(scale) | {"dout": dout, "lse": lse, "delta": delta}
+    common |= dict(zip(("dout_b", "dout_h", "dout_s"), _strides(dout), strict=True))
+    config = _config("queries", q, k, v)
+    numbers = _sizes(q, k, v, bounds, config.block_m) | common | config.launch()
     want = dbias is not None and given.kind in (ALIBI, SIGNED_ALIBI, DISTANCE)
     sums = q.new_zeros((2, batch, q_heads, q_len), dtype=torch.float32) if want else None
     width = 2 * given.reach + 1
@@ -315,6 +280,8 @@ def backward(
         **numbers,
         **dict(zip(("dq_b", "dq_h", "dq_s"), dq.stride()[:3], strict=True)),
     )
+    config = _config("keys", q, k, v)
+    numbers = _sizes(q, k, v, bounds, config.block_m) | common | config.launch()
     ranges, key_blocks = numbers["ranges"], triton.cdiv(k_len, config.block_n)
     planes = ranges.shape[0] * ranges.shape[1]
     key_ranges = ranges.new_empty((planes, key_blocks, 4))

@@ -1,0 +1,58 @@
+"""Block sizes of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+__all__ = ["Config", "config_of"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, warps of a program, and how many tiles are loaded ahead."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def launch(self) -> dict[str, Any]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+#: By kernel and by whether q is float32: tiles for head dims up to 64, 128 and 256 that spill no registers on
+#: sm_80, sm_89, sm_90, sm_100 and sm_120, in less shared memory than each has. None was ever timed.
+_CONFIGS: dict[tuple[str, bool], tuple[Config, Config, Config]] = {
+    ("forward", False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 16, 8, 2)),
+    ("forward", True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(16, 16, 8, 1)),
+    ("queries", False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 1)),
+    ("queries", True): (Config(32, 16, 4, 1), Config(32, 32, 8, 1), Config(16, 16, 8, 1)),
+    ("keys", False): (Config(32, 64, 4, 2), Config(32, 64, 8, 1), Config(32, 32, 8, 1)),
+    ("keys", True): (Config(32, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+}
+
+
+def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: int) -> Config:
+    """The block sizes where none were measured.
+
+    Args:
+        kernel: "forward", "queries" or "keys".
+        dtype: Of q.
+        dim: The larger head dim.
+        rows: Rows of one key head: queries times heads of a group.
+        capability: Of the GPU, such as 90.
+    """
+    config = _CONFIGS[kernel, dtype == torch.float32][(dim > 64) + (dim > 128)]
+    if kernel == "forward" and config.block_n == 64 and dim > 64 and capability not in (80, 90):
+        config = replace(config, block_n=32)  # the others spill
+    while config.block_m > 16 and config.block_m // 2 >= rows:
+        config = replace(config, block_m=config.block_m // 2)
+    return config
