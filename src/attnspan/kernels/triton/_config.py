@@ -52,7 +52,7 @@ def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: 
     """
     config = _CONFIGS[kernel, dtype == torch.float32][(dim > 64) + (dim > 128)]
     if kernel == "forward" and config.block_n == 64 and dim > 64 and capability not in (80, 90):
-        config = replace(config, block_n=32)  # the others spill
+        config = replace(config, block_m=64)  # the others spill
     while config.block_m > 16 and config.block_m // 2 >= rows:
         config = replace(config, block_m=config.block_m // 2)
     return config
