@@ -21,6 +21,7 @@ from attnspan.kernels import math, triton
 from attnspan.kernels.triton import _launch
 from attnspan.kernels.triton._ranges import key_ranges_kernel
 from attnspan.options import Options
+from attnspan.torch import attention
 
 #: Bytes of shared memory that a program may have.
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -110,6 +111,18 @@ def test_keys_in_parts_give_the_same(parts: int) -> None:
         whole, in_parts = (run(q, k, v, bounds, parts=n, options=given) for n in (1, parts))
         for a, b in zip(whole, in_parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+def test_scales_that_are_not_positive(scale: float) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask, dout = causal() & window(30), torch.randn(2, 4, 40, 24)
+    results = []
+    for backend in ("triton", "math"):
+        out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
+        results.append([out, lse, *torch.autograd.grad(out, (q, k, v), dout)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_bits_each_time() -> None:

@@ -97,7 +97,7 @@ def attend(
         out, lse = kept * (share * scale_of_kept(options.dropout_p))[..., None], whole
     if options.sinks is not None:
         sink = options.sinks[None, :, None].expand_as(lse)
-        # A row without keys beside a sink of -inf: neither it nor its derivatives may be inf - inf.
+        # A row that sees nothing, with a sink of -inf: computing inf - inf would give NaN, also in gradients.
         nothing = (lse == -torch.inf) & (sink == -torch.inf)
         lse, sink = (torch.where(nothing, 0.0, x) for x in (lse, sink))
         total = torch.logaddexp(lse, sink)

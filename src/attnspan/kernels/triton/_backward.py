@@ -50,7 +50,7 @@ def load_results(lse, delta, at_row, inside):
     """lse in units of log2, and delta. Rows that see nothing, or do not exist, have lse inf: weights of 0."""
     found = tl.load(lse + at_row, mask=inside, other=INFINITY)
     nothing = found == -INFINITY
-    # Of such a row the gradient of its lse, and so delta, may be anything, which is not to become 0 * inf.
+    # The gradient of such an lse, and with it delta, may be infinite; 0 * inf would give NaN.
     of_delta = tl.where(nothing, 0.0, tl.load(delta + at_row, mask=inside, other=0))
     return tl.where(nothing, INFINITY, found * LOG2E), of_delta
 

@@ -338,9 +338,9 @@ def _delta(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
 def _sink_gradients(dsinks: Tensor, lse: Tensor, delta: Tensor, options: Options | None) -> None:
     """A sink has a weight and no value, so its score's gradient is -delta times the weight."""
     assert options is not None
-    # A row without keys beside a sink of -inf has lse -inf.
-    weights = torch.where(lse == -torch.inf, 0.0, torch.exp(options.sinks[None, :, None] - lse))
-    dsinks.copy_(-(weights * delta).sum((0, 2)))
+    weighted = torch.exp(options.sinks[None, :, None] - lse) * delta
+    # lse is -inf where a row sees nothing and its sink is -inf: the weight is 0, whatever delta is.
+    dsinks.copy_(-torch.where(lse == -torch.inf, 0.0, weighted).sum((0, 2)))
 
 
 def _dense_gradients(dbias: Tensor, numbers: dict[str, Any], key_blocks: int, config: Config) -> None:
