@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
+from ._bands import Band
 from ._mistakes import not_a_mask, refuse_keywords
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Mask, Prepared, full
@@ -61,6 +62,9 @@ class Problem:
         runs: Spans per query row (R); 0 where a plan has the mask.
         dtype: Name of the element type of q, k and v, such as ``"bfloat16"``.
         device: Device type, such as ``"cpu"``.
+        band: "full", "causal", "window" or "documents" on a GPU where the mask is no more than that; or "".
+        extras: What a call on a GPU has besides its mask, in words, or "".
+        capability: The compute capability of the GPU, such as 90; None where there is none to ask.
 
     Example:
         >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
@@ -78,13 +82,18 @@ class Problem:
     runs: int
     dtype: str
     device: str
+    band: str = ""
+    extras: str = ""
+    capability: int | None = None
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, bounds: Any, device: str | None = None) -> Problem:
+    def of(
+        cls, q: Any, k: Any, v: Any, bounds: Any, device: str | None = None, more: tuple[Any, ...] = ()
+    ) -> Problem:
         """The sizes of arrays in (B, H, S, D) order, which bounds of (B|1, H|1, Sq, R, 2) must fit.
 
         Anything with a shape and a dtype serves as q, k and v. ``bounds`` is None where a plan has the mask;
-        ``device`` is that of q by default, which the bounds must share.
+        ``device`` is that of q by default, which the bounds must share; ``more`` are those behind it.
 
         Raises:
             ValueError: The bounds do not fit q, or are on another device.
@@ -108,7 +117,7 @@ class Problem:
         device = _device(q).partition(":")[0] if device is None else device
         runs = 0 if bounds is None else bounds.shape[3]
         sizes = batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3]
-        return cls(*sizes, runs, _dtype(q), device)
+        return cls(*sizes, runs, _dtype(q), device, *more)
 
     @property
     def group_size(self) -> int:
@@ -179,6 +188,11 @@ class Front:
         """
         raise NotImplementedError
 
+    def band(self, mask: Any, given: Given, q: Any, k: Any) -> tuple[Band | None, tuple[Any, ...]]:
+        """The mask where it is a band, and what a `Problem` says of that, of the call and of its GPU."""
+        del mask, given, q, k
+        return None, ()
+
     def like(self, q: Any) -> Any:
         """An array of the call, whose framework and device lowered options have."""
         return q
@@ -199,6 +213,7 @@ class Call:
         problem: The sizes, for the choice of a backend.
         layout: Order of the dims of the caller's q, k, v and output.
         lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
+        band: The mask as other libraries' kernels know it; None where they do not, or nobody asks.
     """
 
     q: Any
@@ -211,6 +226,7 @@ class Call:
     problem: Problem
     layout: str
     lowered_for: Any = None
+    band: Band | None = None
 
     @classmethod
     def of(
@@ -245,10 +261,11 @@ class Call:
                 check_k_len(placed.lowered.k_len, k.shape[2])
             if layout == "thd" and not fixed:
                 _check_packed(mask)  # type: ignore[arg-type]
-        problem = Problem.of(q, k, v, bounds, front.device)
+        band, more = front.band(mask, given, q, k)
+        problem = Problem.of(q, k, v, bounds, front.device, more)
         options = given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return cls(q, k, v, bounds, scale, options, given, problem, layout, unread)
+        return cls(q, k, v, bounds, scale, options, given, problem, layout, unread, band)
 
 
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:

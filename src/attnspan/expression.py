@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, NoReturn
 
+from ._bands import Band
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
@@ -153,6 +154,10 @@ class Mask(Node):
     # What a kind of mask says of itself. Sizes may be symbolic while a compiler reads this code; int() would
     # fix them to one value.
 
+    def _band(self) -> Band | None:
+        """What other libraries' kernels know the mask as; None where they do not."""
+        return None
+
     def _lower(self, low: Lowering) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
@@ -213,6 +218,13 @@ class And(Combined):
 
     def _may_separate(self) -> bool:
         return any(operand._may_separate() for operand in self.operands)
+
+    def _band(self) -> Band | None:
+        band: Band | None = Band()
+        for operand in self._flat():
+            other = operand._band()
+            band = None if band is None or other is None else band & other
+        return band
 
     def _lower(self, low: Lowering) -> Rows:
         clip: Rows | None = None

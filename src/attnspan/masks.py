@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from . import checks
+from ._bands import Band
 from ._intervals import FULL, Interval, Rows
 from ._parse import parse_with
 from ._pytrees import register_pytrees
@@ -61,6 +62,9 @@ class full(Mask):
 
     _separates = False
 
+    def _band(self) -> Band:
+        return Band()
+
     def _lower(self, low: Lowering) -> Rows:
         del low
         return Rows((FULL,))
@@ -75,6 +79,9 @@ class causal(Mask):
     """
 
     _separates = False
+
+    def _band(self) -> Band:
+        return Band(right=0)
 
     def _lower(self, low: Lowering) -> Rows:
         return Rows((Interval(None, low.q_index + 1, anchored=True),))
@@ -103,6 +110,9 @@ class window(Mask):
         remedy = "Write window(left, right), and None for all keys of a side, where flash-attn has -1"
         side = checks.optional(partial(checks.count, remedy=remedy))
         self._check(left=side, right=side)
+
+    def _band(self) -> Band:
+        return Band(self.left, self.right)
 
     def _lower(self, low: Lowering) -> Rows:
         lo = None if self.left is None else low.shifted(-self.left)

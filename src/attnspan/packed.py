@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import checks
+from ._bands import Band
 from ._intervals import Interval, Rows, either_illegal
 from .arrays import NUMPY, Array, Arrays
 from .errors import ShapeError, expect
@@ -164,6 +165,9 @@ class documents(Mask):
 
     def _anchor(self) -> tuple[Any, ...] | None:
         return None if self.cu_seqlens_k is None else ("documents", self.cu_seqlens_q, self.cu_seqlens_k)
+
+    def _band(self) -> Band:
+        return Band(None, None, self.cu_seqlens_q, self.cu_seqlens_k)
 
     def _rows(self, low: Lowering) -> DocumentRows:
         return low.documents("documents: cu_seqlens_q", self.cu_seqlens_q, self.cu_seqlens_k)

@@ -15,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan import causal, documents, window
 from attnspan.errors import BackendError
+from attnspan.kernels import _offsets, vendor
 from attnspan.options import alibi
 from attnspan.torch import attention, explain
 from attnspan.torch._backends import MOST_KEYS
+from attnspan.torch._vendor import vendor_op
 from attnspan.torch.ops import backward_op, forward_op
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA: make test-cuda")
@@ -36,9 +38,11 @@ def qkv(length: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tenso
     return q, k, k
 
 
-@pytest.mark.parametrize("backend", [None, "flex", "triton"])
+@pytest.mark.parametrize("backend", [None, "vendor", "flex", "triton"])
 @pytest.mark.parametrize("options", ["none", "all"])
 def test_one_graph_for_thirty_masks_and_five_lengths(backend: str | None, options: str) -> None:
+    if (backend, options) == ("vendor", "all"):
+        pytest.skip("it has no options")
     counter = CompileCounterWithBackend("eager")
 
     def block(x: Tensor, weights: Tensor, ids: Tensor, slopes: Tensor, sinks: Tensor) -> Tensor:
@@ -52,7 +56,7 @@ def test_one_graph_for_thirty_masks_and_five_lengths(backend: str | None, option
         return x + found.flatten(2) @ weights.T
 
     compiled = torch.compile(block, fullgraph=True, backend=counter)
-    trains = backend == "triton"
+    trains = backend in ("vendor", "triton") or (backend is None and options == "none")
     slopes, sinks = (torch.empty(8, device="cuda", requires_grad=trains) for _ in range(2))
     weights = torch.empty(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=trains)
     for step in range(30):
@@ -66,7 +70,8 @@ def test_one_graph_for_thirty_masks_and_five_lengths(backend: str | None, option
 def test_explain_names_what_runs() -> None:
     q, k, v = qkv(512)
     found = explain(q, k, v, mask=causal())
-    assert (found.backend, found.problem.device) == ("flex", "cuda")
+    assert (found.backend, found.problem.device, found.kernel) == ("vendor", "cuda", "FlashAttention 2")
+    assert explain(q, k, v, mask=causal() | window(4, 4)).backend == "flex"
     assert "by name only" in found.refusals["triton"]
     assert "on CPU arrays" in found.refusals["cpu"]
     assert explain(q, k, v, backend="triton").backend == "triton"
@@ -99,3 +104,36 @@ def test_arrays_on_two_devices() -> None:
         attention(q, k.cpu(), v)
     with pytest.raises(ValueError, match=r"device cuda:0 \(as q\)"):
         attention(q, k, v, mask=window(3), sinks=torch.empty(8))
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+def test_torchs_own_operators_take_what_vendor_hands_them(
+    cudnn: bool, packed: bool, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their schemas and fake kernels; ours have the same sizes and strides."""
+    monkeypatch.setattr(vendor, "kernel_of", lambda *_: "cuDNN" if cudnn else "FlashAttention 2")
+    for name in ("check_kernel", "clear_kernel", "lse_kernel"):
+        monkeypatch.setattr(_offsets, name, _no_kernel())
+    q, k, v = qkv(128)
+    if order == "bshd":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    ends = torch.empty(4, dtype=torch.int64, device="cuda") if packed else None
+    band: tuple[Any, ...] = ends, ends, (128, 128), (-1, 0), 0.125
+    found = vendor.forward(q, k, v, *band)
+    flat = ends, ends, 128, 128, -1, 0, 0.125
+    wanted = vendor_op(q, k, v, *flat)
+    gradients = vendor.backward(torch.empty_like(found[0]), q, k, v, *found, *band)
+    for a, b in zip((*found, *gradients), (*wanted, q, k, v), strict=True):
+        assert (a.shape, a.dtype, a.device.type) == (b.shape, b.dtype, "cuda")
+    for a, b in zip(found, wanted, strict=True):
+        assert a.stride() == b.stride()
+
+
+def _no_kernel() -> Any:
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: None
+
+    return Kernel()

@@ -70,7 +70,10 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "scale nan": ({"scale": math.nan}, "scale: expected a finite float32 number, got nan"),
     "scale inf": ({"scale": -math.inf}, "scale: expected a finite float32 number, got -inf"),
     "scale beyond float32": ({"scale": 1e300}, r"scale: expected a finite float32 number, got 1e\+300"),
-    "backend": ({"backend": "cuda"}, "backend: expected None or one of cpu, flex, triton, math, got 'cuda'"),
+    "backend": (
+        {"backend": "cuda"},
+        "backend: expected None or one of cpu, vendor, flex, triton, math, got 'cuda'",
+    ),
     "backend that cannot": (
         {"q": _z(1, 1, 4, 584), "k": _z(1, 1, 4, 584), "backend": "cpu"},
         "to 576, not 584",

@@ -77,6 +77,7 @@ class Explanation:
         options: Softcap, bias, sinks and dropout in words.
         isa: Instruction-set level of the CPU kernel, or None where it does not run.
         threads: CPU threads that a kernel may use; None where the framework decides.
+        kernel: Whose kernel runs, where the backend hands calls on; else None.
     """
 
     backend: str
@@ -86,6 +87,7 @@ class Explanation:
     options: str = "none"
     isa: str | None = None
     threads: int | None = None
+    kernel: str | None = None
 
     @classmethod
     def of(
@@ -117,7 +119,7 @@ class Explanation:
             f"B={p.batch} H={p.q_heads}/{p.kv_heads} S={p.q_len}x{p.k_len} D={p.head_dim}/{p.v_dim} {p.dtype}"
         )
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}" if self.threads else ""
-        where = ", ".join(filter(None, (threads, self.isa)))
+        where = ", ".join(filter(None, (threads, self.isa, self.kernel)))
         lines = [
             f"attention {sizes} on {p.device}",
             f"  runs     {self.backend}{f' ({where})' if where else ''}",

@@ -13,6 +13,7 @@ from ..spans import Spans
 from . import _eager
 from ._backends import MODULES, choose_backend, warn_if_slow
 from ._front import TorchFront, from_bhsd
+from ._vendor import attend as vendor_attend
 from .dtensor import ShardedMask, on_mesh
 from .ops import forward_op
 
@@ -126,7 +127,9 @@ def attention(
         found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
         if found is not None:
             return found  # type: ignore[no-any-return]
-    call = Call.of(TorchFront(), q, k, v, given, mask=mask, scale=scale, layout=layout)
+    front = TorchFront()
+    front.return_lse = bool(return_lse)
+    call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
     choice = choose_backend(call.problem, backend)
     warn_if_slow(choice)
     out, lse = _run(call, choice.name)
@@ -135,6 +138,9 @@ def attention(
 
 def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     arrays = call.q, call.k, call.v
+    if backend == "vendor":
+        assert call.band is not None, "vendor.supports wants one"
+        return vendor_attend(*arrays, call.band, call.scale)
     if backend in ("math", "flex"):  # framework code, which autograd differentiates
         numbers: Any = {"scale": call.scale, "options": call.options, "lowered_for": call.lowered_for}
         return MODULES[backend].forward(*arrays, call.bounds, **numbers)  # type: ignore[no-any-return]

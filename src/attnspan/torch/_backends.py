@@ -4,14 +4,20 @@ import warnings
 from typing import Any
 
 from ..call import Problem
-from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, triton
+from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, triton, vendor
 from ..kernels import math as math_kernel
 from ._watched import constant_when_traced
 
 __all__ = ["MODULES", "candidates", "choose_backend", "warn_if_slow"]
 
 #: By name, the preferred one first.
-MODULES: dict[str, Any] = {"cpu": cpu, "flex": flex, "triton": triton, "math": math_kernel}
+MODULES: dict[str, Any] = {
+    "cpu": cpu,
+    "vendor": vendor,
+    "flex": flex,
+    "triton": triton,
+    "math": math_kernel,
+}
 
 #: Keys beyond which a device that has kernels never stores every score unasked.
 MOST_KEYS = 4096
@@ -37,7 +43,7 @@ class _Unnamed:
 
 
 _UNNAMED = {name: _Unnamed(name) for name in MODULES}
-_ON_GPUS = {name: _UNNAMED[name] for name in ("flex", "math")}
+_ON_GPUS = {name: _UNNAMED[name] for name in ("vendor", "flex", "math")}
 _BY_DEVICE = {"cpu": {name: _UNNAMED[name] for name in ("cpu", "math")}}
 
 

@@ -12,6 +12,7 @@ from ..options import Given
 from ._attention import attention
 from ._backends import candidates, choose_backend
 from ._front import TorchFront
+from ._vendor import kernel_of
 from .dtensor import ShardedMask
 from .ops import visible_pairs
 
@@ -34,7 +35,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     """
     check_keywords(explain, options)
     asked = {**(attention.__kwdefaults__ or {}), **options}
-    del asked["return_lse"]  # No backend of torch minds.
+    front = TorchFront()
+    front.return_lse = bool(asked.pop("return_lse"))
     mask, scale, layout, backend = (asked.pop(name) for name in ("mask", "scale", "layout", "backend"))
     wanted, got = (
         "the mask of a call on one device",
@@ -42,9 +44,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     )
     one = not isinstance(mask, ShardedMask)
     expect(one, "explain: mask", wanted, got, "Call its own explain()", error=DtypeError)
-    call = Call.of(TorchFront(), q, k, v, Given(**asked), mask=mask, scale=scale, layout=layout)
+    call = Call.of(front, q, k, v, Given(**asked), mask=mask, scale=scale, layout=layout)
     chosen, pairs = choose_backend(call.problem, backend).name, visible_pairs(call.q, call.k, call.bounds)
-    threads = torch.get_num_threads()
-    return Explanation.of(
-        call, candidates(backend is not None), chosen, backend is not None, pairs, threads=threads
-    )
+    more: dict[str, Any] = {"threads": torch.get_num_threads() if call.q.is_cpu else None}
+    if chosen == "vendor":
+        more["kernel"] = kernel_of(call.q, call.k, call.v, call.band)
+    return Explanation.of(call, candidates(backend is not None), chosen, backend is not None, pairs, **more)

@@ -6,17 +6,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._bands import Band
 from ..arrays import arrays_for, is_array, own
 from ..call import Front, lower_mask
 from ..errors import DeviceError, DtypeError
 from ..kernels import math as math_kernel
-from ..masks import Prepared
-from ..options import Given
+from ..kernels import vendor
+from ..masks import Mask, Prepared
+from ..options import NO_OPTIONS, Given
 from ..spans import Spans
 from . import _options
 from ._lowered import lowered
 from ._split_masks import lower_parts
-from ._watched import is_transformed
+from ._watched import constant_when_traced, is_transformed
 from .dtensor import Places, places_of
 
 
@@ -26,6 +28,7 @@ class TorchFront(Front):
     Attributes:
         mesh: The mesh of a plan, whose axes may split the sequence of DTensors; None without a plan.
         places: How q, k and v lie on their mesh; None for plain tensors.
+        return_lse: Whether the caller is given lse.
     """
 
     expected, convert = "a torch.Tensor", "Convert it with torch.as_tensor"
@@ -34,6 +37,7 @@ class TorchFront(Front):
     new_seed = "Pass another one for each layer and step, such as torch.randint(2**62, ())"
     mesh: Any = None
     places: Places | None = None
+    return_lse = False
 
     def takes(self, x: Any) -> bool:
         return isinstance(x, Tensor)
@@ -102,6 +106,52 @@ class TorchFront(Front):
         if read and not torch.compiler.is_compiling():
             return bounds, None
         return bounds, k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
+
+    def band(self, mask: Any, given: Given, q: Any, k: Any) -> tuple[Band | None, tuple[Any, ...]]:
+        if q.device.type != vendor.DEVICE:
+            return None, ()
+        found = mask._band() if isinstance(mask, Mask) else None
+        if found is not None and found.cu_q is not None:
+            found = _one_row(found, q, k)
+        extras = "DTensors" if self.places is not None else _extras(given)
+        if self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            extras = extras or "gradient of lse"
+        return found, ("" if found is None else found.name, extras, capability(q.device))
+
+
+def _one_row(band: Band, q: Any, k: Any) -> Band | None:
+    """A band of documents with their offsets as two arrays of one axis; None where no kernel has it."""
+    cu_k = band.cu_q if band.cu_k is None else band.cu_k
+    if band.cu_k is None and q.shape[2] != k.shape[2]:
+        return None
+    shapes = {len(x.shape) for x in (band.cu_q, cu_k)}
+    return band._replace(cu_k=cu_k) if shapes == {1} else None
+
+
+def _extras(given: Given) -> str:
+    if given is NO_OPTIONS:
+        return ""
+    named = {
+        "softcap": given.softcap,
+        "bias": given.bias,
+        "sinks": given.sinks,
+        "dropout": given.dropout_p or None,
+        "indices": given.q_index if given.k_index is None else given.k_index,
+    }
+    return " or ".join(name for name, x in named.items() if x is not None)
+
+
+@constant_when_traced
+def capability(device: torch.device) -> int | None:
+    """The compute capability of a CUDA device, such as 90; None without one: a program may be traced."""
+    if device not in _capabilities:
+        asked = device.type == "cuda" and torch.cuda.is_available()
+        at = torch.cuda.get_device_capability(device) if asked else None
+        _capabilities[device] = None if at is None else 10 * at[0] + at[1]
+    return _capabilities[device]
+
+
+_capabilities: dict[torch.device, int | None] = {}
 
 
 def _foreign(name: str, x: Any) -> DtypeError:

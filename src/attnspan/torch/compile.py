@@ -17,6 +17,7 @@ from .._encoding import CHUNK_PAIRS, encode, register_operator
 from .._pytrees import register_pytrees
 from ..errors import register_raiser
 from ..spans import Spans
+from ._vendor import vendor_op
 from ._watched import constant_when_traced
 from .ops import forward_op
 
@@ -136,7 +137,7 @@ def _as_tuples(value: Any) -> Any:
 register_pytrees(_register)
 
 #: Operators whose outputs are worth keeping: their recomputation costs most, their outputs are O(S).
-SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op, encode_op)
+SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op, vendor_op, encode_op)
 _saved = set(SAVE_OPS)
 
 

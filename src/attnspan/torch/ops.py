@@ -30,9 +30,11 @@ __all__ = [
     "check_k_len",
     "forward_flops",
     "has_tangent",
+    "new_outputs",
     "readable",
     "record_forward",
     "single_level",
+    "stored_bshd",
     "visible_pairs",
 ]
 
@@ -63,14 +65,14 @@ _library.define(  # type: ignore[no-untyped-call]
 _COUNT = len(Options._fields)
 
 
-def _stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
+def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
     """An uninitialised (B, H, S, D) tensor that is stored as contiguous (B, S, H, D)."""
     return like.new_empty((like.shape[0], length, heads, dim)).transpose(1, 2)
 
 
-def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = q.shape
-    return _stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+    return stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ def _kernel_of(x: Tensor) -> tuple[Any, dict[str, Any]]:
 def _forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _new_outputs(q, v)
+    out, lse = new_outputs(q, v)
     if given[_COUNT:] not in ((), (None,)):
         check_k_len(int(given[_COUNT]), k.shape[2])
     q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
@@ -136,7 +138,7 @@ def _backward_kernel(
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     del k, given
-    return _new_outputs(q, v)
+    return new_outputs(q, v)
 
 
 def _backward_fake(
@@ -145,7 +147,7 @@ def _backward_fake(
     """Uninitialised dq, dk, dv, dbias and dsinks; of what has no gradient, without elements."""
     del dout, dlse
     options, want_dbias = Options(*rest[4 : 4 + _COUNT]), rest[4 + _COUNT :] == (True,)
-    dq, dk, dv = (_stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    dq, dk, dv = (stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
     wanted = options.bias if want_dbias else None, options.sinks
     shapes: list[Any] = [(0,) if x is None else tuple(x.shape) for x in wanted]
     return dq, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)

@@ -1,0 +1,160 @@
+"""The operators ``attnspan::vendor_forward`` and ``attnspan::vendor_backward``: `attnspan.kernels.vendor`.
+
+Tensors are as those of ``attnspan::forward``: (B, H, S, D), with results stored as contiguous (B, S, H, D).
+Offsets stay data: another packing compiles nothing again.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._bands import Band
+from ..arrays import own
+from ..kernels import vendor
+from .ops import autograd_kernel, below_autograd, new_outputs, readable, stored_bshd
+
+__all__ = ["attend", "kernel_of", "vendor_op"]
+
+_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+# Offsets of documents, the lengths of the longest, how far queries see (-1: everything), the scale.
+_BAND = "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, int left, int right, float scale"
+_library.define(  # type: ignore[no-untyped-call]
+    f"vendor_forward(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor out, Tensor lse)", tags=_TAGS
+)
+_library.define(  # type: ignore[no-untyped-call]
+    f"vendor_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_BAND})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=_TAGS,
+)
+
+
+def _band(cu_q: Any, cu_k: Any, *numbers: Any) -> tuple[Any, ...]:
+    max_q, max_k, left, right, scale = numbers
+    return cu_q, cu_k, (max_q, max_k), (left, right), scale
+
+
+def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
+    return vendor.forward(readable(q), readable(k), readable(v), *_band(*band))
+
+
+def _backward_kernel(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *band: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    return vendor.backward(dout, q, k, v, out, lse.contiguous(), *_band(*band))
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
+    del k, band
+    return new_outputs(q, v)
+
+
+def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    del dout, rest
+    return tuple(stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+
+
+_library.impl("vendor_forward", _forward_kernel, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("vendor_backward", _backward_kernel, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::vendor_forward", _forward_fake, lib=_library)
+torch.library.register_fake("attnspan::vendor_backward", _backward_fake, lib=_library)
+
+vendor_op = torch.ops.attnspan.vendor_forward.default
+_backward_op = torch.ops.attnspan.vendor_backward.default
+
+
+class _Forward(torch.autograd.Function):
+    """The derivative of the forward operator; lse has none."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = below_autograd(vendor_op, keyset, inputs)
+        ctx.mark_non_differentiable(lse)
+        q, k, v, cu_q, cu_k, *ctx.band = inputs
+        kept = (q, k, v, out, lse, cu_q, cu_k)
+        # What was made in inference mode cannot be saved, but its copy can.
+        ctx.save_for_backward(*(x.clone() if x is not None and x.is_inference() else x for x in kept))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Any) -> tuple[Any, ...]:
+        del dlse
+        *tensors, cu_q, cu_k = ctx.saved_tensors
+        found = _backward_op(dout, *tensors, cu_q, cu_k, *ctx.band)
+        pairs = zip(found, ctx.needs_input_grad[1:4], strict=True)
+        return None, *(x if need else None for x, need in pairs), *(None,) * 7
+
+
+class _Backward(torch.autograd.Function):
+    """A node that raises: without one, second derivatives would silently be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        del ctx
+        return below_autograd(_backward_op, keyset, inputs)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        del ctx, grads
+        raise NotImplementedError(
+            "second derivatives of attnspan::vendor_forward: expected first ones, which the kernel has; got "
+            'a derivative of attnspan::vendor_backward. Call attention(..., backend="math") for higher ones.'
+        )
+
+
+for _op, _function in ((vendor_op, _Forward), (_backward_op, _Backward)):
+    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and lse of a call whose mask is a band."""
+    offsets: list[Tensor | None] = [None, None]
+    longest: tuple[Any, Any] = q.shape[2], k.shape[2]
+    if band.cu_q is not None:
+        ends = band.cu_q, band.cu_k
+        if not any(isinstance(x, Tensor) for x in ends):  # on the host, where they can be read
+            longest = tuple(max(int((x[1:] - x[:-1]).max()), 1) for x in ends)  # type: ignore[assignment]
+        offsets = [torch.as_tensor(own(x), device=q.device) for x in ends]
+    return vendor_op(q, k, v, *offsets, *longest, *_reach(band), scale)  # type: ignore[no-any-return]
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, band: Any) -> str:
+    """Whose kernel runs a call."""
+    return vendor.kernel_of(q, k, v, _reach(band), band.cu_q is not None)
+
+
+def _reach(band: Band) -> tuple[int, int]:
+    return (-1 if band.left is None else band.left), (-1 if band.right is None else band.right)
+
+
+def _pairs(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, left: int, right: int) -> int:
+    """Visible pairs; all of them where sizes are symbols, and those of one document without data."""
+    rows = [(q.shape[2], k.shape[2])]
+    if not all(isinstance(n, int) for n in rows[0]):
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if type(cu_q) is Tensor and not cu_q.is_meta:
+        rows = list(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+    return q.shape[0] * q.shape[1] * sum(_band_pairs(*sizes, left, right) for sizes in rows)
+
+
+def _band_pairs(q_len: int, k_len: int, left: int, right: int) -> int:
+    at = np.arange(k_len - q_len, k_len)
+    first = at * 0 if left < 0 else at - left
+    last = at * 0 + k_len if right < 0 else at + right + 1
+    return int((last.clip(0, k_len) - first.clip(0, k_len)).clip(0).sum())
+
+
+@register_flop_formula(torch.ops.attnspan.vendor_forward, get_raw=True)  # type: ignore[untyped-decorator]
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *band: Any, **_: Any) -> int:
+    left, right = band[2:4]
+    return 2 * _pairs(q, k, cu_q, cu_k, left, right) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.attnspan.vendor_backward, get_raw=True)  # type: ignore[untyped-decorator]
+def _backward_flops(dout: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    del dout
+    return _forward_flops(q, k, v, *rest[2:]) * 5 // 2

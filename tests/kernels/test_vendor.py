@@ -1,0 +1,241 @@
+"""torch's kernels for plain masks: what they are handed, and what is made of what they give."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+from vendor_kernels import standing_in
+
+from attnspan import Mask, causal, documents, full, key_padding, segments, window
+from attnspan.call import Problem
+from attnspan.errors import BackendError
+from attnspan.kernels import vendor
+from attnspan.options import alibi
+from attnspan.torch import attention, checkpoint_policy, explain
+from attnspan.torch._backends import choose_backend
+from attnspan.torch._vendor import vendor_op
+
+PLAIN = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cuda", "causal")
+
+
+@pytest.fixture
+def vendors() -> Iterator[None]:
+    with standing_in():
+        yield
+
+
+def qkv(batch: int = 1, q_len: int = 12, k_len: int = 12, dtype: Any = torch.bfloat16) -> list[Tensor]:
+    sizes = (4, q_len), (2, k_len), (2, k_len)
+    return [torch.randn(batch, h, s, 16).to(dtype).requires_grad_() for h, s in sizes]
+
+
+def results(q: Tensor, k: Tensor, v: Tensor, **call: Any) -> list[Tensor]:
+    """Output, lse and gradients; those of lse stay out of it."""
+    with torch.no_grad():
+        _, lse = attention(q, k, v, return_lse=True, **call)
+    out = attention(q, k, v, **call)
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
+    return [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+OFFSETS = torch.tensor([0, 3, 3, 7, 10])  # an empty document, and two rows behind the last
+BANDS = {
+    "full": full(),
+    "causal": causal(),
+    "window": window(3),
+    "window both ways": window(2, 1),
+    "window ahead": window(None, 2),
+    "causal and window": causal() & window(4, 4),
+    "documents": documents(OFFSETS),
+    "documents int32": documents(OFFSETS.int()) & causal(),
+    "documents and window": documents(OFFSETS) & window(1, 1),
+    "documents from the host": causal() & documents(OFFSETS.tolist()),
+    "documents of queries and keys": documents([0, 2, 5, 12], [0, 4, 4, 12]),
+    "causal documents of queries and keys": documents(np.array([0, 5, 9]), np.array([0, 3, 12])) & causal(),
+}
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("name", BANDS)
+def test_bands(name: str, cudnn: bool) -> None:
+    mask = BANDS[name]
+    torch.manual_seed(0)
+    q, k, v = qkv(batch=1 if "documents" in name else 2)
+    wanted = results(*(x.detach().double().requires_grad_() for x in (q, k, v)), mask=mask, backend="math")
+    with standing_in(cudnn):
+        found = results(q, k, v, mask=mask, backend="vendor")
+    for a, b in zip(found, wanted, strict=True):
+        assert a.isfinite().equal(b.isfinite())
+        torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("mask", [full(), causal(), window(3)], ids=repr)
+@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_fewer_queries_than_keys(mask: Mask, q_len: int, cudnn: bool) -> None:
+    q, k, v = qkv(2, q_len)
+    wanted = results(*(x.detach().double().requires_grad_() for x in (q, k, v)), mask=mask, backend="math")
+    with standing_in(cudnn):
+        found = results(q, k, v, mask=mask, backend="vendor")
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_results_are_stored_like_those_of_other_kernels(vendors: None, layout: str) -> None:
+    q, k, v = (x.detach() for x in qkv())
+    if layout != "bhsd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    if layout == "thd":
+        q, k, v = (x[0] for x in (q, k, v))
+    call: Any = {"mask": causal() & documents(OFFSETS), "layout": layout, "return_lse": True}
+    out, lse = attention(q, k, v, backend="vendor", **call)
+    wanted, wanted_lse = attention(q, k, v, backend="math", **call)
+    assert (out.stride(), lse.stride()) == (wanted.stride(), wanted_lse.stride())
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 5, 3, 12], [1, 5, 12], [0, 5, 13], [0, -1, 12], [0, 5, 2**31 + 5], [2, 2, 2]], ids=str
+)
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_offsets_that_lead_out_of_arrays_give_nan(vendors: None, offsets: list[int], side: str) -> None:
+    q, k, v = qkv()
+    wrong, right = torch.tensor(offsets), torch.linspace(0, 12, len(offsets)).long()
+    both = (wrong, right) if side == "queries" else (right, wrong)
+    out, lse = vendor_op(q, k, v, *both, 12, 12, -1, -1, 0.25)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    for gradient in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
+        assert gradient.isnan().all()
+
+
+def test_what_is_handed_on_and_what_is_not() -> None:
+    assert choose_backend(PLAIN, None).name == "vendor"
+    assert choose_backend(replace(PLAIN, capability=90), None).name == "vendor"
+    for change, reason in {
+        "device": ("xpu", "not on xpu"),
+        "capability": (75, "8.0 or newer, not 7.5"),
+        "dtype": ("float32", "not float32"),
+        "extras": ("softcap", "no softcap"),
+        "band": ("", "documents"),
+        "v_dim": (32, "one head dim"),
+        "k_len": (0, "no empty arrays"),
+        "q_len": (9, "no more queries than keys"),
+    }.items():
+        other = replace(PLAIN, **{change: reason[0]})
+        assert reason[1] in str(vendor.supports(other)), change
+        assert choose_backend(replace(other, dtype="float32"), None).name in ("flex", "math"), change
+    wide = replace(PLAIN, head_dim=256, v_dim=256)
+    assert vendor.supports(wide) is None
+    assert "up to 192" in str(vendor.supports(replace(wide, capability=89)))
+    assert "one batch row" in str(vendor.supports(replace(PLAIN, band="documents", batch=2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"mask": causal() | window(2, 2)}, "it takes full"),
+        ({"mask": segments(torch.zeros(12, dtype=torch.int64))}, "it takes full"),
+        ({"mask": causal() & key_padding(torch.tensor([5]))}, "it takes full"),
+        ({"mask": causal().prepare(12, 12, like=torch.ones(1))}, "it takes full"),
+        ({"mask": documents(OFFSETS) & documents(OFFSETS + 0)}, "it takes full"),
+        ({"mask": causal(), "softcap": 3.0}, "no softcap"),
+        ({"mask": causal(), "bias": alibi(torch.rand(4))}, "no bias"),
+        ({"mask": causal(), "sinks": torch.rand(4)}, "no sinks"),
+        ({"mask": causal(), "q_index": torch.arange(12)}, "no indices"),
+        ({"mask": causal(), "return_lse": True}, "no gradient of lse"),
+    ],
+)
+def test_what_is_more_than_a_band_is_refused(vendors: None, given: dict[str, Any], reason: str) -> None:
+    q, k, v = qkv()
+    with pytest.raises(BackendError, match=reason):
+        attention(q, k, v, backend="vendor", **given)
+
+
+def test_a_lse_without_gradient_is_given(vendors: None) -> None:
+    q, k, v = (x.detach() for x in qkv())
+    assert attention(q, k, v, return_lse=True, backend="vendor")[1].isfinite().all()
+    assert not attention(*qkv(), backend="vendor").isnan().any()
+
+
+def test_one_graph_for_thirty_packings(vendors: None) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        return attention(q, k, v, mask=causal() & documents(ends), backend="vendor")
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for step in range(30):
+        length = 12 + 2 * (step % 5)
+        q, k, v = qkv(1, length, length)
+        ends = torch.tensor([0, 1 + step % 9, 10, length])
+        out = compiled(q, k, v, ends)
+        wanted = call(q, k, v, ends)
+        assert torch.equal(out, wanted)
+        assert out.stride() == wanted.stride()
+        gradients = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, wanted))
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("policy", [False, True])
+def test_checkpoints_keep_its_results(vendors: None, policy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = vendor.forward
+    monkeypatch.setattr(vendor, "forward", lambda *a: calls.append(1) or forward(*a))
+    keep = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+    context: Any = {"context_fn": keep} if policy else {}
+    q, k, v = qkv()
+    out = checkpoint(
+        lambda *x: attention(*x, mask=causal(), backend="vendor"), q, k, v, use_reentrant=False, **context
+    )
+    out.sum().backward()
+    assert len(calls) == (1 if policy else 2)
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_counted_operations(vendors: None, name: str) -> None:
+    counted = []
+    for backend in ("vendor", "cpu"):
+        q, k, v = qkv()
+        with FlopCounterMode(display=False) as counter:
+            attention(q, k, v, mask=BANDS[name], backend=backend).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] == explain(q, k, v, mask=BANDS[name]).flops * 7 // 2
+
+
+def test_the_operator(vendors: None) -> None:
+    for offsets in ((None, None), (OFFSETS, OFFSETS)):
+        torch.library.opcheck(vendor_op, (*qkv(dtype=torch.float32), *offsets, 12, 12, -1, 0, 0.25))
+
+
+def test_second_derivatives_are_refused(vendors: None) -> None:
+    q, k, v = qkv()
+    out = attention(q, k, v, backend="vendor")
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(dq.sum(), q)
+
+
+def test_an_activated_implementation_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    assert vendor.kernel_of(q, k, v, (-1, 0)) == "FlashAttention 2"
+    monkeypatch.setattr(vendor, "_is_new", lambda _: True)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
+    assert vendor.kernel_of(q, k, v, (-1, 0)) == "cuDNN"
+    assert vendor.kernel_of(q, k, v, (3, 0)) == "FlashAttention 2"
+    assert vendor.kernel_of(q[:, :, :5], k, v, (-1, 0)) == "FlashAttention 2"
+    assert vendor.kernel_of(q[:, :, :5], k, v, (-1, -1)) == "cuDNN"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    assert vendor.kernel_of(q, k, v, (-1, 0)) == "FA3"
