@@ -30,5 +30,5 @@ def _supports(problem: Any) -> str | None:
     return flex.supports(replace(problem, device="cuda"))
 
 
-def _forward(*tensors: Any, scale: float, options: Options | None, lowered_for: Any) -> Any:
+def _forward(*tensors: Any, scale: float, options: Options | None, lowered_for: Any = None) -> Any:
     return flex.attend(*tensors, scale, options or Options(), lowered_for)

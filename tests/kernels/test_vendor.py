@@ -19,7 +19,7 @@ from attnspan.call import Problem
 from attnspan.errors import BackendError
 from attnspan.kernels import vendor
 from attnspan.options import alibi
-from attnspan.torch import attention, checkpoint_policy, explain
+from attnspan.torch import _vendor, attention, checkpoint_policy, explain
 from attnspan.torch._backends import choose_backend
 from attnspan.torch._vendor import vendor_op
 
@@ -166,6 +166,20 @@ def test_a_lse_without_gradient_is_given(vendors: None) -> None:
     q, k, v = (x.detach() for x in qkv())
     assert attention(q, k, v, return_lse=True, backend="vendor")[1].isfinite().all()
     assert not attention(*qkv(), backend="vendor").isnan().any()
+
+
+def test_offsets_from_the_host_are_copied_once(vendors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _vendor._copied.cache_clear()
+    handed = []
+    forward = vendor.forward
+    monkeypatch.setattr(vendor, "forward", lambda *a: handed.append(a[3:6]) or forward(*a))
+    q, k, v = qkv()
+    for _ in range(3):
+        attention(q, k, v, mask=documents([0, 3, 12]), backend="vendor")
+    attention(q, k, v, mask=documents([0, 5, 12]), backend="vendor")
+    assert handed[0][0] is handed[2][1]
+    assert handed[3][0].tolist() == [0, 5, 12]
+    assert [x[2] for x in handed] == [(9, 9)] * 3 + [(7, 7)], "the longest document is known"
 
 
 def test_one_graph_for_thirty_packings(vendors: None) -> None:

@@ -18,7 +18,8 @@ from test_masks_trees import Tree
 from torch import Tensor
 
 from attnspan import Mask, causal, from_predicate, segments, window
-from attnspan.torch import attention
+from attnspan.options import NO_OPTIONS
+from attnspan.torch import _front, attention
 from attnspan.torch._lowered import _memory, lowered
 
 S = 16
@@ -199,6 +200,23 @@ def test_masks_without_data_are_lowered_once_however_often_they_are_made() -> No
     assert lowered(causal() & window(3), q, k) is not lowered(causal() | window(3), q, k)
     assert lowered(causal(), q, k) is not lowered(causal(), k, k)
     assert lowered(None, q, k) is None
+
+
+def test_each_device_has_its_own() -> None:
+    q, k, _ = (x.to("meta") for x in _qkv())
+    found = lowered(causal(), q, k)
+    assert found is lowered(causal(), q, k)
+    assert found is not None
+    assert found.lowered.bounds.is_meta
+    assert lowered(causal(), *_qkv()[:2]) is not found
+
+
+def test_nothing_is_remembered_of_a_cuda_graph_and_nothing_is_lent_to_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(_front, "is_captured", lambda _: True)
+    mask, (q, k, v) = causal() & segments(_ids()), _qkv()
+    attention(q, k, v, mask=mask, backend="math")
+    assert mask not in _memory
+    assert not _front._may_remember(NO_OPTIONS, q)
 
 
 def _calls_of_ours(function: Callable[[], object]) -> int:

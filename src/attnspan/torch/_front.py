@@ -171,7 +171,13 @@ def _may_remember(given: Given, q: Any) -> bool:
         and type(q) in (Tensor, torch.nn.Parameter)
         and given.q_index is None is given.k_index
         and not is_transformed()
+        and not is_captured(q)
     )
+
+
+def is_captured(q: Tensor) -> bool:
+    """Whether a CUDA graph records: its tensors are written when it is replayed, in memory of its own."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

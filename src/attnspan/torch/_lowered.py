@@ -24,7 +24,8 @@ from ..spans import Spans
 _STATIC = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.
 _MOST_SIZES = 4
-# Masks without arrays, of few spans: bounds take 8 bytes for a row and span, 16 masks of 65,536 rows 8 MiB.
+# Masks without arrays, of few spans: bounds take 8 bytes for a row and span, 16 masks of 65,536 rows 8 MiB. A
+# copy to a device is waited for once, where lowering there would launch a dozen kernels in each call.
 _MOST_STATIC = 16
 
 
@@ -67,7 +68,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     batch, heads, q_len, _ = q.shape
     sizes: tuple[int, ...] = (q_len, k.shape[2], batch, heads)
     if type(mask) in WITHOUT_DATA and (key := static_key(mask, WITHOUT_DATA)) is not None:
-        return _without_data(mask, (key, *sizes[:2])) if q.is_cpu else None
+        return _without_data(mask, (q.device, key, *sizes[:2]))
     if isinstance(mask, Prepared):
         if type(mask.lowered.bounds) is not np.ndarray:
             return mask
@@ -145,12 +146,12 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
     return twin
 
 
-def _by_numpy(mask: Mask, sizes: tuple[int, ...]) -> Prepared:
+def _by_numpy(mask: Mask, sizes: tuple[int, ...], device: Any = "cpu") -> Prepared:
     low = begin(NUMPY, mask._leaves(), *sizes)
     bounds = low.bounds(mask)
     if bounds.shape[3] > 1:
         bounds = Spans._checked(bounds, low.top).compact().bounds
-    return _as_tensors("cpu", bounds, low.top, None if low.counted_back else low.q_index[:, 0])
+    return _as_tensors(device, bounds, low.top, None if low.counted_back else low.q_index[:, 0])
 
 
 def _as_tensors(
@@ -171,7 +172,7 @@ def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
     except KeyError:  # not there, or just evicted by another thread
         pass
     try:
-        found = _by_numpy(mask, (*key[1:], 1, 1))
+        found = _by_numpy(mask, (*key[2:], 1, 1), key[0])
     except (ValueError, TypeError):
         return None
     with _lock:

@@ -4,6 +4,7 @@ Tensors are as those of ``attnspan::forward``: (B, H, S, D), with results stored
 Offsets stay data: another packing compiles nothing again.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .._bands import Band
 from ..arrays import own
 from ..kernels import vendor
+from ._front import is_captured
 from .ops import autograd_kernel, below_autograd, new_outputs, readable, stored_bshd
 
 __all__ = ["attend", "kernel_of", "vendor_op"]
@@ -118,8 +120,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[T
         ends = band.cu_q, band.cu_k
         if not any(isinstance(x, Tensor) for x in ends):  # on the host, where they can be read
             longest = tuple(max(int((x[1:] - x[:-1]).max()), 1) for x in ends)  # type: ignore[assignment]
-        offsets = [torch.as_tensor(own(x), device=q.device) for x in ends]
+        offsets = [_on_device(x, q) for x in ends]
     return vendor_op(q, k, v, *offsets, *longest, *_reach(band), scale)  # type: ignore[no-any-return]
+
+
+def _on_device(x: Any, q: Tensor) -> Tensor:
+    """Offsets as a tensor; a copy from the host, which is waited for, is kept for the next layer."""
+    if isinstance(x, Tensor) or torch.compiler.is_compiling() or is_captured(q):
+        return torch.as_tensor(own(x), device=q.device)
+    return _copied(x.tobytes(), x.dtype.str, q.device)
+
+
+@lru_cache(maxsize=16)
+def _copied(data: bytes, dtype: str, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
+        return torch.as_tensor(np.frombuffer(data, dtype).astype(np.int64), device=device)
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, band: Any) -> str:

@@ -48,7 +48,7 @@ def delta_kernel(
 @triton.jit
 def load_results(lse, delta, at_row, inside):
     """lse in units of log2, and delta. Rows that see nothing, or do not exist, have lse inf: weights of 0."""
-    found = tl.load(lse + at_row, mask=inside, other=INFINITY)
+    found = tl.load(lse + at_row, mask=inside, other=INFINITY).to(tl.float32)
     nothing = found == -INFINITY
     # The gradient of such an lse, and with it delta, may be infinite; 0 * inf would give NaN.
     of_delta = tl.where(nothing, 0.0, tl.load(delta + at_row, mask=inside, other=0))

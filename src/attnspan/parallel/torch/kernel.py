@@ -8,16 +8,14 @@ from torch import Tensor
 
 from ...call import Problem
 from ...interop._operators import with_autograd
-from ...kernels import choose, cpu
 from ...kernels import math as math_kernel
 from ...options import Options
-from ...torch._backends import warn_if_slow
+from ...torch._backends import MODULES, choose_backend, warn_if_slow
 
 __all__ = ["Call", "attend", "differentiate"]
 
-
-#: What can compute a part of a softmax, the preferred one first.
-_BACKENDS = {"cpu": cpu, "math": math_kernel}
+#: Those that write into arrays, which may be wider than q: the others are framework code.
+_KERNELS = ("cpu", "triton")
 
 
 class Call(NamedTuple):
@@ -42,7 +40,7 @@ class Call(NamedTuple):
     @property
     def backend(self) -> str:
         """Name of the backend that runs the call."""
-        choice = choose(Problem.of(self.q, self.k, self.v, self.bounds), _BACKENDS)
+        choice = choose_backend(Problem.of(self.q, self.k, self.v, self.bounds), None)
         warn_if_slow(choice)
         return choice.name
 
@@ -58,18 +56,30 @@ def attend(call: Call, out: Tensor) -> Tensor:
         lse, shape (B, H, n), float64: parts of a softmax are merged by differences of lse, which float32
         loses where lse is large.
     """
-    if call.backend == "cpu":
+    backend = call.backend
+    if backend in _KERNELS:
         lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float64)
         threads = torch.get_num_threads()
-        cpu.forward(*call[:4], out, lse, scale=call.scale, num_threads=threads, options=call.options)
+        options: Any = {"scale": call.scale, "num_threads": threads, "options": call.options}
+        MODULES[backend].forward(*call[:4], out, lse, **options)
         return lse
-    # In the dtype of the result: parts of a sum are not rounded before they are added.
-    q, k, v = (x.to(out.dtype) for x in call[:3])
-    found, lse = math_kernel.forward(
-        q, k, v, call.bounds, scale=call.scale, options=call.options, wide_lse=True
-    )
+    q, k, v = call[:3]
+    if backend == "math":  # In the dtype of the result: parts of a sum are not rounded before they are added.
+        q, k, v = (x.to(out.dtype) for x in (q, k, v))
+    found, lse = _plain(backend, q, k, v, call, call.options)
     out.copy_(found)
     return lse
+
+
+def _plain(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call, options: Options | None
+) -> tuple[Tensor, Tensor]:
+    """Framework code: the output in q's dtype, lse in float64, or in float32 to float64's rounding."""
+    more: dict[str, Any] = {"scale": call.scale, "options": options}
+    if backend == "math":
+        return math_kernel.forward(q, k, v, call.bounds, wide_lse=True, **more)
+    out, lse = MODULES[backend].forward(q, k, v, call.bounds, **more)
+    return out, lse.double()
 
 
 def differentiate(
@@ -90,12 +100,13 @@ def differentiate(
     """
     bias = None if call.options is None else call.options.bias
     sinks = None if call.options is None else call.options.sinks
-    if call.backend == "cpu":
+    backend = call.backend
+    if backend in _KERNELS:
         dbias, dsinks = (
             None if x is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
             for x in (bias, sinks)
         )
-        cpu.backward(
+        MODULES[backend].backward(
             *(dout, dlse, *call[:3], out, lse, call.bounds, *grads),
             scale=call.scale,
             num_threads=torch.get_num_threads(),
@@ -104,23 +115,33 @@ def differentiate(
             dsinks=dsinks,
         )
         return dbias, dsinks
-    return _differentiate_plainly(call, dout, dlse, out, lse, grads)
+    return _differentiate_plainly(backend, call, dout, dlse, out, lse, grads)
 
 
 def _differentiate_plainly(
-    call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Sequence[Tensor]
+    backend: str,
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grads: Sequence[Tensor],
 ) -> tuple[Tensor | None, Tensor | None]:
     """By autograd through framework code and the merge, out = sum of exp(lse_part - lse) out_part."""
     options = call.options or Options()
     leaves = {"q": call.q, "k": call.k, "v": call.v, "bias": options.bias, "sinks": options.sinks}
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    known = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items() if x is not None}
+    # FlexAttention is made for 16 bits; framework code is exact in the dtype of sums.
+    as_given = () if backend == "math" else ("q", "k", "v")
+    known = {
+        name: x.detach().to(x.dtype if name in as_given else dtype).requires_grad_()
+        for name, x in leaves.items()
+        if x is not None
+    }
     with with_autograd():
         given = options._replace(bias=known.get("bias"), sinks=known.get("sinks"))
         q, k, v = (known[x] for x in "qkv")
-        part, part_lse = math_kernel.forward(
-            q, k, v, call.bounds, scale=call.scale, options=given, wide_lse=True
-        )
+        part, part_lse = _plain(backend, q, k, v, call, given)
         # A row that sees nothing has lse -inf, whose derivative is none.
         known_lse = part_lse.masked_fill(part_lse == -torch.inf, 0.0)
     weight = (part_lse.to(lse.dtype) - lse).exp().masked_fill(part_lse == -torch.inf, 0.0).detach()

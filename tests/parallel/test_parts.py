@@ -1,0 +1,95 @@
+"""Parts of a softmax by each backend: merged, they are the whole, and so are their gradients."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from eager_flex import eager
+from torch import Tensor
+
+from attnspan import causal
+from attnspan.kernels import Choice, flex, triton
+from attnspan.options import ALIBI, Options, alibi
+from attnspan.parallel.torch import kernel
+from attnspan.parallel.torch.kernel import Call, attend, differentiate
+from attnspan.torch import attention
+
+WITHIN: dict[str, Any] = {
+    "cpu": nullcontext,
+    "math": nullcontext,
+    "flex": eager,
+    "triton": triton.interpreted,
+}
+
+
+def part_of(bounds: Tensor, start: int, stop: int) -> Tensor:
+    return (bounds.clamp(start, stop) - start).contiguous()
+
+
+@pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", WITHIN)
+def test_parts_merge(name: str, dtype: torch.dtype, options: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "choose_backend", lambda *_: Choice(name, {}))
+    torch.manual_seed(0)
+    sizes = (4, 12), (2, 20), (2, 20)
+    q, k, v = (torch.randn(1, h, s, 16).to(dtype) for h, s in sizes)
+    slopes = torch.rand(1, 4)
+    bounds = torch.as_tensor(causal().spans(12, 20).lowered.bounds)
+    at = torch.arange(8, 20, dtype=torch.int32)[None], torch.arange(20, dtype=torch.int32)[None]
+
+    def given(start: int, stop: int) -> Options | None:
+        indices = {"q_index": at[0], "k_index": at[1][:, start:stop].contiguous()}
+        return Options(softcap=4.0, bias=slopes, bias_kind=ALIBI, **indices) if options else None
+
+    ends = [(0, 9), (9, 20)]  # some rows see nothing of the second
+    calls = [Call(q, k[:, :, a:b], v[:, :, a:b], part_of(bounds, a, b), 0.25, given(a, b)) for a, b in ends]
+    wide = [x.double().requires_grad_() for x in (q, k, v, slopes)]
+    with WITHIN[name]():
+        outs = [torch.empty(1, 4, 12, 16) for _ in calls]
+        lses = [attend(call, out) for call, out in zip(calls, outs, strict=True)]
+        lse = torch.stack(lses).logsumexp(0)
+        out = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+        dout = torch.randn(out.shape).to(dtype)
+        found = [torch.zeros(x.shape) for x in (q, k, v)]
+        of_slopes = torch.zeros(slopes.shape)
+        for call, (a, b) in zip(calls, ends, strict=True):
+            grads = [torch.empty(x.shape) for x in call[:3]]
+            dbias, dsinks = differentiate(call, dout, None, out.to(dtype), lse, grads)
+            found[0] += grads[0]
+            for to, x in zip(found[1:], grads[1:], strict=True):
+                to[:, :, a:b] += x
+            assert dsinks is None
+            assert (dbias is not None) == options
+            of_slopes += 0 if dbias is None else dbias
+    more: Any = {"softcap": 4.0, "bias": alibi(wide[3])} if options else {}
+    wanted, wanted_lse = attention(
+        *wide[:3], mask=causal(), scale=0.25, backend="math", return_lse=True, **more
+    )
+    gradients = torch.autograd.grad(wanted, wide if options else wide[:3], dout.double())
+    precise = dtype == torch.float32
+    close = {"rtol": 1e-4, "atol": 1e-5} if precise else {"rtol": 3e-2, "atol": 3e-2}
+    for a, b in zip([out, lse, *found, of_slopes], [wanted, wanted_lse, *gradients], strict=False):
+        torch.testing.assert_close(a.double(), b, **close)
+
+
+def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the operators of context parallelism run it below autograd."""
+    monkeypatch.setattr(kernel, "choose_backend", lambda *_: Choice("flex", {}))
+    monkeypatch.setattr(flex, "program", flex.program.__wrapped__)
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_(f, **k, backend="aot_eager"))
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 32, 16)
+    bounds = torch.as_tensor(causal().spans(32, 32).lowered.bounds)
+    call, out = Call(q, q, q, bounds, 0.25, None), torch.empty(1, 2, 32, 16)
+    with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+        lse = attend(call, out)
+        grads = [torch.empty_like(q) for _ in range(3)]
+        differentiate(call, torch.ones_like(q), None, out, lse, grads)
+    leaf = q.clone().requires_grad_()
+    wanted = attention(leaf, leaf, leaf, mask=causal(), scale=0.25)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(sum(grads), torch.autograd.grad(wanted.sum(), leaf)[0], rtol=1e-4, atol=1e-5)
