@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -48,6 +48,33 @@ pip install 'attnspan[foo]'.
             expected = f"{module} of version {first} or newer, older than {beyond}"
             raise ImportError(f"{needed_by}: expected {expected}, got {got}. {remedy}", name=module)
     return found
+
+
+def lacking(package: str, first: str) -> str | None:
+    """None, or why a package that is asked for at each call does not do: it is missing or too old.
+
+    Example:
+        >>> lacking("numpy", "1.0"), lacking("tensorfoo", "1.0")
+        (None, 'the package tensorfoo is missing; run `pip install tensorfoo`')
+    """
+    if package not in _lacking:
+        _lacking[package] = _why_lacking(package, first)
+    return _lacking[package]
+
+
+_lacking: dict[str, str | None] = {}
+# torch.compile asks while it reads a call, and keeps the answer.
+lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _why_lacking(package: str, first: str) -> str | None:
+    try:
+        got = version(package)
+    except PackageNotFoundError:
+        return f"the package {package} is missing; run `pip install {package}`"
+    if _numbers(got) >= _numbers(first):
+        return None
+    return f"it needs {package} {first} or newer, not {got}; run `pip install --upgrade {package}`"
 
 
 def require_names(module: Any, names: Iterable[str], needed_by: str, extra: str) -> None:

@@ -9,8 +9,9 @@ import torch
 from eager_flex import eager
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from triton.runtime.errors import OutOfResources
 
-from attnspan import Mask, causal, documents, key_padding, window
+from attnspan import Mask, _installed, causal, documents, key_padding, window
 from attnspan.call import Problem
 from attnspan.errors import BackendError
 from attnspan.kernels import flex, triton
@@ -41,13 +42,15 @@ def test_blocks_are_the_same_in_a_compiled_program() -> None:
             assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 5.0, "bias": "alibi", "sinks": "sinks"}], ids=["none", "all"]
-)
-def test_thirty_masks_and_five_lengths_compile_to_few_graphs(options: dict[str, Any]) -> None:
-    heads = {"alibi": alibi(torch.rand(4)), "sinks": torch.randn(4)}
-    options = {name: heads.get(x, x) for name, x in options.items()}
-    counter = CompileCounterWithBackend("eager")
+@pytest.mark.parametrize("given", [False, True], ids=["none", "all"])
+def test_thirty_masks_and_five_lengths_compile_to_few_graphs(given: bool) -> None:
+    """Training steps: forward and backward are one graph each."""
+    options: dict[str, Any] = {}
+    # Slopes without gradient: torch's array code for this backend forgets that a tensor of a score_mod has one.
+    sinks = torch.randn(4, requires_grad=True)
+    if given:
+        options = {"softcap": 5.0, "bias": alibi(torch.rand(4)), "sinks": sinks}
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
 
     def call(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
@@ -60,8 +63,14 @@ def test_thirty_masks_and_five_lengths_compile_to_few_graphs(options: dict[str, 
             length = 64 + 16 * (step % 5)
             q, k = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16)
             ids = torch.tensor([0, 3 + step, 40, length])
+            q, k = q.requires_grad_(), k.requires_grad_()
+            leaves = [q, k, sinks] if options else [q, k]
             wanted = attention(q, k, k, mask=causal() & documents(ids), backend="math", **options)
-            torch.testing.assert_close(compiled(q, k, ids), wanted, rtol=1e-4, atol=1e-5)
+            found = compiled(q, k, ids)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            steps = (torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted))
+            for a, b in zip(*steps, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert counter.frame_count <= 2
 
 
@@ -108,3 +117,37 @@ def test_no_key_beside_a_sink_of_minus_infinity_is_no_nan(backend: str, within: 
     assert not out[0, :, :2].any()
     assert lse[0, :, 0].tolist() == [-torch.inf, 0.5]
     assert all(bool(x.isfinite().all()) for x in gradients)
+
+
+@pytest.mark.parametrize("name", ["vendor", "flex", "triton"])
+def test_old_gpus_and_old_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = replace(ON_GPU, band="documents", capability=90)
+    module = candidates(named=True)[name]
+    assert module.supports(packed) is None
+    assert "not 6.1" in str(module.supports(replace(packed, capability=61)))
+    monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking("triton", "99.0"))
+    assert "needs triton 99.0 or newer, not" in str(module.supports(packed))
+    monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking("no-such-package", "1"))
+    assert "no-such-package is missing" in str(module.supports(packed))
+
+
+def test_an_old_gpu_runs_framework_code_up_to_its_limit_and_then_says_why() -> None:
+    old = replace(ON_GPU, capability=61)
+    assert choose_backend(old, None).name == "math"
+    with pytest.raises(BackendError) as error:
+        choose_backend(replace(old, k_len=MOST_KEYS + 1), None)
+    assert "vendor: it takes GPUs of compute capability 8.0" in str(error.value)
+    assert "flex: torch compiles for compute capability 7.0" in str(error.value)
+
+
+def test_blocks_too_large_for_a_gpu_are_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: Any, **__: Any) -> None:
+        raise OutOfResources(200_000, 101_376, "shared memory")
+
+    q = torch.randn(1, 1, 16, 16)
+    with triton.interpreted():
+        from attnspan.kernels.triton import _launch
+
+        monkeypatch.setattr(_launch, "forward", launch)
+        with pytest.raises(BackendError, match=r"shared memory.*Leave the name out"):
+            attention(q, q, q, backend="triton")

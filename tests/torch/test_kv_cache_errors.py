@@ -219,3 +219,24 @@ def test_gradients_are_refused_compiled_too_and_a_write_counts_as_one() -> None:
     cache.update(_new(1), _new(1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_without_memory_nothing_is_written(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), torch.tensor([1, 2])
+    new = torch.ones(2, 1, 2, 8)
+    take, calls = torch.where, []
+
+    def where(*given: Any) -> Any:
+        if isinstance(given[1], torch.Tensor) and given[1].dim() == 4:
+            calls.append(1)
+            if len(calls) == fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return take(*given)
+
+    monkeypatch.setattr(torch, "where", where)
+    with pytest.raises(torch.OutOfMemoryError):
+        write_anywhere(*cache, new, new, None, True)
+    assert not cache[0].any()
+    assert not cache[1].any()
+    assert cache[2].tolist() == [1, 2]

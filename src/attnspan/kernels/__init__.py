@@ -14,7 +14,11 @@ from typing import Any
 from ..call import Call, Problem
 from ..errors import BackendError, OptionError
 
-__all__ = ["Choice", "Explanation", "SlowPathWarning", "choose"]
+__all__ = ["FIRST_TRITON", "Choice", "Explanation", "SlowPathWarning", "choose"]
+
+
+#: The first version of Triton that has what our kernels and torch's compiler are written in.
+FIRST_TRITON = "3.6"
 
 
 class SlowPathWarning(UserWarning):

@@ -15,14 +15,17 @@ from torch import Tensor
 
 from .._biases import HIDES
 from .._dropout import philox, scale_of_kept, split_seeds, threshold
+from .._installed import lacking
 from ..call import Problem
 from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from ..spans import Spans
+from . import FIRST_TRITON
 
 __all__ = ["attend", "block_mask", "forward", "program", "supports"]
 
 BLOCK = 128
 LEAST_DIM = 16
+LEAST_CAPABILITY = 70
 _NONE = Options()
 _WORD = 0xFFFFFFFF
 
@@ -35,7 +38,13 @@ def supports(problem: Problem) -> str | None:
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.head_dim, problem.v_dim):
         return "it takes no empty arrays"
-    return None
+    if problem.capability is not None and problem.capability < LEAST_CAPABILITY:
+        return _too_old(problem.capability)
+    return lacking("triton", FIRST_TRITON) if problem.device == "cuda" else None
+
+
+def _too_old(capability: int) -> str:
+    return f"torch compiles for compute capability {LEAST_CAPABILITY / 10} and newer, not {capability / 10}"
 
 
 def forward(

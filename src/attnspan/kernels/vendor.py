@@ -6,12 +6,12 @@ FlashAttention 3 or 4 takes the place of 2, and goes before cuDNN, once the prog
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from .._installed import lacking
 from ..call import Problem
+from . import FIRST_TRITON
 
 __all__ = ["backward", "forward", "kernel_of", "supports"]
 
@@ -45,7 +45,7 @@ def supports(problem: Problem) -> str | None:
     if problem.band == "documents":
         if problem.batch != 1:
             return f"it takes documents of one batch row, not of {problem.batch}"
-        return None if find_spec("triton") else "checking offsets needs the package triton"
+        return lacking("triton", FIRST_TRITON)  # offsets are checked on the GPU
     if problem.band != "full" and problem.q_len > problem.k_len:
         return "it takes no more queries than keys"
     return None

@@ -55,10 +55,14 @@ def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> 
     slot = start[:, None] + token - (n - own)
     slot = slot.remainder(slots) if wrap else slot.clamp(0, slots - 1)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    for cache, tokens in ((keys, k_new), (values, v_new)):
-        stored_bshd = cache.transpose(1, 2)
-        taken = tokens.transpose(1, 2)[row, token]
-        stored_bshd[row, slot] = torch.where(own[..., None, None] > 0, taken, stored_bshd[row, slot])
+    caches = keys.transpose(1, 2), values.transpose(1, 2)
+    # All memory is taken before anything is written: without enough of it, nothing is.
+    chunks = [
+        torch.where(own[..., None, None] > 0, tokens.transpose(1, 2)[row, token], cache[row, slot])
+        for cache, tokens in zip(caches, (k_new, v_new), strict=True)
+    ]
+    for cache, chunk in zip(caches, chunks, strict=True):
+        cache[row, slot] = chunk
     lengths.copy_(torch.where(legal, start + count, LOST))
 
 

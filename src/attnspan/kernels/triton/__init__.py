@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from typing import Any
 
+from ..._installed import lacking
 from ...call import Problem
-from ...errors import expect
+from ...errors import BackendError, expect
+from .. import FIRST_TRITON
 
 __all__ = ["MAX_HEAD_DIM", "backward", "forward", "interpret", "interpreted", "supports"]
 
 MAX_HEAD_DIM = 256
+LEAST_CAPABILITY = 80
 
 #: Whether kernels run in Triton's interpreter, see `interpreted`.
 interpret = ContextVar("attnspan_triton_interpret", default=False)
@@ -51,20 +53,35 @@ def supports(problem: Problem) -> str | None:
         return f"it takes head dims up to {MAX_HEAD_DIM}, not {problem.head_dim} and {problem.v_dim}"
     if min(problem.head_dim, problem.v_dim) == 0:
         return "it takes head dims from 1 on, not 0"
-    if find_spec("triton") is None:
-        return "the package triton is missing; install it with `pip install triton`"
-    return None
+    if problem.capability is not None and problem.capability < LEAST_CAPABILITY:
+        return f"it takes GPUs of compute capability 8.0 or newer, not {problem.capability / 10}"
+    return lacking("triton", FIRST_TRITON)
 
 
 def forward(*args: Any, **options: Any) -> None:
     """Attend, writing ``out`` and ``lse``: the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
     from ._launch import forward
 
-    forward(*args, **options)
+    with _fitting():
+        forward(*args, **options)
 
 
 def backward(*args: Any, **options: Any) -> None:
     """Write the gradients of `forward`: the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
     from ._launch import backward
 
-    backward(*args, **options)
+    with _fitting():
+        backward(*args, **options)
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Say what to do where a GPU lacks what the block sizes need, which launches alone find out."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        yield
+    except OutOfResources as error:
+        expected = "a GPU with the shared memory and registers that its blocks need"
+        remedy = "Leave the name out: another backend runs the call"
+        raise BackendError("backend='triton'", expected=expected, got=str(error), remedy=remedy) from error
