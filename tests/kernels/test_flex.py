@@ -46,7 +46,7 @@ def test_blocks_are_the_same_in_a_compiled_program() -> None:
 def test_thirty_masks_and_five_lengths_compile_to_few_graphs(given: bool) -> None:
     """Training steps: forward and backward are one graph each."""
     options: dict[str, Any] = {}
-    # Slopes without gradient: torch's array code for this backend forgets that a tensor of a score_mod has one.
+    # Slopes without gradient: torch's array code, compiled, forgets that tensors of a score_mod have one.
     sinks = torch.randn(4, requires_grad=True)
     if given:
         options = {"softcap": 5.0, "bias": alibi(torch.rand(4)), "sinks": sinks}
