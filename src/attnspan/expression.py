@@ -109,7 +109,7 @@ class Mask(Node):
             spans = Spans(low.bounds(self), low.top)
             rows_at = None if low.counted_back else low.q_index[:, 0]
             if k_index is None:
-                return Prepared(spans, rows_at)
+                return _known_as(self._band() if q_index is None else None, Prepared(spans, rows_at))
             k_index = arrays.asarray(k_index, "int32")
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
@@ -138,7 +138,8 @@ class Mask(Node):
         found = self.spans(q_len, k_len, **options)
         found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
-            return replace(found, lowered=found.lowered.compact().validate())
+            exact = replace(found, lowered=found.lowered.compact().validate())
+            return _known_as(found._band(), exact)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask, as `attnspan.picture.show` does, which has the options."""
@@ -297,6 +298,12 @@ class Prepared(Mask):
     k_index: Array | None = None
     bare: bool = False
 
+    # What it was lowered from, where that is a band: no field, so that all lowered masks are of one tree.
+    _of: ClassVar[Band | None] = None
+
+    def _band(self) -> Band | None:
+        return self._of
+
     def __getattr__(self, name: str) -> Any:
         # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
         if name.startswith("__") or name == "lowered":
@@ -366,6 +373,12 @@ class Prepared(Mask):
 
     def __repr__(self) -> str:
         return repr(self.lowered).replace("Spans", "Prepared")
+
+
+def _known_as(band: Band | None, mask: Prepared) -> Prepared:
+    if band is not None:
+        object.__setattr__(mask, "_of", band)
+    return mask
 
 
 def _one_order(*masks: Mask) -> tuple[Mask, ...]:

@@ -1,5 +1,6 @@
 """torch's kernels for plain masks: what they are handed, and what is made of what they give."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -77,6 +78,20 @@ def test_bands(name: str, cudnn: bool) -> None:
         torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("name", BANDS)
+def test_lowered_masks_are_known_for_what_they_were(vendors: None, name: str) -> None:
+    q, k, v = qkv()
+    wanted = attention(q, k, v, mask=BANDS[name], backend="vendor")
+    for lowered in (BANDS[name].spans(12, 12, like=q), BANDS[name].prepare(12, 12)):
+        again = pickle.loads(pickle.dumps(lowered))
+        for mask in (lowered, again):
+            assert torch.equal(attention(q, k, v, mask=mask, backend="vendor"), wanted)
+        assert torch.equal(
+            attention(q, k, v, mask=lowered & causal(), backend="vendor"),
+            attention(q, k, v, mask=BANDS[name] & causal(), backend="vendor"),
+        )
+
+
 @pytest.mark.parametrize("mask", [full(), causal(), window(3)], ids=repr)
 @pytest.mark.parametrize("q_len", [1, 5])
 @pytest.mark.parametrize("cudnn", [False, True])
@@ -147,7 +162,10 @@ def test_what_is_handed_on_and_what_is_not() -> None:
         ({"mask": causal() | window(2, 2)}, "it takes full"),
         ({"mask": segments(torch.zeros(12, dtype=torch.int64))}, "it takes full"),
         ({"mask": causal() & key_padding(torch.tensor([5]))}, "it takes full"),
-        ({"mask": causal().prepare(12, 12, like=torch.ones(1))}, "it takes full"),
+        ({"mask": (causal() | window(1, 1)).prepare(12, 12)}, "it takes full"),
+        ({"mask": causal().spans(12, 12, q_index=np.arange(12))}, "it takes full"),
+        ({"mask": causal().spans(12, 12, k_index=np.arange(2, 14))}, "it takes full"),
+        ({"mask": causal().prepare(12, 12).lowered}, "it takes full"),
         ({"mask": documents(OFFSETS) & documents(OFFSETS + 0)}, "it takes full"),
         ({"mask": causal(), "softcap": 3.0}, "no softcap"),
         ({"mask": causal(), "bias": alibi(torch.rand(4))}, "no bias"),

@@ -141,7 +141,8 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
     if not isinstance(x, Node):
         raise _UnknowableError
     twin = object.__new__(type(x))
-    for name, value in vars(x).items():
+    for name in type(x).__dataclass_fields__:  # type: ignore[attr-defined]
+        value = getattr(x, name)
         vars(twin)[name] = value if type(value) in _STATIC else _twin(value, sources)
     return twin
 
