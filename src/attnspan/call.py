@@ -65,6 +65,7 @@ class Problem:
         band: "full", "causal", "window" or "documents" on a GPU where the mask is no more than that; or "".
         extras: What a call on a GPU has besides its mask, in words, or "".
         capability: The compute capability of the GPU, such as 90; None where there is none to ask.
+        gpu: The kind of GPU, by which tables of measured times are found; "" where there is none to ask.
 
     Example:
         >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
@@ -85,6 +86,7 @@ class Problem:
     band: str = ""
     extras: str = ""
     capability: int | None = None
+    gpu: str = ""
 
     @classmethod
     def of(

@@ -14,10 +14,12 @@ __all__ = [
     "Key",
     "cache_path",
     "device_name",
+    "file_name",
     "header",
     "length_bucket",
     "load",
     "lookup",
+    "lookup_in",
     "mask_kind",
     "read",
 ]
@@ -91,15 +93,30 @@ def cache_path(device: str) -> Path | None:
     # The XDG specification says to ignore a relative folder.
     default = os.path.join(base if os.path.isabs(base) else "~/.cache", "attnspan")
     folder = os.path.expanduser(given or default)
-    name = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
-    return None if given.lower() == "off" or folder[0] == "~" else Path(folder, f"tuned-{name}.json")
+    return None if given.lower() == "off" or folder[0] == "~" else Path(folder, file_name(device))
+
+
+def file_name(device: str) -> str:
+    """The name of a device's file."""
+    return f"tuned-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def header(device: str) -> dict[str, Any]:
     """What a file must say of itself to be read."""
-    from importlib.metadata import version
+    return {"schema": _SCHEMA, "version": _version(), "device": device}
 
-    return {"schema": _SCHEMA, "version": version("attnspan"), "device": device}
+
+def _version() -> str:
+    """Ours; that of the source tree where it runs without having been installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("attnspan")
+    except PackageNotFoundError:
+        import tomllib
+
+        text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+        return str(tomllib.loads(text)["project"]["version"])
 
 
 def read(path: Path, device: str) -> list[dict[str, Any]]:
@@ -133,9 +150,13 @@ def _well_formed(entry: Any) -> bool:
 def lookup(backend: str, device: str) -> dict[Key, dict[str, int]]:
     """The configurations of a backend on a device that differ from the kernel's own choice."""
     path = cache_path(device)
-    entries = read(path, device) if path else []
-    found = {Key(**entry["key"]): entry["config"] for entry in entries if any(entry["config"].values())}
+    found = lookup_in(read(path, device) if path else [])
     return {key: config for key, config in found.items() if key.backend == backend}
+
+
+def lookup_in(entries: list[dict[str, Any]]) -> dict[Key, dict[str, int]]:
+    """The configurations of a file's entries that differ from a kernel's own choice."""
+    return {Key(**entry["key"]): entry["config"] for entry in entries if any(entry["config"].values())}
 
 
 def load(core: Any) -> None:

@@ -49,4 +49,5 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     more: dict[str, Any] = {"threads": torch.get_num_threads() if call.q.is_cpu else None}
     if chosen == "vendor":
         more["kernel"] = kernel_of(call.q, call.k, call.v, call.band)
-    return Explanation.of(call, candidates(backend is not None), chosen, backend is not None, pairs, **more)
+    named = backend is not None
+    return Explanation.of(call, candidates(call.problem, named), chosen, named, pairs, **more)

@@ -116,7 +116,7 @@ class TorchFront(Front):
         extras = "DTensors" if self.places is not None else _extras(given)
         if self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             extras = extras or "gradient of lse"
-        return found, ("" if found is None else found.name, extras, capability(q.device))
+        return found, ("" if found is None else found.name, extras, *gpu_of(q.device))
 
 
 def _one_row(band: Band, q: Any, k: Any) -> Band | None:
@@ -142,16 +142,17 @@ def _extras(given: Given) -> str:
 
 
 @constant_when_traced
-def capability(device: torch.device) -> int | None:
-    """The compute capability of a CUDA device, such as 90; None without one: a program may be traced."""
-    if device not in _capabilities:
-        asked = device.type == "cuda" and torch.cuda.is_available()
-        at = torch.cuda.get_device_capability(device) if asked else None
-        _capabilities[device] = None if at is None else 10 * at[0] + at[1]
-    return _capabilities[device]
+def gpu_of(device: torch.device) -> tuple[int | None, str]:
+    """The compute capability of a CUDA device, such as 90, and its kind; nothing where it is traced only."""
+    if device not in _gpus:
+        _gpus[device] = None, ""
+        if device.type == "cuda" and torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability(device)
+            _gpus[device] = 10 * major + minor, f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
+    return _gpus[device]
 
 
-_capabilities: dict[torch.device, int | None] = {}
+_gpus: dict[torch.device, tuple[int | None, str]] = {}
 
 
 def _foreign(name: str, x: Any) -> DtypeError:

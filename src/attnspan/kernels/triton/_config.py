@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..measured import blocks
+
 __all__ = ["Config", "config_of"]
 
 
@@ -40,8 +42,8 @@ _CONFIGS: dict[tuple[str, bool], tuple[Config, Config, Config]] = {
 }
 
 
-def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: int) -> Config:
-    """The block sizes where none were measured.
+def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: int, gpu: str = "") -> Config:
+    """The block sizes: those that were measured on this kind of GPU, or else those of the table above.
 
     Args:
         kernel: "forward", "queries" or "keys".
@@ -49,10 +51,13 @@ def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: 
         dim: The larger head dim.
         rows: Rows of one key head: queries times heads of a group.
         capability: Of the GPU, such as 90.
+        gpu: Name of the GPU.
     """
+    measured = blocks(gpu, kernel, str(dtype)[6:], dim) if gpu else {}
     config = _CONFIGS[kernel, dtype == torch.float32][(dim > 64) + (dim > 128)]
     if kernel == "forward" and config.block_n == 64 and dim > 64 and capability not in (80, 90):
         config = replace(config, block_m=64)  # the others spill
+    config = replace(config, **measured)
     while config.block_m > 16 and config.block_m // 2 >= rows:
         config = replace(config, block_m=config.block_m // 2)
     return config

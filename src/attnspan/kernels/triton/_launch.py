@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,9 @@ __all__ = ["backward", "forward", "row_ranges"]
 def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Config:
     """The configuration for a call."""
     at = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    gpu = f"{torch.cuda.get_device_name(q.device)}, sm_{at[0]}{at[1]}" if q.is_cuda else ""
     rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    return config_of(kernel, q.dtype, max(q.shape[3], v.shape[3]), rows, 10 * at[0] + at[1])
+    return config_of(kernel, q.dtype, max(q.shape[3], v.shape[3]), rows, 10 * at[0] + at[1], gpu)
 
 
 def _block(dim: int) -> int:
@@ -251,9 +253,14 @@ def backward(
     options: Options | None = None,
     dbias: Tensor | None = None,
     dsinks: Tensor | None = None,
+    configs: Mapping[str, Config] | None = None,
     **_: Any,
 ) -> None:
-    """See `attnspan.kernels.triton.backward`."""
+    """See `attnspan.kernels.triton.backward`.
+
+    Args:
+        configs: Block sizes of "queries" and "keys"; what is missing takes `config_of`.
+    """
     batch, q_heads, q_len = out.shape[:3]
     if batch * q_heads * q_len == 0 or k.shape[2] == 0:
         for x in (dq, dk, dv, dbias, dsinks):
@@ -265,7 +272,8 @@ def backward(
     k_len, given, delta = k.shape[2], _Given.of(options, q), _delta(dout, dlse, out)
     common = given.numbers(scale) | {"dout": dout, "lse": lse, "delta": delta}
     common |= dict(zip(("dout_b", "dout_h", "dout_s"), _strides(dout), strict=True))
-    config = _config("queries", q, k, v)
+    configs = configs or {}
+    config = configs.get("queries") or _config("queries", q, k, v)
     numbers = _sizes(q, k, v, bounds, config.block_m) | common | config.launch()
     want = dbias is not None and given.kind in (ALIBI, SIGNED_ALIBI, DISTANCE)
     sums = q.new_zeros((2, batch, q_heads, q_len), dtype=torch.float32) if want else None
@@ -280,7 +288,7 @@ def backward(
         **numbers,
         **dict(zip(("dq_b", "dq_h", "dq_s"), dq.stride()[:3], strict=True)),
     )
-    config = _config("keys", q, k, v)
+    config = configs.get("keys") or _config("keys", q, k, v)
     numbers = _sizes(q, k, v, bounds, config.block_m) | common | config.launch()
     ranges, key_blocks = numbers["ranges"], triton.cdiv(k_len, config.block_n)
     planes = ranges.shape[0] * ranges.shape[1]

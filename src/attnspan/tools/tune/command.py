@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Annotated, Any
 
 from typer import Option
 
+from attnspan.errors import expect
+from attnspan.kernels import measured
 from attnspan.kernels.tuned import Key, cache_path, read
 
 __all__ = ["tune"]
@@ -21,8 +24,13 @@ def tune(
     seconds: Annotated[float, Option(min=0.01, help="time for each kind of call, s")] = 4.0,
     minutes: Annotated[float, Option(min=0.01, help="time for all; the next run continues")] = 12.0,
     show: Annotated[bool, Option("--show", help="print what is in use, and stop")] = False,
+    device: Annotated[str, Option(help="cpu, or cuda: Triton's blocks, and the fastest backend")] = "cpu",
 ) -> None:
-    """Tune the CPU kernel on this machine."""
+    """Tune the CPU kernel, or what runs on the GPU, on this machine."""
+    if device == "cuda":
+        _tune_gpu(dtypes, head_dims, seconds, minutes, show)
+        return
+    expect(device == "cpu", "--device", "cpu or cuda", repr(device), "Name one of the two")
     from attnspan.tools.tune.cases import grid
     from attnspan.tools.tune.cpu import CpuBackend
     from attnspan.tools.tune.run import run
@@ -38,6 +46,31 @@ def tune(
             print(_line(entry), flush=True)
             done, gained = done + 1, gained + any(entry["config"].values())
     print(f"{gained} of {done} kinds of calls gained; {len(cases) - done} left for the next run")
+
+
+def _tune_gpu(dtypes: str, head_dims: str, seconds: float, minutes: float, show: bool) -> None:
+    from attnspan.console import numbers, words
+    from attnspan.tools.tune.gpu import TritonBackend, blocks_grid, rankings
+    from attnspan.tools.tune.run import run, save
+
+    backend, kinds, dims = TritonBackend(), list(words(dtypes)), list(numbers("--head-dims", head_dims))
+    path, end = cache_path(backend.device), time.monotonic() + 60 * minutes
+    print(f"{backend.device}; cache: {path or 'off, nothing is written'}")
+    if show:
+        print(*map(_line, read(path, backend.device) if path else []), sep="\n")
+        return
+    with suppress(KeyboardInterrupt):
+        # Half of the time for blocks, which the ranking then has.
+        for entry in run(backend, blocks_grid(kinds, dims), path, seconds=seconds, minutes=minutes / 2):
+            print(_line(entry), flush=True)
+        measured.forget()
+        for entry in rankings(backend.device, backend.isa, kinds, dims, seconds=seconds):
+            if path:
+                save(path, backend.device, entry)
+            print(_line(entry), flush=True)
+            if time.monotonic() > end:
+                print("the time is over: what is left keeps what it had")
+                return
 
 
 def _line(entry: dict[str, Any]) -> str:
