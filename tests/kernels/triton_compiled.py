@@ -94,7 +94,7 @@ def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, A
 def main(capability: str, dtype: str, dim: str, v_dim: str) -> None:
     found = []
     of = _launch.config_of
-    _launch.config_of = lambda *given: of(*given[:-1], int(capability))
+    _launch.config_of = lambda *given: of(*given[:4], int(capability))
     for kernel, given in launches_of(Options(), getattr(torch, dtype), int(dim), int(v_dim), 4, 1):
         found.append(compiled(kernel, given, int(capability)))
     print(json.dumps(found))
