@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all test-torch test-cuda test-xla zoo lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo lint format bench wheel sanitize aarch64 clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
+	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
 	@echo "make lint    formatters, linters, type checker"
@@ -92,6 +93,30 @@ test-torch: $(TORCH_VENV)/.ready
 # Fake CUDA tensors need CUDA's build of torch, and no GPU.
 test-cuda: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest tests/cuda $(ARGS)
+
+# What needs a GPU: tests, then which backend and which blocks are fastest on it, then figures. Nothing is installed and
+# nothing is fetched: the source tree runs with the machine's own Python and torch, without the CPU kernel.
+GPU_PYTHON ?= $(PYTHON)
+GPU_OUT ?= build/gpu
+GPU := PYTHONPATH=$(CURDIR)/src TRITON_INTERPRET=0 ATTNSPAN_TUNE_CACHE=$(GPU_OUT) $(GPU_PYTHON)
+GPU_PEERS := attnspan-vendor,attnspan-flex,attnspan-triton,sdpa-flash,sdpa-cudnn,flex,flash-attn,flash-attn-3,flash-attn-4
+
+gpu: gpu-test gpu-tune gpu-bench
+
+gpu-test:
+	$(GPU) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu $(ARGS)
+
+gpu-tune:
+	$(GPU) -m attnspan tune --device cuda --dtypes bfloat16,float16 --head-dims 64,128 --minutes 8 --seconds 3
+
+gpu-bench:
+	@mkdir -p $(GPU_OUT)
+	$(GPU_PYTHON) benchmarks/gpu.py > $(GPU_OUT)/workloads.json
+	$(GPU) benchmarks/gpu_ranges.py
+	$(GPU) -m attnspan bench --workloads $(GPU_OUT)/workloads.json --device cuda --peers $(GPU_PEERS) \
+	  --json $(GPU_OUT)/figures.json.gz --seconds 0.5 $(ARGS)
+	$(GPU) -m attnspan bench --show $(GPU_OUT)/figures.json.gz --html $(GPU_OUT)/figures.html || \
+	  echo "no page: it needs plotly and jinja2. On another machine: attnspan bench --show figures.json.gz --html figures.html"
 
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
 # Nothing of .venv is used: the wheel is made by the Python that installs it.

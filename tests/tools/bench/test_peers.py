@@ -80,7 +80,8 @@ def _refusers(mask, mode="forward"):
 
 
 def test_who_runs_what_on_cpu_and_why_not():
-    cuda_only = {"sdpa-efficient", "sdpa-cudnn", "flash-attn"}
+    ours = {f"attnspan-{name}" for name in ("vendor", "flex", "triton")}
+    cuda_only = {"sdpa-efficient", "sdpa-cudnn", "flash-attn", "flash-attn-3", "flash-attn-4", *ours}
     for mask, others in (
         ("causal", {"sdpa-per-document"}),
         ("full", {"sdpa-per-document", "sdpa-dense-mask"}),

@@ -17,6 +17,9 @@ __all__ = ["PEERS", "Job", "Peer", "Ready", "peers_by_name", "peers_named"]
 #: Every peer, attnspan first.
 PEERS: tuple[Peer, ...] = (
     Attnspan(),
+    Attnspan("vendor"),
+    Attnspan("flex"),
+    Attnspan("triton"),
     FusedKernel("sdpa-flash", SDPBackend.FLASH_ATTENTION),
     FusedKernel("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION),
     FusedKernel("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION),
@@ -26,7 +29,9 @@ PEERS: tuple[Peer, ...] = (
     AttnspanJax(),
     JaxAttention("jax", "jax.nn"),
     JaxAttention("tokamax", "tokamax"),
-    FlashAttn(),
+    FlashAttn("flash-attn", "flash_attn"),
+    FlashAttn("flash-attn-3", "flash_attn_interface"),
+    FlashAttn("flash-attn-4", "flash_attn.cute"),
 )
 
 

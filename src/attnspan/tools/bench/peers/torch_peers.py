@@ -8,6 +8,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,11 @@ class _TorchPeer:
 
 
 class Attnspan(_TorchPeer):
-    """attnspan under a mask that was prepared once, by whatever backend `explain` names."""
+    """attnspan under a mask that was prepared once, by whatever backend `explain` names, or by one by name."""
 
-    name = "attnspan"
+    def __init__(self, backend: str | None = None) -> None:
+        self.backend = backend
+        self.name = "attnspan" if backend is None else f"attnspan-{backend}"
 
     def refuses(self, job: Job) -> str | None:
         try:
@@ -56,16 +59,16 @@ class Attnspan(_TorchPeer):
 
     def forward(self, job: Job) -> Forward:
         # Named only where it would warn: otherwise the choice is a part of what a call costs.
-        backend = "math" if self._found(job).backend == "math" else None
+        backend = "math" if self._found(job).backend == "math" else self.backend
         return partial(attention, mask=job.prepared, backend=backend)
 
     def prepare(self, job: Job) -> Ready:
         found = self._found(job)
-        note = f"backend {found.backend}" + (f", {found.isa}" if found.isa else "")
+        note = ", ".join(filter(None, (f"backend {found.backend}", found.isa, found.kernel)))
         return replace(super().prepare(job), note=note)
 
     def _found(self, job: Job) -> Explanation:
-        return explain(job.q, job.k, job.v, mask=job.prepared)
+        return explain(job.q, job.k, job.v, mask=job.prepared, backend=self.backend)
 
 
 class FusedKernel(_TorchPeer):
@@ -145,45 +148,63 @@ class PerDocument(_TorchPeer):
 
 
 class FlashAttn(_TorchPeer):
-    """The flash-attn package: CUDA, half precision, dense, causal, windowed and packed."""
+    """FlashAttention's own package: CUDA, half precision, dense, causal, windowed and packed.
 
-    name = "flash-attn"
+    Args:
+        name: Of the peer.
+        module: What has the functions: another one in each generation.
+    """
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name, self._module = name, module
 
     def refuses(self, job: Job) -> str | None:
         if job.device != "cuda":
             return f"it runs on CUDA devices, not on {job.device}"
-        if find_spec("flash_attn") is None:
-            return "flash-attn is not installed"
+        if not _is_installed(self._module):
+            return f"{self._module} is not installed"
         if job.workload.dtype == "float32":
             return "it takes bfloat16 and float16"
         known = job.is_full or job.is_causal or job.window is not None or job.documents is not None
         return None if known else "it cannot say the mask"
 
     def forward(self, job: Job) -> Forward:
-        return _packed(job) if job.documents is not None else _plain(job)
+        return (_packed if job.documents is not None else _plain)(job, import_module(self._module))
 
 
-def _plain(job: Job) -> Forward:
-    reach = (-1, -1) if job.window is None else (job.window.left, job.window.right)
-    function = import_module("flash_attn").flash_attn_func
+def _is_installed(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or find_spec(parent) is not None) and find_spec(module) is not None
+
+
+def _output(found: Any) -> Tensor:
+    """Some versions also give the lse."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _plain(job: Job, module: Any) -> Forward:
+    none = None if module.__name__.endswith(".cute") else -1
+    sides = (None, None) if job.window is None else (job.window.left, job.window.right)
+    reach = tuple(none if side is None else side for side in sides)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = function(*rows, causal=job.needs_causal_flag, window_size=reach)
-        return out.transpose(1, 2)
+        out = module.flash_attn_func(*rows, causal=job.needs_causal_flag, window_size=reach)
+        return _output(out).transpose(1, 2)
 
     return forward
 
 
-def _packed(job: Job) -> Forward:
+def _packed(job: Job, module: Any) -> Forward:
     assert job.documents is not None
-    function = import_module("flash_attn").flash_attn_varlen_func
     offsets = torch.tensor(job.documents, dtype=torch.int32, device=job.device)
     longest = int(offsets.diff().max())
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2)[0] for x in (q, k, v))
-        out: Tensor = function(*rows, offsets, offsets, longest, longest, causal=job.documents_causal)
-        return out[None].transpose(1, 2)
+        sizes = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        sizes |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = module.flash_attn_varlen_func(*rows, **sizes, causal=job.documents_causal)
+        return _output(out)[None].transpose(1, 2)
 
     return forward
