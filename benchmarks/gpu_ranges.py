@@ -1,4 +1,4 @@
-"""How long Triton's kernel takes for the ranges of blocks of 131,072 rows with two spans: python benchmarks/gpu_ranges.py
+"""The time of the ranges of blocks of 131,072 rows with two spans: python benchmarks/gpu_ranges.py
 
 The target is 20 microseconds. Medians of CUDA events over 200 calls, after 20 that warm up.
 """

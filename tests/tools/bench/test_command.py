@@ -124,7 +124,7 @@ def test_what_other_commands_print_fits_80_columns(run, arguments):
         (("--dtypes", "fp8"), "--dtypes: expected some of float32, bfloat16, float16, got 'fp8'"),
         (("--modes", "backward"), "--modes: expected some of forward, forward+backward"),
         (("--lengths", "1e3"), "--lengths: expected positive numbers with commas between, got '1e3'"),
-        (("--peers", "spda"), "peers: expected some of attnspan, sdpa-flash"),
+        (("--peers", "spda"), "peers: expected some of attnspan, attnspan-vendor"),
         (("--seconds", "0"), "budget: expected positive limits"),
         (("--samples", "8"), "--samples: expected 9 or more, got 8"),
         (("--seconds", "inf"), "budget: expected positive limits"),
