@@ -41,7 +41,7 @@ class _TorchPeer:
 
 
 class Attnspan(_TorchPeer):
-    """attnspan under a mask that was prepared once, by the backend that `explain` names, or by one by name."""
+    """attnspan under a mask that was prepared once: the backend that `explain` names, or one by name."""
 
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend
