@@ -173,7 +173,7 @@ class MeshPlan(ShardedMask):
             k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
             v: Its values, (B, Hkv, n, Dv).
             scale, layout, return_lse: As of `attnspan.torch.attention`.
-            backend: Not taken: the kernel where it runs, else framework code.
+            backend: Not taken: the CPU kernel or FlexAttention, where they run, else framework code.
             q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds, (n,) or (L | B, n). If they
                 are another layout's it raises, or, on devices and in compiled code, the output is NaN.
             **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all

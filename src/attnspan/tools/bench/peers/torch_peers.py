@@ -179,7 +179,8 @@ def _is_installed(module: str) -> bool:
 
 def _output(found: Any) -> Tensor:
     """Some versions also give the lse."""
-    return found[0] if isinstance(found, tuple) else found
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
 
 
 def _plain(job: Job, module: Any) -> Forward:
@@ -202,9 +203,9 @@ def _packed(job: Job, module: Any) -> Forward:
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2)[0] for x in (q, k, v))
-        sizes = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        sizes |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        out = module.flash_attn_varlen_func(*rows, **sizes, causal=job.documents_causal)
+        ends = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = module.flash_attn_varlen_func(*rows, **ends, **sizes, causal=job.documents_causal)
         return _output(out)[None].transpose(1, 2)
 
     return forward
