@@ -1,6 +1,6 @@
 """A FlexAttention mask of spans against torch's `create_block_mask`, on CPU: python benchmarks/block_mask.py
 
-Causal documents of 16,384 tokens, or of as many as are named. Times are taken in turn; the blocks are compared
+Causal documents of 16,384 tokens, or of as many as are named. Times are taken in turn; blocks are compared
 bit for bit, also with those that a compiled program makes.
 """
 
