@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,28 +207,40 @@ _CODE = [
 @pytest.mark.parametrize(("capability", "dtype", "dim"), _CODE)
 def test_code_for_gpus(capability: int, dtype: str, dim: int) -> None:
     """Compiled ahead of time: matrix instructions, no spilled registers, and shared memory suffices."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        str(Path(triton_compiled.__file__)),
-        str(capability),
-        dtype,
-        str(dim),
-        str(dim),
-    ]
-    text = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=300
-    ).stdout
-    found = {each["kernel"]: each for each in json.loads(text)}
+    found = _compiled(capability, dtype, dim, "none")
     assert set(found) == {
         *("row_ranges_kernel", "key_ranges_kernel", "forward_kernel", "delta_kernel"),
         *("query_gradients_kernel", "key_gradients_kernel"),
     }
+    # Products of float32 are long sequences of ordinary instructions.
+    _check(found, capability, most=48 if dtype == "float32" else 0, matrix=dtype != "float32")
+
+
+@pytest.mark.parametrize(
+    ("capability", "option", "dim"),
+    [
+        pytest.param(c, o, d, marks=() if (c, o, d) == (90, "dense", 128) else pytest.mark.long)
+        for c in (80, 90, 100)
+        for o in ("softcap", "alibi", "dense", "dropout", "everything")
+        for d in (64, 128, 256)
+    ],
+)
+def test_code_with_options(capability: int, option: str, dim: int) -> None:
+    _check(_compiled(capability, "bfloat16", dim, option), capability, most=64)
+
+
+def _compiled(capability: int, *call: object) -> dict[str, Any]:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, triton_compiled.__file__, str(capability), *map(str, call)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    return {each["kernel"]: each for each in json.loads(done.stdout)}
+
+
+def _check(found: dict[str, Any], capability: int, most: int, matrix: bool = True) -> None:
     for name, each in found.items():
         assert each["shared"] <= SHARED[capability], name
-        # Products of float32 are long sequences of ordinary instructions.
-        assert each["STACK"] + each["LOCAL"] <= (48 if dtype == "float32" else 0), (name, each)
-        if name.startswith(("forward", "query", "key_gradients")) and dtype != "float32":
+        assert each["STACK"] + each["LOCAL"] <= most, (name, each)
+        if name.startswith(("forward", "query", "key_gradients")) and matrix:
             # Blocks of 32 rows or keys are too small for wgmma and tcgen05.
             assert {"mma.sync", MATRIX[capability]} & {*each["matrix"]}, name
             if name == "forward_kernel":

@@ -1,6 +1,6 @@
 """Compile each kernel as its launches would, for GPUs that this machine lacks, and say what came of it.
 
-    python tests/kernels/triton_compiled.py 90 bfloat16 128 128
+    python tests/kernels/triton_compiled.py 90 bfloat16 128 dense
 
 A process of its own: in one that interprets Triton nothing can be compiled.
 """
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attnspan.kernels.triton import _launch
-from attnspan.options import Options
+from attnspan.options import ALIBI, DENSE, DISTANCE, Options
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
@@ -91,11 +91,27 @@ def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, A
     return {"kernel": kernel.__name__, "shared": done.metadata.shared, "matrix": matrix, **found}
 
 
-def main(capability: str, dtype: str, dim: str, v_dim: str) -> None:
+def options_named(name: str, dtype: torch.dtype) -> Options:
+    """For a call of 2 batch rows, 8 heads and 512 tokens."""
+    seeds, index = torch.empty(2, 8, dtype=torch.int64), torch.empty(1, 512, dtype=torch.int32)
+    dropout: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": seeds}
+    several = {"softcap": 5.0, "sinks": torch.empty(8), "q_index": index, "k_index": index}
+    return {
+        "none": Options(),
+        "softcap": Options(softcap=5.0, sinks=torch.empty(8)),
+        "alibi": Options(bias=torch.empty(1, 8), bias_kind=ALIBI),
+        "dense": Options(bias=torch.empty(2, 8, 512, 512, dtype=dtype), bias_kind=DENSE),
+        "dropout": Options(**dropout),
+        "everything": Options(bias=torch.empty(8, 257), bias_kind=DISTANCE, **dropout, **several),
+    }[name]
+
+
+def main(capability: str, dtype: str, dim: str, options: str) -> None:
     found = []
     of = _launch.config_of
-    _launch.config_of = lambda *given: of(*given[:4], int(capability))
-    for kernel, given in launches_of(Options(), getattr(torch, dtype), int(dim), int(v_dim), 4, 1):
+    _launch.config_of = lambda *given: of(*given[:4], int(capability), *given[5:])
+    kind = getattr(torch, dtype)
+    for kernel, given in launches_of(options_named(options, kind), kind, int(dim), int(dim), 4, 1):
         found.append(compiled(kernel, given, int(capability)))
     print(json.dumps(found))
 

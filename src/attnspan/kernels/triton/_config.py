@@ -41,8 +41,23 @@ _CONFIGS: dict[tuple[str, bool], tuple[Config, Config, Config]] = {
     ("keys", True): (Config(32, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 
+#: In 16 bits with a bias or dropout, whose values take registers too.
+_HEAVY: dict[str, tuple[Config, Config, Config]] = {
+    "forward": (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
+    "queries": (Config(32, 64, 8, 2), Config(32, 64, 8, 2), Config(16, 32, 8, 1)),
+    "keys": (Config(32, 64, 4, 2), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
+}
 
-def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: int, gpu: str = "") -> Config:
+
+def config_of(
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    rows: int,
+    capability: int,
+    gpu: str = "",
+    heavy: bool = False,
+) -> Config:
     """The block sizes: those that were measured on this kind of GPU, or else those of the table above.
 
     Args:
@@ -52,11 +67,15 @@ def config_of(kernel: str, dtype: torch.dtype, dim: int, rows: int, capability: 
         rows: Rows of one key head: queries times heads of a group.
         capability: Of the GPU, such as 90.
         gpu: Name of the GPU.
+        heavy: The call has a bias or dropout; what was measured is without.
     """
-    measured = blocks(gpu, kernel, str(dtype)[6:], dim) if gpu else {}
-    config = _CONFIGS[kernel, dtype == torch.float32][(dim > 64) + (dim > 128)]
+    measured = blocks(gpu, kernel, str(dtype)[6:], dim) if gpu and not heavy else {}
+    size = (dim > 64) + (dim > 128)
+    config = _CONFIGS[kernel, dtype == torch.float32][size]
     if kernel == "forward" and config.block_n == 64 and dim > 64 and capability not in (80, 90):
         config = replace(config, block_m=64)  # the others spill
+    if heavy and dtype != torch.float32:
+        config = _HEAVY[kernel][size]
     config = replace(config, **measured)
     while config.block_m > 16 and config.block_m // 2 >= rows:
         config = replace(config, block_m=config.block_m // 2)

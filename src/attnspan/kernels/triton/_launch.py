@@ -26,12 +26,12 @@ from ._ranges import key_ranges_kernel, row_ranges_kernel
 __all__ = ["backward", "forward", "row_ranges"]
 
 
-def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Config:
+def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor, given: _Given) -> Config:
     """The configuration for a call."""
     at = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
     gpu = f"{torch.cuda.get_device_name(q.device)}, sm_{at[0]}{at[1]}" if q.is_cuda else ""
-    rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    return config_of(kernel, q.dtype, max(q.shape[3], v.shape[3]), rows, 10 * at[0] + at[1], gpu)
+    rows, dim = q.shape[2] * (q.shape[1] // k.shape[1]), max(q.shape[3], v.shape[3])
+    return config_of(kernel, q.dtype, dim, rows, 10 * at[0] + at[1], gpu, given.is_heavy)
 
 
 def _block(dim: int) -> int:
@@ -93,6 +93,11 @@ class _Given:
             q_index=options.q_index,
             k_index=options.k_index,
         )
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether a kernel holds more for each score than the score."""
+        return self.kind != 0 or self.seeds is not None
 
     def numbers(self, scale: float) -> dict[str, Any]:
         return {
@@ -191,8 +196,8 @@ def forward(
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
     group = q_heads // k.shape[1]
-    config = config or _config("forward", q, k, v)
     given = _Given.of(options, q)
+    config = config or _config("forward", q, k, v, given)
     if scale <= 0:  # The kernel takes the largest product of a row for its largest score.
         q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
     programs = batch * k.shape[1] * triton.cdiv(q_len * group, config.block_m)
@@ -273,7 +278,7 @@ def backward(
     common = given.numbers(scale) | {"dout": dout, "lse": lse, "delta": delta}
     common |= dict(zip(("dout_b", "dout_h", "dout_s"), _strides(dout), strict=True))
     configs = configs or {}
-    config = configs.get("queries") or _config("queries", q, k, v)
+    config = configs.get("queries") or _config("queries", q, k, v, given)
     numbers = _sizes(q, k, v, bounds, config.block_m) | common | config.launch()
     want = dbias is not None and given.kind in (ALIBI, SIGNED_ALIBI, DISTANCE)
     sums = q.new_zeros((2, batch, q_heads, q_len), dtype=torch.float32) if want else None
@@ -288,7 +293,7 @@ def backward(
         **numbers,
         **dict(zip(("dq_b", "dq_h", "dq_s"), dq.stride()[:3], strict=True)),
     )
-    config = configs.get("keys") or _config("keys", q, k, v)
+    config = configs.get("keys") or _config("keys", q, k, v, given)
     numbers = _sizes(q, k, v, bounds, config.block_m) | common | config.launch()
     ranges, key_blocks = numbers["ranges"], triton.cdiv(k_len, config.block_n)
     planes = ranges.shape[0] * ranges.shape[1]
