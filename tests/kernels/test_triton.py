@@ -18,6 +18,7 @@ from attnspan.call import Problem
 from attnspan.errors import OptionError
 from attnspan.kernels import math, triton
 from attnspan.kernels.triton import _launch
+from attnspan.kernels.triton._config import Config
 from attnspan.kernels.triton._ranges import key_ranges_kernel
 from attnspan.options import Options
 from attnspan.torch import attention
@@ -227,6 +228,46 @@ def test_code_for_gpus(capability: int, dtype: str, dim: int) -> None:
 )
 def test_code_with_options(capability: int, option: str, dim: int) -> None:
     _check(_compiled(capability, "bfloat16", dim, option), capability, most=64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dim"),
+    [
+        pytest.param(c, d, marks=() if (c, d) == (90, 128) else pytest.mark.long)
+        for c in (90, 100)
+        for d in (64, 128)
+    ],
+)
+def test_code_with_tensor_descriptors(capability: int, dim: int) -> None:
+    found = _compiled(capability, "bfloat16", dim, "none", 1)["forward_kernel"]
+    assert found["by_engine"]
+    _check({"forward_kernel": found}, capability, most=0)
+
+
+@pytest.mark.parametrize("dim", [64, 40])
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_tensor_descriptors_change_no_bit(mask: str, dim: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 150, h, dim).transpose(1, 2) for h in (4, 2, 2))
+    lowered = {"causal": causal(), "window": window(70)}[mask].spans(150, 150, like=q).lowered
+    bounds = lowered.bounds.contiguous()
+    found = []
+    with triton.interpreted():
+        for bit in (0, 1):
+            out, lse = torch.empty_like(q), torch.empty(2, 4, 150)
+            config = Config(32, 16, 4, 1, descriptors=bit, specialized=bit)
+            _launch.forward(q, k, v, bounds, out, lse, scale=0.125, config=config)
+            found.append((out, lse))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_descriptors_are_for_arrays_that_the_copy_engine_can_read() -> None:
+    config, x = Config(32, 16, 4, 1, descriptors=1), torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16)
+    assert _launch._described(x, config) is not None
+    assert _launch._described(x, Config(32, 16, 4, 1)) is None
+    assert _launch._described(x[..., 4:60], config) is None, "not at 16 bytes"
+    assert _launch._described(x[..., :36].contiguous(), config) is None, "rows of 72 bytes"
+    assert _launch._described(x[:, :1].expand(1, 4, 32, 64), config) is None, "broadcast"
 
 
 def _compiled(capability: int, *call: object) -> dict[str, Any]:

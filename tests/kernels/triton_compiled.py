@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnspan.kernels.triton import _launch
 from attnspan.options import ALIBI, DENSE, DISTANCE, Options
@@ -70,6 +72,9 @@ def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, A
         x = given[parameter.name]
         if parameter.is_constexpr or x is None:
             signature[parameter.name], constants[(at,)] = "constexpr", x
+        elif isinstance(x, TensorDescriptor):
+            kind = TYPES[str(x.base.dtype)[6:]]
+            signature[parameter.name] = f"tensordesc<{kind}{[*x.block_shape]}>"
         elif isinstance(x, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[str(x.dtype)[6:]]
             attributes[(at,)] = [["tt.divisibility", 16]]
@@ -88,7 +93,14 @@ def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, A
     found = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     ptx = done.asm["ptx"]
     matrix = sorted({x for x in ("mma.sync", "wgmma", "tcgen05.mma") if x in ptx})
-    return {"kernel": kernel.__name__, "shared": done.metadata.shared, "matrix": matrix, **found}
+    by_engine = "cp.async.bulk.tensor" in ptx
+    return {
+        "kernel": kernel.__name__,
+        "shared": done.metadata.shared,
+        "matrix": matrix,
+        "by_engine": by_engine,
+        **found,
+    }
 
 
 def options_named(name: str, dtype: torch.dtype) -> Options:
@@ -106,10 +118,12 @@ def options_named(name: str, dtype: torch.dtype) -> Options:
     }[name]
 
 
-def main(capability: str, dtype: str, dim: str, options: str) -> None:
+def main(capability: str, dtype: str, dim: str, options: str, descriptors: str = "0") -> None:
     found = []
     of = _launch.config_of
-    _launch.config_of = lambda *given: of(*given[:4], int(capability), *given[5:])
+    _launch.config_of = lambda *given: replace(
+        of(*given[:4], int(capability), *given[5:]), descriptors=int(descriptors)
+    )
     kind = getattr(torch, dtype)
     for kernel, given in launches_of(options_named(options, kind), kind, int(dim), int(dim), 4, 1):
         found.append(compiled(kernel, given, int(capability)))

@@ -14,12 +14,18 @@ __all__ = ["Config", "config_of"]
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and keys of a tile, warps of a program, and how many tiles are loaded ahead."""
+    """Rows and keys of a tile, warps of a program, and how many tiles are loaded ahead.
+
+    ``descriptors`` and ``specialized`` are 0 or 1, of the forward kernel from Hopper on: tiles that no mask
+    touches are loaded by tensor descriptors, and by warps of their own.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    descriptors: int = 0
+    specialized: int = 0
 
     def launch(self) -> dict[str, Any]:
         return {

@@ -29,11 +29,13 @@ def forward_kernel(
     scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, lse_b, lse_h,
     bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, out_part, lse_part,
+    described_k, described_v,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr,
-    K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    K_INDEX: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
+    """``described_k`` and ``described_v`` are descriptors of k and v, or None."""
     # The last blocks first: under a causal mask they have the most keys.
     block, plane = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
@@ -64,9 +66,10 @@ def forward_kernel(
         until = tl.minimum(tl.load(of_ranges + 4 * run + 3), last) // BLOCK_N * BLOCK_N
         until = tl.maximum(until, whole)
         # Tiles of which all rows see all keys, then those before and behind them.
-        for at in range(whole, until, BLOCK_N):
+        for at in tl.range(whole, until, BLOCK_N, warp_specialize=SPECIALIZED):
             top, total, sums = add_tile(
-                top, total, sums, rows, keys, values, k_s, v_s, at, 0, k_len, lo, hi, of_rows, inside,
+                top, total, sums, rows, keys, values, described_k, described_v, kv_head, k_s, v_s, at, 0,
+                k_len, lo, hi, of_rows, inside,
                 k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
                 kept_scale, k_len, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
                 PRECISION,
@@ -76,7 +79,8 @@ def forward_kernel(
         for tile in range(before + behind):
             at = tl.where(tile < before, start + tile * BLOCK_N, until + (tile - before) * BLOCK_N)
             top, total, sums = add_tile(
-                top, total, sums, rows, keys, values, k_s, v_s, at, first, last, lo, hi, of_rows, inside,
+                top, total, sums, rows, keys, values, None, None, kv_head, k_s, v_s, at, first, last, lo, hi,
+                of_rows, inside,
                 k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
                 kept_scale, k_len, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
                 PRECISION,
@@ -105,14 +109,15 @@ def forward_kernel(
 
 @triton.jit
 def add_tile(
-    top, total, sums, rows, keys, values, k_s, v_s, at, first, last, lo, hi, of_rows, inside,
-    k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
-    kept_scale, k_len, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    top, total, sums, rows, keys, values, described_k, described_v, kv_head, k_s, v_s, at, first, last, lo,
+    hi, of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap,
+    threshold, kept_scale, k_len,
+    MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The keys of one more tile: the largest score, the sum of weights and that of weighted values."""
-    x = load_tile(keys, at, k_s, tl.arange(0, BLOCK_D), first, last, D, BLOCK_N)
+    x = take_tile(described_k, keys, batch, kv_head, at, k_s, first, last, D, BLOCK_D, BLOCK_N)
     x = multiply(rows, tl.trans(x), PRECISION)
     key = at + tl.arange(0, BLOCK_N)
     k_at = indices_of(k_index, k_index_b, batch, key, key, key < k_len, K_INDEX)
@@ -135,9 +140,22 @@ def add_tile(
     if DROPOUT:
         kept = are_kept(first_word[:, None], second_word[:, None], k_at[None, :], threshold)
         weights = tl.where(kept, weights * kept_scale, 0.0)
-    x = load_tile(values, at, v_s, tl.arange(0, BLOCK_DV), first, last, DV, BLOCK_N)
+    x = take_tile(described_v, values, batch, kv_head, at, v_s, first, last, DV, BLOCK_DV, BLOCK_N)
     sums = sums * factor[:, None] + multiply(weights.to(x.dtype), x, PRECISION)
     return new, total, sums
+
+
+@triton.jit
+def take_tile(
+    described, pointer, batch, kv_head, at, stride, first, last, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a tile: by their descriptor, where there is one, else those between two ends."""
+    if described is None:
+        tile = load_tile(pointer, at, stride, tl.arange(0, BLOCK), first, last, SIZE, BLOCK_N)
+    else:
+        tile = described.load([batch.to(tl.int32), kv_head.to(tl.int32), at, 0]).reshape(BLOCK_N, BLOCK)
+    return tile
 
 
 @triton.jit

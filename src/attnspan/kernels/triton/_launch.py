@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..._dropout import scale_of_kept, split_seeds, threshold
 from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
@@ -163,6 +164,16 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int) -> dict[
     }
 
 
+def _described(x: Tensor, config: Config) -> TensorDescriptor | None:
+    """What a GPU's copy engine is told of keys or values; None where it is not asked, or cannot read them."""
+    size = x.element_size()
+    fits = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3])
+    if not config.descriptors or not fits or 0 in x.stride():
+        return None
+    block = [1, 1, config.block_n, _block(x.shape[3])]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
 def _parts(programs: int, k_len: int, device: torch.device) -> int:
     """Into how many parts the keys of a block of rows are split, so that few blocks use the whole GPU."""
     if device.type != "cuda":
@@ -203,6 +214,7 @@ def forward(
     programs = batch * k.shape[1] * triton.cdiv(q_len * group, config.block_m)
     parts = parts or _parts(programs, k.shape[2], q.device)
     numbers = _sizes(q, k, v, bounds, config.block_m) | given.numbers(scale) | config.launch()
+    described = [_described(x, config) for x in (k, v)]
     to, to_lse = out, lse
     if parts > 1:
         to = q.new_empty((parts, batch, q_heads, q_len, v_dim), dtype=torch.float32)
@@ -218,6 +230,9 @@ def forward(
         lse_h=q_len,
         PARTS=parts,
         SINKS=given.sinks is not None and parts == 1,
+        described_k=described[0],
+        described_v=described[1],
+        SPECIALIZED=bool(config.specialized),
         **numbers,
         **strides,
     )

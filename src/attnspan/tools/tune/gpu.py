@@ -94,18 +94,21 @@ class TritonBackend:
         expected = [x.float().clone() for x in make_call(default)()]
         return {
             "make_call": make_call,
-            "configs": _configs(case.direction, case.q_len),
+            "configs": _configs(case.direction, case.q_len, capability),
             "default": default,
             "check": partial(_check, expected, 8 * torch.finfo(dtype).eps),
             "device": self.clock,
         }
 
 
-def _configs(kernel: str, rows: int) -> list[Config]:
+def _configs(kernel: str, rows: int, capability: int) -> list[Config]:
     """Blocks, warps and stages that may be fastest; those that do not fit a GPU fail and drop out."""
-    sizes = (32, 64, 128) if kernel == "forward" else (16, 32, 64, 128)
-    choices = product(sizes, (16, 32, 64, 128), (4, 8), (1, 2, 3, 4))
-    return [Config(m, n, w, s) for m, n, w, s in choices if m <= max(rows, 16) and m * n >= 512]
+    forward = kernel == "forward"
+    bits = [(0, 0), *([(1, 0)] if forward and capability >= 90 else [])]
+    bits += [(1, 1)] if forward and capability >= 100 else []
+    sizes = (32, 64, 128) if forward else (16, 32, 64, 128)
+    choices = product(sizes, (16, 32, 64, 128), (4, 8), (1, 2, 3, 4), bits)
+    return [Config(m, n, w, s, *bit) for m, n, w, s, bit in choices if m <= max(rows, 16) and m * n >= 512]
 
 
 def _normal(sizes: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
