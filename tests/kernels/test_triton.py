@@ -212,6 +212,7 @@ def test_code_for_gpus(capability: int, dtype: str, dim: int) -> None:
     assert set(found) == {
         *("row_ranges_kernel", "key_ranges_kernel", "forward_kernel", "delta_kernel"),
         *("query_gradients_kernel", "key_gradients_kernel"),
+        *("check_kernel", "clear_kernel", "lse_kernel"),
     }
     # Products of float32 are long sequences of ordinary instructions.
     _check(found, capability, most=48 if dtype == "float32" else 0, matrix=dtype != "float32")

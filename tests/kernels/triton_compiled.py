@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attnspan.kernels import _offsets
 from attnspan.kernels.triton import _launch
 from attnspan.options import ALIBI, DENSE, DISTANCE, Options
 
@@ -62,6 +63,18 @@ def launches_of(
     _launch.backward(out, None, q, k, v, out, lse, bounds, *gradients, **call)
     for name, kernel in kept.items():
         setattr(_launch, name, kernel)
+    return launches
+
+
+def launches_of_offsets() -> list[Any]:
+    """Those of checked offsets, for a call of 512 tokens in bfloat16."""
+    launches: list[Any] = []
+    for name in ("check_kernel", "clear_kernel", "lse_kernel"):
+        setattr(_offsets, name, Recorder(getattr(_offsets, name), launches))
+    ends = torch.empty(9, dtype=torch.int64)
+    found = _offsets.Offsets.checked(ends, ends, 512, 512)
+    found.clear_queries(torch.empty(1, 8, 512, 64, dtype=torch.bfloat16))
+    found.finish_lse(torch.empty(1, 8, 512))
     return launches
 
 
@@ -125,7 +138,8 @@ def main(capability: str, dtype: str, dim: str, options: str, descriptors: str =
         of(*given[:4], int(capability), *given[5:]), descriptors=int(descriptors)
     )
     kind = getattr(torch, dtype)
-    for kernel, given in launches_of(options_named(options, kind), kind, int(dim), int(dim), 4, 1):
+    launches = launches_of(options_named(options, kind), kind, int(dim), int(dim), 4, 1)
+    for kernel, given in [*launches, *launches_of_offsets()]:
         found.append(compiled(kernel, given, int(capability)))
     print(json.dumps(found))
 
