@@ -115,3 +115,15 @@ def test_without_memory_the_error_is_torchs_and_a_call_works_afterwards() -> Non
         attention(q, q, q, backend="math")
     small = q[:, :, :256]
     assert attention(small, small, small).shape == small.shape
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+@pytest.mark.parametrize("backend", ["vendor", "flex", "triton"])
+def test_tensors_need_not_be_on_the_current_device(backend: str) -> None:
+    assert torch.cuda.current_device() == 0
+    inputs = [x.detach() for x in qkv()]
+    here, there = ([x.to(f"cuda:{i}").requires_grad_() for x in inputs] for i in (0, 1))
+    mask = BANDS["documents from the host"]
+    found = [results(*x, mask=mask, backend=backend) for x in (here, there)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)

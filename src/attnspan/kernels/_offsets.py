@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._on_device import on_device_of
+
 __all__ = ["Offsets"]
 
 _BLOCK = 1024
@@ -78,7 +80,8 @@ class Offsets:
         found = []
         for i, (x, length) in enumerate(((cu_q, q_len), (cu_k, k_len))):
             to = torch.empty(x.shape, dtype=torch.int32, device=x.device)
-            check_kernel[(1,)](x.contiguous(), to, broken[i:], x.shape[0], length, BLOCK=_BLOCK)
+            with on_device_of(x):
+                check_kernel[(1,)](x.contiguous(), to, broken[i:], x.shape[0], length, BLOCK=_BLOCK)
             found.append(to)
         return cls(found[0], found[1], broken)
 
@@ -93,10 +96,12 @@ class Offsets:
     def _clear(self, x: Tensor, offsets: Tensor) -> None:
         _, heads, _, dim = x.shape
         programs: Any = (min(_FEW, triton.cdiv(x.numel(), _BLOCK)),)
-        clear_kernel[programs](x, offsets[-1:], self.broken, heads * dim, x.numel(), BLOCK=_BLOCK)
+        with on_device_of(x):
+            clear_kernel[programs](x, offsets[-1:], self.broken, heads * dim, x.numel(), BLOCK=_BLOCK)
 
     def finish_lse(self, lse: Tensor) -> None:
         """Bring FlashAttention's lse, contiguous (1, H, S), to what ours is."""
         _, heads, length = lse.shape
         blocks = triton.cdiv(length, _BLOCK)
-        lse_kernel[(blocks, heads)](lse, self.cu_q[-1:], self.broken, length, BLOCK=_BLOCK)
+        with on_device_of(lse):
+            lse_kernel[(blocks, heads)](lse, self.cu_q[-1:], self.broken, length, BLOCK=_BLOCK)

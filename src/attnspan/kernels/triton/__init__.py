@@ -60,17 +60,19 @@ def supports(problem: Problem) -> str | None:
 
 def forward(*args: Any, **options: Any) -> None:
     """Attend, writing ``out`` and ``lse``: the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
+    from .._on_device import on_device_of
     from ._launch import forward
 
-    with _fitting():
+    with on_device_of(args[0]), _fitting():
         forward(*args, **options)
 
 
 def backward(*args: Any, **options: Any) -> None:
     """Write the gradients of `forward`: the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
+    from .._on_device import on_device_of
     from ._launch import backward
 
-    with _fitting():
+    with on_device_of(args[0]), _fitting():
         backward(*args, **options)
 
 

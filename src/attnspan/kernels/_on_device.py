@@ -1,0 +1,13 @@
+"""The device that Triton launches on: the current one, which a tensor's need not be."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["on_device_of"]
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Make the device of a CUDA tensor the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
