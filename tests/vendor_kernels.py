@@ -36,7 +36,7 @@ def standing_in(cudnn: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, triton.interpreted():
         patch.setattr(vendor, "aten", fakes)
         patch.setattr(vendor, "DEVICE", "cpu")
-        patch.setattr(vendor, "_is_new", lambda _: cudnn)
+        patch.setattr(vendor, "_has_cudnn", lambda *_: cudnn)
         patch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
         yield
     library._destroy()
@@ -78,11 +78,17 @@ def _documents(q: Tensor, k: Tensor, *given: Any) -> list[tuple[slice, slice]]:
         assert 0 == at[0] <= at[-1] <= x.shape[0], "memory that is not there would be read"
         found.append([slice(a, b) for a, b in pairwise(at)])
         assert all(a.stop - a.start <= longest for a in found[-1])
+        assert ends is None or longest > 1 or x is k, "rows would be taken for those of documents in turn"
     return list(zip(*found, strict=True))
 
 
-def _band(is_causal: bool, window_size_left: int, window_size_right: int) -> tuple[int, int]:
-    return (-1, 0) if is_causal else (window_size_left, window_size_right)
+def _band(
+    max_k: int, scale: float, is_causal: bool, window_size_left: int, window_size_right: int
+) -> tuple[int, int]:
+    assert scale > 0, "the largest product would not be the largest score"
+    if is_causal:
+        return -1, 0
+    return window_size_left, -1 if window_size_right >= max_k else window_size_right
 
 
 def _flash_forward(
@@ -103,7 +109,8 @@ def _forward(*tensors: Any, scale: float, **window: int) -> tuple[Tensor, Tensor
     group, out, lse = q.shape[1] // k.shape[1], torch.full_like(q, GARBAGE), torch.empty(q.shape[:2]).T
     lse.fill_(GARBAGE)
     for mine, theirs in _documents(q, k, *ends):
-        visible = _visible(mine.stop - mine.start, theirs.stop - theirs.start, *_band(is_causal, **window))
+        band = _band(ends[-1], scale, is_causal, **window)
+        visible = _visible(mine.stop - mine.start, theirs.stop - theirs.start, *band)
         parts = q[mine].double(), *(_spread(x[theirs], group).double() for x in (k, v))
         found = _attend(*parts, visible, scale)
         out[mine], lse[:, mine] = found[0].to(q.dtype), found[1].float()
@@ -125,7 +132,8 @@ def _backward(*tensors: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
     dout, q, k, v, out, lse, *ends, is_causal = tensors
     group, gradients = q.shape[1] // k.shape[1], tuple(torch.full_like(x, GARBAGE) for x in (q, k, v))
     for mine, theirs in _documents(q, k, *ends):
-        visible = _visible(mine.stop - mine.start, theirs.stop - theirs.start, *_band(is_causal, **window))
+        band = _band(ends[-1], scale, is_causal, **window)
+        visible = _visible(mine.stop - mine.start, theirs.stop - theirs.start, *band)
         parts = [dout[mine], q[mine], _spread(k[theirs], group), _spread(v[theirs], group), out[mine]]
         parts = [*(x.double() for x in parts), lse[:, mine].double()]
         found = _differentiate(*parts, visible=visible, scale=scale)

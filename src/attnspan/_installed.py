@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -71,7 +72,9 @@ def _why_lacking(package: str, first: str) -> str | None:
     try:
         got = version(package)
     except PackageNotFoundError:
-        return f"the package {package} is missing; run `pip install {package}`"
+        if find_spec(package) is None:
+            return f"the package {package} is missing; run `pip install {package}`"
+        got = str(import_module(package).__version__)  # from a distribution of another name
     if _numbers(got) >= _numbers(first):
         return None
     return f"it needs {package} {first} or newer, not {got}; run `pip install --upgrade {package}`"

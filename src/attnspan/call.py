@@ -190,9 +190,11 @@ class Front:
         """
         raise NotImplementedError
 
-    def band(self, mask: Any, given: Given, q: Any, k: Any) -> tuple[Band | None, tuple[Any, ...]]:
+    def band(
+        self, mask: Any, given: Given, q: Any, k: Any, scale: Any
+    ) -> tuple[Band | None, tuple[Any, ...]]:
         """The mask where it is a band, and what a `Problem` says of that, of the call and of its GPU."""
-        del mask, given, q, k
+        del mask, given, q, k, scale
         return None, ()
 
     def like(self, q: Any) -> Any:
@@ -263,7 +265,8 @@ class Call:
                 check_k_len(placed.lowered.k_len, k.shape[2])
             if layout == "thd" and not fixed:
                 _check_packed(mask)  # type: ignore[arg-type]
-        band, more = front.band(mask, given, q, k)
+        # A mask whose number of keys is yet to be checked is no band: other kernels do not look.
+        band, more = front.band(None if unread is not None else mask, given, q, k, scale)
         problem = Problem.of(q, k, v, bounds, front.device, more)
         options = given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale

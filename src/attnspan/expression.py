@@ -10,7 +10,7 @@ from ._bands import Band
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
-from .arrays import Array, arrays_for, outside_inference_mode
+from .arrays import Array, arrays_for, outside_inference_mode, own
 from .errors import OptionError, ShapeError, expect
 from .lowering import Lowering, begin
 from .spans import Spans
@@ -225,7 +225,9 @@ class And(Combined):
         for operand in self._flat():
             other = operand._band()
             band = None if band is None or other is None else band & other
-        return band
+        # Rows that were lowered before may be others than those of the documents, which the lowering finds.
+        fixed = any(isinstance(operand, Prepared) for operand in self._flat())
+        return None if fixed and band is not None and band.cu_k is not None else band
 
     def _lower(self, low: Lowering) -> Rows:
         clip: Rows | None = None
@@ -376,8 +378,9 @@ class Prepared(Mask):
 
 
 def _known_as(band: Band | None, mask: Prepared) -> Prepared:
-    if band is not None:
-        object.__setattr__(mask, "_of", band)
+    if band is not None:  # A copy: what is lowered does not change when the caller writes into an array.
+        copies = (x.clone() if hasattr(x, "clone") else own(x) for x in (band.cu_q, band.cu_k))
+        object.__setattr__(mask, "_of", Band(band.left, band.right, *copies))
     return mask
 
 

@@ -18,6 +18,7 @@ __all__ = ["backward", "forward", "kernel_of", "supports"]
 aten = torch.ops.aten
 DEVICE = "cuda"
 MAX_HEAD_DIM = 256
+_MIXES_NO_STRIDES = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 15)
 #: Where FlashAttention has no backward pass beyond it: too little shared memory.
 _SMALL = {86: 192, 87: 192, 89: 192, 120: 192, 121: 192}
 
@@ -51,23 +52,35 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def kernel_of(q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], documents: bool = False) -> str:
+def kernel_of(
+    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], documents: bool = False, backward: bool = False
+) -> str:
     """Whose kernel runs a call: "cuDNN", "FlashAttention 2", or the name that the program has activated."""
     left, right = _reach(reach, q)
     other = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if other is not None:
         return str(other)
     square = q.shape[2] == k.shape[2] or right < 0
-    if documents or left >= 0 or right > 0 or not square or not _is_new(q.device):
+    wide = q.shape[3] > 128  # its backward does not take all that its forward does
+    if documents or left >= 0 or right > 0 or not square or wide or not _has_cudnn(q, backward):
         return "FlashAttention 2"
     grouped = q.shape[1] != k.shape[1]
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, right == 0, grouped)
     return "cuDNN" if torch.backends.cuda.can_use_cudnn_attention(params) else "FlashAttention 2"
 
 
-def _is_new(device: torch.device) -> bool:
-    """Whether cuDNN's kernels are faster than FlashAttention 2 there: from Hopper on."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+def _has_cudnn(q: Tensor, backward: bool) -> bool:
+    """Whether cuDNN's kernels are there, and trusted: on Hopper and Blackwell, not in decoding.
+
+    torch prefers them after version 9.15.0. Versions after that give wrong results for one query on some GPUs
+    (pytorch#193893, cudnn-frontend#1072). Before torch 2.15, torch takes a backward kernel that it has made
+    before for other strides of the output's gradient.
+    """
+    if q.shape[2] == 1 or not torch.cuda.is_available() or (backward and not _MIXES_NO_STRIDES):
+        return False
+    is_new = torch.cuda.get_device_capability(q.device)[0] in (9, 10)
+    version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return bool(is_new and version > 91500)
 
 
 def forward(
@@ -87,7 +100,8 @@ def forward(
         k, v: Shape (B, Hkv, Sk, D), likewise.
         cu_q, cu_k: Integer (n + 1,), where documents start among queries and keys, and the last one ends;
             both or None. Where they do not ascend from 0 to at most the length, results are NaN.
-        longest: Queries and keys of the longest document, or more.
+        longest: Queries and keys of the longest document, or more. (With 1 query, FlashAttention 2 would take
+            the rows for those of all documents in turn.)
         reach: How many keys each query sees before and after its own, -1 for all. The last query's own key
             is the last one, in each document.
         scale: Factor of the scores.
@@ -114,7 +128,7 @@ def forward(
     offsets = Offsets.checked(cu_q, cu_k, q.shape[2], k.shape[2])
     rows = (x[0].transpose(0, 1) for x in (q, k, v))
     found = aten._flash_attention_forward(
-        *rows, offsets.cu_q, offsets.cu_k, *longest, 0.0, is_causal, False, **band
+        *rows, offsets.cu_q, offsets.cu_k, max(longest[0], 2), longest[1], 0.0, is_causal, False, **band
     )
     out, lse = _stored(found[0].transpose(0, 1)[None]), found[1][None].contiguous()
     offsets.clear_queries(out)
@@ -145,7 +159,7 @@ def backward(
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # what dropout would have drawn
     if cu_q is None or cu_k is None:
         sizes = q.shape[2], k.shape[2], 0.0, is_causal
-        if kernel_of(q, k, v, reach) == "cuDNN":
+        if kernel_of(q, k, v, reach, backward=True) == "cuDNN":
             seed = torch.zeros((), dtype=torch.int64, device=q.device)
             found = aten._scaled_dot_product_cudnn_attention_backward(
                 dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, *sizes, scale=scale
@@ -160,8 +174,9 @@ def backward(
     rows = (x[0].transpose(0, 1) for x in (dout, q, k, v, out))
     # FlashAttention has +inf where a row sees nothing.
     lse = torch.where(lse == -torch.inf, torch.inf, lse)[0]
+    sizes = max(longest[0], 2), longest[1], 0.0, is_causal
     found = aten._flash_attention_backward(
-        *rows, lse, offsets.cu_q, offsets.cu_k, *longest, 0.0, is_causal, unused, unused, **band
+        *rows, lse, offsets.cu_q, offsets.cu_k, *sizes, unused, unused, **band
     )
     dq, dk, dv = (_stored(x.transpose(0, 1)[None]) for x in found)
     offsets.clear_queries(dq)
@@ -173,7 +188,7 @@ def backward(
 def _reach(reach: tuple[int, int], q: Tensor) -> tuple[int, int]:
     """With one query, no key is after its own."""
     left, right = reach
-    return left, -1 if q.shape[2] == 1 else right
+    return left, -1 if q.shape[2] == 1 and right == 0 else right
 
 
 def _stored(x: Tensor) -> Tensor:

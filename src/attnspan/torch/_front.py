@@ -107,7 +107,9 @@ class TorchFront(Front):
             return bounds, None
         return bounds, k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
 
-    def band(self, mask: Any, given: Given, q: Any, k: Any) -> tuple[Band | None, tuple[Any, ...]]:
+    def band(
+        self, mask: Any, given: Given, q: Any, k: Any, scale: Any
+    ) -> tuple[Band | None, tuple[Any, ...]]:
         if q.device.type != vendor.DEVICE:
             return None, ()
         found = mask._band() if isinstance(mask, Mask) else None
@@ -116,6 +118,8 @@ class TorchFront(Front):
         extras = "DTensors" if self.places is not None else _extras(given)
         if self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             extras = extras or "gradient of lse"
+        if scale is not None and scale <= 0:  # they take the largest product for the largest score
+            extras = extras or "scale of 0 or below"
         return found, ("" if found is None else found.name, extras, *gpu_of(q.device))
 
 
@@ -123,6 +127,9 @@ def _one_row(band: Band, q: Any, k: Any) -> Band | None:
     """A band of documents with their offsets as two arrays of one axis; None where no kernel has it."""
     cu_k = band.cu_q if band.cu_k is None else band.cu_k
     if band.cu_k is None and q.shape[2] != k.shape[2]:
+        return None
+    # A document may have more queries than keys; FlashAttention takes a reach beyond all keys for no mask.
+    if band.cu_k is not None and band.right not in (None, 0):
         return None
     shapes = {len(x.shape) for x in (band.cu_q, cu_k)}
     return band._replace(cu_k=cu_k) if shapes == {1} else None

@@ -68,7 +68,8 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     batch, heads, q_len, _ = q.shape
     sizes: tuple[int, ...] = (q_len, k.shape[2], batch, heads)
     if type(mask) in WITHOUT_DATA and (key := static_key(mask, WITHOUT_DATA)) is not None:
-        return _without_data(mask, (q.device, key, *sizes[:2]))
+        # Another stream might still read what this memory has let go.
+        return _without_data(mask, ((q.device, stream_of(q)), key, *sizes[:2]))
     if isinstance(mask, Prepared):
         if type(mask.lowered.bounds) is not np.ndarray:
             return mask
@@ -87,6 +88,11 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     others = [one for one in known if one.sizes != sizes or one.device != q.device] if known else []
     _memory[mask] = [found, *others[: _MOST_SIZES - 1]]
     return found.lowered
+
+
+def stream_of(q: Tensor) -> int:
+    """What tells CUDA's current streams apart."""
+    return torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
 
 
 def _unchanged(x: Any, value: Any) -> bool:
@@ -173,7 +179,7 @@ def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
     except KeyError:  # not there, or just evicted by another thread
         pass
     try:
-        found = _by_numpy(mask, (*key[2:], 1, 1), key[0])
+        found = _by_numpy(mask, (*key[2:], 1, 1), key[0][0])
     except (ValueError, TypeError):
         return None
     with _lock:

@@ -15,8 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 from .._bands import Band
 from ..arrays import own
 from ..kernels import vendor
+from ..kernels._on_device import on_device_of
 from ._front import is_captured
-from .ops import autograd_kernel, below_autograd, new_outputs, readable, stored_bshd
+from ._lowered import stream_of
+from ._watched import is_transformed
+from .ops import autograd_kernel, below_autograd, new_outputs, stored_bshd
 
 __all__ = ["attend", "kernel_of", "vendor_op"]
 
@@ -40,14 +43,23 @@ def _band(cu_q: Any, cu_k: Any, *numbers: Any) -> tuple[Any, ...]:
 
 
 def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
-    return vendor.forward(readable(q), readable(k), readable(v), *_band(*band))
+    with on_device_of(q):
+        return vendor.forward(_aligned(q), _aligned(k), _aligned(v), *_band(*band))
 
 
 def _backward_kernel(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *band: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
-    return vendor.backward(dout, q, k, v, out, lse.contiguous(), *_band(*band))
+    with on_device_of(q):
+        dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
+        return vendor.backward(dout, q, k, v, out, lse.contiguous(), *_band(*band))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy: these kernels read 16 bytes at a time, and do not look whether they may."""
+    steps = (step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *band: Any) -> tuple[Tensor, Tensor]:
@@ -126,13 +138,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[T
 
 def _on_device(x: Any, q: Tensor) -> Tensor:
     """Offsets as a tensor; a copy from the host, which is waited for, is kept for the next layer."""
-    if isinstance(x, Tensor) or torch.compiler.is_compiling() or is_captured(q):
+    if isinstance(x, Tensor) or torch.compiler.is_compiling() or is_transformed() or is_captured(q):
         return torch.as_tensor(own(x), device=q.device)
-    return _copied(x.tobytes(), x.dtype.str, q.device)
+    return _copied(x.tobytes(), x.dtype.str, q.device, stream_of(q))
 
 
 @lru_cache(maxsize=16)
-def _copied(data: bytes, dtype: str, device: torch.device) -> Tensor:
+def _copied(data: bytes, dtype: str, device: torch.device, stream: int) -> Tensor:
+    del stream  # Another one might still read what this cache has let go.
     with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
         return torch.as_tensor(np.frombuffer(data, dtype).astype(np.int64), device=device)
 

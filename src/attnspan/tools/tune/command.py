@@ -61,7 +61,9 @@ def _tune_gpu(dtypes: str, head_dims: str, seconds: float, minutes: float, show:
         return
     with suppress(KeyboardInterrupt):
         # Half of the time for blocks, which the ranking then has.
-        for entry in run(backend, blocks_grid(kinds, dims), path, seconds=seconds, minutes=minutes / 2):
+        cases = blocks_grid(kinds, dims)
+        each = max(seconds, 30 * minutes / max(len(cases), 1))
+        for entry in run(backend, cases, path, seconds=each, minutes=minutes / 2):
             print(_line(entry), flush=True)
         measured.forget()
         for entry in rankings(backend.device, backend.isa, kinds, dims, seconds=seconds):

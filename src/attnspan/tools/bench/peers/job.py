@@ -17,7 +17,6 @@ from torch import Tensor
 from attnspan import masks
 from attnspan.expression import And, Prepared
 from attnspan.masks import Mask
-from attnspan.spans import Spans
 from attnspan.tools.bench.cells import Workload
 from attnspan.tools.bench.devices import Device
 from attnspan.tools.bench.workloads import mask_of
@@ -88,8 +87,7 @@ class Job:
     def prepared(self) -> Prepared:
         """The mask lowered once, its bounds on the device: a call has nothing to convert."""
         w = self.workload
-        spans = self.mask.spans(w.q_len, w.k_len, batch=w.batch, heads=w.q_heads, like=self.q.detach())
-        return Prepared(Spans(torch.as_tensor(spans.bounds, device=self.device), spans.k_len))
+        return self.mask.spans(w.q_len, w.k_len, batch=w.batch, heads=w.q_heads, like=self.q.detach())
 
     @property
     def grouped(self) -> bool:
