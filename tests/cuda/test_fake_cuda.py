@@ -113,7 +113,7 @@ def test_torchs_own_operators_take_what_vendor_hands_them(
     cudnn: bool, packed: bool, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their schemas and fake kernels; ours have the same sizes and strides."""
-    monkeypatch.setattr(vendor, "kernel_of", lambda *_: "cuDNN" if cudnn else "FlashAttention 2")
+    monkeypatch.setattr(vendor, "kernel_of", lambda *_, **__: "cuDNN" if cudnn else "FlashAttention 2")
     for name in ("check_kernel", "clear_kernel", "lse_kernel"):
         monkeypatch.setattr(_offsets, name, _no_kernel())
     q, k, v = qkv(128)

@@ -24,6 +24,7 @@ from ..options import DENSE, Options
 from ._watched import is_watched
 
 __all__ = [
+    "OPTION_SCHEMA",
     "autograd_kernel",
     "backward_flops",
     "below_autograd",
@@ -31,6 +32,7 @@ __all__ = [
     "forward_flops",
     "has_tangent",
     "new_outputs",
+    "read_options",
     "readable",
     "record_forward",
     "single_level",
@@ -44,19 +46,19 @@ _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-c
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 # `bias_kind` says how `bias` is read; the indices are those of queries and keys in the whole sequence, for
 # biases of position and dropout. docs/options.md has the meaning of each.
-_OPTIONS = (
+OPTION_SCHEMA = (
     "float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None, Tensor? q_index=None, Tensor? k_index=None"
 )
 # `k_len` is the number of keys that a mask was lowered for, where only the running program knows it.
 _library.define(  # type: ignore[no-untyped-call]
-    f"forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {_OPTIONS}, Tensor? k_len=None)"
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA}, Tensor? k_len=None)"
     " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 _library.define(  # type: ignore[no-untyped-call]
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out, Tensor lse,"
-    f" float scale, {_OPTIONS}, bool want_dbias=False)"
+    f" float scale, {OPTION_SCHEMA}, bool want_dbias=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=_TAGS,
 )
@@ -80,7 +82,7 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _read_options(options: Options) -> Options | None:
+def read_options(options: Options) -> Options | None:
     """The options with arrays as the kernel can read them; None where none is given."""
     softcap, bias, kind, sinks, dropout_p, *rest = options
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
@@ -106,7 +108,7 @@ def _forward_kernel(
     q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
     kernel, more = _kernel_of(q)
     kernel.forward(
-        q, k, v, bounds, out, lse, scale=scale, options=_read_options(Options(*given[:_COUNT])), **more
+        q, k, v, bounds, out, lse, scale=scale, options=read_options(Options(*given[:_COUNT])), **more
     )
     return out, lse
 
@@ -123,7 +125,7 @@ def _backward_kernel(
     # the strides of out and lse.
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     dlse, bounds, lse = None if dlse is None else dlse.contiguous(), bounds.contiguous(), lse.contiguous()
-    options = _read_options(Options(*given[:_COUNT]))
+    options = read_options(Options(*given[:_COUNT]))
     kernel, more = _kernel_of(q)
     kernel.backward(
         *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
@@ -169,7 +171,7 @@ def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
     None where the compiled module cannot read a tensor as it is.
     """
     q, k, v, bounds, out, lse, scale, *given, want_dbias = rest
-    options = _read_options(Options(*given))
+    options = read_options(Options(*given))
     dbias = torch.empty(options.bias.shape, dtype=torch.float32) if want_dbias and options else None
     sinks = None if options is None else options.sinks
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)

@@ -125,10 +125,25 @@ def are_kept(first, second, k_at, threshold):
 
 
 @triton.jit
-def load_tile(pointer, at, stride, column, first, last, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys or values of a tile; 0 for those before ``first`` and from ``last`` on, which no row sees."""
+def load_tile(
+    pointer, at, stride, column, first, last, table, pages, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a tile; 0 for those before ``first`` and from ``last`` on, which no row sees.
+
+    With pages of PAGE keys, ``table`` says which page holds a batch row's next ones; a page that is none of
+    ``pages`` gives NaN.
+    """
     key = at + tl.arange(0, BLOCK)
-    return load_rows(pointer, key.to(tl.int64), stride, column, (key >= first) & (key < last), SIZE)
+    seen = (key >= first) & (key < last)
+    if PAGE == 0:
+        tile = load_rows(pointer, key.to(tl.int64), stride, column, seen, SIZE)
+    else:
+        page = tl.load(table + key // PAGE, mask=seen, other=0).to(tl.int64)
+        known = (page >= 0) & (page < pages)
+        tile = load_rows(pointer, page * PAGE + key % PAGE, stride, column, seen & known, SIZE)
+        tile = tl.where(known[:, None], tile, float("nan")).to(pointer.dtype.element_ty)
+    return tile
 
 
 @triton.jit

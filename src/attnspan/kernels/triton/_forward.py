@@ -29,13 +29,17 @@ def forward_kernel(
     scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, lse_b, lse_h,
     bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, out_part, lse_part,
-    described_k, described_v,
+    described_k, described_v, table, table_b, pages,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr,
     K_INDEX: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
-    """``described_k`` and ``described_v`` are descriptors of k and v, or None."""
+    """``described_k`` and ``described_v`` are descriptors of k and v, or None.
+
+    With PAGE, k and v are pages of that many keys, in the order that ``table`` (B, pages of a row) gives.
+    """
     # The last blocks first: under a causal mask they have the most keys.
     block, plane = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
@@ -44,6 +48,9 @@ def forward_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     rows = load_rows(q + batch * q_b, head * q_h + query * q_s, 1, d, inside, D)
     keys, values = k + batch * k_b + kv_head * k_h, v + batch * v_b + kv_head * v_h
+    of_table = table
+    if PAGE > 0:
+        of_table = table + batch * table_b
     of_rows = bias_of_rows(bias, bias_b, bias_h, bias_s, batch, head, query, inside, BIAS)
     q_at = indices_of(q_index, q_index_b, batch, query, query + (k_len - q_len), inside, Q_INDEX)
     first_word, second_word = q_at, q_at
@@ -68,22 +75,23 @@ def forward_kernel(
         # Tiles of which all rows see all keys, then those before and behind them.
         for at in tl.range(whole, until, BLOCK_N, warp_specialize=SPECIALIZED):
             top, total, sums = add_tile(
-                top, total, sums, rows, keys, values, described_k, described_v, kv_head, k_s, v_s, at, 0,
+                top, total, sums, rows, keys, values, described_k, described_v, of_table, pages, kv_head, k_s,
+                v_s, at, 0,
                 k_len, lo, hi, of_rows, inside,
                 k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
                 kept_scale, k_len, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
-                PRECISION,
+                PRECISION, PAGE,
             )  # fmt: skip
         before = tl.cdiv(tl.maximum(whole - start, 0), BLOCK_N)
         behind = tl.cdiv(tl.maximum(last - until, 0), BLOCK_N)
         for tile in range(before + behind):
             at = tl.where(tile < before, start + tile * BLOCK_N, until + (tile - before) * BLOCK_N)
             top, total, sums = add_tile(
-                top, total, sums, rows, keys, values, None, None, kv_head, k_s, v_s, at, first, last, lo, hi,
-                of_rows, inside,
+                top, total, sums, rows, keys, values, None, None, of_table, pages, kv_head, k_s, v_s, at,
+                first, last, lo, hi, of_rows, inside,
                 k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
                 kept_scale, k_len, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
-                PRECISION,
+                PRECISION, PAGE,
             )  # fmt: skip
 
     if SINKS:
@@ -109,15 +117,17 @@ def forward_kernel(
 
 @triton.jit
 def add_tile(
-    top, total, sums, rows, keys, values, described_k, described_v, kv_head, k_s, v_s, at, first, last, lo,
-    hi, of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap,
-    threshold, kept_scale, k_len,
+    top, total, sums, rows, keys, values, described_k, described_v, table, pages, kv_head, k_s, v_s, at,
+    first, last, lo, hi, of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word,
+    scale, softcap, threshold, kept_scale, k_len,
     MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The keys of one more tile: the largest score, the sum of weights and that of weighted values."""
-    x = take_tile(described_k, keys, batch, kv_head, at, k_s, first, last, D, BLOCK_D, BLOCK_N)
+    x = take_tile(
+        described_k, keys, batch, kv_head, at, k_s, first, last, table, pages, D, BLOCK_D, BLOCK_N, PAGE
+    )
     x = multiply(rows, tl.trans(x), PRECISION)
     key = at + tl.arange(0, BLOCK_N)
     k_at = indices_of(k_index, k_index_b, batch, key, key, key < k_len, K_INDEX)
@@ -140,19 +150,22 @@ def add_tile(
     if DROPOUT:
         kept = are_kept(first_word[:, None], second_word[:, None], k_at[None, :], threshold)
         weights = tl.where(kept, weights * kept_scale, 0.0)
-    x = take_tile(described_v, values, batch, kv_head, at, v_s, first, last, DV, BLOCK_DV, BLOCK_N)
+    x = take_tile(
+        described_v, values, batch, kv_head, at, v_s, first, last, table, pages, DV, BLOCK_DV, BLOCK_N, PAGE
+    )
     sums = sums * factor[:, None] + multiply(weights.to(x.dtype), x, PRECISION)
     return new, total, sums
 
 
 @triton.jit
 def take_tile(
-    described, pointer, batch, kv_head, at, stride, first, last, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    described, pointer, batch, kv_head, at, stride, first, last, table, pages, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of a tile: by their descriptor, where there is one, else those between two ends."""
     if described is None:
-        tile = load_tile(pointer, at, stride, tl.arange(0, BLOCK), first, last, SIZE, BLOCK_N)
+        column = tl.arange(0, BLOCK)
+        tile = load_tile(pointer, at, stride, column, first, last, table, pages, SIZE, BLOCK_N, PAGE)
     else:
         tile = described.load([batch.to(tl.int32), kv_head.to(tl.int32), at, 0]).reshape(BLOCK_N, BLOCK)
     return tile

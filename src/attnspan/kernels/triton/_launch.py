@@ -140,10 +140,13 @@ def row_ranges(
     return ranges, 0 if batch == 1 else planes, 0 if planes == 1 else 1
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int) -> dict[str, Any]:
+def _sizes(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int, k_len: int | None = None
+) -> dict[str, Any]:
     """What all kernels are told of a call."""
     group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[3], v.shape[3]
-    ranges, by_batch, by_head = row_ranges(bounds, k.shape[2], kv_heads=k.shape[1], group=group, block=block)
+    k_len = k.shape[2] if k_len is None else k_len
+    ranges, by_batch, by_head = row_ranges(bounds, k_len, kv_heads=k.shape[1], group=group, block=block)
     found: dict[str, Any] = {"q": q, "k": k, "v": v, "bounds": bounds, "ranges": ranges}
     for name, x, axes in (("q", q, "bhs"), ("k", k, "bhs"), ("v", v, "bhs"), ("bounds", bounds, "bh")):
         found |= {f"{name}_{a}": s for a, s in zip(axes, _strides(x, len(axes)), strict=True)}
@@ -151,7 +154,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int) -> dict[
         "ranges_b": by_batch,
         "ranges_h": by_head,
         "q_len": q.shape[2],
-        "k_len": k.shape[2],
+        "k_len": k_len,
         "runs": bounds.shape[3],
         "blocks": ranges.shape[2],
         "kv_heads": k.shape[1],
@@ -195,11 +198,14 @@ def forward(
     options: Options | None = None,
     config: Config | None = None,
     parts: int | None = None,
+    table: Tensor | None = None,
     **_: Any,
 ) -> None:
     """See `attnspan.kernels.triton.forward`.
 
     Args:
+        table: int32 (B, n): k and v are pages, (pages, Hkv, page, D), that lie one behind the other, and this
+            says which of them hold a batch row's keys; those that no query sees may be of any number.
         config: Block sizes; None takes `config_of`.
         parts: Into how many parts the keys are split; None takes as many as fill the GPU.
     """
@@ -212,9 +218,14 @@ def forward(
     if scale <= 0:  # The kernel takes the largest product of a row for its largest score.
         q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
     programs = batch * k.shape[1] * triton.cdiv(q_len * group, config.block_m)
-    parts = parts or _parts(programs, k.shape[2], q.device)
-    numbers = _sizes(q, k, v, bounds, config.block_m) | given.numbers(scale) | config.launch()
-    described = [_described(x, config) for x in (k, v)]
+    k_len = k.shape[2] if table is None else table.shape[1] * k.shape[2]
+    parts = parts or _parts(programs, k_len, q.device)
+    numbers = _sizes(q, k, v, bounds, config.block_m, k_len) | given.numbers(scale) | config.launch()
+    described = [_described(x, config) if table is None else None for x in (k, v)]
+    paged: dict[str, Any] = {"table": table, "table_b": 0, "pages": k.shape[0], "PAGE": 0}
+    if table is not None:
+        paged |= {"table_b": table.stride(0), "PAGE": k.shape[2]}
+        numbers |= {"k_b": 0, "v_b": 0}
     to, to_lse = out, lse
     if parts > 1:
         to = q.new_empty((parts, batch, q_heads, q_len, v_dim), dtype=torch.float32)
@@ -233,6 +244,7 @@ def forward(
         described_k=described[0],
         described_v=described[1],
         SPECIALIZED=bool(config.specialized),
+        **paged,
         **numbers,
         **strides,
     )

@@ -1,0 +1,168 @@
+"""Paged caches: the results of a static cache, wherever pages lie; nothing written where nothing may be."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attnspan import cache as cache_mask
+from attnspan import causal, window
+from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.kernels import triton
+from attnspan.options import alibi
+from attnspan.torch import PagedCache, StaticCache, attention
+from attnspan.torch._cache_write import LOST
+from attnspan.torch._paged import _forward_op, _write_op
+
+HEADS, KV, D, DV = 4, 2, 16, 8
+
+
+def paged(pages: int = 12, batch: int = 3, max_len: int = 20) -> PagedCache:
+    return PagedCache(pages, 4, KV, D, DV, batch=batch, max_len=max_len)
+
+
+def chunk(n: int, batch: int = 3) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, KV, n, D), torch.randn(batch, KV, n, DV)
+
+
+OPTIONS: dict[str, Any] = {
+    "none": {},
+    "all": {
+        "softcap": 4.0,
+        "bias": alibi(torch.rand(HEADS)),
+        "sinks": torch.randn(HEADS),
+        "return_lse": True,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("backend", [None, "math", "triton"])
+def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = paged(), StaticCache(3, KV, 20, D, DV)
+    for n, counts in ((5, [5, 2, 0]), (1, None), (3, [1, 3, 2]), (1, None)):
+        own = torch.tensor(counts) if counts else torch.full((3,), n)
+        ours.reserve(ours.lengths + own)
+        k, v = chunk(n)
+        ours.update(k, v, own if counts else None)
+        keys, values = theirs.update(k, v, own if counts else None)
+        q = torch.randn(3, HEADS, n, D)
+        wanted = attention(q, keys, values, mask=theirs.mask(n), backend="math", **OPTIONS[options])
+        with triton.interpreted():
+            found = ours.attention(q, backend=backend, **OPTIONS[options])
+        pairs = zip(found, wanted, strict=True) if options == "all" else [(found, wanted)]
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert ours.lengths.equal(theirs.lengths)
+
+
+def test_masks_of_ones_own() -> None:
+    cache, (k, v) = paged(), chunk(9)
+    cache.reserve([9] * 3)
+    cache.update(k, v)
+    q, mask = torch.randn(3, HEADS, 2, D), causal() & window(3) & cache_mask(cache.lengths)
+    with triton.interpreted():
+        found = cache.attention(q, mask=mask, backend="triton")
+    torch.testing.assert_close(found, attention(q, k, v, mask=causal() & window(3)), rtol=1e-4, atol=1e-5)
+
+
+def test_pages_go_back_and_serve_others() -> None:
+    cache = paged(pages=4)
+    cache.reserve([16, 0, 0])
+    with pytest.raises(OptionError, match="1 free pages, got 0"):
+        cache.reserve([16, 1, 0])
+    assert cache.table[1:].eq(-1).all()
+    cache.reset(torch.tensor([True, False, False]))
+    cache.reserve([0, 8, 8])
+    assert sorted(cache.table[cache.table >= 0].tolist()) == [0, 1, 2, 3]
+    with pytest.raises(OptionError, match="at most 20 tokens, got 21"):
+        cache.reserve([0, 8, 21])
+
+
+def test_a_row_without_pages_raises_before_anything_is_written() -> None:
+    cache, (k, v) = paged(), chunk(2)
+    cache.reserve([2, 2, 0])
+    with pytest.raises(OptionError, match="cache row 2: expected pages for 2 more tokens"):
+        cache.update(k, v)
+    assert not cache._keys.any()
+    assert not cache.lengths.any()
+    cache.update(k, v, torch.tensor([2, 1, 0]))
+    assert cache.lengths.tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [-1, 99])
+def test_elsewhere_it_is_lost_and_others_are_not(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, (k, v) = paged(), chunk(2)
+    cache.reserve([2, 2, 2])
+    cache.table[1, 0] = bad
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    cache.update(k, v)
+    monkeypatch.undo()
+    assert cache.lengths.tolist() == [2, LOST, 2]
+    held = cache.table[2, 0]
+    assert torch.equal(cache._keys[held, :2].transpose(0, 1), k[2])
+    assert not cache._keys[:-1].flatten(1).any(1)[[i for i in range(12) if i not in cache.table[:, 0]]].any()
+
+
+def test_a_page_that_is_none_gives_nan_to_its_row_alone() -> None:
+    cache, (k, v) = paged(), chunk(6)
+    cache.reserve([6] * 3)
+    cache.update(k, v)
+    cache.table[1, 1] = 77
+    with triton.interpreted():
+        out = cache.attention(torch.randn(3, HEADS, 1, D), backend="triton")
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_a_compiled_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        triton, "supports", lambda _: None
+    )  # a compiler cannot read what switches interpreting on
+    cache, counter = paged(), CompileCounterWithBackend("aot_eager")
+
+    @torch.no_grad()
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.update(k, v)
+        return cache.attention(q, backend="triton")  # type: ignore[no-any-return]
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for length in range(1, 6):
+        cache.reserve([length] * 3)
+        inputs = torch.randn(3, HEADS, 1, D), *chunk(1)
+        with triton.interpreted():
+            found = compiled(*inputs)
+        wanted = attention(inputs[0], *cache.gathered(), mask=cache.mask(1), backend="math")
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_wrong_calls() -> None:
+    cache, (k, v) = paged(), chunk(1)
+    with pytest.raises(ShapeError, match=r"k_new: expected shape \(3, 2, n, 16\)"):
+        cache.update(k[:, :1], v)
+    with pytest.raises(DtypeError, match=r"v_new: expected torch\.float32"):
+        cache.update(k, v.half())
+    with pytest.raises(OptionError, match="tokens without gradients"):
+        cache.update(k.requires_grad_(), v)
+    q = torch.randn(3, HEADS, 1, D, requires_grad=True)
+    with triton.interpreted(), pytest.raises(OptionError, match="without gradients"):
+        cache.attention(q, backend="triton")
+    with pytest.raises(OptionError, match="is_causal"):
+        cache.attention(q.detach(), backend="triton", is_causal=True)
+    with pytest.raises(OptionError, match="page_len"):
+        PagedCache(4, 0, 1, 8, batch=1, max_len=4)
+
+
+def test_operators() -> None:
+    cache, (k, v) = paged(), chunk(2)
+    cache.reserve([2] * 3)
+    torch.library.opcheck(_write_op, (cache._keys, cache._values, cache.lengths, cache.table, k, v, None))
+    bounds = cache.mask(1).spans(1, 20, batch=3, like=k).lowered.bounds.contiguous()
+    pool = cache._keys[:-1], cache._values[:-1], cache.table
+    with triton.interpreted():
+        torch.library.opcheck(_forward_op, (torch.randn(3, HEADS, 1, D), *pool, bounds, 0.25))
