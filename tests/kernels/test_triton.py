@@ -210,7 +210,7 @@ def test_code_for_gpus(capability: int, dtype: str, dim: int) -> None:
     """Compiled ahead of time: matrix instructions, no spilled registers, and shared memory suffices."""
     found = _compiled(capability, dtype, dim, "none")
     assert set(found) == {
-        *("row_ranges_kernel", "key_ranges_kernel", "forward_kernel", "delta_kernel"),
+        *("row_ranges_kernel", "key_ranges_kernel", "order_kernel", "forward_kernel", "delta_kernel"),
         *("query_gradients_kernel", "key_gradients_kernel"),
         *("check_kernel", "clear_kernel", "lse_kernel"),
     }
@@ -243,6 +243,33 @@ def test_code_with_tensor_descriptors(capability: int, dim: int) -> None:
     found = _compiled(capability, "bfloat16", dim, "none", 1)["forward_kernel"]
     assert found["by_engine"]
     _check({"forward_kernel": found}, capability, most=0)
+
+
+def test_blocks_with_the_most_keys_start_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 90, 16, requires_grad=True), torch.randn(2, 2, 90, 16, requires_grad=True)
+    mask = causal() & documents(torch.tensor([[0, 50, 60, 90], [0, 5, 90, 90]]))
+    bounds = mask.spans(90, 90, batch=2, like=q).lowered.bounds.contiguous()
+    results, orders, make = [], [], _launch._order
+
+    def recorded(*given: Any) -> Any:
+        orders.append((given, make(*given)))
+        return orders[-1][1]
+
+    monkeypatch.setattr(_launch, "_order", recorded)
+    with triton.interpreted():
+        for waves in (False, True):
+            monkeypatch.setattr(_launch, "_has_waves", lambda *_, answer=waves: answer)
+            out = attention(q, k, k, mask=mask, backend="triton")
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k))))
+    assert bounds.shape[0] == 2
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert [order is None for _, order in orders] == [True] * 3 + [False] * 3
+    for (ranges, runs, blocks, _), order in orders[3:]:
+        lo, hi = ranges.reshape(-1, blocks, runs, 4)[..., :2].unbind(-1)
+        cost = (hi - lo).clamp(min=0).sum(-1)
+        assert order.sort(1).values.equal(torch.arange(blocks, dtype=torch.int32).expand_as(order))
+        assert (cost.gather(1, order.long()).diff(dim=1) <= 0).all()
 
 
 @pytest.mark.parametrize("dim", [64, 40])

@@ -16,6 +16,7 @@ from ._device import (
     are_kept,
     are_visible,
     bias_of_rows,
+    block_of_program,
     hash_rows,
     indices_of,
     load_rows,
@@ -134,7 +135,7 @@ def query_gradients_kernel(
     dout, q, k, v, bounds, ranges, lse, delta, dq, bias, row_sums, band, seeds, q_index, k_index,
     scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach,
     dout_b, dout_h, dout_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, dq_b, dq_h, dq_s,
-    bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b,
+    bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, order,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     WANT_BIAS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, K_INDEX: tl.constexpr,
@@ -145,7 +146,7 @@ def query_gradients_kernel(
     ``row_sums`` is float32 (2, B, H, Sq): for slopes the first holds the row's sum, for a table both hold
     those of distances beyond its two ends; ``band`` (B, H, Sq, 2 * reach + 1) holds the others one by one.
     """
-    block, plane = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, plane = block_of_program(order, blocks, kv_heads, ranges_b, ranges_h)
     batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
     spans = bounds + batch * bounds_b + head * bounds_h + query * runs * 2
     of_ranges = ranges + ((batch * ranges_b + kv_head * ranges_h) * blocks + block) * runs * 4
@@ -244,13 +245,16 @@ def key_gradients_kernel(
     dout, q, k, v, bounds, ranges, key_ranges, lse, delta, dk, dv, bias, seeds, q_index, k_index,
     scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach, key_blocks,
     dout_b, dout_h, dout_s, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s,
-    bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b,
+    bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, order,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the rows of all heads that share it."""
     key_block, plane = tl.program_id(0) % key_blocks, tl.program_id(0) // key_blocks
+    if order is not None:
+        of_plane = (plane // kv_heads) * ranges_b + (plane % kv_heads) * ranges_h
+        key_block = tl.load(order + of_plane.to(tl.int64) * key_blocks + key_block)
     batch, kv_head = (plane // kv_heads).to(tl.int64), (plane % kv_heads).to(tl.int64)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     key = key_block * BLOCK_N + tl.arange(0, BLOCK_N)

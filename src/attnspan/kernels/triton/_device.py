@@ -25,6 +25,18 @@ def locate(block, plane, kv_heads, q_len, GROUP: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
+def block_of_program(order, blocks, kv_heads, ranges_b, ranges_h):
+    """A program's block of rows, and its plane: in the order of `order_kernel`, or the last ones first."""
+    at, plane = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    if order is None:
+        block = blocks - 1 - at
+    else:
+        of_plane = (plane // kv_heads) * ranges_b + (plane % kv_heads) * ranges_h
+        block = tl.load(order + of_plane.to(tl.int64) * blocks + at)
+    return block, plane
+
+
+@triton.jit
 def load_rows(pointer, rows, stride, column, inside, SIZE: tl.constexpr):
     """A tile (rows, columns), 0 outside of the array."""
     where = pointer + rows[:, None] * stride + column[None, :]

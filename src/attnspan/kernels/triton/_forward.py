@@ -12,6 +12,7 @@ from ._device import (
     are_legal,
     are_visible,
     bias_of_rows,
+    block_of_program,
     hash_rows,
     indices_of,
     load_rows,
@@ -29,7 +30,7 @@ def forward_kernel(
     scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, lse_b, lse_h,
     bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, out_part, lse_part,
-    described_k, described_v, table, table_b, pages,
+    described_k, described_v, table, table_b, pages, order,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr,
@@ -40,8 +41,7 @@ def forward_kernel(
 
     With PAGE, k and v are pages of that many keys, in the order that ``table`` (B, pages of a row) gives.
     """
-    # The last blocks first: under a causal mask they have the most keys.
-    block, plane = blocks - 1 - tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, plane = block_of_program(order, blocks, kv_heads, ranges_b, ranges_h)
     batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
     spans = bounds + batch * bounds_b + head * bounds_h + query * runs * 2
     of_ranges = ranges + ((batch * ranges_b + kv_head * ranges_h) * blocks + block) * runs * 4

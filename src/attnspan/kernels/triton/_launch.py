@@ -22,7 +22,7 @@ from ._backward import (
 )
 from ._config import Config, config_of
 from ._forward import forward_kernel, merge_kernel
-from ._ranges import key_ranges_kernel, row_ranges_kernel
+from ._ranges import key_ranges_kernel, order_kernel, row_ranges_kernel
 
 __all__ = ["backward", "forward", "row_ranges"]
 
@@ -177,12 +177,30 @@ def _described(x: Tensor, config: Config) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
+def _has_waves(programs: int, device: torch.device) -> bool:
+    """Whether programs wait for others to end, so that it matters which start first."""
+    return device.type == "cuda" and programs > 2 * _cores(device)
+
+
+def _cores(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _order(ranges: Tensor, runs: int, blocks: int, programs: int) -> Tensor | None:
+    """In which order the blocks of each plane start; None for the last ones first."""
+    if not _has_waves(programs, ranges.device):
+        return None
+    planes = ranges.numel() // max(blocks * runs * 4, 1)
+    order = ranges.new_empty((planes, blocks))
+    order_kernel[(planes * blocks,)](ranges, order, blocks, runs, CHUNK=128)
+    return order
+
+
 def _parts(programs: int, k_len: int, device: torch.device) -> int:
     """Into how many parts the keys of a block of rows are split, so that few blocks use the whole GPU."""
     if device.type != "cuda":
         return 1
-    cores = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = min(2 * cores // max(programs, 1), k_len // 512, 64)
+    wanted = min(2 * _cores(device) // max(programs, 1), k_len // 512, 64)
     return max(1, wanted)
 
 
@@ -244,6 +262,7 @@ def forward(
         described_k=described[0],
         described_v=described[1],
         SPECIALIZED=bool(config.specialized),
+        order=_order(numbers["ranges"], bounds.shape[3], numbers["blocks"], programs),
         **paged,
         **numbers,
         **strides,
@@ -312,8 +331,10 @@ def backward(
     width = 2 * given.reach + 1
     by_distance = want and given.kind == DISTANCE
     band = q.new_zeros((batch, q_heads, q_len, width), dtype=torch.float32) if by_distance else None
-    query_gradients_kernel[(batch * k.shape[1] * numbers["blocks"],)](
+    programs = batch * k.shape[1] * numbers["blocks"]
+    query_gradients_kernel[(programs,)](
         dq=dq,
+        order=_order(numbers["ranges"], bounds.shape[3], numbers["blocks"], programs),
         row_sums=sums,
         band=band,
         WANT_BIAS=want,
@@ -328,8 +349,10 @@ def backward(
     key_ranges_kernel[(planes * key_blocks,)](
         ranges, key_ranges, numbers["blocks"], bounds.shape[3], key_blocks, BLOCK=config.block_n, CHUNK=128
     )
-    key_gradients_kernel[(batch * k.shape[1] * key_blocks,)](
+    programs = batch * k.shape[1] * key_blocks
+    key_gradients_kernel[(programs,)](
         key_ranges=key_ranges,
+        order=_order(key_ranges, 1, key_blocks, programs),
         dk=dk,
         dv=dv,
         key_blocks=key_blocks,

@@ -74,3 +74,29 @@ def key_ranges_kernel(ranges, found, blocks, runs, key_blocks, BLOCK: tl.constex
     tl.store(to + 1, tl.maximum(last, first))
     tl.store(to + 2, tl.where(whole < last, whole, last))
     tl.store(to + 3, tl.where(whole < last, tl.minimum(until, last), last))
+
+
+@triton.jit
+def order_kernel(ranges, order, blocks, runs, CHUNK: tl.constexpr):
+    """In which order blocks start: those with the most keys first, so that no long one is left for the end.
+
+    ``ranges`` is int32 (planes, blocks, runs, 4), of which the first two numbers count; ``order`` int32
+    (planes, blocks). Each program finds the place of one block. Of equal ones the last goes first.
+    """
+    program = tl.program_id(0)
+    block, plane = program % blocks, (program // blocks).to(tl.int64)
+    own, rank = 0, 0
+    for run in range(runs):
+        of = ranges + ((plane * blocks + block) * runs + run) * 4
+        own += tl.maximum(tl.load(of + 1) - tl.load(of), 0)
+    for start in range(0, blocks, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        inside = other < blocks
+        cost = tl.zeros([CHUNK], tl.int32)
+        for run in range(runs):
+            of = ranges + ((plane * blocks + other) * runs + run) * 4
+            lo, hi = tl.load(of, mask=inside, other=0), tl.load(of + 1, mask=inside, other=0)
+            cost += tl.maximum(hi - lo, 0)
+        before = inside & ((cost > own) | ((cost == own) & (other > block)))
+        rank += tl.sum(before.to(tl.int32), 0)
+    tl.store(order + plane * blocks + rank, block)
