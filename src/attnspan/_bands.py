@@ -23,7 +23,7 @@ class Band(NamedTuple):
     cu_k: Any = None
 
     def __and__(self, other: Band) -> Band | None:
-        """The band that both show; None where that is none, as for two kinds of documents."""
+        """The intersection; None where it is not a band, as with two sets of documents."""
         if self.cu_q is not None and other.cu_q is not None:
             return None
         documents = other if self.cu_q is None else self

@@ -62,10 +62,10 @@ class Problem:
         runs: Spans per query row (R); 0 where a plan has the mask.
         dtype: Name of the element type of q, k and v, such as ``"bfloat16"``.
         device: Device type, such as ``"cpu"``.
-        band: "full", "causal", "window" or "documents" on a GPU where the mask is no more than that; or "".
-        extras: What a call on a GPU has besides its mask, in words, or "".
-        capability: The compute capability of the GPU, such as 90; None where there is none to ask.
-        gpu: The kind of GPU, by which tables of measured times are found; "" where there is none to ask.
+        band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
+        extras: What the call on a GPU has besides its mask, in words, or "".
+        capability: Compute capability of the GPU, such as 90; None on other devices and without a driver.
+        gpu: Name of the kind of GPU, under which measured times are stored; "" as for ``capability``.
 
     Example:
         >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
@@ -217,7 +217,7 @@ class Call:
         problem: The sizes, for the choice of a backend.
         layout: Order of the dims of the caller's q, k, v and output.
         lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
-        band: The mask as other libraries' kernels know it; None where they do not, or nobody asks.
+        band: The mask in the form that other libraries' kernels take; None if they have none, and on CPUs.
     """
 
     q: Any

@@ -115,7 +115,8 @@ def test_torchs_own_operators_take_what_vendor_hands_them(
 ) -> None:
     """Their schemas and fake kernels; ours have the same sizes and strides."""
     monkeypatch.setattr(vendor, "kernel_of", lambda *_, **__: "cuDNN" if cudnn else "FlashAttention 2")
-    monkeypatch.setattr(_offsets, "on_device_of", lambda _: nullcontext())  # there is none to switch to
+    # Without a GPU, no device can be made current.
+    monkeypatch.setattr(_offsets, "on_device_of", lambda _: nullcontext())
     for name in ("check_kernel", "clear_kernel", "lse_kernel"):
         monkeypatch.setattr(_offsets, name, _no_kernel())
     q, k, v = qkv(128)

@@ -149,6 +149,12 @@ def test_wrong_calls() -> None:
         cache.update(k, v.half())
     with pytest.raises(OptionError, match="tokens without gradients"):
         cache.update(k.requires_grad_(), v)
+    with pytest.raises(DtypeError, match="counts: expected int32 or int64"):
+        cache.update(*chunk(1), torch.ones(3))
+    with pytest.raises(ShapeError, match=r"counts: expected one entry per batch row, shape \(3,\)"):
+        cache.update(*chunk(1), torch.ones(1, dtype=torch.int32))
+    with pytest.raises(DtypeError, match="rows: expected bool"):
+        cache.reset(torch.tensor([0, 1, 1]))
     q = torch.randn(3, HEADS, 1, D, requires_grad=True)
     with triton.interpreted(), pytest.raises(OptionError, match="without gradients"):
         cache.attention(q, backend="triton")

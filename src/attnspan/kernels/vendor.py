@@ -109,9 +109,7 @@ def forward(
     Returns:
         Output, stored as contiguous (B, Sq, Hq, D), and float32 lse (B, Hq, Sq).
     """
-    left, right = _reach(reach, q)
-    band = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    is_causal = (left, right) == (-1, 0)
+    is_causal, band = _window(reach, q, scale)
     if cu_q is None or cu_k is None:
         if kernel_of(q, k, v, reach) == "cuDNN":
             found = aten._scaled_dot_product_cudnn_attention(
@@ -153,9 +151,7 @@ def backward(
 
     All of the kernels mean the same by lse: which of them wrote it does not matter.
     """
-    left, right = _reach(reach, q)
-    band = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    is_causal = (left, right) == (-1, 0)
+    is_causal, band = _window(reach, q, scale)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # what dropout would have drawn
     if cu_q is None or cu_k is None:
         sizes = q.shape[2], k.shape[2], 0.0, is_causal
@@ -189,6 +185,12 @@ def _reach(reach: tuple[int, int], q: Tensor) -> tuple[int, int]:
     """With one query, no key is after its own."""
     left, right = reach
     return left, -1 if q.shape[2] == 1 and right == 0 else right
+
+
+def _window(reach: tuple[int, int], q: Tensor, scale: float) -> tuple[bool, dict[str, float]]:
+    """Whether the mask is causal, and the keywords of torch's operators."""
+    left, right = _reach(reach, q)
+    return (left, right) == (-1, 0), {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
 def _stored(x: Tensor) -> Tensor:

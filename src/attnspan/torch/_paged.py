@@ -40,7 +40,7 @@ _library.define(  # type: ignore[no-untyped-call]
 def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
     """New tokens behind those of each row; a row without pages for them is left alone, and `LOST`.
 
-    The last page of keys and values is nobody's: what must not be written is written there.
+    The last page of keys and values is a scratch page: it takes what must not be stored.
     """
     k_new, v_new, counts = new
     pages, page, n = keys.shape[0] - 1, keys.shape[1], k_new.shape[2]
@@ -155,7 +155,7 @@ class PagedCache(nn.Module):
         sizes |= {"max_len": max_len, "head_dim": head_dim, "v_dim": head_dim if v_dim is None else v_dim}
         for name, size in sizes.items():
             count(name, size, least=1)
-        self.max_len, self._free = max_len, list(range(pages - 1, -1, -1))
+        self.max_len = max_len
         for name, dim in (("_keys", head_dim), ("_values", sizes["v_dim"])):
             shape = pages + 1, page_len, kv_heads, dim  # one more, see _write
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
@@ -176,12 +176,14 @@ class PagedCache(nn.Module):
         expect(len(wanted) == len(rows), "reserve", expected, len(wanted), "Pass all", len(rows))
         remedy = "Make the cache with a larger max_len"
         expect(most <= self.max_len, "reserve", "at most {} tokens", most, remedy, self.max_len)
+        taken = {x for row in rows for x in row}
+        free = [x for x in range(self._keys.shape[0] - 1) if x not in taken]
         needed = [(b, i) for b, n in enumerate(wanted) for i in range(-(-n // page))]
-        lacking, free = [(b, i) for b, i in needed if rows[b][i] < 0], len(self._free)
+        lacking = [(b, i) for b, i in needed if rows[b][i] < 0]
         remedy = "reset() rows that are done, or make the cache with more pages"
-        expect(len(lacking) <= free, "reserve", "{} free pages", free, remedy, len(lacking))
-        for b, i in lacking:
-            rows[b][i] = self._free.pop()
+        expect(len(lacking) <= len(free), "reserve", "{} free pages", len(free), remedy, len(lacking))
+        for (b, i), number in zip(lacking, free, strict=False):
+            rows[b][i] = number
         self.table.copy_(torch.tensor(rows, dtype=torch.int32))
 
     def update(self, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
@@ -208,7 +210,15 @@ class PagedCache(nn.Module):
             expect(new.dtype == cache.dtype, name, "{}", new.dtype, remedy, cache.dtype, error=DtypeError)
             got = "ones that require them"
             expect(not new.requires_grad, name, "tokens without gradients", got, "Detach them")
+        if counts is not None:
+            self._check_rows("counts", counts, (torch.int32, torch.int64), "int32 or int64")
         _write_op(self._keys, self._values, self.lengths, self.table, k_new, v_new, counts)
+
+    def _check_rows(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
+        shape, remedy = self.lengths.shape, "Pass one for each row of the cache"
+        expect(x.dtype in dtypes, name, expected, x.dtype, remedy, error=DtypeError)
+        wanted = "one entry per batch row, shape ({},)"
+        expect(x.shape == shape, name, wanted, tuple(x.shape), remedy, shape[0], error=ShapeError)
 
     def mask(self, q_len: int) -> Mask:
         """What the newest ``q_len`` tokens of each row may see: ``causal() & cache(lengths)``."""
@@ -254,9 +264,12 @@ class PagedCache(nn.Module):
         return from_bhsd(out, lse, "bhsd", return_lse)
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Empty the cache, or the rows for which ``rows``, bool (B,), is True; their pages become free."""
+        """Empty the cache, or the rows for which ``rows``, bool (B,), is True; their pages become free.
+
+        Raises:
+            ValueError, TypeError: ``rows`` has another shape, or is not bool.
+        """
         chosen = torch.ones_like(self.lengths, dtype=torch.bool) if rows is None else rows
-        back = self.table[chosen]
-        self._free += sorted((x for x in back.flatten().tolist() if x >= 0), reverse=True)
+        self._check_rows("reset: rows", chosen, (torch.bool,), "bool")
         self.table.masked_fill_(chosen[:, None], -1)
         self.lengths.masked_fill_(chosen, 0)

@@ -71,7 +71,7 @@ def _tune_gpu(dtypes: str, head_dims: str, seconds: float, minutes: float, show:
                 save(path, backend.device, entry)
             print(_line(entry), flush=True)
             if time.monotonic() > end:
-                print("the time is over: what is left keeps what it had")
+                print("out of time: the remaining kinds of calls keep their old entries")
                 return
 
 
