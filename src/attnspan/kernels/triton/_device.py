@@ -143,8 +143,8 @@ def load_tile(
 ):  # fmt: skip
     """Keys or values of a tile; 0 for those before ``first`` and from ``last`` on, which no row sees.
 
-    With PAGE, keys are in pages of that many, and ``table`` lists the pages of a batch row; a number outside of
-    0 to ``pages`` gives NaN.
+    With PAGE, keys are in pages of that many, and ``table`` lists the pages of a batch row; a number
+    outside of 0 to ``pages`` gives NaN.
     """
     key = at + tl.arange(0, BLOCK)
     seen = (key >= first) & (key < last)
