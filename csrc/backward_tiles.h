@@ -228,10 +228,12 @@ class BackwardTiles {
       else
         changes ? weights<true, true>(s, p) : weights<true, false>(s, p);
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
-    E::product({o.p, ld_weights(), weight_plane()}, {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()},
-               dv, v_cols, strip, v_cols, n, true);
-    E::product({o.ds, ld_weights(), weight_plane()}, {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk,
-               cols, strip, cols, n, true);
+    add_product<E, E::gradient_cut>({o.p, ld_weights(), weight_plane()},
+                                    {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()}, dv, v_cols,
+                                    strip, v_cols, p0 * panel, n);
+    add_product<E, E::gradient_cut>({o.ds, ld_weights(), weight_plane()},
+                                    {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, strip,
+                                    cols, p0 * panel, n);
   }
 
   static bool covers(const Columns& mask, int64_t p, int64_t key) {
@@ -329,9 +331,10 @@ class BackwardTiles {
       for (int64_t s = 0; s < used; ++s)
         if (range[s].begin <= p && p < range[s].end) begin = min(begin, s), end = s + 1;
       if (begin < end)
-        E::product({o.k_columns + begin * strip, block, k_column_plane()},
-                   {packed_line(o.ds_keys, p, begin * strip), block * panel, tile_plane()}, dq + p * panel, block,
-                   dim_rows, 2 * panel, (end - begin) * strip, true);
+        add_product<E, E::gradient_cut>({o.k_columns + begin * strip, block, k_column_plane()},
+                                        {packed_line(o.ds_keys, p, begin * strip), block * panel, tile_plane()},
+                                        dq + p * panel, block, dim_rows, 2 * panel, begin * strip,
+                                        (end - begin) * strip);
     }
   }
 };

@@ -51,8 +51,8 @@ inline Ints mix(Ints x, RandomPair row) {
   return x ^ shift_right<16>(x);
 }
 
-// A bit for each of the 32 keys from the `first` on (a multiple of 32): is the row's weight of it kept?
-inline uint32_t kept_of_32(const Problem& a, RandomPair row, int64_t b, int64_t first) {
+// A bit for each of the 32 keys from the `first` on, a multiple of 32 unless keys have indices of their own.
+inline uint32_t kept_of_group(const Problem& a, RandomPair row, int64_t b, int64_t first) {
   const uint32_t threshold = a.options.dropout.threshold;
   const int32_t* given = a.options.k_index.of(b);
   uint32_t bits = 0;
@@ -73,6 +73,13 @@ inline uint32_t kept_of_32(const Problem& a, RandomPair row, int64_t b, int64_t 
             << lane;
   }
   return bits;
+}
+
+// A bit for each of the 32 keys from the `first` on: is the row's weight of it kept?
+inline uint32_t kept_of_32(const Problem& a, RandomPair row, int64_t b, int64_t first) {
+  const int64_t past = a.options.k_index.of(b) == nullptr ? first % 32 : 0;
+  const uint32_t bits = kept_of_group(a, row, b, first - past);
+  return past == 0 ? bits : bits >> past | kept_of_group(a, row, b, first - past + 32) << (32 - past);
 }
 
 inline bool bit_of(const uint32_t* bits, int64_t j) { return (bits[j / 32] >> (j % 32) & 1) != 0; }

@@ -19,14 +19,14 @@ template <class T, class E>
 class Forward : ForwardTiles<E> {
   using Tiles = ForwardTiles<E>;
   using Pack = PackerFor<T, E>;
-  using Tiles::a, Tiles::block_rows, Tiles::changes, Tiles::depth, Tiles::parts, Tiles::v_cols;
+  using Tiles::a, Tiles::changes, Tiles::depth, Tiles::plan, Tiles::v_cols;
   using typename Tiles::Own, typename Tiles::Packed, typename Tiles::Rows, typename Tiles::Shared;
 
  public:
-  static constexpr Blocks blocks_allowed = {{E::strip, Tiles::most_strips * E::strip}, {64, 1024}, false};
+  static constexpr Blocks blocks_allowed = {{E::strip, Tiles::most_strips * E::strip}, {min(E::cut, 256), 1024}, false};
 
   Forward(const ForwardArgs& args, int threads)
-      : Tiles(args, threads), slots(parts.local ? threads : a.batch * a.kv_heads) {}
+      : Tiles(args, threads), slots(plan.local ? threads : a.batch * a.kv_heads) {}
 
   Scratch scratch() const {
     Carver shared, own;
@@ -43,75 +43,87 @@ class Forward : ForwardTiles<E> {
       return this->lay_out(carver);
     };
     // Later rows of a causal mask cost more: they come first.
-    if (parts.local)
-      return parallel(a.batch * a.kv_heads * parts.count, [&](int64_t item, int thread) {
+    if (plan.local)
+      return parallel(a.batch * a.kv_heads * plan.parts, [&](int64_t item, int thread) {
         const FlushSubnormals flush;
-        part_of_head(item / parts.count, parts.count - 1 - item % parts.count, all, thread, own(thread));
+        part_of_head(item / plan.parts, plan.parts - 1 - item % plan.parts, all, thread, own(thread));
       });
     const auto whole_head = [&](int64_t n) { return this->packed_in(all, n, n / a.kv_heads, n % a.kv_heads, 0); };
-    const int64_t packs = this->packs(), blocks = (a.q_len + block_rows - 1) / block_rows;
-    parallel(slots * packs, [&](int64_t item, int) { pack(whole_head(item / packs), item % packs, parts.keys); });
+    const int64_t packs = this->packs(), blocks = plan.most_blocks();
+    parallel(slots * packs, [&](int64_t item, int) { pack(whole_head(item / packs), item % packs, plan.places); });
     parallel(a.batch * a.q_heads * blocks, [&](int64_t item, int thread) {
       const FlushSubnormals flush;
-      const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads;
-      query_block(h, (blocks - 1 - item % blocks) * block_rows, whole_head(b * a.kv_heads + h / a.group()),
-                  own(thread));
+      const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads, hk = h / a.group();
+      const Range own_blocks = plan.blocks_of(b, hk, 0);
+      if (const int64_t i = own_blocks.begin + blocks - 1 - item % blocks; i < own_blocks.end)
+        query_block(h, plan[i], whole_head(b * a.kv_heads + hk), own(thread));
     });
   }
 
  private:
   void part_of_head(int64_t head, int64_t part, const Shared& all, int slot, const Own& o) const {
-    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads, first = part * parts.rows,
-                  last = min(first + parts.rows, a.q_len);
-    const Range range = range_of_rows(a, b, hk, first, last);
-    assert(range.size() <= parts.keys && "the slot has room for what the part sees");
-    const Packed packed = this->packed_in(all, slot, b, hk, range.begin);
-    for (int64_t i = 0; i < this->packs(); ++i) pack(packed, i, range.size());
+    const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
+    const Range blocks = plan.blocks_of(b, hk, part), places = plan.places_of(blocks);
+    assert(places.size() <= plan.places && "the slot has room for what the part sees");
+    const Packed packed = this->packed_in(all, slot, b, hk, places.begin);
+    for (int64_t i = 0; i < this->packs(); ++i) pack(packed, i, places.size());
     for (int64_t g = 0; g < a.group(); ++g)
-      for (int64_t row = last - 1 - (last - 1 - first) % block_rows; row >= first; row -= block_rows)
-        query_block(hk * a.group() + g, row, packed, o);
+      for (int64_t i = blocks.end; i-- > blocks.begin;) query_block(hk * a.group() + g, plan[i], packed, o);
   }
 
-  // The i-th pack of keys, of the first `size` of the range.
+  // The i-th pack of keys, of the first `size` places.
   void pack(const Packed& to, int64_t i, int64_t size) const {
-    constexpr int64_t pack_keys = Tiles::pack_keys;
-    const int64_t end = min((i + 1) * pack_keys, size), valid_keys = a.k_len - to.base;
-    const T *k = at<T>(a.k, to.b, to.hk, to.base), *v = at<T>(a.v, to.b, to.hk, to.base);
-    // A few rows at a time, so that what looks at them and what copies them find them in L1.
-    for (int64_t key = i * pack_keys, count; key < end; key += count) {
-      count = min(64, end - key);
-      const int64_t valid = max(0, min(count, valid_keys - key));
-      for (int64_t j = 0; j < count; j += key_step) {
-        const int64_t own = max(0, min(key_step, valid - j));
-        to.norms[(key + j) / key_step] = {largest_norm(k + (key + j) * a.k.row, a.k.row, own, a.head_dim),
-                                          largest_norm(v + (key + j) * a.v.row, a.v.row, own, a.v_dim)};
+    const Sequences& sequences = plan.sequences;
+    const int64_t slice = sequences.slice_of(to.b, to.hk), last = sequences.of(slice).end,
+                  end = to.place + min((i + 1) * Tiles::pack_keys, size);
+    int64_t place = to.place + i * Tiles::pack_keys;
+    if (place >= end) return;
+    for (int64_t n = sequences.at_place(slice, place); n < last && place < end; ++n) {
+      const Sequence& s = sequences[n];
+      const int64_t until = min(end, s.place + s.places());
+      // A few rows at a time, so that what looks at them and what copies them find them in L1.
+      for (int64_t count; place < until; place += count) {
+        count = min(64, until - place);
+        pack_some(to, place, s.key + place - s.place, count, max(0, min(count, s.keys - (place - s.place))));
       }
-      Pack::keys(k, a.k.row, valid_keys, a.head_dim, {to.k, this->k_plane()}, this->k_panel(), key, count, depth);
-      Pack::dims(v, a.v.row, valid_keys, a.v_dim, {to.v, this->v_plane()}, this->v_panel(), key, count, v_cols);
     }
   }
 
-  void query_block(int64_t h, int64_t first, const Packed& packed, const Own& o) const {
-    const Rows rows = this->rows_from(packed.b, h, first);
-    const T* q = at<T>(a.q, packed.b, h, first);
+  // Keys from `key` on to `count` places: the first `valid` of them, then zeros.
+  void pack_some(const Packed& to, int64_t place, int64_t key, int64_t count, int64_t valid) const {
+    const T *k = at<T>(a.k, to.b, to.hk, key), *v = at<T>(a.v, to.b, to.hk, key);
+    const int64_t first = place - to.place;
+    for (int64_t j = 0; j < count; j += key_step) {
+      const int64_t own = max(0, min(key_step, valid - j));
+      to.norms[(first + j) / key_step] = {largest_norm(k + j * a.k.row, a.k.row, own, a.head_dim),
+                                          largest_norm(v + j * a.v.row, a.v.row, own, a.v_dim)};
+    }
+    Pack::keys(k, a.k.row, valid, a.head_dim, {to.k + first / panel * this->k_panel(), this->k_plane()},
+               this->k_panel(), 0, count, depth);
+    Pack::dims(v, a.v.row, valid, a.v_dim, {to.v + first * panel, this->v_plane()}, this->v_panel(), 0, count, v_cols);
+  }
+
+  void query_block(int64_t h, const QueryBlock& block, const Packed& packed, const Own& o) const {
+    const Rows rows = this->rows_of(packed.b, h, block);
+    const T* q = at<T>(a.q, packed.b, h, rows.first);
     const float q_norm = largest_norm(q, a.q.row, rows.count, a.head_dim);
-    const Norms norms = this->norms_of(packed, key_range(rows.all));
+    const Norms norms = this->norms_of(packed, plan.sequences[block.sequence].places_of(rows.all));
     // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers.
     if (!std::isfinite(norms.v) || (E::pieces > 1 && !(std::isfinite(norms.k) && std::isfinite(q_norm)))) {
-      for (int64_t i = first; i < first + rows.count; ++i) row(packed.b, h, i);
+      for (int64_t i = rows.first; i < rows.first + rows.count; ++i) row(packed.b, h, i);
       return;
     }
     [[maybe_unused]] const typename E::Session session;
     // A negative scale is carried by -q, so that the larger score is the likelier key; scale 0 by q = 0.
-    Pack::rows(q, a.q.row, rows.count, a.scale == 0.0f ? 0 : a.head_dim, {o.q, this->q_plane()}, depth,
-               rows.strips * E::strip, a.scale < 0.0f);
+    Pack::rows(q, a.q.row, rows.count, a.scale == 0.0f ? 0 : a.head_dim, {o.q, this->q_plane()}, depth, rows.padded(),
+               a.scale < 0.0f);
     this->attend(packed, h, rows, q_norm, norms, o);
-    for (int64_t r = 0; r < rows.count; ++r) finish(packed.b, h, first + r, o, r, rows.spans + r * a.runs * 2);
+    for (int64_t r = 0; r < rows.count; ++r) finish(packed.b, h, rows.first + r, o, r, rows.spans + r * a.runs * 2);
   }
 
   void finish(int64_t b, int64_t h, int64_t i, const Own& o, int64_t r, const int32_t* spans) const {
     const bool sees = sees_any(spans, a.runs);
-    const float sum = sees ? reduce_add(load(o.sums + r * Vec::width)) : 0.0f;
+    const float sum = sees ? whole_sum(o.sums + r * sum_lanes) : 0.0f;
     const double base = changes ? HeadBias::value_of_base(a, b, h, o.base[r]) : 0.0;
     const RowEnd end = end_of_row(o.maximum[r] - E::exponent_offset, sum, sink_of(a, h), kept_weight_of(a), base);
     if (sees && is_lost<T>(a, b, h, i, end.lse, base)) return exact_row(b, h, i);

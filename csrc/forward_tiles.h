@@ -32,13 +32,13 @@ class ForwardTiles {
         v_cols(round_up(a.v_dim, panel)),
         changes(a.options.change_weights()),
         drops(a.options.dropout.on()),
-        parts(choose_parts(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads)) {}
+        plan(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads) {}
 
-  // Elements of a packed range of keys: `parts.keys` of them. One more step keeps panels of values off powers of two.
-  int64_t packs() const { return (parts.keys + pack_keys - 1) / pack_keys; }
+  // Elements of a range of packed keys. One more step keeps panels of values off powers of two.
+  int64_t packs() const { return (plan.places + pack_keys - 1) / pack_keys; }
   int64_t k_panel() const { return depth * panel; }
-  int64_t v_panel() const { return (parts.keys + 2) * panel; }
-  int64_t k_plane() const { return parts.keys / panel * k_panel(); }
+  int64_t v_panel() const { return (plan.places + 2) * panel; }
+  int64_t k_plane() const { return plan.places / panel * k_panel(); }
   int64_t v_plane() const { return v_cols / panel * v_panel(); }
   int64_t q_plane() const { return block_rows * depth; }
   // Rows of scores are off powers of two as well: fewer cache conflicts.
@@ -60,16 +60,16 @@ class ForwardTiles {
     return s;
   }
 
-  // Packed keys and values of one head, from key `base` on; norms are those of each step of keys.
+  // Keys and values of one head that are packed from a place on; norms are those of each step of keys.
   struct Packed {
-    int64_t b, hk, base;
+    int64_t b, hk, place;
     C *k, *v;
     Norms* norms;
   };
-  Packed packed_in(const Shared& s, int64_t slot, int64_t b, int64_t hk, int64_t base) const {
+  Packed packed_in(const Shared& s, int64_t slot, int64_t b, int64_t hk, int64_t place) const {
     return {b,
             hk,
-            base,
+            place,
             s.k + slot * E::pieces * k_plane(),
             s.v + slot * E::pieces * v_plane(),
             s.norms + slot * packs() * pack_steps};
@@ -79,35 +79,39 @@ class ForwardTiles {
     C *q, *p;
     float* scores[2];
     float *out, *maximum, *sums;
-    uint32_t* kept;      // of dropout: a bit for each key of a block, row after row of a strip
-    RandomPair* random;  // of each row
-    float* base;         // of each row's biases
+    float *whole, *whole_maximum, *whole_sums;  // of all keys but the last `key_sums`
+    uint32_t* kept;                             // of dropout: a bit for each key of a block, row after row of a strip
+    RandomPair* random;                         // of each row
+    float* base;                                // of each row's biases
   };
   Own lay_out(Carver& carver) const {
     Own o;
     o.q = carver.take<C>(E::pieces * q_plane());
     o.p = carver.take<C>(in_place ? 0 : E::pieces * p_plane());
     for (auto& scores : o.scores) scores = carver.take<float>(E::strip * lds());
-    o.out = carver.take<float>(block_rows * v_cols);
-    o.maximum = carver.take<float>(block_rows);
-    o.sums = carver.take<float>(block_rows * Vec::width);
+    for (float** x : {&o.out, &o.whole}) *x = carver.take<float>(block_rows * v_cols);
+    for (float** x : {&o.maximum, &o.whole_maximum}) *x = carver.take<float>(block_rows);
+    for (float** x : {&o.sums, &o.whole_sums}) *x = carver.take<float>(block_rows * sum_lanes);
     o.kept = carver.take<uint32_t>(drops ? E::strip * kept_words() : 0);
     o.random = carver.take<RandomPair>(drops ? block_rows : 0);
     o.base = carver.take<float>(block_rows);
     return o;
   }
 
-  // A block of query rows and what they see.
+  // A block of query rows of one sequence, and what they see.
   struct Rows {
     int64_t first, count, strips;
+    int64_t origin, place;  // the sequence's first key, and where it is packed
     const int32_t* spans;
     Hull hull[most_strips], all;  // of each strip
+    int64_t padded() const { return strips * E::strip; }
   };
-  Rows rows_from(int64_t b, int64_t h, int64_t first) const {
-    const int64_t count = min(block_rows, a.q_len - first);
-    Rows rows{first, count, (count + E::strip - 1) / E::strip, a.bounds.slice(b, h) + first * a.runs * 2, {}, {}};
+  Rows rows_of(int64_t b, int64_t h, const QueryBlock& block) const {
+    const Sequence& s = plan.sequences[block.sequence];
+    const int32_t* spans = a.bounds.slice(b, h) + block.row * a.runs * 2;
+    Rows rows{block.row, block.rows, (block.rows + E::strip - 1) / E::strip, s.key, s.place, spans, {}, {}};
     for (int64_t t = 0; t < rows.strips; ++t) {
-      rows.hull[t] = hull_of(rows.spans + t * E::strip * a.runs * 2, min(E::strip, count - t * E::strip), a.runs);
+      rows.hull[t] = hull_of(spans + t * E::strip * a.runs * 2, min(E::strip, rows.count - t * E::strip), a.runs);
       rows.all.include(rows.hull[t]);
     }
     return rows;
@@ -115,9 +119,9 @@ class ForwardTiles {
 
   // What the steps of keys hold that a block of rows sees, wherever they are packed: how rows are shared out over
   // threads must not change how they are computed.
-  Norms norms_of(const Packed& packed, const Range& seen) const {
+  Norms norms_of(const Packed& packed, const Range& places) const {
     Norms all;
-    for (int64_t i = (seen.begin - packed.base) / key_step; i < (seen.end - packed.base) / key_step; ++i)
+    for (int64_t i = (places.begin - packed.place) / key_step; i < (places.end - packed.place) / key_step; ++i)
       all.include(packed.norms[i]);
     return all;
   }
@@ -125,15 +129,12 @@ class ForwardTiles {
   // Weighted values, maxima and sums of a block of rows of head h, whose queries are packed in `o.q`.
   [[gnu::noinline]] void attend(const Packed& packed, int64_t h, const Rows& rows, float q_norm, Norms norm,
                                 const Own& o) const {
-    for (int64_t i = 0; i < block_rows; ++i) {
-      o.maximum[i] = -infinity;
-      store(o.sums + i * Vec::width, zero());
-    }
-    for (int64_t i = 0; i < rows.strips * E::strip * v_cols; i += Vec::width) store(o.out + i, zero());
+    for (int64_t i = 0; i < rows.padded(); ++i) o.maximum[i] = o.whole_maximum[i] = -infinity;
+    clear(rows, o.out, o.sums);
     const float c = magnitude_of(a.scale), product = largest_product(q_norm, norm.k, c);
     Head head{.keys = packed, .rows = rows, .c = c};
     if (changes) head.scoring = Scores(a, packed.b, h, c, product / log2_e);
-    for (int64_t i = 0; changes && i < block_rows; ++i)
+    for (int64_t i = 0; changes && i < rows.padded(); ++i)
       o.base[i] = i < rows.count ? head.scoring.base_of(rows.first + i, rows.spans + i * a.runs * 2) : 0.0f;
     if (E::wide_exponents) {
       const float capped = a.options.softcap * log2_e;
@@ -146,22 +147,53 @@ class ForwardTiles {
       const uint64_t seed = seed_of_head(a, packed.b, h);
       for (int64_t i = 0; i < rows.count; ++i) o.random[i] = random_of_row(a, seed, packed.b, rows.first + i);
     }
-    Job job = next_job(head, {round_down(rows.all.lo, key_step), -1, {}});
+    Job job = next_job(head, {first_key(rows), -1, {}});
+    int64_t sum = 0, sums = 0;
     if (E::overlaps && job.valid(rows)) scores(head, o, job, o.scores[0], 0, block_keys);
     for (int side = 0; job.valid(rows); side = E::overlaps ? 1 - side : 0) {
+      if (const int64_t now = (job.key - rows.origin) / key_sums; sums == 0 || now != sum) {
+        if (sums > 0) add_whole(rows, sums == 1, o.whole, o.whole_sums, o), clear(rows, o.out, o.sums);
+        sum = now, ++sums;
+      }
       const Job next = next_job(head, job);
       if (!E::overlaps) scores(head, o, job, o.scores[0], 0, block_keys);
       values(head, o, job, o.scores[side], next, o.scores[1 - side]);
       job = next;
     }
+    if (sums > 1) add_whole(rows, false, o.out, o.sums, o);
   }
 
   const ForwardArgs& a;
   const int64_t block_rows, block_keys, depth, v_cols;
   const bool changes, drops;
-  const Parts parts;
+  const ForwardPlan plan;
 
  private:
+  void clear(const Rows& rows, float* out, float* sums) const {
+    std::memset(out, 0, static_cast<size_t>(rows.padded() * v_cols) * sizeof(float));
+    std::memset(sums, 0, static_cast<size_t>(rows.padded() * sum_lanes) * sizeof(float));
+  }
+
+  // The sum of some keys and of all before them (`first`: there are none) goes to `out` and `sums`.
+  void add_whole(const Rows& rows, bool first, float* out, float* sums, const Own& o) const {
+    const auto add = [](float* to, const float* x, const float* y, int64_t n, float factor) {
+      for (int64_t j = 0; j < n; j += Vec::width) store(to + j, load(x + j) * set(factor) + load(y + j));
+    };
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const float before = first ? -infinity : o.whole_maximum[i];
+      const float factor = before == -infinity ? 0.0f : power_of_two(before - o.maximum[i]);
+      o.whole_maximum[i] = o.maximum[i];
+      const int64_t at = i * v_cols, lanes = i * sum_lanes;
+      if (factor == 0.0f) {
+        std::memmove(out + at, o.out + at, static_cast<size_t>(v_cols) * sizeof(float));
+        std::memmove(sums + lanes, o.sums + lanes, static_cast<size_t>(sum_lanes) * sizeof(float));
+        continue;
+      }
+      add(out + at, o.whole + at, o.out + at, v_cols, factor);
+      add(sums + lanes, o.whole_sums + lanes, o.sums + lanes, sum_lanes, factor);
+    }
+  }
+
   // A block of rows of one head, and how its exponents are found.
   struct Head {
     const Packed& keys;
@@ -172,6 +204,16 @@ class ForwardTiles {
     Scores scoring{};
     int64_t strip_rows(int64_t t) const { return min(E::strip, rows.count - t * E::strip); }
   };
+
+  // Key blocks start where sums are cut, so that no sum is cut elsewhere.
+  int64_t first_key(const Rows& rows) const { return rows.origin + round_down(rows.all.lo - rows.origin, E::cut); }
+  int64_t end_of_block(const Rows& rows, int64_t key) const {
+    return min(key + block_keys, rows.origin + round_down(key - rows.origin, key_sums) + key_sums);
+  }
+  // What is packed of a key.
+  int64_t place_of(const Head& head, int64_t key) const {
+    return key - head.rows.origin + head.rows.place - head.keys.place;
+  }
 
   // One strip of query rows with what it sees of one key block.
   struct Job {
@@ -185,10 +227,10 @@ class ForwardTiles {
   // The one after `job`: strips innermost, so that they share the key block while it is in cache.
   Job next_job(const Head& head, Job job) const {
     const Rows& rows = head.rows;
-    for (++job.strip; job.valid(rows); job.key += block_keys, job.strip = 0)
+    for (++job.strip; job.valid(rows); job.key = end_of_block(rows, job.key), job.strip = 0)
       for (; job.strip < rows.strips; ++job.strip) {
         job.seen = look(rows.spans + job.row() * a.runs * 2, head.strip_rows(job.strip), a.runs, rows.hull[job.strip],
-                        job.key, min(job.key + block_keys, head.keys.base + parts.keys));
+                        job.key, end_of_block(rows, job.key), rows.origin);
         if (job.seen.lo < job.seen.hi) return job;
       }
     return job;
@@ -207,13 +249,13 @@ class ForwardTiles {
 
   // Sets each row's maximum to what its bias is at most, so that it need not be found; false where that is not known.
   bool start_at_ceilings(const Head& head, float top, const Own& o) const {
-    for (int64_t i = 0; i < block_rows; ++i) {
+    for (int64_t i = 0; i < head.rows.padded(); ++i) {
       const float ceiling = changes && i < head.rows.count ? ceiling_of_row(head, top, i, o.base[i]) : top;
       if (!(std::fabs(ceiling) <= 0x1p20f)) {
         for (int64_t n = 0; n < i; ++n) o.maximum[n] = -infinity;
         return false;
       }
-      o.maximum[i] = ceiling;
+      o.maximum[i] = std::ceil(ceiling);
     }
     return true;
   }
@@ -235,7 +277,7 @@ class ForwardTiles {
   void scores(const Head& head, const Own& o, const Job& job, float* to_scores, int64_t from, int64_t to) const {
     to = min(to, job.size());
     if (from >= to) return;
-    const C* k = head.keys.k + (job.seen.lo - head.keys.base + from) / panel * k_panel();
+    const C* k = head.keys.k + (place_of(head, job.seen.lo) + from) / panel * k_panel();
     E::product({o.q + job.row() * depth, depth, q_plane()}, {k, k_panel(), k_plane()}, to_scores + from, lds(),
                round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
   }
@@ -252,9 +294,10 @@ class ForwardTiles {
       done += step;
     });
     if (prepare) scores(head, o, next, ahead, done, block_keys);
-    E::product({weights_in(o, ready), ldp(), p_plane()},
-               {head.keys.v + (job.seen.lo - head.keys.base) * panel, v_panel(), v_plane()}, o.out + job.row() * v_cols,
-               v_cols, round_up(head.strip_rows(job.strip), E::rows), v_cols, job.size(), true);
+    add_product<E, E::cut>({weights_in(o, ready), ldp(), p_plane()},
+                           {head.keys.v + place_of(head, job.seen.lo) * panel, v_panel(), v_plane()},
+                           o.out + job.row() * v_cols, v_cols, round_up(head.strip_rows(job.strip), E::rows), v_cols,
+                           job.seen.lo - head.rows.origin, job.size());
   }
   C* weights_in(const Own& o, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : o.p; }
 
@@ -264,16 +307,16 @@ class ForwardTiles {
     const auto prepare = [&](int64_t i) { ready_rows(head, o, job, ready, i, told); };
     const auto by = [&](const auto& strip) {
       using S = std::remove_cvref_t<decltype(strip)>;
-      const Running run{o.maximum + job.row(), o.sums + job.row() * Vec::width};
+      const Running run{o.maximum + job.row(), o.sums + job.row() * sum_lanes};
       const auto run_strip = S::fused || head.bounded ? &softmax_strip<E, true, S> : &softmax_strip<E, false, S>;
-      run_strip(ready, lds(), weights_in(o, ready), ldp(), p_plane(), round_up(head.strip_rows(job.strip), 4),
-                job.size(), a.options.change_scores() ? 1.0f : head.c, head.slack, run, o.out + job.row() * v_cols,
-                v_cols, strip, between);
+      run_strip(ready, lds(), weights_in(o, ready), ldp(), p_plane(), head.strip_rows(job.strip), job.size(),
+                a.options.change_scores() ? 1.0f : head.c, head.slack, run, o.out + job.row() * v_cols, v_cols, strip,
+                between);
     };
     if (!a.options.change_scores()) return by(Strip{prepare, kept, kept_words()});
     // Where no maximum is looked for, products become exponents as they become weights.
     if (head.bounded && (job.seen.full || head.scoring.fuses_hidden()) &&
-        head.scoring.template fuse<E>(
+        head.scoring.fuse(
             head.rows.first + job.row(), head.strip_rows(job.strip), job.seen.lo, job.size(), o.base + job.row(),
             [&]<class Make>(const Make& make) { by(FusedStrip<Make>{prepare, make, kept, kept_words()}); }))
       return;

@@ -5,36 +5,9 @@
 // takes. Where parts see too much, all heads are packed first, and all threads work on one head after the other.
 #pragma once
 
-#include <vector>
-
-#include "attention.h"
-#include "spans.h"
+#include "sequences.h"
 
 namespace attnspan::ATTNSPAN_ISA {
-
-// A range of keys or of key blocks; empty if begin == end.
-struct Range {
-  int64_t begin = 0, end = 0;
-  int64_t size() const { return end - begin; }
-  void include(Range other) {
-    if (other.size() == 0) return;
-    begin = size() == 0 ? other.begin : min(begin, other.begin), end = max(end, other.end);
-  }
-};
-
-// What some rows see, in whole steps of keys.
-inline Range key_range(const Hull& hull) {
-  return hull.lo >= hull.hi ? Range{} : Range{round_down(hull.lo, key_step), round_up(hull.hi, key_step)};
-}
-
-// What query rows [first, last) of all query heads of one key head see.
-inline Range range_of_rows(const Problem& a, int64_t b, int64_t hk, int64_t first, int64_t last) {
-  Hull hull;
-  const int64_t heads = a.bounds.heads == 1 ? 1 : a.group();
-  for (int64_t g = 0; g < heads; ++g)
-    hull.include(hull_of(a.bounds.slice(b, hk * a.group() + g) + first * a.runs * 2, last - first, a.runs));
-  return key_range(hull);
-}
 
 // Do so many equal units of work keep the threads nine tenths busy?
 inline bool busy(int64_t units, int threads) {
@@ -49,38 +22,80 @@ inline int64_t choose_shares(int64_t heads, int64_t limit, int threads) {
   return n;
 }
 
-struct Parts {
-  bool local = false;   // does each part pack its own keys?
-  int64_t rows, count;  // query rows of a part, parts of a head
-  int64_t keys;         // most keys of a part
+// Query rows of one sequence that are worked on together, and the places of the keys that they see.
+struct QueryBlock {
+  int64_t sequence, row, rows;
+  Range places;
 };
 
-[[gnu::noinline]] inline Parts choose_parts(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads) {
-  constexpr int64_t cached = int64_t{1} << 20;
-  // One slice for each set of rows that differs: of all query heads of a key head together, as they share its keys.
-  const int64_t blocks = (a.q_len + block_rows - 1) / block_rows, slice_heads = a.bounds.heads == 1 ? 1 : a.kv_heads,
-                slices = a.bounds.batches * slice_heads;
-  std::vector<Range> ranges(static_cast<size_t>(slices * blocks));
-  for (int64_t s = 0; s < slices; ++s)
-    for (int64_t i = 0; i < blocks; ++i)
-      ranges[static_cast<size_t>(s * blocks + i)] =
-          range_of_rows(a, s / slice_heads, s % slice_heads, i * block_rows, min((i + 1) * block_rows, a.q_len));
-  const int64_t heads = a.batch * a.kv_heads;
-  for (int64_t step = blocks; step >= 1; step = step == 1 ? 0 : (step + 1) / 2) {
-    const int64_t count = (blocks + step - 1) / step;
-    int64_t widest = 0, all = 0;
-    for (int64_t s = 0; s < slices; ++s)
-      for (int64_t i = 0; i < blocks; i += step) {
-        Range range;
-        for (int64_t j = i; j < min(i + step, blocks); ++j) range.include(ranges[static_cast<size_t>(s * blocks + j)]);
-        widest = max(widest, range.size()), all += range.size();
-      }
-    if (2 * all > 3 * slices * max(a.k_len, a.q_len)) break;  // smaller parts would only pack more keys twice
-    if (busy(heads * count, threads) && widest * bytes_of_a_key <= cached)
-      return {true, step * block_rows, count, max(key_step, widest)};
+// The query blocks of each slice of the mask, and the parts of them that threads take.
+class ForwardPlan {
+ public:
+  [[gnu::noinline]] ForwardPlan(const Problem& a, int64_t block_rows, int64_t bytes_of_a_key, int threads)
+      : sequences(a) {
+    slices_.reserve(static_cast<size_t>(sequences.slices()));
+    for (int64_t s = 0; s < sequences.slices(); ++s) {
+      const auto begin = static_cast<int64_t>(blocks_.size());
+      for (int64_t i = sequences.of(s).begin; i < sequences.of(s).end; ++i) cut(a, s, i, block_rows);
+      slices_.push_back({begin, static_cast<int64_t>(blocks_.size())});
+      most_blocks_ = max(most_blocks_, slices_.back().size()), places = max(places, sequences.places(s));
+    }
+    parts = 1, step_ = most_blocks_, places = max(key_step, places);
+    choose_parts(a, bytes_of_a_key, threads);
   }
-  return {false, a.q_len, 1, round_up(a.k_len, key_step)};
-}
+
+  int64_t most_blocks() const { return most_blocks_; }  // of a slice
+  // The blocks of a part of a batch row's key head.
+  Range blocks_of(int64_t b, int64_t hk, int64_t part) const {
+    const Range all = slices_[static_cast<size_t>(sequences.slice_of(b, hk))];
+    return {min(all.begin + part * step_, all.end), min(all.begin + (part + 1) * step_, all.end)};
+  }
+  Range places_of(Range blocks) const {
+    Range range;
+    for (int64_t i = blocks.begin; i < blocks.end; ++i) range.include((*this)[i].places);
+    return range;
+  }
+  const QueryBlock& operator[](int64_t i) const { return blocks_[static_cast<size_t>(i)]; }
+
+  const Sequences sequences;
+  bool local = false;  // does each part pack its own keys?
+  int64_t parts;       // of a head
+  int64_t places = 0;  // the most that a part packs; without parts, a head
+
+ private:
+  void cut(const Problem& a, int64_t slice, int64_t sequence, int64_t block_rows) {
+    const Sequence& s = sequences[sequence];
+    for (int64_t row = s.row; row < s.row + s.rows; row += block_rows) {
+      const int64_t rows = min(block_rows, s.row + s.rows - row);
+      const Hull hull = hull_of_group(a, sequences.batch_of(slice), sequences.head_of(slice), row, rows);
+      blocks_.push_back({sequence, row, rows, s.places_of(hull)});
+    }
+  }
+
+  // Parts as large as still keep threads busy and caches small.
+  void choose_parts(const Problem& a, int64_t bytes_of_a_key, int threads) {
+    constexpr int64_t cached = int64_t{1} << 20;
+    const int64_t heads = a.batch * a.kv_heads;
+    for (int64_t step = most_blocks_; step >= 1; step = step == 1 ? 0 : (step + 1) / 2) {
+      const int64_t count = (most_blocks_ + step - 1) / step;
+      int64_t widest = 0, all = 0;
+      for (const Range slice : slices_)
+        for (int64_t i = slice.begin; i < slice.end; i += step) {
+          const int64_t size = places_of({i, min(i + step, slice.end)}).size();
+          widest = max(widest, size), all += size;
+        }
+      if (2 * all > 3 * sequences.slices() * max(places, a.q_len)) return;  // smaller parts would pack more keys twice
+      if (busy(heads * count, threads) && widest * bytes_of_a_key <= cached) {
+        local = true, step_ = step, parts = count, places = max(key_step, widest);
+        return;
+      }
+    }
+  }
+
+  std::vector<QueryBlock> blocks_;
+  std::vector<Range> slices_;
+  int64_t most_blocks_ = 0, step_ = 0;
+};
 
 // The backward pass walks over a head's keys in chunks of key blocks, and packs the queries that see a chunk right
 // before it. Where queries see almost everything, there is one chunk, and all of them are packed once.

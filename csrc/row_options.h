@@ -66,20 +66,17 @@ class RowOptions {
   RandomPair random_{};
 };
 
-// Adds keys [first, first + n) to what R rows have seen, n <= row_keys; the first `ahead` of those that lie row_keys
-// further are fetched meanwhile. Each row of `query` is padded to max_dim, times the sign of the scale; c is its
-// magnitude times log2(e). `options` of each row, or null for a plain call.
-template <int R, class T>
-[[gnu::noinline]] inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n,
-                                       int64_t ahead, float c, const RowOptions* options, RowSums* sums) {
-  alignas(64) float s[R][row_keys];
-  row_scores<R>(query, x, first, n, ahead, s);
-  for (int r = 0; r < R; ++r) {
-    const float factor = options == nullptr ? c : options[r].exponents(s[r], n, first, c);
-    row_softmax(s[r], n, round_up(x.v_dim, Vec::width), factor, sums + r);
-    if (options != nullptr) options[r].drop(s[r], n, first);
-  }
-  row_values<R>(x, first, n, ahead, s, sums);
+// Adds keys [first, first + n) to what a row has seen, n <= row_keys. The query is padded to max_dim, times the sign of
+// the scale; c is its magnitude times log2(e). `options` is null for a plain call.
+template <class T>
+[[gnu::noinline]] inline void add_keys(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, float c,
+                                       const RowOptions* options, RowSums* sums) {
+  alignas(64) float s[row_keys];
+  for (int64_t j = 0; j < n; ++j) s[j] = dot(query, x.key(first + j), x.dim);
+  const float factor = options == nullptr ? c : options->exponents(s, n, first, c);
+  row_softmax(s, n, round_up(x.v_dim, Vec::width), factor, sums);
+  if (options != nullptr) options->drop(s, n, first);
+  for (int64_t j = 0; j < n; ++j) add_scaled(s[j], x.value(first + j), sums->v, x.v_dim);
 }
 
 // One query row over the keys of its spans. What it has of the values goes into sum_v: round_up(v_dim, Vec::width)
@@ -92,7 +89,7 @@ RowEnd forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int6
   RowSums sums{-infinity, 0.0f, sum_v};
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys)
-      add_keys<1>(query, x, at, min(row_keys, hi - at), 0, c, options, &sums);
+      add_keys(query, x, at, min(row_keys, hi - at), c, options, &sums);
   return end_of_row(sums.top, sums.total, sink, kept_weight, options == nullptr ? 0.0 : options->base());
 }
 

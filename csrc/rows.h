@@ -1,6 +1,5 @@
-// One query row at a time, over its visible keys only and straight from the arrays. Serves few query rows, where
-// packing would cost more than it saves, and heads with NaN or infinity, where 0 * inf in a masked tile would reach
-// rows that may not see the key.
+// One query row at a time, over its visible keys only and straight from the arrays. Serves heads with NaN or infinity,
+// where 0 * inf in a masked tile would reach rows that may not see the key.
 #pragma once
 
 #include "softmax.h"
@@ -85,76 +84,21 @@ inline void prefetch_row(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += line) __builtin_prefetch(p + i);
 }
 
-// Scores of R rows and n keys, 4 / R keys at once; `prefetch` is how many keys from `first` on are worth fetching
-// ahead.
-template <int R, class T>
-inline void row_scores(const float* query, const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead,
-                       float (*s)[row_keys]) {
-  constexpr int K = 4 / R;
-  static_assert(R * K == 4);
-  for (int64_t j = 0; j < n; j += K) {
-    Vec sum[4] = {zero(), zero(), zero(), zero()};
-    const T* key[K];
-    for (int i = 0; i < K; ++i) {
-      key[i] = x.key(first + min(j + i, n - 1));
-      if (j + i < ahead) prefetch_row(x.key(first + row_keys + j + i), x.dim);
-    }
-    for (int64_t d = 0; d < x.dim; d += Vec::width)
-      for (int i = 0; i < K; ++i) {
-        const Vec y = load_upto(key[i] + d, x.dim - d);
-        for (int r = 0; r < R; ++r) sum[r * K + i] = fma(load(query + r * max_dim + d), y, sum[r * K + i]);
-      }
-    float four[4];
-    reduce_add4(sum[0], sum[1], sum[2], sum[3], four);
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < K; ++i) s[r][min(j + i, n - 1)] = four[r * K + min(i, n - 1 - j)];
-  }
-}
-
-// sums.v += p * V for R rows and n keys, up to 64 dims at a time in registers.
-template <int R, class T>
-inline void row_values(const KeyValues<T>& x, int64_t first, int64_t n, int64_t ahead, const float (*p)[row_keys],
-                       RowSums* sums) {
-  constexpr int wide = 64 / Vec::width < 4 ? 64 / Vec::width : 4;
-  for (int64_t d = 0; d < x.v_dim; d += wide * Vec::width) {
-    const int64_t left = x.v_dim - d;
-    Vec sum[R][wide];
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < wide; ++i) sum[r][i] = i * Vec::width < left ? load(sums[r].v + d + i * Vec::width) : zero();
-    for (int64_t j = 0; j < n; ++j) {
-      const T* value = x.value(first + j) + d;
-      if (d == 0 && j < ahead) prefetch_row(x.value(first + row_keys + j), x.v_dim);
-      Vec y[wide];
-      for (int i = 0; i < wide; ++i)
-        y[i] = i * Vec::width < left ? load_upto(value + i * Vec::width, left - i * Vec::width) : zero();
-      for (int r = 0; r < R; ++r)
-        for (int i = 0; i < wide; ++i) sum[r][i] = fma(set(p[r][j]), y[i], sum[r][i]);
-    }
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < wide; ++i)
-        if (i * Vec::width < left) store(sums[r].v + d + i * Vec::width, sum[r][i]);
-  }
-}
-
 // Scores become probabilities relative to the row's running maximum, to which its sums are rescaled.
 [[gnu::noinline]] inline void row_softmax(float* s, int64_t n, int64_t v_cols, float c, RowSums* sums) {
   const int64_t padded = round_up(n, 2 * Vec::width);
   for (int64_t j = n; j < padded; ++j) s[j] = -infinity;
-  const float block_top = reduce_max(row_maximum(s, padded)) * c, now = block_top > sums->top ? block_top : sums->top;
+  const float now = std::ceil(reduce_max(row_maximum(s, padded)) * c);
   if (now > sums->top) {
-    const float factor = sums->top == -infinity ? 0.0f : std::exp2(sums->top - now);
+    const float factor = sums->top == -infinity ? 0.0f : power_of_two(sums->top - now);
     if (sums->top != -infinity) scale_row(sums->v, v_cols, factor);
     sums->total *= factor;
     sums->top = now;
   }
-  float shift = sums->top == -infinity ? 0.0f : sums->top;
-  if (!(std::fabs(shift) <= most_fused_maximum)) {
-    shift_large(s, padded, c, shift);
-    c = 1.0f, shift = 0.0f;
-  }
-  const Scaled<float> from{set(c), set(shift)};
-  sums->total +=
-      reduce_add(exponentials<float>(s, padded, from, [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); }));
+  alignas(64) float lanes[sum_lanes] = {};
+  exponentials<float, true>(s, padded, Scaled{set(c)}, sums->top == -infinity ? 0.0f : sums->top, lanes,
+                            [&](int64_t j, Vec p, Vec q) { store_two(s + j, p, q); });
+  sums->total += whole_sum(lanes);
 }
 
 // The factor of scores that come with the sign of the scale, in units of log2.

@@ -42,17 +42,17 @@ class Scores : public HeadBias {
     return set(-infinity);
   }
 
-  // Calls use(f) where f(i, shift)(j, s) is the exponent of the product s of row `row` + i and key first + j, less
-  // `shift`: what `exponents` does for `rows` rows, with the base of each, and n keys, without a pass of its own.
-  // Hidden products are -infinity. False, and no call, for what needs that pass.
-  template <class E, class Use>
+  // Calls use(f) where f(i)(j, s) is the exponent of the product s of row `row` + i and key first + j: what `exponents`
+  // does for `rows` rows, with the base of each, and n keys, bit for bit, without a pass of its own. Hidden products
+  // are -infinity. False, and no call, for what needs that pass.
+  template <class Use>
   bool fuse(int64_t row, int64_t rows, int64_t first, int64_t n, const float* bases, const Use& use) const {
     const bool capped = a_->options.softcap > 0.0f;
     const BiasKind kind = a_->options.bias.kind;
     if (kind == BiasKind::none)
-      return capped && cap_.as_polynomial([&](const auto& cap) { use([&](int64_t, float to) { return cap(to); }); });
+      return capped && cap_.as_polynomial([&](const auto& cap) { use([&](int64_t) { return cap; }); });
     if (capped) return false;
-    if (kind == BiasKind::dense) return fuse_dense(row, rows, first, n, bases, use);
+    if (kind == BiasKind::dense) return fuse_dense(row, first, n, bases, use);
     if (k_index_ != nullptr || a_->options.q_index.data != nullptr) return false;
     const int64_t distance = first - query_index(*a_, b_, row);  // of the first pair; it falls from row to row
     if (kind == BiasKind::distance) {
@@ -60,10 +60,7 @@ class Scores : public HeadBias {
       const bool below = distance + n - 1 <= -table.reach, above = distance - (rows - 1) >= table.reach;
       if (!below && !above) return false;
       const float bias = table.at(distance);
-      return use([&](int64_t i, float to) {
-               return Scaled<typename E::Exponential>{set(c_), set(to - (bias - bases[i]) * log2_e)};
-             }),
-             true;
+      return use([&](int64_t i) { return Same{set(c_), set(bias - bases[i])}; }), true;
     }
     float slope = slope_of_head(), side_of_base = -1.0f;
     if (!(std::fabs(slope) <= 1e20f)) return false;  // hidden keys might be at infinity
@@ -76,10 +73,7 @@ class Scores : public HeadBias {
         slope = -slope;
     }
     const Sloped line(c_, slope);
-    return use([&](int64_t i, float to) {
-             return line(distance - i + static_cast<int64_t>(side_of_base * bases[i]), to);
-           }),
-           true;
+    return use([&](int64_t i) { return line(distance - i + static_cast<int64_t>(side_of_base * bases[i])); }), true;
   }
   static constexpr int64_t most_fused = 1024;
   // May keys be hidden before their products are fused?
@@ -91,33 +85,41 @@ class Scores : public HeadBias {
   template <class B>
   struct Dense {
     const B* row;
-    Vec factor, unit, base, shift;
-    Vec operator()(int64_t j, Vec s) const { return fma(s, factor, fma(load(row + j) - base, unit, shift)); }
+    Vec factor, base;
+    Vec operator()(int64_t j, Vec s) const {
+      return fma(load(row + j) - base, set(log2_e), rounded_product(s, factor));
+    }
   };
   template <class Use>
-  bool fuse_dense(int64_t row, int64_t rows, int64_t first, int64_t n, const float* bases, const Use& use) const {
+  bool fuse_dense(int64_t row, int64_t first, int64_t n, const float* bases, const Use& use) const {
     if (first + n > a_->k_len) return false;
     with_dense(0, [&](const auto* values) {
       using B = std::remove_cv_t<std::remove_pointer_t<decltype(values)> >;
-      use([&](int64_t i, float to) {
-        i = min(i, rows - 1);
-        const int64_t at = (row + i) * a_->options.bias.row + first;
-        return Dense<B>{values + at, set(c_), set(log2_e), set(bases[i]), set(-to)};
+      use([&](int64_t i) {
+        return Dense<B>{values + (row + i) * a_->options.bias.row + first, set(c_), set(bases[i])};
       });
     });
     return true;
   }
 
+  // One bias for all keys.
+  struct Same {
+    Vec factor, bias;
+    Vec operator()(int64_t, Vec s) const { return fma(bias, set(log2_e), rounded_product(s, factor)); }
+  };
+
   // A bias that grows by `per_key` with each key.
   struct Sloped {
-    Vec factor, slope, first = zero(), shift = zero();
+    Vec factor, slope, first = zero();
     Sloped(float c, float per_key) : factor(set(c)), slope(set(per_key * log2_e)) {}
-    Sloped operator()(int64_t distance, float to) const {
+    Sloped operator()(int64_t distance) const {
       Sloped row = *this;
-      row.first = set(static_cast<float>(distance)), row.shift = set(-to);
+      row.first = set(static_cast<float>(distance));
       return row;
     }
-    Vec operator()(int64_t j, Vec s) const { return fma(s, factor, fma(slope, load(ramp.data() + j) + first, shift)); }
+    Vec operator()(int64_t j, Vec s) const {
+      return fma(slope, load(ramp.data() + j) + first, rounded_product(s, factor));
+    }
   };
   alignas(64) static constexpr std::array<float, most_fused> ramp = [] {
     std::array<float, most_fused> x{};

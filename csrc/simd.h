@@ -111,6 +111,10 @@ inline Vec floor(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_IN
 // x - floor(x), 0 for infinities; and p * 2^floor(x) with p for p = 1 and x = -inf exactly 0: no clamp is needed.
 inline Vec fraction(Vec x) { return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 inline Vec scale_by_floor(Vec p, Vec x) { return {_mm512_scalef_ps(p.v, x.v)}; }
+// p * 2^(floor(x) - shift) for a whole number `shift`: rounded down, a difference has the floor of the exact one.
+inline Vec scale_by_floor(Vec p, Vec x, Vec shift) {
+  return scale_by_floor(p, {_mm512_sub_round_ps(x.v, shift.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)});
+}
 inline Vec select(Mask m, Vec yes, Vec no) { return {_mm512_mask_mov_ps(no.v, m, yes.v)}; }
 // The maxima of four vectors at once.
 inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
@@ -221,12 +225,8 @@ inline float reduce_max(Vec a) {
 }
 inline Vec floor(Vec a) { return {_mm256_floor_ps(a.v)}; }
 inline Vec scale_exponent(Vec p, Vec n) {
-  // Two factors, so that n down to -252 keeps its subnormal results; a NaN in p survives the products.
-  const __m256i i = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(i, 1), rest = _mm256_sub_epi32(i, half);
-  const __m256i bias = _mm256_set1_epi32(127);
-  const __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-  const __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
-  return {_mm256_mul_ps(_mm256_mul_ps(p.v, a), b)};
+  const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
+  return {_mm256_mul_ps(p.v, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23)))};
 }
 inline Vec select(Mask m, Vec yes, Vec no) { return {_mm256_blendv_ps(no.v, yes.v, _mm256_castsi256_ps(m))}; }
 inline Mask none() { return _mm256_setzero_si256(); }
@@ -326,12 +326,10 @@ inline Vec floor(Vec a) {
   return a;
 }
 inline Vec scale_exponent(Vec p, Vec n) {
-  const i32x4 i = __builtin_convertvector(n.v, i32x4), half = i >> 1, rest = i - half;
-  const i32x4 a = (half + 127) << 23, b = (rest + 127) << 23;
-  f32x4 x, y;
-  std::memcpy(&x, &a, sizeof x);
-  std::memcpy(&y, &b, sizeof y);
-  return {p.v * x * y};
+  const i32x4 bits = (__builtin_convertvector(n.v, i32x4) + 127) << 23;
+  f32x4 factor;
+  std::memcpy(&factor, &bits, sizeof factor);
+  return {p.v * factor};
 }
 inline Vec select(Mask m, Vec yes, Vec no) { return {m ? yes.v : no.v}; }
 inline Mask none() { return i32x4{}; }
@@ -461,11 +459,14 @@ inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
   to[0] = reduce_max(a), to[1] = reduce_max(b), to[2] = reduce_max(c), to[3] = reduce_max(d);
 }
 
-// The same two steps without the instructions: clamped, so that the exponent stays representable. 2^-150 rounds to 0,
-// 2^128 is infinite; a NaN passes (the order of vmax's operands matters).
-inline Vec clamped(Vec x) { return zero() - vmax(set(-128.0f), zero() - vmax(set(-150.0f), x)); }
-inline Vec fraction(Vec x) { return clamped(x) - floor(clamped(x)); }
-inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, floor(clamped(x))); }
+// The same steps without the instructions, for exponents up to 128: 2^-127 and less is 0, as subnormals are; a NaN
+// passes (the order of vmax's operands matters). -infinity is clamped where numbers have no fraction any more.
+inline Vec above_infinity(Vec x) { return vmax(set(-0x1p23f), x); }
+inline Vec fraction(Vec x) { return above_infinity(x) - floor(above_infinity(x)); }
+inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, vmax(set(-127.0f), floor(x))); }
+inline Vec scale_by_floor(Vec p, Vec x, Vec shift) {
+  return scale_exponent(p, vmax(set(-127.0f), floor(above_infinity(x)) - shift));
+}
 #endif
 
 inline Vec magnitude(Vec a) { return vmax(a, zero() - a); }

@@ -108,7 +108,7 @@ class Softcap {
     with_degree<TanhPolynomial::most>(degree_, [&](auto degree) { apply_short<degree>(s, n); });
   }
 
-  // Calls use(f) with f(shift)(j, s) = capped s - shift, if the cap is one polynomial of s itself in float's range.
+  // Calls use(f) with f(j, s) = capped s, if the cap is one polynomial of s itself in float's range.
   template <class Use>
   bool as_polynomial(const Use& use) const {
     constexpr int most_folded = 6;
@@ -134,20 +134,15 @@ class Softcap {
 
   template <int N>
   struct Capped {
-    Vec c[N + 1], shift = zero();
+    Vec c[N + 1];
     explicit Capped(const Softcap& cap) {
       for (int n = 0; n <= N; ++n) c[n] = set(cap.of_score_[n]);
-    }
-    Capped operator()(float to) const {
-      Capped row = *this;
-      row.shift = set(-to);
-      return row;
     }
     Vec operator()(int64_t, Vec s) const {
       const Vec t = s * s;
       Vec y = c[N];
       for (int n = N - 1; n >= 0; --n) y = fma(y, t, c[n]);
-      return fma(s, y, shift);
+      return s * y;
     }
   };
 

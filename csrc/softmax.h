@@ -34,11 +34,19 @@ inline Vec exp2(Vec x) {
   return scale_by_floor(exp2_fraction<C>(fraction(x)), x);
 }
 
-// 2^(x - shift) for a shift that is a whole number: as exact as 2^x, however large the shift. x is finite.
+// 2^(x - shift) for a shift that is a whole number: exactly 2^x times 2^-shift, and as exact as 2^x.
+//
+// So no result depends on which shift was taken, but for weights below 2^-126: a row that meets its likeliest key late,
+// or next to rows that need a maximum, has the bits of one that needed none.
 template <class C>
 inline Vec exp2_shifted(Vec x, Vec shift) {
-  const Vec whole = floor(x);
-  return scale_by_floor(exp2_fraction<C>(x - whole), whole - shift);
+  return scale_by_floor(exp2_fraction<C>(fraction(x)), x, shift);
+}
+
+// 2^n for a whole number n <= 0; NaN for NaN.
+inline float power_of_two(float n) {
+  if (n >= -126.0f) return as_float(static_cast<uint32_t>(127 + static_cast<int>(n)) << 23);
+  return n < -126.0f ? 0.0f : n;
 }
 
 // Scores of keys that a row may not see become -inf: everything outside the row's spans.
@@ -55,17 +63,14 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
   for (; at < cols; ++at) s[at] = -infinity;
 }
 
-// Natural logarithm of sum * 2^maximum.
-inline double log_sum(double maximum, float sum) {
-  return maximum * 0.69314718055994530942 + static_cast<double>(std::log(sum));
-}
-
-// State of the online softmax of a strip: for each row the maximum so far, in units of log2, and a vector of partial
-// sums.
+// State of the online softmax of a strip: for each row a whole number that its maximum so far exceeds by little, in
+// units of log2, and two vectors of partial sums.
 struct Running {
   float* maximum;
   float* sums;
 };
+inline constexpr int64_t sum_lanes = 2 * Vec::width;
+inline float whole_sum(const float* lanes) { return reduce_add(load(lanes) + load(lanes + Vec::width)); }
 
 // May terms 2^x * v be summed that are up to 2^40 greater than v, given the largest squared norm of the values? Floats
 // have room for 2^31 of them with |v| <= 2^50.
@@ -87,27 +92,26 @@ struct RowEnd {
   double lse;
 };
 
-// From the row's maximum (in units of log2) and the sum of its weights relative to that; 0: it saw nothing.
-inline RowEnd end_of_row(float maximum, float sum) {
-  if (sum == 0.0f) return {0.0f, -HUGE_VAL};
-  return {1.0f / sum, log_sum(static_cast<double>(maximum), sum)};
-}
-
-// The same with a sink, which is one more logit without a value (null: none), where exponents are less `base`.
+// From the row's maximum (in units of log2) and the sum of its weights relative to that, with a sink, which is one more
+// logit without a value (null: none), where exponents are less `base`. A sum of 0 saw nothing.
 [[gnu::noinline]] inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight,
                                            double base) {
-  RowEnd end = end_of_row(maximum, sum);
-  if (sink != nullptr && sum == 0.0f) return {0.0f, static_cast<double>(*sink)};
+  if (sum == 0.0f) return {0.0f, sink != nullptr ? static_cast<double>(*sink) : -HUGE_VAL};
+  // Of all maxima that mean the same, the one that leaves the sum between 1/2 and 1: lse does not depend on which was
+  // taken.
+  int exponent = 0;
+  sum = std::frexp(sum, &exponent);
+  const double given = static_cast<double>(maximum) + exponent;
+  double top = given;
+  float seen = 1.0f;
   if (sink != nullptr) {
-    const double given = static_cast<double>(maximum), s = (static_cast<double>(*sink) - base) * 1.44269504088896340736;
-    const double top = s > given ? s : given;
-    const float seen = static_cast<float>(std::exp2(given - top)),
-                total = sum * seen + static_cast<float>(std::exp2(s - top));
-    end = {seen / total, log_sum(top, total)};
+    const double s = (static_cast<double>(*sink) - base) * 1.44269504088896340736;
+    top = s > given ? s : given;
+    seen = static_cast<float>(std::exp2(given - top));
+    sum = sum * seen + static_cast<float>(std::exp2(s - top));
   }
-  end.factor *= kept_weight;
-  end.lse += base;
-  return end;
+  return {std::ldexp(seen / sum * kept_weight, -exponent),
+          top * 0.69314718055994530942 + static_cast<double>(std::log(sum)) + base};
 }
 
 inline Vec row_maximum(const float* s, int64_t cols) {
@@ -119,52 +123,36 @@ inline Vec row_maximum(const float* s, int64_t cols) {
   return vmax(a, b);
 }
 
-// s * c - shift. float16 results are finer than the scores of large logits: only if the product is rounded as the
-// maximum was, so that the likeliest key's exponent is exactly 0, does a row with one likely key return its value.
-template <class C>
-inline Vec exponent(Vec s, Vec factor, Vec shift) {
-  if constexpr (std::is_same_v<C, f16>)
-    return rounded_product(s, factor) - shift;
-  else
-    return fma(s, factor, zero() - shift);
-}
-
-// A multiply-add gives the likeliest key what the maximum's rounding took away, and of products beyond this that may be
-// more than floats can raise 2 to.
-inline constexpr float most_fused_maximum = 0x1p20f;
-
-// s * c - shift in place, where the product is rounded as the maximum was: the likeliest key's exponent is 0.
-inline void shift_large(float* s, int64_t cols, float c, float shift) {
-  for (int64_t j = 0; j < cols; j += Vec::width) store(s + j, rounded_product(load(s + j), set(c)) - set(shift));
-}
-
-// Exponents of a plain row.
-template <class C>
+// Exponents of a plain row. The product is rounded before anything is taken from it: what is taken does not change the
+// bits of the weight.
 struct Scaled {
-  Vec factor, shift;
-  Vec operator()(int64_t, Vec s) const { return exponent<C>(s, factor, shift); }
+  Vec factor;
+  Vec operator()(int64_t, Vec s) const { return rounded_product(s, factor); }
 };
 
-// 2^from(j, s[j]) for one row of whole vector pairs, summed; `put(j, x, y)` stores the two vectors from column j on.
-template <class C, class From, class Put>
-inline Vec exponentials(const float* s, int64_t cols, const From& from, const Put& put) {
+// 2^(from(j, s[j]) - shift) for one row of whole vector pairs, added to its sums; `put(j, x, y)` stores the two vectors
+// from column j on.
+template <class C, bool Shifted, class From, class Put>
+inline void exponentials(const float* s, int64_t cols, const From& from, float shift, float* sums, const Put& put) {
   constexpr int w = Vec::width;
-  Vec a = zero(), b = zero();
+  const auto weight = [by = set(shift)](Vec x) { return Shifted ? exp2_shifted<C>(x, by) : exp2<C>(x); };
+  Vec a = load(sums), b = load(sums + w);
   for (int64_t j = 0; j < cols; j += 2 * w) {
-    const Vec x = exp2<C>(from(j, load(s + j))), y = exp2<C>(from(j + w, load(s + j + w)));
+    const Vec x = weight(from(j, load(s + j))), y = weight(from(j + w, load(s + j + w)));
     a = a + x;
     b = b + y;
     put(j, x, y);
   }
-  return a + b;
+  store(sums, a);
+  store(sums + w, b);
 }
 
 // The same, times 2^exponent_offset, as a row of A of an engine's products; p may be s itself where an element is one
 // piece. With `Drops`, weights whose bit in `kept` is not set become 0 after they are summed.
-template <class E, bool Drops, class From>
-inline Vec weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
-                      const uint32_t* kept) {
-  return exponentials<typename E::Exponential>(s, cols, from, [=](int64_t j, Vec x, Vec y) {
+template <class E, bool Drops, bool Shifted, class From>
+inline void weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
+                       float shift, float* sums, const uint32_t* kept) {
+  exponentials<typename E::Exponential, Shifted>(s, cols, from, shift, sums, [=](int64_t j, Vec x, Vec y) {
     if constexpr (Drops) {
       const uint32_t bits = kept[j / 32] >> (j % 32);
       x = select(from_bits(bits), x, zero());
@@ -202,13 +190,10 @@ struct Strip {
   Vec maximum(int64_t i, const float* s, int64_t cols) const {
     return tops == nullptr ? row_maximum(s, cols) : tops[i % 4];
   }
-  template <class E>
-  auto exponents(int64_t, float c, float shift) const {
-    return Scaled<typename E::Exponential>{set(c), set(shift)};
-  }
+  Scaled exponents(int64_t, float c) const { return {set(c)}; }
 };
 
-// The same where products become exponents as they become weights, by make(i, shift) of row i (see `Scores::fuse`).
+// The same where products become exponents as they become weights, by make(i) of row i (see `Scores::fuse`).
 template <class Make>
 struct FusedStrip {
   static constexpr bool fused = true;
@@ -218,19 +203,20 @@ struct FusedStrip {
   int64_t words;
 
   Vec maximum(int64_t, const float*, int64_t) const { return set(-infinity); }  // never called
-  template <class E>
-  auto exponents(int64_t i, float, float shift) const {
-    return make(i, shift);
-  }
+  auto exponents(int64_t i, float) const { return make(i); }
 };
 
-// The weights of row i of a strip, as a row of A; returns lanes of their sum.
+// The weights of row i of a strip, as a row of A.
 template <class E, class S>
-inline Vec weights_of_row(const S& strip, int64_t i, const float* s, typename E::Element* p, int64_t plane,
-                          int64_t cols, float c, float shift) {
-  const auto from = strip.template exponents<E>(i, c, shift);
-  return strip.bits == nullptr ? weights_of<E, false>(s, p, plane, cols, from, nullptr)
-                               : weights_of<E, true>(s, p, plane, cols, from, strip.bits + i * strip.words);
+inline void weights_of_row(const S& strip, int64_t i, const float* s, typename E::Element* p, int64_t plane,
+                           int64_t cols, float c, float shift, float* sums) {
+  const auto from = strip.exponents(i, c);
+  if (strip.bits != nullptr)
+    weights_of<E, true, true>(s, p, plane, cols, from, shift, sums, strip.bits + i * strip.words);
+  else if (S::fused || shift != 0.0f)
+    weights_of<E, false, true>(s, p, plane, cols, from, shift, sums, nullptr);
+  else
+    weights_of<E, false, false>(s, p, plane, cols, from, shift, sums, nullptr);
 }
 
 inline void scale_row(float* o, int64_t n, float factor) {
@@ -238,12 +224,27 @@ inline void scale_row(float* o, int64_t n, float factor) {
   for (int64_t j = 0; j < n; j += Vec::width) store(o + j, load(o + j) * f);
 }
 
-// Turns a strip of scores (rows x cols, hidden ones -inf; rows a multiple of 4) into probabilities relative to the new
-// running maximum and rescales the accumulated output of rows whose maximum rose (Milakov & Gimelshein 2018, eq. 3). c
-// > 0.
-//
-// The maximum is left alone while it rises by at most `slack`: any shift gives the same result, and rescaling is then
-// rare. `between` is called after each four rows, with the first of them.
+// Raises the running maxima of up to four rows to what `tops` has lanes of, and rescales what the rows have summed
+// (Milakov & Gimelshein 2018, eq. 3): by powers of two, which is exact. A maximum is left alone while it rises by at
+// most `slack`: rescaling is then rare.
+inline void raise_maxima(const Vec (&tops)[4], int rows, float c, float slack, Running run, float* out,
+                         int64_t v_cols) {
+  float now[4];
+  reduce_max4(tops[0], tops[1], tops[2], tops[3], now);
+  for (int r = 0; r < rows; ++r) {
+    float& maximum = run.maximum[r];
+    if (now[r] * c <= maximum + slack) continue;
+    const float to = std::ceil(now[r] * c);
+    // Nothing seen yet: the accumulators are zero, and -inf - -inf would be NaN.
+    const float factor = maximum == -infinity ? 0.0f : power_of_two(maximum - to);
+    scale_row(out + r * v_cols, v_cols, factor);
+    scale_row(run.sums + r * sum_lanes, sum_lanes, factor);
+    maximum = to;
+  }
+}
+
+// Turns a strip of scores (rows x cols, hidden ones -inf) into probabilities relative to the running maximum, which
+// `raise_maxima` raises first. c > 0. `between` is called after each four rows, with the first of them.
 //
 // `Bounded`: the exponential of every score, less the row's maximum as it is given, is at most 2^40, and at least 2^-40
 // for one that the row sees (see `within_range`). Then the maximum need not be found: it stays.
@@ -252,39 +253,16 @@ template <class E, bool Bounded, class S>
                                             int64_t rows, int64_t cols, float c, float slack, Running run, float* out,
                                             int64_t v_cols, const S& strip, const Each& between) {
   for (int64_t i = 0; i < rows; i += 4) {
-    float *row = s + i * lds, *maximum = run.maximum + i;
-    const auto weigh = [&](int r, float factor, float shift) {
-      float* sum = run.sums + (i + r) * Vec::width;
-      store(sum,
-            load(sum) + weights_of_row<E>(strip, i + r, row + r * lds, p + (i + r) * ldp, plane, cols, factor, shift));
-    };
+    const int count = static_cast<int>(min(4, rows - i));
     strip.prepare(i);
-    if constexpr (Bounded) {
-      for (int r = 0; r < 4; ++r) weigh(r, c, maximum[r]);
-      between(i);
-      continue;
+    if constexpr (!Bounded) {
+      const auto top = [&](int64_t r) { return strip.maximum(i + r, s + (i + r) * lds, cols); };
+      const Vec tops[4] = {top(0), top(min(1, count - 1)), top(min(2, count - 1)), top(count - 1)};
+      raise_maxima(tops, count, c, slack, {run.maximum + i, run.sums + i * sum_lanes}, out + i * v_cols, v_cols);
     }
-    float now[4], shift[4];
-    reduce_max4(strip.maximum(i, row, cols), strip.maximum(i + 1, row + lds, cols),
-                strip.maximum(i + 2, row + 2 * lds, cols), strip.maximum(i + 3, row + 3 * lds, cols), now);
-    bool rose = false;
-    for (int r = 0; r < 4; ++r) {
-      now[r] = now[r] * c > maximum[r] + slack ? now[r] * c : maximum[r];
-      rose |= now[r] > maximum[r];
-      shift[r] = now[r] == -infinity ? 0.0f : now[r];
-    }
-    if (rose)
-      for (int r = 0; r < 4; ++r) {
-        // Nothing seen yet: the accumulators are zero, and -inf - -inf would be NaN.
-        const float factor = maximum[r] == -infinity ? 0.0f : std::exp2(maximum[r] - now[r]);
-        scale_row(out + (i + r) * v_cols, v_cols, factor);
-        scale_row(run.sums + (i + r) * Vec::width, Vec::width, factor);
-        maximum[r] = now[r];
-      }
-    for (int r = 0; r < 4; ++r) {
-      const bool fused = std::fabs(shift[r]) <= most_fused_maximum;
-      if (!fused) shift_large(row + r * lds, cols, c, shift[r]);
-      weigh(r, fused ? c : 1.0f, fused ? shift[r] : 0.0f);
+    for (int64_t r = i; r < i + count; ++r) {
+      const float shift = run.maximum[r] == -infinity ? 0.0f : run.maximum[r];
+      weights_of_row<E>(strip, r, s + r * lds, p + r * ldp, plane, cols, c, shift, run.sums + r * sum_lanes);
     }
     between(i);
   }

@@ -6,7 +6,7 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-inline constexpr int64_t key_step = 32;  // key ranges start and end at multiples of this
+inline constexpr int64_t key_step = 32;  // ranges of a sequence's keys start and end at multiples of this
 
 // A bump allocator over scratch memory; over a null base it only measures.
 class Carver {
@@ -55,13 +55,15 @@ inline Hull hull_of(const int32_t* spans, int64_t rows, int64_t runs) {
   return hull;
 }
 
-// The part of a key range that a group of rows sees, in multiples of key_step; `full` if every row sees all of it.
+// The part of a key range that a group of rows sees, in steps of keys from `origin` on; `full` if every row sees all of
+// it.
 struct Seen {
   int64_t lo, hi;
   bool full;
 };
 
-inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& hull, int64_t first, int64_t last) {
+inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& hull, int64_t first, int64_t last,
+                 int64_t origin) {
   int64_t lo = max(first, hull.lo), hi = min(last, hull.hi);
   if (lo >= hi) return {0, 0, false};
   if (runs > 1) {  // the hull may have holes
@@ -72,7 +74,7 @@ inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& h
     }
     if (lo >= hi) return {0, 0, false};
   }
-  lo = round_down(lo, key_step), hi = round_up(hi, key_step);
+  lo = origin + round_down(lo - origin, key_step), hi = origin + round_up(hi - origin, key_step);
   bool full = runs == 1 && hull.all_lo <= lo && hull.all_hi >= hi;
   if (runs > 1) {
     full = true;

@@ -7,6 +7,9 @@
 // `pair` is how many consecutive k one instruction consumes: 1 for float, 2 for bfloat16 dot products. An engine states
 // the multiples that m, n and k must have (`rows`, `cols`, `depth`); callers pad with zeros.
 //
+// What is computed for an element of C depends on its row of A, its column of B and the order of k alone: never on the
+// rows and columns next to it.
+//
 // An engine may hold each element in several pieces whose sum it is, one plane of elements for each (`pieces`). A
 // `Session` is alive while a thread uses the engine.
 #pragma once
@@ -20,11 +23,15 @@ namespace attnspan::ATTNSPAN_ISA {
 
 inline constexpr int64_t panel = 16;  // columns in a packed panel: one 64-byte line for each step of k
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-inline int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
+inline constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline constexpr int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
 // Not those of std: an inline function outside of this level's namespace may be linked into another level.
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+inline constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// So many keys of a sequence are summed by themselves, from its first one on: a thread that decodes takes some of these
+// sums, and they are added in one order.
+inline constexpr int64_t key_sums = 1024;
 
 // One side of a product: `stride` elements between rows of A or panels of B, `plane` between pieces.
 template <class C>
@@ -33,6 +40,18 @@ struct Side {
   int64_t stride, plane = 0;
   Side from(int64_t offset) const { return {data + offset, stride, plane}; }
 };
+
+// C += A * B, where step 0 of k is number `at` of all steps whose products C will hold. The sum is cut at multiples of
+// `Cut`: long sums of floats lose digits, and where a sum is cut decides its last ones. So its bits depend on the
+// numbers of its steps alone; steps of zeros may be left out anywhere.
+template <class E, int64_t Cut>
+inline void add_product(Side<typename E::Element> a, Side<typename E::Element> b, float* c, int64_t ldc, int64_t m,
+                        int64_t n, int64_t at, int64_t k) {
+  for (int64_t from = 0, to; from < k; from = to) {
+    to = min(k, round_down(at + from, Cut) + Cut - at);
+    E::product(a.from(from), b.from(from * panel), c, ldc, m, n, to - from, true);
+  }
+}
 
 // Multiply-add of one broadcast step of A with vectors of B, for each compute type.
 template <class C>
@@ -79,56 +98,85 @@ struct VectorEngine {
 #else
   static constexpr int tile_rows = 4, tile_panels = 1;
 #endif
-  static constexpr int64_t rows = 12, cols = 16, depth = pair;
+  static constexpr int64_t rows = 1, cols = 16, depth = pair;
   static constexpr int64_t strip = 24;     // rows of a softmax strip
   static constexpr bool overlaps = false;  // products use the units that exponentials need
+  // Where sums over keys, and those of gradients, are cut. That of many elements of 8 bits errs less than one of them.
+  static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 96 : 192;
 
   struct Session {};
 
-  template <int NP>
+  // Each element of C is one chain of multiply-adds from 0 on, whatever the tile it is computed in.
+  template <int M, int NP, bool Add>
   [[gnu::always_inline]] static inline void micro(const C* a, int64_t lda, const C* b, int64_t bs, float* c,
-                                                  int64_t ldc, int64_t k, bool add) {
+                                                  int64_t ldc, int64_t k) {
     constexpr int nv = NP * per_panel;
-    Vec acc[tile_rows][nv];
+    Vec acc[M][nv];
 #pragma GCC unroll 16
-    for (int i = 0; i < tile_rows; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < nv; ++j) acc[i][j] = add ? load(c + i * ldc + j * Vec::width) : zero();
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 16
+      for (int j = 0; j < nv; ++j) acc[i][j] = zero();
     for (int64_t s = 0; s < k; s += pair) {
       typename Step<C>::Line line[nv];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int j = 0; j < nv; ++j)
         line[j] = Step<C>::line(b + (j / per_panel) * bs + s * panel + (j % per_panel) * Vec::width * pair);
 #pragma GCC unroll 16
-      for (int i = 0; i < tile_rows; ++i) {
+      for (int i = 0; i < M; ++i) {
         const auto x = Step<C>::broadcast(a + i * lda + s);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int j = 0; j < nv; ++j) acc[i][j] = Step<C>::multiply_add(x, line[j], acc[i][j]);
       }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < tile_rows; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < nv; ++j) store(c + i * ldc + j * Vec::width, acc[i][j]);
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 16
+      for (int j = 0; j < nv; ++j) {
+        float* to = c + i * ldc + j * Vec::width;
+        store(to, Add ? load(to) + acc[i][j] : acc[i][j]);
+      }
   }
 
-  // Known here, `add` costs no test in each tile.
+  // `add`: the sums of this product, each from 0 on, are added to C.
   static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
     add ? product_of<true>(a, b, c, ldc, m, n, k) : product_of<false>(a, b, c, ldc, m, n, k);
   }
+
   template <bool Add>
   [[gnu::noinline]] static void product_of(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n,
                                            int64_t k) {
+    const int64_t whole = m - m % tile_rows, n2 = round_down(n, tile_panels * panel);
+    for (int64_t j = 0; j < n2; j += tile_panels * panel)
+      column<tile_rows, tile_panels, Add>(a, b, c, ldc, 0, whole, j, k);
+    if (n2 < n) column<tile_rows, 1, Add>(a, b, c, ldc, 0, whole, n2, k);
+    if (whole < m) few_rows<Add>(a, b, c, ldc, whole, m, n, k);
+  }
+
+  // What is left of the rows: in tiles that are wider the fewer rows they have.
+  template <bool Add>
+  [[gnu::noinline]] static void few_rows(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t m, int64_t n,
+                                         int64_t k) {
+    if constexpr (tile_rows > 8)
+      if (m - i >= 8) some_rows<8, tile_panels, Add>(a, b, c, ldc, i, n, k), i += 8;
+    if constexpr (tile_rows > 4)
+      if (m - i >= 4) some_rows<4, tile_panels, Add>(a, b, c, ldc, i, n, k), i += 4;
+    if (m - i >= 2) some_rows<2, 2 * tile_panels, Add>(a, b, c, ldc, i, n, k), i += 2;
+    if (m - i >= 1) some_rows<1, 4 * tile_panels, Add>(a, b, c, ldc, i, n, k);
+  }
+  template <int M, int NP, bool Add>
+  static void some_rows(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t n, int64_t k) {
     int64_t j = 0;
-    for (; j + tile_panels * panel <= n; j += tile_panels * panel)
-      for (int64_t i = 0; i < m; i += tile_rows)
-        micro<tile_panels>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j,
-                           ldc, k, Add);
-    if constexpr (tile_panels > 1)
-      if (j < n)
-        for (int64_t i = 0; i < m; i += tile_rows)
-          micro<1>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j, ldc, k,
-                   Add);
+    for (; j + NP * panel <= n; j += NP * panel) column<M, NP, Add>(a, b, c, ldc, i, i + M, j, k);
+    for (; j < n; j += panel) column<M, 1, Add>(a, b, c, ldc, i, i + M, j, k);
+  }
+
+  // Rows [i, m), whole tiles of them, of NP panels from column j on.
+  template <int M, int NP, bool Add>
+  [[gnu::always_inline]] static inline void column(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t m,
+                                                   int64_t j, int64_t k) {
+    for (; i < m; i += M)
+      micro<M, NP, Add>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j, ldc,
+                        k);
   }
 
   // Columns [lane, lane + width) and [16 + lane, 16 + lane + width) of a group of 32 in a row of A.
@@ -165,6 +213,8 @@ struct AmxEngine {
   static constexpr float exponent_offset = wide_exponents ? 0.0f : 15.0f;
   static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32;
   static constexpr bool overlaps = true;
+  // As for vectors; but tiles of one piece go on with the sums that they load, however products are cut.
+  static constexpr int64_t cut = Pieces == 1 ? key_sums : 128, gradient_cut = Pieces == 1 ? 192 : 96;
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
   static constexpr bool interleaved = Pieces > 1;
 

@@ -290,7 +290,7 @@ def test_dropout_is_the_same_under_any_tiling_and_number_of_threads(dtype: torch
     problem = make(replace(case, options=("dropout",)))
     problem.v[:] = torch.eye(200, dtype=dtype)
     first = forward(problem, threads=1)[0] != 0
-    for block, threads in ((192, 1), (192, 3), (384, 1), (384, 3)):
+    for block, threads in ((256, 1), (256, 3), (512, 1), (512, 3)):
         config = {"block_q": 0, "block_k": block, "threads": threads}
         assert torch.equal(forward(problem, threads, config=config)[0] != 0, first)
     rate, pairs = float(first.double().mean()), first.numel()
