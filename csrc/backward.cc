@@ -1,9 +1,9 @@
 // Backward: five products for each visible tile (Dao 2023, FlashAttention-2, algorithm 2). Compiled once per
 // instruction-set level.
 //
-// A unit of work is a share of one key head's key blocks: it owns its rows of dK and dV. Its dQ is complete where the
-// head is one share; otherwise each share keeps a dQ of its own and a last loop adds them in a fixed order. No atomics:
-// same threads, same bits.
+// A unit of work is a share of one key head's groups of key blocks: it owns its rows of dK and dV. Each group sums a dQ
+// of its own, and these are added in order. Without options each sequence is a problem of its own. No atomics: the same
+// bits on any number of threads, packed or alone.
 #include "backward_tiles.h"
 #include "exact.h"
 #include "pack.h"
@@ -17,7 +17,7 @@ class Backward : BackwardTiles<E> {
   using Tiles = BackwardTiles<E>;
   using Pack = PackerFor<T, E>;
   using Tiles::a, Tiles::block, Tiles::changes, Tiles::chunks, Tiles::cols, Tiles::depth, Tiles::dim_rows, Tiles::drops,
-      Tiles::k_blocks, Tiles::q_blocks, Tiles::rounds, Tiles::shares, Tiles::v_cols, Tiles::v_depth;
+      Tiles::k_blocks, Tiles::q_blocks, Tiles::groups, Tiles::rounds, Tiles::shares, Tiles::v_cols, Tiles::v_depth;
   using typename Tiles::Head, typename Tiles::KeyBlock, typename Tiles::Own, typename Tiles::Partial;
 
  public:
@@ -50,8 +50,8 @@ class Backward : BackwardTiles<E> {
     if (shares > 1)
       parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) {
         const int64_t head = item / q_blocks, qb = item % q_blocks, head_dq = this->head_dq();
-        write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * shares * head_dq + qb * this->block_dq(),
-                 shares, head_dq);
+        write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * groups * head_dq + qb * this->block_dq(),
+                 groups, head_dq);
       });
     BiasTiles::reduce_gradient(a, parallel, shares, partial.bias);
     for (int64_t h = 0; a.dsinks != nullptr && h < a.q_heads; ++h) {
@@ -70,38 +70,48 @@ class Backward : BackwardTiles<E> {
       const Large large = prepare(b, h, o);
       const bool numbers = finite_kv && finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
                            finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
-      const bool tiles =
-          a.q_len >= few_rows && numbers && (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
+      const bool tiles = numbers && (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
       if (large.exact > 0 && a.wide_lse == nullptr) find_exact_lse(b, h, o);
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
-      const Head head = head_of(b, h, share, large.biases > 0, o, partial);
-      std::memset(head.dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
+      Head head = head_of(b, h, share, large.biases > 0, o, partial);
       Range seen;
-      int64_t chunk = -1;
-      for (int64_t kb = share, held = 0; kb < k_blocks; kb += shares, ++held) {
-        const KeyBlock keys = key_block_of(kb, a.group() == 1 ? 0 : held, o);
-        if (g == 0) {
-          std::memset(keys.dk, 0, static_cast<size_t>(block * cols) * sizeof(float));
-          std::memset(keys.dv, 0, static_cast<size_t>(block * v_cols) * sizeof(float));
+      int64_t chunk = -1, held = 0;
+      for (int64_t group = share; group < groups; group += shares) {
+        if (shares > 1) head.dq = partial.dq + ((b * a.q_heads + h) * groups + group) * this->head_dq();
+        std::memset(head.dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
+        const Range blocks = this->key_blocks_of(group);
+        for (int64_t kb = blocks.begin; kb < blocks.end; ++kb, ++held) {
+          const KeyBlock keys = key_block_of(kb, a.group() == 1 ? 0 : held, o);
+          if (g == 0) {
+            std::memset(keys.dk, 0, static_cast<size_t>(block * cols) * sizeof(float));
+            std::memset(keys.dv, 0, static_cast<size_t>(block * v_cols) * sizeof(float));
+          }
+          if (tiles && kb / chunks.key_blocks != chunk) {
+            chunk = kb / chunks.key_blocks;
+            seen = pack_queries(b, h, chunk, o);
+          }
+          if (tiles) {
+            pack_keys(b, hk, keys, o);
+            this->add_tiles(o, head, keys, seen);
+          }
+          // Not looked for in vain: of packed documents, a pass over all rows costs as much as a key block's few
+          // products.
+          for (int64_t i = 0; i < a.q_len && !(tiles && large.exact == 0); ++i)
+            if (!tiles || o.exact[i]) add_row(head, keys, i, numbers, o);
+          if (g + 1 == a.group()) write_key_block(b, hk, keys);
         }
-        if (tiles && kb / chunks.key_blocks != chunk) {
-          chunk = kb / chunks.key_blocks;
-          seen = pack_queries(b, h, chunk, o);
-        }
-        if (tiles) {
-          pack_keys(b, hk, keys, o);
-          this->add_tiles(o, head, keys, seen);
-        }
-        // Not looked for in vain: of packed documents, a pass over all rows costs as much as a key block's few
-        // products.
-        for (int64_t i = 0; i < a.q_len && !(tiles && large.exact == 0); ++i)
-          if (!tiles || o.exact[i]) add_row(head, keys, i, numbers, o);
-        if (g + 1 == a.group()) write_key_block(b, hk, keys);
+        if (shares == 1 && groups > 1) add_whole_dq(group == 0, o);
       }
       head.bias.finish();
       for (int64_t qb = 0; shares == 1 && qb < q_blocks; ++qb)
-        write_dq(b, h, qb, head.dq + qb * this->block_dq(), 1, 0);
+        write_dq(b, h, qb, (groups > 1 ? o.whole_dq : o.dq) + qb * this->block_dq(), 1, 0);
     }
+  }
+
+  void add_whole_dq(bool first, const Own& o) const {
+    if (first) std::memset(o.whole_dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
+    for (int64_t j = 0; j < this->head_dq(); j += Vec::width)
+      store(o.whole_dq + j, load(o.whole_dq + j) + load(o.dq + j));
   }
 
   // What a head has large: rows whose biases have a base, rows with scores that floats in tiles do not serve.
@@ -117,7 +127,7 @@ class Backward : BackwardTiles<E> {
               {},
               kept_weight_of(a),
               deep,
-              shares == 1 ? o.dq : partial.dq + part * this->head_dq()};
+              o.dq};
     if (a.options.softcap > 0.0f) head.cap = Softcap::make(a.dtype, a.options.softcap, a.scale, largest_score(b, h));
     return head;
   }
@@ -144,7 +154,7 @@ class Backward : BackwardTiles<E> {
 
   Large prepare(int64_t b, int64_t h, const Own& o) const {
     const T* dout = at<T>(a.dout, b, h, 0);
-    const int64_t row = (b * a.q_heads + h) * a.q_len;
+    const int64_t row = a.lse_row(b, h);
     const HeadBias bias(a, b, h);
     const bool any_base = may_cancel(b, h);
     Large large;
@@ -178,7 +188,7 @@ class Backward : BackwardTiles<E> {
   // The lse of a row, less the base of its biases. A float of a large one has lost what the row's weights differ by:
   // it is computed anew, but for that of a whole, whose other keys are elsewhere.
   void prepare_lse(int64_t b, int64_t h, int64_t i, const HeadBias& bias, bool any_base, const Own& o) const {
-    const int64_t row = (b * a.q_heads + h) * a.q_len + i;
+    const int64_t row = a.lse_row(b, h) + i;
     const bool part = a.wide_lse != nullptr;
     const double given = part ? a.wide_lse[row] : static_cast<double>(a.lse[row]);
     const bool sees = given != -HUGE_VAL, look = any_base || std::fabs(given) > HeadBias::most_plain_bias;
@@ -322,6 +332,147 @@ class Backward : BackwardTiles<E> {
   }
 };
 
+// The backward pass of a call: its sequences one by one, each as if it were alone, on all threads or each on one.
+//
+// With options, whose indices, biases and seeds are those of the whole call, all rows are one sequence.
+template <class T, class E>
+class SequencesBackward {
+ public:
+  SequencesBackward(const BackwardArgs& args, int threads) : a_(args), threads_(threads), sequences_(args) {
+    const Sequence& first = sequences_[0];
+    whole_ = a_.options.change_weights() || a_.options.sinks != nullptr ||
+             (a_.bounds.batches * a_.bounds.heads == 1 && first.row == 0 && first.rows == a_.q_len && first.key == 0 &&
+              first.keys == a_.k_len);
+    if (whole_) return;
+    count_from_first_keys();
+    double all = 0.0, most = 0.0;
+    for (int64_t b = 0; b < a_.batch; ++b)
+      for (int64_t hk = 0; hk < a_.kv_heads; ++hk) {
+        const Range own = sequences_.of(sequences_.slice_of(b, hk));
+        for (int64_t i = own.begin; i < own.end; ++i) {
+          const Sequence& s = sequences_[i];
+          if (s.keys == 0) continue;
+          units_.push_back({b, hk, i});
+          const double cost = static_cast<double>(s.rows) * static_cast<double>(s.keys);
+          all += cost, most = cost > most ? cost : most;
+        }
+      }
+    // Long ones come first, so that threads end together; one that is too long for that is worked on by all.
+    std::sort(units_.begin(), units_.end(), [&](const Unit& x, const Unit& y) { return rows_of(x) > rows_of(y); });
+    each_on_one_ = most * static_cast<double>(threads) <= 1.2 * all;
+  }
+
+  Scratch scratch() const {
+    if (whole_) return Backward<T, E>(a_, threads_).scratch();
+    Scratch most{0, 0};
+    int64_t rows = -1, keys = -1;
+    for (int64_t slice = 0; slice < sequences_.slices(); ++slice)
+      for (int64_t i = sequences_.of(slice).begin; i < sequences_.of(slice).end; ++i) {
+        const Sequence& s = sequences_[i];
+        if (s.keys == 0 || (s.rows == rows && s.keys == keys && s.rows <= most_alike)) continue;
+        rows = s.rows, keys = s.keys;
+        const BackwardArgs problem = problem_of({sequences_.batch_of(slice), sequences_.head_of(slice), i});
+        const Scratch own = Backward<T, E>(problem, each_on_one_ ? 1 : threads_).scratch();
+        if (own.shared_bytes > most.shared_bytes) most.shared_bytes = own.shared_bytes;
+        if (own.thread_bytes > most.thread_bytes) most.thread_bytes = own.thread_bytes;
+      }
+    return most;
+  }
+
+  void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) const {
+    if (whole_) return Backward<T, E>(a_, threads_).run(parallel, shared, per_thread, thread_bytes);
+    parallel(a_.batch * a_.kv_heads, [&](int64_t head, int) { clear_unseen(head / a_.kv_heads, head % a_.kv_heads); });
+    const Parallel alone{1, nullptr, [](void*, int, int64_t items, void (*body)(void*, int64_t, int), void* context) {
+                           for (int64_t i = 0; i < items; ++i) body(context, i, 0);
+                         }};
+    const auto one = [&](const Unit& unit, const Parallel& by, char* own) {
+      const BackwardArgs problem = problem_of(unit);
+      Backward<T, E>(problem, by.threads).run(by, shared, own, thread_bytes);
+    };
+    const auto count = static_cast<int64_t>(units_.size());
+    if (each_on_one_)
+      return parallel(count, [&](int64_t i, int thread) {
+        one(units_[static_cast<size_t>(i)], alone, per_thread + static_cast<size_t>(thread) * thread_bytes);
+      });
+    for (const Unit& unit : units_) one(unit, parallel, per_thread);
+  }
+
+ private:
+  // Of so few rows, one sequence takes as much memory as another of its size: all of its rows are packed at once.
+  static constexpr int64_t most_alike = 192;
+  struct Unit {
+    int64_t b, hk, sequence;
+  };
+  int64_t rows_of(const Unit& unit) const { return sequences_[unit.sequence].rows; }
+  int64_t slice_size() const { return a_.q_len * a_.runs * 2; }
+
+  // The rows' spans, as numbers of their sequence's keys.
+  struct Span {
+    int32_t lo, hi;
+  };
+  void count_from_first_keys() {
+    spans_.reserve(static_cast<size_t>(a_.bounds.batches * a_.bounds.heads * slice_size() / 2));
+    for (int64_t b = 0; b < a_.bounds.batches; ++b)
+      for (int64_t h = 0; h < a_.bounds.heads; ++h) {
+        const int32_t* from = a_.bounds.slice(b, h);
+        const Range own = sequences_.of(sequences_.slice_of(b, a_.bounds.heads == 1 ? 0 : h / a_.group()));
+        for (int64_t i = own.begin; i < own.end; ++i) {
+          const auto key = static_cast<int32_t>(sequences_[i].key);
+          for (int64_t n = 0; n < sequences_[i].rows * a_.runs; ++n, from += 2)
+            spans_.push_back(from[0] < from[1] ? Span{from[0] - key, from[1] - key} : Span{0, 0});
+        }
+      }
+  }
+
+  BackwardArgs problem_of(const Unit& unit) const {
+    const Sequence& s = sequences_[unit.sequence];
+    BackwardArgs p = a_;
+    const int64_t h = unit.hk * a_.group(), lse = a_.lse_row(unit.b, h) + s.row;
+    p.batch = p.kv_heads = 1, p.q_heads = a_.group(), p.q_len = s.rows, p.k_len = s.keys;
+    p.bounds.batches = 1, p.bounds.heads = a_.bounds.heads == 1 ? 1 : a_.group();
+    const int64_t of_batch = a_.bounds.batches == 1 ? 0 : unit.b * a_.bounds.heads * slice_size();
+    p.bounds.data = reinterpret_cast<const int32_t*>(spans_.data()) + of_batch +
+                    (a_.bounds.heads == 1 ? 0 : h * slice_size()) + s.row * a_.runs * 2;
+    p.bounds.batch = 0, p.bounds.head = a_.bounds.heads == 1 ? 0 : slice_size();
+    for (Tensor* x : {&p.q, &p.out, &p.dout, &p.dq}) shift(x, unit.b, h, s.row);
+    for (Tensor* x : {&p.k, &p.v, &p.dk, &p.dv}) shift(x, unit.b, unit.hk, s.key);
+    if (p.lse != nullptr) p.lse += lse;
+    if (p.wide_lse != nullptr) p.wide_lse += lse;
+    if (p.dlse != nullptr) p.dlse += lse;
+    p.lse_head = a_.lse_head == 0 ? a_.q_len : a_.lse_head;
+    return p;
+  }
+  static void shift(Tensor* x, int64_t b, int64_t h, int64_t i) {
+    x->data = x->wide ? static_cast<void*>(at<float>(*x, b, h, i)) : static_cast<void*>(at<T>(*x, b, h, i));
+  }
+
+  // Gradients of the rows that see nothing, in front of all sequences, and of the keys between sequences.
+  void clear_unseen(int64_t b, int64_t hk) const {
+    const Range own = sequences_.of(sequences_.slice_of(b, hk));
+    int64_t key = 0;
+    for (int64_t i = own.begin; i <= own.end; ++i) {
+      const int64_t next = i == own.end ? a_.k_len : sequences_[i].keys == 0 ? key : sequences_[i].key;
+      for (; key < next; ++key) clear(a_.dk, b, hk, key, a_.head_dim), clear(a_.dv, b, hk, key, a_.v_dim);
+      if (i == own.end) break;
+      const Sequence& s = sequences_[i];
+      if (s.keys > 0) key = s.key + s.keys;
+      for (int64_t h = hk * a_.group(); s.keys == 0 && h < (hk + 1) * a_.group(); ++h)
+        for (int64_t row = s.row; row < s.row + s.rows; ++row) clear(a_.dq, b, h, row, a_.head_dim);
+    }
+  }
+  static void clear(const Tensor& x, int64_t b, int64_t h, int64_t i, int64_t dim) {
+    alignas(64) static constexpr float zeros[max_dim] = {};
+    write_row<T>(zeros, 1.0f, x, b, h, i, dim);
+  }
+
+  const BackwardArgs& a_;
+  const int threads_;
+  const Sequences sequences_;
+  bool whole_ = false, each_on_one_ = false;
+  std::vector<Unit> units_{};
+  std::vector<Span> spans_{};
+};
+
 Kernels::BackwardPair backward_kernels(Dtype dtype) {
 #if defined(ATTNSPAN_AMX_FP16)
   // Probabilities of long rows are below float16's normal numbers, and gradients may be beyond them: split ones serve.
@@ -329,9 +480,9 @@ Kernels::BackwardPair backward_kernels(Dtype dtype) {
 #else
   return with_engine<Kernels::BackwardPair>(dtype, []<class T, class E>() -> Kernels::BackwardPair {
     return {Backward<T, E>::blocks_allowed,
-            [](const BackwardArgs& args, int threads) { return Backward<T, E>(args, threads).scratch(); },
+            [](const BackwardArgs& args, int threads) { return SequencesBackward<T, E>(args, threads).scratch(); },
             [](const BackwardArgs& args, const Parallel& parallel, char* shared, char* own, size_t bytes) {
-              Backward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
+              SequencesBackward<T, E>(args, parallel.threads).run(parallel, shared, own, bytes);
             }};
   });
 #endif

@@ -34,9 +34,16 @@ class BackwardTiles {
         q_blocks((a.q_len + block - 1) / block),
         k_blocks((a.k_len + block - 1) / block),
         chunks(choose_chunks(a, block, 2 * (depth + v_depth) * pieces * static_cast<int64_t>(sizeof(C)))),
+        groups((k_blocks + blocks_of_group() - 1) / blocks_of_group()),
         rounds(BiasTiles::rounds_of(a)),
         shares(shares_of_head(threads)) {}
 
+  // So many key blocks add to one dQ. Those of all groups are then added in order: how many threads work on them, and
+  // which group each takes, changes no bit.
+  int64_t blocks_of_group() const { return max(1, 768 / block); }
+  Range key_blocks_of(int64_t group) const {
+    return {group * blocks_of_group(), min((group + 1) * blocks_of_group(), k_blocks)};
+  }
   int64_t panels() const { return block / panel; }
   int64_t ld_scores() const { return block + 16; }
   int64_t ld_weights() const { return sizeof(C) == 4 ? ld_scores() : block + 32; }
@@ -65,7 +72,7 @@ class BackwardTiles {
     bool* exact;  // are the query's weights taken in double, off the tiles?
     Columns mask;
     Hull* block_hulls;     // of each query block: most of them see nothing of a key block
-    float* dq;             // transposed: [query block][dim][query]
+    float *dq, *whole_dq;  // of a group and of all before it, transposed: [query block][dim][query]
     float *dk, *dv;        // accumulators of a key block, or of the share's if several query heads add to them
     C *k, *v, *k_columns;  // one key block
     float *scores, *dp;    // one strip
@@ -88,7 +95,8 @@ class BackwardTiles {
     o.mask = Columns::lay_out(carver, queries(), a.runs);
     o.block_hulls = carver.take<Hull>(q_blocks);
     o.dq = carver.take<float>(shares == 1 ? head_dq() : 0);
-    const int64_t held = a.group() == 1 ? 1 : (k_blocks + shares - 1) / shares;
+    o.whole_dq = carver.take<float>(shares == 1 && groups > 1 ? head_dq() : 0);
+    const int64_t held = a.group() == 1 ? 1 : (groups + shares - 1) / shares * blocks_of_group();
     o.dk = carver.take<float>(held * block * cols);
     o.dv = carver.take<float>(held * block * v_cols);
     o.k = carver.take<C>(pieces * k_plane());
@@ -111,7 +119,7 @@ class BackwardTiles {
   };
   Partial lay_out_shared(Carver& carver) const {
     Partial p;
-    p.dq = carver.take<float>(shares == 1 ? 0 : a.batch * a.q_heads * shares * head_dq());
+    p.dq = carver.take<float>(shares == 1 ? 0 : a.batch * a.q_heads * groups * head_dq());
     p.bias = carver.take<float>(a.batch * a.q_heads * shares * BiasTiles::partial_size(a));
     p.sinks = carver.take<float>(a.dsinks == nullptr ? 0 : a.batch * a.q_heads);
     return p;
@@ -162,17 +170,17 @@ class BackwardTiles {
   const bool changes, drops;
   const int64_t block, depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks;
   const Chunks chunks;
+  const int64_t groups;
   const BiasTiles::Rounds rounds;
   const int64_t shares;
 
  private:
-  // Enough shares of each head to keep the threads busy, as far as 2 GiB of partial dQ go.
+  // Enough shares of each head's groups of keys to keep the threads busy, if all dQ of groups fit in 2 GiB.
   int64_t shares_of_head(int threads) const {
     constexpr int64_t budget = int64_t{1} << 31;
-    const int64_t floats = a.batch * a.q_heads * (head_dq() + BiasTiles::partial_size(a)),
-                  affordable = budget / max(1, floats * static_cast<int64_t>(sizeof(float)));
-    return choose_shares(a.batch * a.kv_heads / (rounds.batch * rounds.heads), min(min(k_blocks, 16), affordable),
-                         threads);
+    const int64_t floats = a.batch * a.q_heads * (head_dq() + BiasTiles::partial_size(a)) * groups;
+    const int64_t most = floats * static_cast<int64_t>(sizeof(float)) <= budget ? groups : 1;
+    return choose_shares(a.batch * a.kv_heads / (rounds.batch * rounds.heads), min(most, 16), threads);
   }
 
   // Which weights of a tile dropout keeps.

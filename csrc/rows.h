@@ -61,7 +61,6 @@ inline void write_lse(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, dou
 }
 
 inline constexpr int64_t row_keys = 256;
-inline constexpr int64_t few_rows = 8;  // with fewer rows, packing costs more than it saves
 
 // What one row has seen so far: sums relative to its running maximum (in units of log2).
 struct RowSums {
