@@ -159,10 +159,11 @@ class BackwardTiles {
       for (int64_t s = 0; s < used; ++s) {
         hide_outside(o.ds_keys, s, all, range[s]);
         if (range[s].size() > 0)
-          add_strip({o, head, qb, (qb - seen.begin) * panels() + range[s].begin, first, s * strip, range[s]},
+          add_strip({o, head, qb, (qb - seen.begin) * panels() + range[s].begin, first, s * strip,
+                     keys_of(block_of_keys, s, s + 1), range[s]},
                     dk + s * strip * cols, dv + s * strip * v_cols);
       }
-      add_dq(o, range, used, all, head.dq + qb * block_dq());
+      add_dq(o, block_of_keys, range, all, head.dq + qb * block_dq());
     }
   }
 
@@ -213,22 +214,27 @@ class BackwardTiles {
   struct KeyStrip {
     const Own& own;
     const Head& head;
-    int64_t query_block, at, first, key;
+    int64_t query_block, at, first, key, keys;  // whole steps of the engine, at most a strip
     Range seen;
   };
+
+  // Keys of a key block from strip `begin` to strip `end`.
+  static int64_t keys_of(const KeyBlock& keys, int64_t begin, int64_t end) {
+    return E::rows > 1 ? (end - begin) * strip : min((end - begin) * strip, round_up(keys.keys, pair) - begin * strip);
+  }
 
   void add_strip(const KeyStrip& s, float* dk, float* dv) const {
     const Own& o = s.own;
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
     E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + s.at * depth * panel, depth * panel, key_plane()},
-               o.scores, ld_scores(), strip, n, depth, false);
+               o.scores, ld_scores(), s.keys, n, depth, false);
     E::product({o.v + s.key * v_depth, v_depth, v_plane()},
-               {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp, ld_scores(), strip, n,
+               {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp, ld_scores(), s.keys, n,
                v_depth, false);
     const bool less = s.head.deep || a.options.bias.kind == BiasKind::dense;
-    const Tile bias{o.bias, ld_scores(), s.first + s.key, strip, p0 * panel, n, less ? o.base : nullptr};
+    const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
     if (a.options.softcap > 0.0f)
-      for (int64_t j = 0; j < strip; ++j) s.head.cap.apply(o.scores + j * ld_scores(), n);
+      for (int64_t j = 0; j < s.keys; ++j) s.head.cap.apply(o.scores + j * ld_scores(), n);
     if (s.head.bias.present()) s.head.bias.fill(bias);
     for (int64_t p = 0; p < s.seen.size(); p += 2)
       if (covers(o.mask, p0 + p, s.first + s.key))
@@ -238,7 +244,7 @@ class BackwardTiles {
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
     add_product<E, E::gradient_cut>({o.p, ld_weights(), weight_plane()},
                                     {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()}, dv, v_cols,
-                                    strip, v_cols, p0 * panel, n);
+                                    s.keys, v_cols, p0 * panel, n);
     add_product<E, E::gradient_cut>({o.ds, ld_weights(), weight_plane()},
                                     {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, strip,
                                     cols, p0 * panel, n);
@@ -267,7 +273,7 @@ class BackwardTiles {
         const int64_t q = (query + side) * panel + lane;
         at[side] = {q, load(o.lse + q), load(o.lse_rest + q), load(o.delta + q)};
       }
-      for (int64_t j = 0; j < strip; j += pair) {
+      for (int64_t j = 0; j < s.keys; j += pair) {
         Vec weight[2], ds[2][pair];
         for (int64_t i = 0; i < pair; ++i) {
           const int64_t group = (j + i) * ld_weights() + p * panel;
@@ -333,7 +339,8 @@ class BackwardTiles {
   }
 
   // dQ^T += K^T dS^T, two query panels at a time over the strips that they see.
-  void add_dq(const Own& o, const Range* range, int64_t used, Range all, float* dq) const {
+  void add_dq(const Own& o, const KeyBlock& keys, const Range* range, Range all, float* dq) const {
+    const int64_t used = keys.strips();
     for (int64_t p = all.begin; p < all.end; p += 2) {
       int64_t begin = used, end = 0;
       for (int64_t s = 0; s < used; ++s)
@@ -342,7 +349,7 @@ class BackwardTiles {
         add_product<E, E::gradient_cut>({o.k_columns + begin * strip, block, k_column_plane()},
                                         {packed_line(o.ds_keys, p, begin * strip), block * panel, tile_plane()},
                                         dq + p * panel, block, dim_rows, 2 * panel, begin * strip,
-                                        (end - begin) * strip);
+                                        keys_of(keys, begin, end));
     }
   }
 };

@@ -9,6 +9,7 @@
 #include "pack.h"
 #include "parts.h"
 #include "row_options.h"
+#include "straight.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 
@@ -102,12 +103,9 @@ class FewTiles {
     to[v_cols + sum_lanes] = o.maximum[m];
   }
 
-  // Scores of a strip of rows and of n packed keys from `key` on.
-  [[gnu::noinline]] void score_strip(const Unit& u, int64_t from, int64_t key, int64_t n, const Own& o) const {
-    const int64_t count = min(E::strip, u.rows - from);
-    E::product({o.q + from * depth, depth, q_plane()}, {o.k, depth * panel, k_plane()}, o.scores, lds,
-               round_up(count, E::rows), n, depth, false);
-    for (int64_t m = 0; m < count; ++m) {
+  // What becomes of the products of a strip of rows and of n keys from `key` on.
+  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t key, int64_t n, const Own& o) const {
+    for (int64_t m = 0; m < min(E::strip, u.rows - from); ++m) {
       float* scores = o.scores + m * lds;
       if (changes) {
         const RowOptions& row = o.options[from + m];
@@ -116,18 +114,22 @@ class FewTiles {
       }
       hide(scores, key, n, row_of(u, from + m).spans, a.runs);
     }
-  }
-
-  // Softmax of these scores, and product with V.
-  [[gnu::noinline]] void add_strip(const Unit& u, int64_t from, int64_t n, const Own& o) const {
     const int64_t count = min(E::strip, u.rows - from);
     const float c = a.options.change_scores() ? 1.0f : magnitude_of(a.scale);
     const auto nothing = [](int64_t) {};
     const Running run{o.maximum + from, o.sums + from * sum_lanes};
     softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, count, n, c, 0.0f, run, o.out + from * v_cols, v_cols,
                             Strip{nothing, drops ? o.kept : nullptr, kept_words}, nothing);
-    E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane()}, o.out + from * v_cols, v_cols,
-               round_up(count, E::rows), v_cols, n, true);
+  }
+
+  // A strip of rows and n packed keys from `key` on.
+  void add_strip(const Unit& u, int64_t from, int64_t key, int64_t n, const Own& o) const {
+    const int64_t rows = round_up(min(E::strip, u.rows - from), E::rows);
+    E::product({o.q + from * depth, depth, q_plane()}, {o.k, depth * panel, k_plane()}, o.scores, lds, rows, n, depth,
+               false);
+    ready_strip(u, from, key, n, o);
+    E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane()}, o.out + from * v_cols, v_cols, rows, v_cols, n,
+               true);
   }
 
   const ForwardArgs& a;
@@ -185,11 +187,11 @@ class FewQueries : FewTiles<E> {
     for (int64_t m = 0; changes && m < u.rows; ++m)
       o.options[m] = RowOptions(a, u.b, this->row_of(u, m).h, this->row_of(u, m).i, magnitude_of(a.scale));
     pack_queries(u, o);
-    const int64_t last_key = u.sequence.key + u.sequence.keys, fetched = min(last_key, u.sequence.key + end * key_sums);
+    const int64_t last_key = u.sequence.key + u.sequence.keys;
     for (int64_t n = begin; n < end; ++n) {
       const int64_t first = u.sequence.key + n * key_sums, last = min(first + key_sums, last_key);
       this->clear(u, o);
-      by_blocks(u, x, first, last, fetched, o);
+      by_blocks(u, x, first, last, o);
       float* to = records + (u.record + n * u.rows) * this->record();
       for (int64_t m = 0; m < u.rows; ++m, to += this->record()) {
         // 0 * inf may have come from a key that the row does not see.
@@ -224,21 +226,25 @@ class FewQueries : FewTiles<E> {
                   static_cast<size_t>((padded - u.rows) * depth) * sizeof(*o.q));
   }
 
-  // As the tiles of many queries, but each block is packed right before it is used, and what follows is fetched
-  // meanwhile, up to key `fetched`.
-  void by_blocks(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, int64_t fetched,
-                 const Own& o) const {
+  // As the tiles of many queries, but each block is packed right before it is used, if at all.
+  void by_blocks(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
+    using Few = Straight<T, E>;
     [[maybe_unused]] const typename E::Session session;
+    const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = min(block, last - key), n = round_up(valid, key_step);
-      Pack::keys(x.key(key), x.k_stride, valid, x.dim, {o.k, this->k_plane()}, depth * panel, 0, n, depth);
-      for (int64_t j = key + block; j < min(key + 2 * block, fetched); ++j) prefetch_row(x.key(j), x.dim);
-      Pack::dims(x.value(key), x.v_stride, valid, x.v_dim, {o.v, this->v_plane()}, block * panel, 0, n, v_cols);
-      for (int64_t j = key + block; j < min(key + 2 * block, fetched); ++j) prefetch_row(x.value(j), x.v_dim);
-      for (int64_t from = 0; from < u.rows; from += E::strip) {
-        this->score_strip(u, from, key, n, o);
-        this->add_strip(u, from, n, o);
+      const T *k = x.key(key), *v = x.value(key);
+      if (straight) {
+        Few::scores(o.q, depth, k, x.k_stride, x.dim, u.rows, n, valid, o.scores, this->lds);
+        this->ready_strip(u, 0, key, n, o);
+        Few::values(o.p, this->ldp, v, x.v_stride, x.v_dim, u.rows, valid, o.out, v_cols);
+        continue;
       }
+      Pack::keys(k, x.k_stride, valid, x.dim, {o.k, this->k_plane()}, depth * panel, 0, n, depth);
+      for (int64_t j = key + block; j < min(key + 2 * block, last); ++j) prefetch_row(x.key(j), x.dim);
+      Pack::dims(v, x.v_stride, valid, x.v_dim, {o.v, this->v_plane()}, block * panel, 0, n, v_cols);
+      for (int64_t j = key + block; j < min(key + 2 * block, last); ++j) prefetch_row(x.value(j), x.v_dim);
+      for (int64_t from = 0; from < u.rows; from += E::strip) this->add_strip(u, from, key, n, o);
     }
   }
 

@@ -22,10 +22,9 @@ struct alignas(64) Block {
   void get(int64_t row, float* to) const { std::memcpy(to, unit[row], 64); }
 };
 
-[[gnu::noinline]] inline void transpose(Block& x) {
 #if defined(__AVX512F__)
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(x.unit[i]);
+[[gnu::always_inline]] inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -43,9 +42,18 @@ struct alignas(64) Block {
     t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
   }
   for (int i = 0; i < 8; ++i) {
-    _mm512_store_si512(x.unit[i], _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_store_si512(x.unit[i + 8], _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
   }
+}
+#endif
+
+[[gnu::noinline]] inline void transpose(Block& x) {
+#if defined(__AVX512F__)
+  __m512i r[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(x.unit[i]);
+  transpose(r);
+  for (int i = 0; i < 16; ++i) _mm512_store_si512(x.unit[i], r[i]);
 #else
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < i; ++j) {
@@ -93,6 +101,26 @@ struct Packer {
     }
   }
 
+#if defined(__AVX512F__)
+  // Whole lines and steps stay in registers.
+  static __m512i whole_line(const T* p) {
+    if constexpr (same)
+      return _mm512_loadu_si512(p);
+    else
+      return _mm512_castps_si512(load(p).v);
+  }
+  static __m512i whole_step(const T* p, int64_t stride) {
+    if constexpr (!same) {
+      static_cast<void>(stride);
+      return whole_line(p);
+    } else {
+      const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+      const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + stride)));
+      return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+    }
+  }
+#endif
+
   // The same 16 dims of `pair` consecutive rows, interleaved: one step of depth.
   static void step(const T* p, int64_t stride, int64_t rows, int64_t n, uint32_t* unit) {
     if constexpr (!same) {
@@ -104,9 +132,7 @@ struct Packer {
       n = max(0, min(n, 16));
 #if defined(__AVX512F__)
       if (n == 16 && rows >= 2) {
-        const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-        const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + stride)));
-        _mm512_store_si512(unit, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        _mm512_store_si512(unit, whole_step(p, stride));
         return;
       }
 #endif
@@ -141,6 +167,15 @@ struct Packer {
     Block x;
     for (int64_t d = 0; d < padded_dim; d += 16)
       for (int64_t i = 0; i < lda; i += 16 * pair) {
+#if defined(__AVX512F__)
+        if (i + 16 * pair <= rows && d + 16 <= min(dim, padded_dim)) {
+          __m512i r[16];
+          for (int s = 0; s < 16; ++s) r[s] = whole_step(p + (i + s * pair) * stride + d, stride);
+          transpose(r);
+          for (int s = 0; s < 16; ++s) _mm512_storeu_si512(a.data + (d + s) * lda + i, r[s]);
+          continue;
+        }
+#endif
         for (int64_t s = 0; s < 16; ++s)
           step(p + (i + s * pair) * stride + d, stride, rows - i - s * pair, dim - d, x.unit[s]);
         transpose(x);
@@ -155,10 +190,19 @@ struct Packer {
     Block x;
     for (int64_t i = first; i < first + count; i += panel)
       for (int64_t d = 0; d < depth; d += 16 * pair) {
+        C* to = b.data + i / panel * bs + d * panel;
+#if defined(__AVX512F__)
+        if (i + 16 <= rows && d + 16 * pair <= min(dim, depth)) {
+          __m512i r[16];
+          for (int n = 0; n < 16; ++n) r[n] = whole_line(p + (i + n) * stride + d);
+          transpose(r);
+          for (int n = 0; n < 16; ++n) _mm512_storeu_si512(to + n * 16 * pair, r[n]);
+          continue;
+        }
+#endif
         for (int64_t r = 0; r < 16; ++r)
           line(i + r < rows ? p + (i + r) * stride + d : p, i + r < rows ? dim - d : 0, x.unit[r]);
         transpose(x);
-        C* to = b.data + i / panel * bs + d * panel;
         for (int64_t line = 0; line < min(16, (depth - d) / pair); ++line)
           std::memcpy(to + line * 16 * pair, x.unit[line], 64);
       }
@@ -169,6 +213,12 @@ struct Packer {
     alignas(64) uint32_t unit[16];
     for (int64_t i = first; i < first + count; i += pair)
       for (int64_t d = 0; d < padded_dim; d += panel) {
+#if defined(__AVX512F__)
+        if (i + pair <= rows && d + 16 <= dim) {
+          _mm512_storeu_si512(b.data + d / panel * bs + i * panel, whole_step(p + i * stride + d, stride));
+          continue;
+        }
+#endif
         step(p + i * stride + d, stride, rows - i, dim - d, unit);
         std::memcpy(b.data + d / panel * bs + i * panel, unit, 64);
       }

@@ -273,11 +273,11 @@ def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[st
 
 @COMPILED
 def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
-    problem = make(Case(q_len=64, k_len=300, mask="full"))
+    # In bfloat16, gradients of blocks of 96 are summed in another order, which shows in the last bits.
+    problem = make(Case(q_len=64, k_len=300, mask="full", dtype=torch.bfloat16))
     plain = run(problem)
-    place = (cpu.isa(), "float32", 64, length_bucket(300), "dense")
-    # Backward, a block of another size sums in another order, which shows in the last bits.
-    forward = {"block_q": cpu.core.blocks("forward", "float32")[0], "block_k": 128, "threads": 0}
+    place = (cpu.isa(), "bfloat16", 64, length_bucket(300), "dense")
+    forward = {"block_q": cpu.core.blocks("forward", "bfloat16")[0], "block_k": 512, "threads": 0}
     backward = {"block_q": 96, "block_k": 96, "threads": 0}
     table = [("forward", *place, *forward.values()), ("backward", *place, *backward.values())]
     real_table.set_tuned(table)
