@@ -49,6 +49,7 @@ class Backward : BackwardTiles<E> {
       });
     if (shares > 1)
       parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) {
+        const FlushSubnormals flush;
         const int64_t head = item / q_blocks, qb = item % q_blocks, head_dq = this->head_dq();
         write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * groups * head_dq + qb * this->block_dq(),
                  groups, head_dq);
@@ -206,7 +207,8 @@ class Backward : BackwardTiles<E> {
     // On the tiles, the weights of rows that see nothing and of those that are worked on by themselves are 2^-infinity.
     const double exponent = lse * 1.44269504088896340736;
     o.lse[i] = !sees || o.exact[i] ? infinity : static_cast<float>(std::nearbyint(exponent));
-    o.lse_rest[i] = std::isfinite(o.lse[i]) ? static_cast<float>(exponent - static_cast<double>(o.lse[i])) : 0.0f;
+    o.lse_rest[i] =
+        std::isfinite(o.lse[i]) ? std::exp2(static_cast<float>(static_cast<double>(o.lse[i]) - exponent)) : 1.0f;
   }
   // Forward's own scores are out of reach of a call that has a part of the row's keys: beyond this size its weights
   // would be wrong by more than a hundredth, and are NaN.

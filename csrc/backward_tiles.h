@@ -65,7 +65,7 @@ class BackwardTiles {
   struct Own {              // one thread's scratch
     C *q_keys, *dout_keys;  // one query head packed four ways; the names are pack.h's
     C *q_dims, *dout_dims;
-    float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and the rest
+    float *lse, *lse_rest;  // in units of log2: the whole number nearest to it, and 2^-rest
     float* delta;
     double* whole_lse;
     float* base;  // of each query's biases, see `HeadBias::base_of`
@@ -286,8 +286,8 @@ class BackwardTiles {
               const Place place{score, s.key + j + i, (to + side) * panel + lane};
               weight[side] = changed_weight<Masked>(s, place, c, x, seen, &ds[side][i]);
             } else {
-              weight[side] =
-                  exp2_shifted<typename E::Exponential>(fma(load(o.scores + score), c, zero() - x.rest), x.lse);
+              // The bits of the forward pass, but for the factor of the row: errors of the exponent cancel in lse.
+              weight[side] = exp2_shifted<typename E::Exponential>(load(o.scores + score) * c, x.lse) * x.rest;
               ds[side][i] = weight[side] * (load(o.dp + score) - x.delta);
             }
             if constexpr (Masked) {
@@ -320,9 +320,9 @@ class BackwardTiles {
     if (head.bias.present()) exponent = exponent + load(o.bias + at.score);
     // Not -infinity, of which the exponential's two steps would make NaN; and no weight is above 1, however the scores
     // were rounded.
-    exponent = vmax(set(-0x1.fffffep127f), exponent - x.rest);
+    exponent = vmax(set(-0x1.fffffep127f), exponent);
     exponent = zero() - vmax(zero() - x.lse - set(1.0f), zero() - exponent);
-    const Vec p = exp2_shifted<typename E::Exponential>(exponent, x.lse);
+    const Vec p = exp2_shifted<typename E::Exponential>(exponent, x.lse) * x.rest;
     Vec kept = p, dp = load(o.dp + at.score);
     if (drops) {
       const Ints bits = load_ints(reinterpret_cast<const int32_t*>(o.kept) + at.key / 32 * block + at.query);

@@ -86,9 +86,7 @@ class Scores : public HeadBias {
   struct Dense {
     const B* row;
     Vec factor, base;
-    Vec operator()(int64_t j, Vec s) const {
-      return fma(load(row + j) - base, set(log2_e), rounded_product(s, factor));
-    }
+    Vec operator()(int64_t j, Vec s) const { return fma(load(row + j) - base, set(log2_e), s * factor); }
   };
   template <class Use>
   bool fuse_dense(int64_t row, int64_t first, int64_t n, const float* bases, const Use& use) const {
@@ -105,7 +103,7 @@ class Scores : public HeadBias {
   // One bias for all keys.
   struct Same {
     Vec factor, bias;
-    Vec operator()(int64_t, Vec s) const { return fma(bias, set(log2_e), rounded_product(s, factor)); }
+    Vec operator()(int64_t, Vec s) const { return fma(bias, set(log2_e), s * factor); }
   };
 
   // A bias that grows by `per_key` with each key.
@@ -117,9 +115,7 @@ class Scores : public HeadBias {
       row.first = set(static_cast<float>(distance));
       return row;
     }
-    Vec operator()(int64_t j, Vec s) const {
-      return fma(slope, load(ramp.data() + j) + first, rounded_product(s, factor));
-    }
+    Vec operator()(int64_t j, Vec s) const { return fma(slope, load(ramp.data() + j) + first, s * factor); }
   };
   alignas(64) static constexpr std::array<float, most_fused> ramp = [] {
     std::array<float, most_fused> x{};

@@ -168,9 +168,6 @@ inline void store_two(f16* p, Vec a, Vec b) {
   store(p + Vec::width, b);
 }
 
-// a * b in one rounding of its own, never as a part of a multiply-add.
-inline Vec rounded_product(Vec a, Vec b) { return {_mm512_mul_round_ps(a.v, b.v, _MM_FROUND_CUR_DIRECTION)}; }
-
 inline Mask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 
 struct Ints {  // unsigned 32-bit integers, modulo 2^32
@@ -447,11 +444,6 @@ inline void store_step(bf16* line, const Vec (&x)[2]) {
 #endif
 
 #if !defined(__AVX512F__)
-inline Vec rounded_product(Vec a, Vec b) {
-  Vec c = a * b;
-  asm volatile("" : "+m"(c.v));
-  return c;
-}
 inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* to) {
   to[0] = reduce_add(a), to[1] = reduce_add(b), to[2] = reduce_add(c), to[3] = reduce_add(d);
 }

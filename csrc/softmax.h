@@ -123,11 +123,11 @@ inline Vec row_maximum(const float* s, int64_t cols) {
   return vmax(a, b);
 }
 
-// Exponents of a plain row. The product is rounded before anything is taken from it: what is taken does not change the
-// bits of the weight.
+// Exponents of a plain row. The product is rounded before anything is taken from it (what follows is no addition, with
+// which compilers could fuse it), so that what is taken does not change the bits of the weight.
 struct Scaled {
   Vec factor;
-  Vec operator()(int64_t, Vec s) const { return rounded_product(s, factor); }
+  Vec operator()(int64_t, Vec s) const { return s * factor; }
 };
 
 // 2^(from(j, s[j]) - shift) for one row of whole vector pairs, added to its sums; `put(j, x, y)` stores the two vectors

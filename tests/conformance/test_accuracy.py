@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+import attnspan
 from attnspan import Spans, t5_buckets
 from attnspan.options import Options
 from attnspan.torch import attention
@@ -198,3 +199,45 @@ PEERS: dict[str, list[Peer]] = {
 def test_no_less_accurate_than_the_best_other_implementation(option: str, dtype: str) -> None:
     case = Case((option,), "causal", DTYPES[dtype], 2, 4, 4, 96, 96, stored="bshd")
     _assert_no_worse([replace(case, seed=seed) for seed in (10, 20)], PEERS[option])
+
+
+#: What is added to standard-normal numbers of one of the inputs; "constant": all of them are equal.
+SHIFTS = {"randn + 1": 1.0, "randn + 3": 3.0, "constant": None}
+
+
+@pytest.mark.compiled_module("errors are those of this machine's kernel")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("shifted", ["q", "k", "v", "dout", "v and dout"])
+def test_no_less_accurate_than_aten_where_means_are_not_zero(shifted: str, shift: str, causal: bool) -> None:
+    """Long sums of numbers of one sign lose digits, and so do differences of large products."""
+    errors: dict[str, list[Tensor]] = {"ours": [], "flash": []}
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        given = {name: torch.randn(1, 2, 1024, 64, generator=generator) for name in ("q", "k", "v", "dout")}
+        for name in given:
+            if name in shifted.replace(",", "").split():
+                mean = SHIFTS[shift]
+                given[name] = torch.full_like(given[name], 1.2345) if mean is None else given[name] + mean
+        *inputs, dout = given.values()
+
+        def results(attend: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            out = attend(*leaves)
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+        def peer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, mask=attnspan.causal() if causal else None, backend="cpu")
+
+        exact = results(peer, [x.double() for x in inputs], dout.double())
+        for name, attend in (("ours", ours), ("flash", peer)):
+            found = results(attend, inputs, dout)
+            errors[name].append(
+                torch.stack([(x.double() - y).square().sum() for x, y in zip(found, exact, strict=True)])
+            )
+    ratios = (sum(errors["ours"]) / sum(errors["flash"])).sqrt()
+    assert (ratios <= FACTOR).all(), dict(zip(NAMES, ratios.tolist(), strict=True))

@@ -11,9 +11,14 @@ from programs import run_program
 
 from attnspan.kernels import cpu
 
-TESTS = [str(Path(__file__).with_name(name)) for name in ("test_cpu.py", "test_large_scores.py")]
-#: In the ordinary run the lowest level alone: every option and dtype, numbers of any size.
-SHORT = () if everything() else ("-k", "options_against_the_oracle or end_of_floats")
+TESTS = [
+    str(Path(__file__).with_name(name))
+    for name in ("test_cpu.py", "test_large_scores.py", "test_same_bits.py")
+]
+#: In the ordinary run the lowest level alone: every option and dtype, numbers of any size, the same bits.
+SHORT = (
+    () if everything() else ("-k", "options_against_the_oracle or end_of_floats or packed_or_alone or chunks")
+)
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 LEVELS = OTHERS if everything() else OTHERS[:1]
 

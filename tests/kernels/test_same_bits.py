@@ -1,0 +1,120 @@
+"""A row has the same bits packed, alone, padded, in chunks over a cache, and on any number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnspan.kernels import cpu
+
+pytestmark = pytest.mark.compiled_module("bits are those of this machine's kernel")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def spans(mask: str, q_len: int, k_len: int, first_key: int = 0) -> np.ndarray:
+    """Spans (q_len, 2) of one document whose keys start at `first_key`; the rows are its last ones."""
+    rows = np.arange(k_len - q_len, k_len)
+    lo = np.maximum(rows - 40, 0) if mask == "window" else np.zeros_like(rows)
+    hi = np.full_like(rows, k_len) if mask == "full" else rows + 1
+    return (np.stack([lo, hi], -1) + first_key).astype(np.int32)
+
+
+def run(given: dict[str, Tensor], bounds: np.ndarray, threads: int, backward: bool) -> dict[str, Tensor]:
+    """All results; NaN before the kernel writes them."""
+    q, k, v, dout = (given[name] for name in ("q", "k", "v", "dout"))
+    out, lse = torch.full_like(dout, torch.nan), torch.full(q.shape[:3], torch.nan)
+    call: dict[str, Any] = {"scale": 0.3, "num_threads": threads}
+    shaped = torch.from_numpy(np.ascontiguousarray(bounds[None, None, :, None]))
+    cpu.forward(q, k, v, shaped, out, lse, **call)
+    found = {"out": out, "lse": lse}
+    if backward:
+        gradients = {name: torch.full_like(given[name], torch.nan) for name in ("q", "k", "v")}
+        cpu.backward(dout, None, q, k, v, out, lse, shaped, *gradients.values(), **call)
+        found |= {f"d{name}": x for name, x in gradients.items()}
+    return found
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, x in expected.items():
+        assert not x.isnan().any(), name
+        assert torch.equal(got[name], x), name
+
+
+def part(given: dict[str, Tensor], rows: slice, keys: slice) -> dict[str, Tensor]:
+    kept = {"q": rows, "dout": rows, "out": rows, "lse": rows, "dq": rows}
+    return {name: x[:, :, kept.get(name, keys)] for name, x in given.items()}
+
+
+problems = {
+    "mask": st.sampled_from(["causal", "full", "window"]),
+    "dtype": st.sampled_from(list(DTYPES)),
+    "dims": st.sampled_from([(64, 64), (32, 96), (20, 7), (128, 128)]),
+    "heads": st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    "threads": st.sampled_from([1, 2, 3, 5]),
+    "seed": st.integers(0, 2**20),
+}
+
+
+def numbers(
+    length: int, dtype: str, dims: tuple[int, int], heads: tuple[int, int], seed: int
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    (dim, v_dim), (q_heads, kv_heads) = dims, heads
+    shapes = {"q": (q_heads, dim), "k": (kv_heads, dim), "v": (kv_heads, v_dim), "dout": (q_heads, v_dim)}
+    drawn = {n: torch.randn(1, h, length, d, generator=generator) for n, (h, d) in shapes.items()}
+    # Some rows need a maximum, which others next to them do not.
+    drawn["k"][:, :, ::37] *= 30
+    return {name: x.to(DTYPES[dtype]) for name, x in drawn.items()}
+
+
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 5, 16, 17, 31, 33, 96, 129, 300, 1100]), min_size=1, max_size=6),
+    **problems,
+)
+def test_packed_or_alone(lengths: list[int], mask: str, threads: int, **problem: Any) -> None:
+    """Each document, between others, has the results that it has by itself on one thread."""
+    inputs = numbers(sum(lengths), **problem)
+    starts = np.cumsum([0, *lengths])
+    bounds = np.concatenate([spans(mask, n, n, at) for n, at in zip(lengths, starts, strict=False)])
+    packed = run(inputs, bounds, threads, backward=True)
+    for n, at in zip(lengths, starts, strict=False):
+        own = slice(at, at + n)
+        alone = run(part(inputs, own, own), spans(mask, n, n), 1, backward=True)
+        assert_same(part(packed, own, own), alone)
+
+
+@given(before=st.integers(0, 70), after=st.integers(0, 70), length=st.integers(1, 400), **problems)
+def test_padding(before: int, after: int, length: int, mask: str, threads: int, **problem: Any) -> None:
+    """Rows that see nothing and keys that nobody sees change nothing, and get gradients of 0."""
+    inputs, own = numbers(before + length + after, **problem), slice(before, before + length)
+    bounds = np.zeros((before + length + after, 2), np.int32)
+    bounds[own] = spans(mask, length, length, before)
+    padded = run(inputs, bounds, threads, backward=True)
+    assert_same(
+        part(padded, own, own), run(part(inputs, own, own), spans(mask, length, length), 1, backward=True)
+    )
+    for name in ("out", "dq", "dk", "dv"):
+        assert not padded[name][:, :, :before].any(), name
+        assert not padded[name][:, :, before + length :].any(), name
+
+
+@given(length=st.integers(2, 2500), chunk=st.sampled_from([1, 2, 4, 7, 16, 17, 64, 200]), **problems)
+def test_chunks_with_a_cache(length: int, chunk: int, mask: str, threads: int, **problem: Any) -> None:
+    """The last rows of a causal sequence, computed by themselves over all of its keys."""
+    chunk, mask = min(chunk, length), "full" if mask == "full" else "causal"
+    inputs, last = numbers(length, **problem), slice(length - chunk, length)
+    whole = run(inputs, spans(mask, length, length), 1, backward=False)
+    alone = run(part(inputs, last, slice(None)), spans(mask, chunk, length), threads, backward=False)
+    assert_same(part(whole, last, slice(None)), alone)
+
+
+@given(length=st.integers(1, 3000), **problems)
+def test_threads(length: int, mask: str, threads: int, **problem: Any) -> None:
+    inputs, bounds = numbers(length, **problem), spans(mask, length, length)
+    assert_same(run(inputs, bounds, threads, backward=True), run(inputs, bounds, 1, backward=True))
