@@ -207,8 +207,9 @@ class Backward : BackwardTiles<E> {
     // On the tiles, the weights of rows that see nothing and of those that are worked on by themselves are 2^-infinity.
     const double exponent = lse * 1.44269504088896340736;
     o.lse[i] = !sees || o.exact[i] ? infinity : static_cast<float>(std::nearbyint(exponent));
-    o.lse_rest[i] =
-        std::isfinite(o.lse[i]) ? std::exp2(static_cast<float>(static_cast<double>(o.lse[i]) - exponent)) : 1.0f;
+    o.lse_rest[i] = std::isfinite(o.lse[i]) ? std::exp2(static_cast<float>(static_cast<double>(o.lse[i]) - exponent))
+                    : std::isnan(o.lse[i])  ? o.lse[i]
+                                            : 1.0f;
   }
   // Forward's own scores are out of reach of a call that has a part of the row's keys: beyond this size its weights
   // would be wrong by more than a hundredth, and are NaN.
@@ -371,7 +372,7 @@ class SequencesBackward {
     for (int64_t slice = 0; slice < sequences_.slices(); ++slice)
       for (int64_t i = sequences_.of(slice).begin; i < sequences_.of(slice).end; ++i) {
         const Sequence& s = sequences_[i];
-        if (s.keys == 0 || (s.rows == rows && s.keys == keys && s.rows <= most_alike)) continue;
+        if (s.keys == 0 || (s.rows == rows && s.keys == keys && alike(s.rows))) continue;
         rows = s.rows, keys = s.keys;
         const BackwardArgs problem = problem_of({sequences_.batch_of(slice), sequences_.head_of(slice), i});
         const Scratch own = Backward<T, E>(problem, each_on_one_ ? 1 : threads_).scratch();
@@ -400,8 +401,9 @@ class SequencesBackward {
   }
 
  private:
-  // Of so few rows, one sequence takes as much memory as another of its size: all of its rows are packed at once.
-  static constexpr int64_t most_alike = 192;
+  // One block of rows takes as much memory as another of its size; of more, the mask decides how many are packed at
+  // once.
+  bool alike(int64_t rows) const { return rows <= (a_.config.block_k != 0 ? a_.config.block_k : 192); }
   struct Unit {
     int64_t b, hk, sequence;
   };

@@ -34,7 +34,7 @@ class BackwardTiles {
         q_blocks((a.q_len + block - 1) / block),
         k_blocks((a.k_len + block - 1) / block),
         chunks(choose_chunks(a, block, 2 * (depth + v_depth) * pieces * static_cast<int64_t>(sizeof(C)))),
-        groups((k_blocks + blocks_of_group() - 1) / blocks_of_group()),
+        groups(max(1, (k_blocks + blocks_of_group() - 1) / blocks_of_group())),
         rounds(BiasTiles::rounds_of(a)),
         shares(shares_of_head(threads)) {}
 
@@ -246,7 +246,7 @@ class BackwardTiles {
                                     {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()}, dv, v_cols,
                                     s.keys, v_cols, p0 * panel, n);
     add_product<E, E::gradient_cut>({o.ds, ld_weights(), weight_plane()},
-                                    {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, strip,
+                                    {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, s.keys,
                                     cols, p0 * panel, n);
   }
 

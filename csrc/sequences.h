@@ -84,6 +84,8 @@ class Sequences {
   }
 
  private:
+  static int64_t end_of(const Sequence& s) { return s.keys == 0 ? 0 : s.key + s.keys; }
+
   // Rows that see nothing join the rows before them; in front of all others they are by themselves.
   void find(const Problem& a, int64_t b, int64_t hk, int64_t begin) {
     const auto count = [&] { return static_cast<int64_t>(all_.size()) - begin; };
@@ -97,7 +99,7 @@ class Sequences {
       if (const Sequence& own = all_.back(); own.rows > 0 && (own.keys == 0 || seen.lo >= own.key + own.keys))
         all_.push_back({i, 0, 0, 0});
       // Where keys of earlier sequences are seen again, they are one.
-      while (count() > 1 && all_.back().keys > 0 && seen.lo < all_.back().key && all_.end()[-2].keys > 0) {
+      while (count() > 1 && all_.back().keys > 0 && seen.lo < end_of(all_.end()[-2])) {
         const Sequence last = all_.back();
         all_.pop_back();
         all_.back().rows += last.rows, all_.back().keys = last.key + last.keys - all_.back().key;

@@ -456,9 +456,7 @@ inline void reduce_max4(Vec a, Vec b, Vec c, Vec d, float* to) {
 inline Vec above_infinity(Vec x) { return vmax(set(-0x1p23f), x); }
 inline Vec fraction(Vec x) { return above_infinity(x) - floor(above_infinity(x)); }
 inline Vec scale_by_floor(Vec p, Vec x) { return scale_exponent(p, vmax(set(-127.0f), floor(x))); }
-inline Vec scale_by_floor(Vec p, Vec x, Vec shift) {
-  return scale_exponent(p, vmax(set(-127.0f), floor(above_infinity(x)) - shift));
-}
+inline Vec scale_by_floor(Vec p, Vec x, Vec shift) { return scale_exponent(p, vmax(set(-127.0f), floor(x) - shift)); }
 #endif
 
 inline Vec magnitude(Vec a) { return vmax(a, zero() - a); }

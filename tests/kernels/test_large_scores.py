@@ -304,3 +304,14 @@ def test_unusual_numbers_do_not_stop_a_call(what: str) -> None:
     problems, backward = UNUSUAL[what]
     unusual, ordinary = problems()
     assert _seconds(unusual, backward) <= 3 * _seconds(ordinary, backward) + 2e-4
+
+
+@pytest.mark.parametrize("q_len", Q_LENS.values(), ids=Q_LENS)
+def test_scores_far_below_zero_weigh_as_much_as_others(q_len: int) -> None:
+    """Equal scores of -8 million: what is hidden gets no weight next to them."""
+    case = Case(
+        heads=1, kv_heads=1, q_len=q_len, k_len=150, head_dim=64, v_dim=40, mask="causal", scale=0.125
+    )
+    problem = make(case)
+    problem.q[:], problem.k[:] = 1000.0, -1000.0
+    compare({"out": forward(problem)[0]}, problem.oracle(), {"out": 1e-5})

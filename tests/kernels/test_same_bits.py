@@ -21,7 +21,9 @@ def spans(mask: str, q_len: int, k_len: int, first_key: int = 0) -> np.ndarray:
     """Spans (q_len, 2) of one document whose keys start at `first_key`; the rows are its last ones."""
     rows = np.arange(k_len - q_len, k_len)
     lo = np.maximum(rows - 40, 0) if mask == "window" else np.zeros_like(rows)
-    hi = np.full_like(rows, k_len) if mask == "full" else rows + 1
+    hi = np.full_like(rows, k_len) if mask in ("full", "late") else rows + 1
+    if mask == "late":  # the first row sees less than those after it
+        lo[0] = min(2, k_len - 1)
     return (np.stack([lo, hi], -1) + first_key).astype(np.int32)
 
 
@@ -52,7 +54,7 @@ def part(given: dict[str, Tensor], rows: slice, keys: slice) -> dict[str, Tensor
 
 
 problems = {
-    "mask": st.sampled_from(["causal", "full", "window"]),
+    "mask": st.sampled_from(["causal", "full", "window", "late"]),
     "dtype": st.sampled_from(list(DTYPES)),
     "dims": st.sampled_from([(64, 64), (32, 96), (20, 7), (128, 128)]),
     "heads": st.sampled_from([(1, 1), (2, 1), (4, 2)]),
@@ -107,7 +109,7 @@ def test_padding(before: int, after: int, length: int, mask: str, threads: int, 
 @given(length=st.integers(2, 2500), chunk=st.sampled_from([1, 2, 4, 7, 16, 17, 64, 200]), **problems)
 def test_chunks_with_a_cache(length: int, chunk: int, mask: str, threads: int, **problem: Any) -> None:
     """The last rows of a causal sequence, computed by themselves over all of its keys."""
-    chunk, mask = min(chunk, length), "full" if mask == "full" else "causal"
+    chunk, mask = min(chunk, length), "full" if mask in ("full", "late") else "causal"
     inputs, last = numbers(length, **problem), slice(length - chunk, length)
     whole = run(inputs, spans(mask, length, length), 1, backward=False)
     alone = run(part(inputs, last, slice(None)), spans(mask, chunk, length), threads, backward=False)
