@@ -106,7 +106,7 @@ def test_blocks_are_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with triton.interpreted():
         backend = TritonBackend("cpu")
         cases = blocks_grid(["float32"], [16], length=32)
-        entries = list(run(backend, cases, path, seconds=0.2, minutes=1))
+        entries = list(run(backend, cases, path, seconds=2.0, minutes=5))
     assert [entry["key"]["direction"] for entry in entries] == ["forward", "queries", "keys"]
     assert all(entry["tried"] >= 1 and not entry["failures"] for entry in entries)
     assert len(tuned.read(path, backend.device)) == 3
