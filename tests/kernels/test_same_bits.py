@@ -93,7 +93,7 @@ def test_packed_or_alone(lengths: list[int], mask: str, threads: int, **problem:
 
 @given(before=st.integers(0, 70), after=st.integers(0, 70), length=st.integers(1, 400), **problems)
 def test_padding(before: int, after: int, length: int, mask: str, threads: int, **problem: Any) -> None:
-    """Rows that see nothing and keys that nobody sees change nothing, and get gradients of 0."""
+    """Rows without visible keys and keys without queries do not change other rows; their gradients are 0."""
     inputs, own = numbers(before + length + after, **problem), slice(before, before + length)
     bounds = np.zeros((before + length + after, 2), np.int32)
     bounds[own] = spans(mask, length, length, before)
