@@ -152,6 +152,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/native/*.cc tests/native/*.h
+	for program in tests/native/*.cc; do $${CXX:-c++} -std=c++20 -fsyntax-only -Wall -Wextra -Werror $$program || exit 1; done
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -101,9 +101,9 @@ struct BackwardArgs : Problem {
   const float* lse;                  // of these keys: where a float of it is too coarse, it is computed anew
   const double* wide_lse = nullptr;  // instead: of a whole of which these keys may be a part
   const float* dlse;                 // may be null
-  int64_t lse_head = 0;              // elements between heads of these three; 0: q_len
   BiasGradient dbias = {};
   float* dsinks = nullptr;  // (q_heads); null without sinks
+  int64_t lse_head = 0;     // elements between heads of lse, wide_lse and dlse; 0: q_len
   int64_t lse_row(int64_t b, int64_t h) const { return (b * q_heads + h) * (lse_head == 0 ? q_len : lse_head); }
 };
 

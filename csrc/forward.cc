@@ -23,6 +23,7 @@ class Forward : ForwardTiles<E> {
   using typename Tiles::Own, typename Tiles::Packed, typename Tiles::Rows, typename Tiles::Shared;
 
  public:
+  static constexpr int64_t size = sizeof(T);
   static constexpr Blocks blocks_allowed = {{E::strip, Tiles::most_strips * E::strip}, {min(E::cut, 256), 1024}, false};
 
   Forward(const ForwardArgs& args, int threads)
@@ -56,19 +57,47 @@ class Forward : ForwardTiles<E> {
       const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads, hk = h / a.group();
       const Range own_blocks = plan.blocks_of(b, hk, 0);
       if (const int64_t i = own_blocks.begin + blocks - 1 - item % blocks; i < own_blocks.end)
-        query_block(h, plan[i], whole_head(b * a.kv_heads + hk), own(thread));
+        query_block(h, plan[i], whole_head(b * a.kv_heads + hk), Ahead(), own(thread));
     });
   }
 
  private:
+  // One sequence after the other, so that what is packed of it stays in the nearest caches; what the next one reads is
+  // fetched meanwhile.
   void part_of_head(int64_t head, int64_t part, const Shared& all, int slot, const Own& o) const {
     const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
-    const Range blocks = plan.blocks_of(b, hk, part), places = plan.places_of(blocks);
-    assert(places.size() <= plan.places && "the slot has room for what the part sees");
-    const Packed packed = this->packed_in(all, slot, b, hk, places.begin);
-    for (int64_t i = 0; i < this->packs(); ++i) pack(packed, i, places.size());
-    for (int64_t g = 0; g < a.group(); ++g)
-      for (int64_t i = blocks.end; i-- > blocks.begin;) query_block(hk * a.group() + g, plan[i], packed, o);
+    for (Range left = plan.blocks_of(b, hk, part), own; left.size() > 0;) {
+      own = plan.last_sequence(left), left.end = own.begin;
+      const Range next = left.size() > 0 ? plan.last_sequence(left) : Range{}, places = plan.places_of(own);
+      assert(places.size() <= plan.places && "the slot has room for what the part sees");
+      const Packed packed = this->packed_in(all, slot, b, hk, places.begin);
+      for (int64_t i = 0; i < this->packs(); ++i) pack(packed, i, places.size());
+      const int64_t count = a.group() * own.size();
+      for (int64_t n = 0; n < count; ++n) {
+        const int64_t h = hk * a.group() + n / own.size(), i = own.end - 1 - n % own.size();
+        Ahead ahead(this->steps_of(plan[i]));
+        fetch_keys(ahead, b, hk, next, n, count);
+        if (n + 1 < count)
+          fetch_queries(ahead, b, hk * a.group() + (n + 1) / own.size(), plan[own.end - 1 - (n + 1) % own.size()]);
+        else if (next.size() > 0)
+          fetch_queries(ahead, b, hk * a.group(), plan[next.end - 1]);
+        query_block(h, plan[i], packed, ahead, o);
+      }
+    }
+  }
+
+  // The n-th of `count` shares of the keys and values that some blocks of one sequence see.
+  void fetch_keys(Ahead& ahead, int64_t b, int64_t hk, Range blocks, int64_t n, int64_t count) const {
+    if (blocks.size() == 0) return;
+    const Sequence& s = plan.sequences[plan[blocks.begin].sequence];
+    const Range places = plan.places_of(blocks);
+    const int64_t first = s.key + places.begin - s.place, keys = min(places.size(), s.key + s.keys - first);
+    const int64_t from = first + keys * n / count, rows = first + keys * (n + 1) / count - from;
+    ahead.read(at<T>(a.k, b, hk, from), a.k.row * size, rows, a.head_dim * size);
+    ahead.read(at<T>(a.v, b, hk, from), a.v.row * size, rows, a.v_dim * size);
+  }
+  void fetch_queries(Ahead& ahead, int64_t b, int64_t h, const QueryBlock& block) const {
+    ahead.read(at<T>(a.q, b, h, block.row), a.q.row * size, block.rows, a.head_dim * size);
   }
 
   // The i-th pack of keys, of the first `size` places.
@@ -103,7 +132,7 @@ class Forward : ForwardTiles<E> {
     Pack::dims(v, a.v.row, valid, a.v_dim, {to.v + first * panel, this->v_plane()}, this->v_panel(), 0, count, v_cols);
   }
 
-  void query_block(int64_t h, const QueryBlock& block, const Packed& packed, const Own& o) const {
+  void query_block(int64_t h, const QueryBlock& block, const Packed& packed, Ahead ahead, const Own& o) const {
     const Rows rows = this->rows_of(packed.b, h, block);
     const T* q = at<T>(a.q, packed.b, h, rows.first);
     const float q_norm = largest_norm(q, a.q.row, rows.count, a.head_dim);
@@ -117,7 +146,11 @@ class Forward : ForwardTiles<E> {
     // A negative scale is carried by -q, so that the larger score is the likelier key; scale 0 by q = 0.
     Pack::rows(q, a.q.row, rows.count, a.scale == 0.0f ? 0 : a.head_dim, {o.q, this->q_plane()}, depth, rows.padded(),
                a.scale < 0.0f);
-    this->attend(packed, h, rows, q_norm, norms, o);
+    const int64_t result = a.out.wide ? int64_t{sizeof(float)} : size;
+    ahead.write(
+        static_cast<char*>(a.out.data) + result * (packed.b * a.out.batch + h * a.out.head + rows.first * a.out.row),
+        a.out.row * result, rows.count, a.v_dim * result);
+    this->attend(packed, h, rows, q_norm, norms, ahead, o);
     for (int64_t r = 0; r < rows.count; ++r) finish(packed.b, h, rows.first + r, o, r, rows.spans + r * a.runs * 2);
   }
 

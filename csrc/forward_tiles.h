@@ -22,6 +22,7 @@ class ForwardTiles {
  protected:
   using C = typename E::Element;
   static constexpr int64_t pack_keys = 512, pack_steps = pack_keys / key_step, most_strips = 16;
+  static constexpr int64_t half = E::overlaps ? E::strip : E::strip / 2;
   static constexpr bool in_place = E::pieces == 1;  // probabilities overwrite the scores of their row: both stay in L1
 
   ForwardTiles(const ForwardArgs& args, int threads)
@@ -117,6 +118,12 @@ class ForwardTiles {
     return rows;
   }
 
+  // About how many steps an `Ahead` takes while a block of rows is worked on, if the rows see half of what the block
+  // sees.
+  int64_t steps_of(const QueryBlock& block) const {
+    return E::overlaps ? block.rows / 4 : block.rows / 12 * (v_cols / 32 + block.places.size() / 64);
+  }
+
   // What the steps of keys hold that a block of rows sees, wherever they are packed: how rows are shared out over
   // threads must not change how they are computed.
   Norms norms_of(const Packed& packed, const Range& places) const {
@@ -126,13 +133,14 @@ class ForwardTiles {
     return all;
   }
 
-  // Weighted values, maxima and sums of a block of rows of head h, whose queries are packed in `o.q`.
+  // Weighted values, maxima and sums of a block of rows of head h, whose queries are packed in `o.q`. `ahead`
+  // takes its steps meanwhile.
   [[gnu::noinline]] void attend(const Packed& packed, int64_t h, const Rows& rows, float q_norm, Norms norm,
-                                const Own& o) const {
+                                Ahead& ahead, const Own& o) const {
     for (int64_t i = 0; i < rows.padded(); ++i) o.maximum[i] = o.whole_maximum[i] = -infinity;
     clear(rows, o.out, o.sums);
     const float c = magnitude_of(a.scale), product = largest_product(q_norm, norm.k, c);
-    Head head{.keys = packed, .rows = rows, .c = c};
+    Head head{.keys = packed, .rows = rows, .ahead = ahead, .c = c};
     if (changes) head.scoring = Scores(a, packed.b, h, c, product / log2_e);
     for (int64_t i = 0; changes && i < rows.padded(); ++i)
       o.base[i] = i < rows.count ? head.scoring.base_of(rows.first + i, rows.spans + i * a.runs * 2) : 0.0f;
@@ -147,7 +155,7 @@ class ForwardTiles {
       const uint64_t seed = seed_of_head(a, packed.b, h);
       for (int64_t i = 0; i < rows.count; ++i) o.random[i] = random_of_row(a, seed, packed.b, rows.first + i);
     }
-    Job job = next_job(head, {first_key(rows), -1, {}});
+    Job job = next_job(head, {first_key(rows), 0, 0, {}});
     int64_t sum = 0, sums = 0;
     if (E::overlaps && job.valid(rows)) scores(head, o, job, o.scores[0], 0, block_keys);
     for (int side = 0; job.valid(rows); side = E::overlaps ? 1 - side : 0) {
@@ -198,11 +206,11 @@ class ForwardTiles {
   struct Head {
     const Packed& keys;
     const Rows& rows;
+    Ahead& ahead;
     float c;             // turns products into exponents
     float slack = 0.0f;  // see `softmax_strip`, as for `bounded`
     bool bounded = false;
     Scores scoring{};
-    int64_t strip_rows(int64_t t) const { return min(E::strip, rows.count - t * E::strip); }
   };
 
   // Key blocks start where sums are cut, so that no sum is cut elsewhere.
@@ -215,25 +223,39 @@ class ForwardTiles {
     return key - head.rows.origin + head.rows.place - head.keys.place;
   }
 
-  // One strip of query rows with what it sees of one key block.
+  // Rows of a strip with what they see of one key block.
   struct Job {
-    int64_t key, strip;
+    int64_t key, row, rows;
     Seen seen;
     bool valid(const Rows& rows) const { return key < rows.all.hi; }
     int64_t size() const { return seen.hi - seen.lo; }
-    int64_t row() const { return strip * E::strip; }
   };
 
-  // The one after `job`: strips innermost, so that they share the key block while it is in cache.
+  // The one after `job`: strips innermost, so that they share the key block while it is in cache. Strips that see only
+  // some of it are worked on in halves, which see less each.
   Job next_job(const Head& head, Job job) const {
     const Rows& rows = head.rows;
-    for (++job.strip; job.valid(rows); job.key = end_of_block(rows, job.key), job.strip = 0)
-      for (; job.strip < rows.strips; ++job.strip) {
-        job.seen = look(rows.spans + job.row() * a.runs * 2, head.strip_rows(job.strip), a.runs, rows.hull[job.strip],
-                        job.key, end_of_block(rows, job.key), rows.origin);
-        if (job.seen.lo < job.seen.hi) return job;
+    for (job.row += job.rows; job.valid(rows); job.key = end_of_block(rows, job.key), job.row = 0)
+      for (; job.row < rows.count; job.row += job.rows) {
+        const int64_t strip = job.row / E::strip, begin = strip * E::strip;
+        if (job.row == begin) {
+          job.rows = min(E::strip, rows.count - begin);
+          job.seen = look_at(rows, job, rows.hull[strip]);
+          if (job.seen.full || half == E::strip || job.rows <= half) {
+            if (job.size() > 0) return job;
+            continue;
+          }
+          if (job.size() == 0) continue;
+        }
+        job.rows = min(half - (job.row - begin) % half, rows.count - job.row);
+        job.seen = look_at(rows, job, hull_of(rows.spans + job.row * a.runs * 2, job.rows, a.runs));
+        if (job.size() > 0) return job;
       }
     return job;
+  }
+  Seen look_at(const Rows& rows, const Job& job, const Hull& hull) const {
+    return look(rows.spans + job.row * a.runs * 2, job.rows, a.runs, hull, job.key, end_of_block(rows, job.key),
+                rows.origin, changes || drops ? key_step : E::seen_step);
   }
 
   // Bounds what a bias adds, in units of log2: values are within `spread` below `top`.
@@ -278,8 +300,8 @@ class ForwardTiles {
     to = min(to, job.size());
     if (from >= to) return;
     const C* k = head.keys.k + (place_of(head, job.seen.lo) + from) / panel * k_panel();
-    E::product({o.q + job.row() * depth, depth, q_plane()}, {k, k_panel(), k_plane()}, to_scores + from, lds(),
-               round_up(head.strip_rows(job.strip), E::rows), to - from, depth, false);
+    E::product({o.q + job.row * depth, depth, q_plane()}, {k, k_panel(), k_plane()}, to_scores + from, lds(),
+               round_up(job.rows, E::rows), to - from, depth, false, &head.ahead);
   }
 
   // Softmax and product with V of one job, whose scores are ready. An engine with a matrix unit computes the scores of
@@ -290,14 +312,15 @@ class ForwardTiles {
     const bool prepare = E::overlaps && next.valid(head.rows);
     int64_t done = 0;
     softmax(head, o, job, ready, [&](int64_t) {
+      if (E::overlaps) head.ahead.step();
       if (prepare) scores(head, o, next, ahead, done, done + step);
       done += step;
     });
     if (prepare) scores(head, o, next, ahead, done, block_keys);
     add_product<E, E::cut>({weights_in(o, ready), ldp(), p_plane()},
                            {head.keys.v + place_of(head, job.seen.lo) * panel, v_panel(), v_plane()},
-                           o.out + job.row() * v_cols, v_cols, round_up(head.strip_rows(job.strip), E::rows), v_cols,
-                           job.seen.lo - head.rows.origin, job.size());
+                           o.out + job.row * v_cols, v_cols, round_up(job.rows, E::rows), v_cols,
+                           job.seen.lo - head.rows.origin, job.size(), &head.ahead);
   }
   C* weights_in(const Own& o, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : o.p; }
 
@@ -307,17 +330,17 @@ class ForwardTiles {
     const auto prepare = [&](int64_t i) { ready_rows(head, o, job, ready, i, told); };
     const auto by = [&](const auto& strip) {
       using S = std::remove_cvref_t<decltype(strip)>;
-      const Running run{o.maximum + job.row(), o.sums + job.row() * sum_lanes};
+      const Running run{o.maximum + job.row, o.sums + job.row * sum_lanes};
       const auto run_strip = S::fused || head.bounded ? &softmax_strip<E, true, S> : &softmax_strip<E, false, S>;
-      run_strip(ready, lds(), weights_in(o, ready), ldp(), p_plane(), head.strip_rows(job.strip), job.size(),
-                a.options.change_scores() ? 1.0f : head.c, head.slack, run, o.out + job.row() * v_cols, v_cols, strip,
+      run_strip(ready, lds(), weights_in(o, ready), ldp(), p_plane(), job.rows, job.size(),
+                a.options.change_scores() ? 1.0f : head.c, head.slack, run, o.out + job.row * v_cols, v_cols, strip,
                 between);
     };
     if (!a.options.change_scores()) return by(Strip{prepare, kept, kept_words()});
     // Where no maximum is looked for, products become exponents as they become weights.
     if (head.bounded && (job.seen.full || head.scoring.fuses_hidden()) &&
         head.scoring.fuse(
-            head.rows.first + job.row(), head.strip_rows(job.strip), job.seen.lo, job.size(), o.base + job.row(),
+            head.rows.first + job.row, job.rows, job.seen.lo, job.size(), o.base + job.row,
             [&]<class Make>(const Make& make) { by(FusedStrip<Make>{prepare, make, kept, kept_words()}); }))
       return;
     told = tops;
@@ -327,16 +350,16 @@ class ForwardTiles {
   // Rows [i, i + 4) of a job's strip: scores become exponents where `tops` is told of their maxima (null: they do so
   // later), dropout decides, and what a row may not see is hidden.
   void ready_rows(const Head& head, const Own& o, const Job& job, float* ready, int64_t i, Vec* tops) const {
-    const int64_t end = min(i + 4, head.strip_rows(job.strip)), first = head.rows.first + job.row();
+    const int64_t end = min(i + 4, job.rows), first = head.rows.first + job.row;
     for (int64_t r = i; r < end; ++r) {
       if (tops != nullptr)
         tops[r - i] =
-            head.scoring.exponents(ready + r * lds(), job.size(), first + r, job.seen.lo, o.base[job.row() + r]);
+            head.scoring.exponents(ready + r * lds(), job.size(), first + r, job.seen.lo, o.base[job.row + r]);
       if (drops)
         for (int64_t j = 0; j < job.size(); j += 32)
-          o.kept[r * kept_words() + j / 32] = kept_of_32(a, o.random[job.row() + r], head.keys.b, job.seen.lo + j);
+          o.kept[r * kept_words() + j / 32] = kept_of_32(a, o.random[job.row + r], head.keys.b, job.seen.lo + j);
       if (!job.seen.full)
-        hide(ready + r * lds(), job.seen.lo, job.size(), head.rows.spans + (job.row() + r) * a.runs * 2, a.runs);
+        hide(ready + r * lds(), job.seen.lo, job.size(), head.rows.spans + (job.row + r) * a.runs * 2, a.runs);
     }
   }
 };

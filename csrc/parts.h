@@ -55,6 +55,12 @@ class ForwardPlan {
     for (int64_t i = blocks.begin; i < blocks.end; ++i) range.include((*this)[i].places);
     return range;
   }
+  // The last ones of some blocks that are of one sequence.
+  Range last_sequence(Range blocks) const {
+    Range own{blocks.end, blocks.end};
+    while (own.begin > blocks.begin && (*this)[own.begin - 1].sequence == (*this)[blocks.end - 1].sequence) --own.begin;
+    return own;
+  }
   const QueryBlock& operator[](int64_t i) const { return blocks_[static_cast<size_t>(i)]; }
 
   const Sequences sequences;

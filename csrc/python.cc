@@ -15,6 +15,7 @@
 #include "peak.h"
 #include "snapshot.h"
 #include "threads.h"
+#include "torch_edge.h"
 #include "tuned.h"
 #include "xla.h"
 
@@ -330,6 +331,7 @@ NB_MODULE(_core, m) {
     const Blocks b = blocks_of(direction_named(direction), dtype_named(dtype), level());
     return nb::make_tuple(b.q.step, b.q.most, b.k.step, b.k.most, b.square);
   });
+  m.def("register_torch_operators", &register_torch_operators);
   m.def("set_tuned", &set_tuned_rows, nb::arg("rows"));
   m.def("tuned_lookup", &tuned_lookup, nb::arg("direction"), nb::arg("isa"), nb::arg("dtype"), nb::arg("head_dim"),
         nb::arg("k_len"), nb::arg("mask_kind"));

@@ -115,12 +115,13 @@ struct RowEnd {
 }
 
 inline Vec row_maximum(const float* s, int64_t cols) {
-  Vec a = load(s), b = load(s + Vec::width);
-  for (int64_t j = 2 * Vec::width; j < cols; j += 2 * Vec::width) {
+  Vec a = load(s), b = a;
+  int64_t j = Vec::width;
+  for (; j + 2 * Vec::width <= cols; j += 2 * Vec::width) {
     a = vmax(load(s + j), a);
     b = vmax(load(s + j + Vec::width), b);
   }
-  return vmax(a, b);
+  return j < cols ? vmax(vmax(load(s + j), a), b) : vmax(a, b);
 }
 
 // Exponents of a plain row. The product is rounded before anything is taken from it (what follows is no addition, with
@@ -130,18 +131,24 @@ struct Scaled {
   Vec operator()(int64_t, Vec s) const { return s * factor; }
 };
 
-// 2^(from(j, s[j]) - shift) for one row of whole vector pairs, added to its sums; `put(j, x, y)` stores the two vectors
-// from column j on.
+// 2^(from(j, s[j]) - shift) for one row of whole vectors, added to its sums; `put(j, x...)` stores two vectors from
+// column j on, or the last one.
 template <class C, bool Shifted, class From, class Put>
 inline void exponentials(const float* s, int64_t cols, const From& from, float shift, float* sums, const Put& put) {
   constexpr int w = Vec::width;
   const auto weight = [by = set(shift)](Vec x) { return Shifted ? exp2_shifted<C>(x, by) : exp2<C>(x); };
   Vec a = load(sums), b = load(sums + w);
-  for (int64_t j = 0; j < cols; j += 2 * w) {
+  int64_t j = 0;
+  for (; j + 2 * w <= cols; j += 2 * w) {
     const Vec x = weight(from(j, load(s + j))), y = weight(from(j + w, load(s + j + w)));
     a = a + x;
     b = b + y;
     put(j, x, y);
+  }
+  if (j < cols) {
+    const Vec x = weight(from(j, load(s + j)));
+    a = a + x;
+    put(j, x);
   }
   store(sums, a);
   store(sums + w, b);
@@ -152,17 +159,21 @@ inline void exponentials(const float* s, int64_t cols, const From& from, float s
 template <class E, bool Drops, bool Shifted, class From>
 inline void weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
                        float shift, float* sums, const uint32_t* kept) {
-  exponentials<typename E::Exponential, Shifted>(s, cols, from, shift, sums, [=](int64_t j, Vec x, Vec y) {
+  const auto put = [=]<class... Last>(int64_t j, Vec x, Last... y) {
     if constexpr (Drops) {
       const uint32_t bits = kept[j / 32] >> (j % 32);
       x = select(from_bits(bits), x, zero());
-      y = select(from_bits(bits >> Vec::width), y, zero());
+      ((y = select(from_bits(bits >> Vec::width), y, zero())), ...);
     }
-    if constexpr (Vec::width == panel)
-      E::store_group(p + j, 0, plane, x, y);
-    else
-      store_two(p + j, x, y);
-  });
+    if constexpr (sizeof...(y) == 0) {
+      if constexpr (E::seen_step < 2 * Vec::width) store(p + j, x);  // else there is none
+    } else if constexpr (Vec::width == panel) {
+      E::store_group(p + j, 0, plane, x, y...);
+    } else {
+      store_two(p + j, x, y...);
+    }
+  };
+  exponentials<typename E::Exponential, Shifted>(s, cols, from, shift, sums, put);
 }
 
 // Any function of an index, called through a pointer: what is compiled once need not be a template of it.

@@ -55,15 +55,15 @@ inline Hull hull_of(const int32_t* spans, int64_t rows, int64_t runs) {
   return hull;
 }
 
-// The part of a key range that a group of rows sees, in steps of keys from `origin` on; `full` if every row sees all of
-// it.
+// The part of a key range that a group of rows sees, from `origin` on in steps of keys, up to a multiple of `step`;
+// `full` if every row sees all of it.
 struct Seen {
   int64_t lo, hi;
   bool full;
 };
 
 inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& hull, int64_t first, int64_t last,
-                 int64_t origin) {
+                 int64_t origin, int64_t step) {
   int64_t lo = max(first, hull.lo), hi = min(last, hull.hi);
   if (lo >= hi) return {0, 0, false};
   if (runs > 1) {  // the hull may have holes
@@ -74,7 +74,7 @@ inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& h
     }
     if (lo >= hi) return {0, 0, false};
   }
-  lo = origin + round_down(lo - origin, key_step), hi = origin + round_up(hi - origin, key_step);
+  lo = origin + round_down(lo - origin, key_step), hi = origin + round_up(hi - origin, step);
   bool full = runs == 1 && hull.all_lo <= lo && hull.all_hi >= hi;
   if (runs > 1) {
     full = true;

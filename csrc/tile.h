@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "ahead.h"
 #include "attention.h"
 #include "simd.h"
 
@@ -46,10 +47,10 @@ struct Side {
 // numbers of its steps alone; steps of zeros may be left out anywhere.
 template <class E, int64_t Cut>
 inline void add_product(Side<typename E::Element> a, Side<typename E::Element> b, float* c, int64_t ldc, int64_t m,
-                        int64_t n, int64_t at, int64_t k) {
+                        int64_t n, int64_t at, int64_t k, Ahead* ahead = nullptr) {
   for (int64_t from = 0, to; from < k; from = to) {
     to = min(k, round_down(at + from, Cut) + Cut - at);
-    E::product(a.from(from), b.from(from * panel), c, ldc, m, n, to - from, true);
+    E::product(a.from(from), b.from(from * panel), c, ldc, m, n, to - from, true, ahead);
   }
 }
 
@@ -99,8 +100,9 @@ struct VectorEngine {
   static constexpr int tile_rows = 4, tile_panels = 1;
 #endif
   static constexpr int64_t rows = 1, cols = 16, depth = pair;
-  static constexpr int64_t strip = 24;     // rows of a softmax strip
-  static constexpr bool overlaps = false;  // products use the units that exponentials need
+  static constexpr int64_t strip = 24;      // rows of a softmax strip
+  static constexpr int64_t seen_step = 16;  // columns of a strip of scores, for plain calls
+  static constexpr bool overlaps = false;   // products use the units that exponentials need
   // Where sums over keys, and those of gradients, are cut. That of many elements of 8 bits errs less than one of them.
   static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 96 : 192;
 
@@ -138,17 +140,19 @@ struct VectorEngine {
   }
 
   // `add`: the sums of this product, each from 0 on, are added to C.
-  static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add) {
-    add ? product_of<true>(a, b, c, ldc, m, n, k) : product_of<false>(a, b, c, ldc, m, n, k);
+  // `ahead` takes a step after each tile.
+  static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add,
+                      Ahead* ahead = nullptr) {
+    add ? product_of<true>(a, b, c, ldc, m, n, k, ahead) : product_of<false>(a, b, c, ldc, m, n, k, ahead);
   }
 
   template <bool Add>
-  [[gnu::noinline]] static void product_of(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n,
-                                           int64_t k) {
+  [[gnu::noinline]] static void product_of(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
+                                           Ahead* ahead) {
     const int64_t whole = m - m % tile_rows, n2 = round_down(n, tile_panels * panel);
     for (int64_t j = 0; j < n2; j += tile_panels * panel)
-      column<tile_rows, tile_panels, Add>(a, b, c, ldc, 0, whole, j, k);
-    if (n2 < n) column<tile_rows, 1, Add>(a, b, c, ldc, 0, whole, n2, k);
+      column<tile_rows, tile_panels, Add>(a, b, c, ldc, 0, whole, j, k, ahead);
+    if (n2 < n) column<tile_rows, 1, Add>(a, b, c, ldc, 0, whole, n2, k, ahead);
     if (whole < m) few_rows<Add>(a, b, c, ldc, whole, m, n, k);
   }
 
@@ -173,10 +177,12 @@ struct VectorEngine {
   // Rows [i, m), whole tiles of them, of NP panels from column j on.
   template <int M, int NP, bool Add>
   [[gnu::always_inline]] static inline void column(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t m,
-                                                   int64_t j, int64_t k) {
-    for (; i < m; i += M)
+                                                   int64_t j, int64_t k, Ahead* ahead = nullptr) {
+    for (; i < m; i += M) {
       micro<M, NP, Add>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j, ldc,
                         k);
+      if (ahead != nullptr) ahead->step();
+    }
   }
 
   // Columns [lane, lane + width) and [16 + lane, 16 + lane + width) of a group of 32 in a row of A.
@@ -211,7 +217,7 @@ struct AmxEngine {
   static constexpr bool wide_exponents = !std::is_same_v<C, f16>;
   // Probabilities are held 2^15 times their size relative to the row's maximum: float16 has few numbers below 1.
   static constexpr float exponent_offset = wide_exponents ? 0.0f : 15.0f;
-  static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32;
+  static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32, seen_step = 32;
   static constexpr bool overlaps = true;
   // As for vectors; but tiles of one piece go on with the sums that they load, however products are cut.
   static constexpr int64_t cut = Pieces == 1 ? key_sums : 128, gradient_cut = Pieces == 1 ? 192 : 96;
@@ -236,7 +242,7 @@ struct AmxEngine {
   };
 
   [[gnu::noinline]] static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
-                                        bool add) {
+                                        bool add, Ahead* = nullptr) {
     asm volatile("" : : : "memory");  // GCC's tile loads do not say that they read memory
     if constexpr (Pieces == 1)
       if (!add && m == 32 && n > 32) return short_product(a.data, a.stride, b.data, b.stride, c, ldc, n, k);

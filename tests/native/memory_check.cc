@@ -43,11 +43,29 @@ struct Array {
   }
 };
 
+// Documents of random lengths, some without keys or without rows, and padding behind them.
+std::vector<int32_t> spans_of_documents(int64_t slices, const Problem& p) {
+  std::vector<int32_t> bounds(static_cast<size_t>(slices * p.q_len * p.runs * 2));
+  for (int64_t slice = 0; slice < slices; ++slice)
+    for (int64_t row = 0, key = 0, end; row < p.q_len && key < p.k_len; row = end) {
+      end = std::min(p.q_len, row + pick({1, 5, 16, 40, 100}));
+      const int64_t first = std::min(p.k_len, key + pick({0, 0, 3}));
+      key = std::min(p.k_len, first + pick({0, 1, 5, 16, 40, 100}));
+      for (int64_t i = row; i < end; ++i) {
+        int32_t* span = &bounds[static_cast<size_t>((slice * p.q_len + i) * p.runs * 2)];
+        span[0] = static_cast<int32_t>(first), span[1] = static_cast<int32_t>(std::min(key, first + i - row + 1));
+        for (int64_t r = 1; r < p.runs; ++r) span[2 * r] = span[2 * r + 1] = span[1];
+      }
+    }
+  return bounds;
+}
+
 std::vector<int32_t> spans_of(int64_t slices, const Problem& p) {
   std::vector<int32_t> bounds;
-  // Either anything, or for each slice a narrow range of its own: parts of the rows then pack few keys.
-  const bool narrow = random_bits() % 2 == 0;
-  const auto width = static_cast<uint64_t>(narrow ? std::min<int64_t>(p.k_len, 40) : p.k_len);
+  // Anything, documents, or for each slice a narrow range of its own: parts of the rows then pack few keys.
+  const int64_t kind = pick({0, 1, 2});
+  if (kind == 2) return spans_of_documents(slices, p);
+  const auto width = static_cast<uint64_t>(kind == 1 ? std::min<int64_t>(p.k_len, 40) : p.k_len);
   uint64_t begin = 0;
   for (int64_t row = 0; row < slices * p.q_len; ++row) {
     if (row % p.q_len == 0) begin = random_bits() % (static_cast<uint64_t>(p.k_len) - width + 1);

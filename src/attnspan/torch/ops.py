@@ -5,7 +5,8 @@ stride; results are stored as contiguous (B, S, H, D) whatever the strides of th
 kernel does no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -155,9 +156,27 @@ def _backward_fake(
     return dq, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("forward", _forward_kernel, _key)  # type: ignore[no-untyped-call]
-    _library.impl("backward", _backward_kernel, _key)  # type: ignore[no-untyped-call]
+def _implement(library: torch.library.Library, key: str, **more: Any) -> None:
+    library.impl("forward", _forward_kernel, key, **more)  # type: ignore[no-untyped-call]
+    library.impl("backward", _backward_kernel, key, **more)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    library = torch.library.Library("attnspan", "IMPL")  # type: ignore[no-untyped-call]
+    _implement(library, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+# On CPU the compiled module is the kernel, without a Python call; those above run what Triton interprets, and
+# say that the module is missing.
+_implement(_library, "CUDA")
+if cpu.core is None or not cpu.core.register_torch_operators():
+    _implement(_library, "CPU")
+triton.around_interpreted.append(_interpreted)
 torch.library.register_fake("attnspan::forward", _forward_fake, lib=_library)
 torch.library.register_fake("attnspan::backward", _backward_fake, lib=_library)
 

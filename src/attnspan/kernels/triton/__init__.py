@@ -6,8 +6,8 @@ nothing, and those that all of them see are not masked. Triton is imported when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,13 +16,24 @@ from ...call import Problem
 from ...errors import BackendError, expect
 from .. import FIRST_TRITON
 
-__all__ = ["MAX_HEAD_DIM", "backward", "forward", "interpret", "interpreted", "supports"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "around_interpreted",
+    "backward",
+    "forward",
+    "interpret",
+    "interpreted",
+    "supports",
+]
 
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = 80
 
 #: Whether kernels run in Triton's interpreter, see `interpreted`.
 interpret = ContextVar("attnspan_triton_interpret", default=False)
+
+#: What else is to be entered meanwhile: an operator's own kernel for CPU tensors gives way.
+around_interpreted: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 @contextmanager
@@ -36,11 +47,11 @@ def interpreted() -> Iterator[None]:
 
     remedy = "Set it before the first import of torch or triton"
     expect(knobs.runtime.interpret, "interpreted", "the variable TRITON_INTERPRET=1", "none", remedy)
-    token = interpret.set(True)
-    try:
+    with ExitStack() as stack:
+        for around in () if interpret.get() else around_interpreted:
+            stack.enter_context(around())
+        stack.callback(interpret.reset, interpret.set(True))
         yield
-    finally:
-        interpret.reset(token)
 
 
 def supports(problem: Problem) -> str | None:

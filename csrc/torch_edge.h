@@ -1,0 +1,10 @@
+// The torch edge, see torch_edge.cc.
+#pragma once
+
+namespace attnspan {
+
+// Makes the kernel the CPU implementation of attnspan::forward and attnspan::backward in the torch of this process;
+// false where it has none of the functions that takes (before 2.10).
+bool register_torch_operators();
+
+}  // namespace attnspan
