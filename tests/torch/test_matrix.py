@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from attnspan import Mask, causal, relative
-from attnspan.kernels import cpu
 from attnspan.torch import attention
 
 WIDTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 8
@@ -122,18 +121,9 @@ def test_export_keeps_one_node() -> None:
     torch.testing.assert_close(program.module()(x, seed), block(x, seed))
 
 
-def test_the_program_copies_nothing_and_stores_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_copies_nothing_and_stores_no_scores() -> None:
     """q, k and v are read where the projection wrote them, and no buffer has q_len * k_len elements."""
     length, block = 331, Block(options=True)
-    offsets: list[tuple[int, ...]] = []
-    original = cpu.forward
-
-    def spy(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> None:
-        offsets.append(tuple(x.storage_offset() for x in (q, k, v)))
-        assert len({x.untyped_storage().data_ptr() for x in (q, k, v)}) == 1 or len(offsets) > 1
-        original(q, k, v, *rest, **options)
-
-    monkeypatch.setattr(cpu, "forward", spy)
     x, seed = torch.randn(2, length, WIDTH, requires_grad=True), torch.tensor(1)
 
     def step(run: Any) -> list[Tensor]:
@@ -142,7 +132,6 @@ def test_the_program_copies_nothing_and_stores_no_scores(monkeypatch: pytest.Mon
 
     found, programs = run_and_get_code(step, torch.compile(block, fullgraph=True, backend="inductor"))
     _close(found, step(block))
-    assert offsets[:1] == [(0, HEADS * DIM, (HEADS + KV_HEADS) * DIM)]
     assert len(programs) == 2
     buffers = [
         tuple(map(int, shape.strip("(,) ").split(",")))
@@ -154,6 +143,6 @@ def test_the_program_copies_nothing_and_stores_no_scores(monkeypatch: pytest.Mon
     for program in programs:
         assert not re.search(r"aten\.(clone|copy|constant_pad_nd)|contiguous", program)
     (call,) = re.findall(r"torch\.ops\.attnspan\.forward\.default\((.*)\)", programs[0])
-    views = re.findall(r"reinterpret_tensor\((buf\d+), \(2, [42], 331, 8\), \(\d+, 8, 64, 1\)", call)
-    assert len(views) == 3
-    assert len(set(views)) == 1
+    views = re.findall(r"reinterpret_tensor\((buf\d+), \(2, [42], 331, 8\), \(\d+, 8, 64, 1\), (\d+)\)", call)
+    assert [int(offset) for _, offset in views] == [0, HEADS * DIM, (HEADS + KV_HEADS) * DIM]
+    assert len({buffer for buffer, _ in views}) == 1

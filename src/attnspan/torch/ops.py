@@ -5,6 +5,7 @@ stride; results are stored as contiguous (B, S, H, D) whatever the strides of th
 kernel does no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -164,7 +165,9 @@ def _implement(library: torch.library.Library, key: str, **more: Any) -> None:
 @contextmanager
 def _interpreted() -> Iterator[None]:
     library = torch.library.Library("attnspan", "IMPL")  # type: ignore[no-untyped-call]
-    _implement(library, "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        _implement(library, "CPU", allow_override=True)
     try:
         yield
     finally:
