@@ -61,6 +61,10 @@ class FewTiles {
     return {h, i, a.bounds.slice(u.b, h) + i * a.runs * 2};
   }
 
+  // About how many tiles of products a block of keys has.
+  int64_t tiles_of_block(int64_t rows) const {
+    return E::overlaps ? (rows + 3) / 4 : (rows + 11) / 12 * (block / 32 + v_cols / 32);
+  }
   int64_t padded_rows() const { return round_up(most_rows, E::strip); }
   int64_t q_plane() const { return padded_rows() * depth; }
   int64_t k_plane() const { return block * depth; }
@@ -104,7 +108,8 @@ class FewTiles {
   }
 
   // What becomes of the products of a strip of rows and of n keys from `key` on.
-  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t key, int64_t n, const Own& o) const {
+  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t key, int64_t n, Ahead* ahead,
+                                     const Own& o) const {
     for (int64_t m = 0; m < min(E::strip, u.rows - from); ++m) {
       float* scores = o.scores + m * lds;
       if (changes) {
@@ -117,19 +122,22 @@ class FewTiles {
     const int64_t count = min(E::strip, u.rows - from);
     const float c = a.options.change_scores() ? 1.0f : magnitude_of(a.scale);
     const auto nothing = [](int64_t) {};
+    const auto meanwhile = [ahead](int64_t) {
+      if (E::overlaps && ahead != nullptr) ahead->end_tile();
+    };
     const Running run{o.maximum + from, o.sums + from * sum_lanes};
     softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, count, n, c, 0.0f, run, o.out + from * v_cols, v_cols,
-                            Strip{nothing, drops ? o.kept : nullptr, kept_words}, nothing);
+                            Strip{nothing, drops ? o.kept : nullptr, kept_words}, meanwhile);
   }
 
   // A strip of rows and n packed keys from `key` on.
-  void add_strip(const Unit& u, int64_t from, int64_t key, int64_t n, const Own& o) const {
+  void add_strip(const Unit& u, int64_t from, int64_t key, int64_t n, Ahead& ahead, const Own& o) const {
     const int64_t rows = round_up(min(E::strip, u.rows - from), E::rows);
     E::product({o.q + from * depth, depth, q_plane()}, {o.k, depth * panel, k_plane()}, o.scores, lds, rows, n, depth,
-               false);
-    ready_strip(u, from, key, n, o);
+               false, &ahead);
+    ready_strip(u, from, key, n, &ahead, o);
     E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane()}, o.out + from * v_cols, v_cols, rows, v_cols, n,
-               true);
+               true, &ahead);
   }
 
   const ForwardArgs& a;
@@ -236,15 +244,17 @@ class FewQueries : FewTiles<E> {
       const T *k = x.key(key), *v = x.value(key);
       if (straight) {
         Few::scores(o.q, depth, k, x.k_stride, x.dim, u.rows, n, valid, o.scores, this->lds);
-        this->ready_strip(u, 0, key, n, o);
+        this->ready_strip(u, 0, key, n, nullptr, o);
         Few::values(o.p, this->ldp, v, x.v_stride, x.v_dim, u.rows, valid, o.out, v_cols);
         continue;
       }
       Pack::keys(k, x.k_stride, valid, x.dim, {o.k, this->k_plane()}, depth * panel, 0, n, depth);
-      for (int64_t j = key + block; j < min(key + 2 * block, last); ++j) prefetch_row(x.key(j), x.dim);
       Pack::dims(v, x.v_stride, valid, x.v_dim, {o.v, this->v_plane()}, block * panel, 0, n, v_cols);
-      for (int64_t j = key + block; j < min(key + 2 * block, last); ++j) prefetch_row(x.value(j), x.v_dim);
-      for (int64_t from = 0; from < u.rows; from += E::strip) this->add_strip(u, from, key, n, o);
+      Ahead ahead(Fetch::steps, this->tiles_of_block(u.rows));
+      const int64_t left = max(0, min(block, last - key - block)), size = sizeof(T);
+      ahead.read(k + block * x.k_stride, x.k_stride * size, left, x.dim * size);
+      ahead.read(v + block * x.v_stride, x.v_stride * size, left, x.v_dim * size);
+      for (int64_t from = 0; from < u.rows; from += E::strip) this->add_strip(u, from, key, n, ahead, o);
     }
   }
 

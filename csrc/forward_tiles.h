@@ -118,9 +118,9 @@ class ForwardTiles {
     return rows;
   }
 
-  // About how many steps an `Ahead` takes while a block of rows is worked on, if the rows see half of what the block
-  // sees.
-  int64_t steps_of(const QueryBlock& block) const {
+  // About how many tiles of products there are while a block of rows is worked on, if the rows see half of what the
+  // block sees.
+  int64_t tiles_of(const QueryBlock& block) const {
     return E::overlaps ? block.rows / 4 : block.rows / 12 * (v_cols / 32 + block.places.size() / 64);
   }
 
@@ -133,8 +133,8 @@ class ForwardTiles {
     return all;
   }
 
-  // Weighted values, maxima and sums of a block of rows of head h, whose queries are packed in `o.q`. `ahead`
-  // takes its steps meanwhile.
+  // Weighted values, maxima and sums of a block of rows of head h, whose queries are packed in `o.q`. What
+  // is `ahead` is fetched meanwhile.
   [[gnu::noinline]] void attend(const Packed& packed, int64_t h, const Rows& rows, float q_norm, Norms norm,
                                 Ahead& ahead, const Own& o) const {
     for (int64_t i = 0; i < rows.padded(); ++i) o.maximum[i] = o.whole_maximum[i] = -infinity;
@@ -312,7 +312,7 @@ class ForwardTiles {
     const bool prepare = E::overlaps && next.valid(head.rows);
     int64_t done = 0;
     softmax(head, o, job, ready, [&](int64_t) {
-      if (E::overlaps) head.ahead.step();
+      if (E::overlaps) head.ahead.end_tile();
       if (prepare) scores(head, o, next, ahead, done, done + step);
       done += step;
     });

@@ -14,7 +14,7 @@ struct Straight {
   using Pack = Packer<T, C>;
   using Line = typename Step<C>::Line;
   static constexpr int64_t pair = E::pair, together = 4, most_rows = 2 * together;
-  static constexpr int64_t ahead = 64;  // keys, which are fetched meanwhile
+  static constexpr int64_t ahead = 64;  // keys, which are fetched meanwhile: line after line, or no hardware helps
 
   // Whole lines only.
   static bool serves(int64_t rows, int64_t dim, int64_t v_dim) {
@@ -36,6 +36,8 @@ struct Straight {
         const C* weights = p + m * ldp;
         float* to = out + m * ldo;
         int64_t d = 0;
+        if constexpr (count <= 2)
+          for (; d + 128 <= dim; d += 128) values_of<count, 8>(weights, ldp, v + d, stride, valid, to + d, ldo);
         for (; d + 64 <= dim; d += 64) values_of<count, 4>(weights, ldp, v + d, stride, valid, to + d, ldo);
         for (; d < dim; d += 16) values_of<count, 1>(weights, ldp, v + d, stride, valid, to + d, ldo);
       });
@@ -62,12 +64,16 @@ struct Straight {
     for (int64_t j = 0; j < n; j += 16) {
       Vec sum[R];
       for (auto& x : sum) x = zero();
+      const T* fetched = k + (j + ahead) * stride;
+      int64_t left = dim;  // elements of its row
       for (int64_t d = 0; d < dim; d += 16 * pair) {
         __m512i r[16];
         for (int64_t i = 0; i < 16; ++i) {
           const T* key = k + min(j + i, max(valid - 1, 0)) * stride + d;
           r[i] = Pack::whole_line(key);
-          __builtin_prefetch(key + ahead * stride);
+          __builtin_prefetch(fetched, 0, 2);
+          fetched += 16 * pair, left -= 16 * pair;
+          if (left == 0) left = dim, fetched += stride - dim;
         }
         transpose(r);
 #pragma GCC unroll 16
@@ -91,7 +97,7 @@ struct Straight {
       Line line[N];
       for (int n = 0; n < N; ++n) {
         line[n] = as_line(Pack::whole_step(value + 16 * n, next));
-        for (int i = 0; i < pair; ++i) __builtin_prefetch(value + 16 * n + (ahead + i) * stride);
+        for (int i = 0; i < pair; ++i) __builtin_prefetch(value + 16 * n + (ahead + i) * stride, 0, 2);
       }
       for (int m = 0; m < R; ++m)
         for (int n = 0; n < N; ++n)
