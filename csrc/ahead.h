@@ -66,7 +66,7 @@ class Ahead {
     line_ = end_, left_ = 0;
   }
 
-  static constexpr int most = 4;
+  static constexpr int most = 20;
   const Fetch when_ = Fetch::nothing;
   const int64_t tiles_ = 1;
   int64_t all_ = 0, share_ = 0, left_ = 0;  // lines

@@ -1,339 +1,10 @@
 // Backward: five products for each visible tile (Dao 2023, FlashAttention-2, algorithm 2). Compiled once per
 // instruction-set level.
 //
-// A unit of work is a share of one key head's groups of key blocks: it owns its rows of dK and dV. Each group sums a dQ
-// of its own, and these are added in order. Without options each sequence is a problem of its own. No atomics: the same
-// bits on any number of threads, packed or alone.
-#include "backward_tiles.h"
-#include "exact.h"
-#include "pack.h"
-#include "row_options.h"
+// Without options each sequence is a problem of its own: the same bits on any number of threads, packed or alone.
+#include "backward_sequence.h"
 
 namespace attnspan::ATTNSPAN_ISA {
-
-// What depends on the dtype: lse, packing, results, and rows that tiles do not serve.
-template <class T, class E>
-class Backward : BackwardTiles<E> {
-  using Tiles = BackwardTiles<E>;
-  using Pack = PackerFor<T, E>;
-  using Tiles::a, Tiles::block, Tiles::changes, Tiles::chunks, Tiles::cols, Tiles::depth, Tiles::dim_rows, Tiles::drops,
-      Tiles::k_blocks, Tiles::q_blocks, Tiles::groups, Tiles::rounds, Tiles::shares, Tiles::v_cols, Tiles::v_depth;
-  using typename Tiles::Head, typename Tiles::KeyBlock, typename Tiles::Own, typename Tiles::Partial;
-
- public:
-  static constexpr Blocks blocks_allowed = {
-      {Tiles::block_step, Tiles::most_block}, {Tiles::block_step, Tiles::most_block}, true};
-
-  Backward(const BackwardArgs& args, int threads) : Tiles(args, threads) {}
-
-  Scratch scratch() const {
-    Carver shared, own;
-    this->lay_out_shared(shared);
-    this->lay_out(own);
-    return {shared.used(), own.used()};
-  }
-
-  void run(const Parallel& parallel, char* shared, char* per_thread, size_t thread_bytes) const {
-    Carver carver(shared);
-    const Partial partial = this->lay_out_shared(carver);
-    BiasTiles::clear_dense_gradient(a, parallel);
-    const int64_t batch = a.batch / rounds.batch, heads = a.kv_heads / rounds.heads;
-    for (int64_t round = 0; round < rounds.batch * rounds.heads; ++round)
-      parallel(batch * heads * shares, [&](int64_t item, int thread) {
-        const FlushSubnormals flush;
-        Carver carver(per_thread + static_cast<size_t>(thread) * thread_bytes);
-        const Own own = this->lay_out(carver);
-        [[maybe_unused]] const typename E::Session session;
-        unit(round / rounds.heads * batch + item / shares / heads, round % rounds.heads * heads + item / shares % heads,
-             item % shares, own, partial);
-      });
-    if (shares > 1)
-      parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) {
-        const FlushSubnormals flush;
-        const int64_t head = item / q_blocks, qb = item % q_blocks, head_dq = this->head_dq();
-        write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * groups * head_dq + qb * this->block_dq(),
-                 groups, head_dq);
-      });
-    BiasTiles::reduce_gradient(a, parallel, shares, partial.bias);
-    for (int64_t h = 0; a.dsinks != nullptr && h < a.q_heads; ++h) {
-      double sum = 0.0;
-      for (int64_t b = 0; b < a.batch; ++b) sum += static_cast<double>(partial.sinks[b * a.q_heads + h]);
-      a.dsinks[h] = static_cast<float>(sum);
-    }
-  }
-
- private:
-  void unit(int64_t b, int64_t hk, int64_t share, const Own& o, const Partial& partial) const {
-    const bool finite_kv = finite(at<T>(a.k, b, hk, 0), a.k.row, a.k_len, a.head_dim) &&
-                           finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
-    for (int64_t g = 0; g < a.group(); ++g) {
-      const int64_t h = hk * a.group() + g;
-      const Large large = prepare(b, h, o);
-      const bool numbers = finite_kv && finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
-                           finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
-      const bool tiles = numbers && (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
-      if (large.exact > 0 && a.wide_lse == nullptr) find_exact_lse(b, h, o);
-      if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
-      Head head = head_of(b, h, share, large.biases > 0, o, partial);
-      Range seen;
-      int64_t chunk = -1, held = 0;
-      for (int64_t group = share; group < groups; group += shares) {
-        if (shares > 1) head.dq = partial.dq + ((b * a.q_heads + h) * groups + group) * this->head_dq();
-        std::memset(head.dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
-        const Range blocks = this->key_blocks_of(group);
-        for (int64_t kb = blocks.begin; kb < blocks.end; ++kb, ++held) {
-          const KeyBlock keys = key_block_of(kb, a.group() == 1 ? 0 : held, o);
-          if (g == 0) {
-            std::memset(keys.dk, 0, static_cast<size_t>(block * cols) * sizeof(float));
-            std::memset(keys.dv, 0, static_cast<size_t>(block * v_cols) * sizeof(float));
-          }
-          if (tiles && kb / chunks.key_blocks != chunk) {
-            chunk = kb / chunks.key_blocks;
-            seen = pack_queries(b, h, chunk, o);
-          }
-          if (tiles) {
-            pack_keys(b, hk, keys, o);
-            this->add_tiles(o, head, keys, seen);
-          }
-          // Not looked for in vain: of packed documents, a pass over all rows costs as much as a key block's few
-          // products.
-          for (int64_t i = 0; i < a.q_len && !(tiles && large.exact == 0); ++i)
-            if (!tiles || o.exact[i]) add_row(head, keys, i, numbers, o);
-          if (g + 1 == a.group()) write_key_block(b, hk, keys);
-        }
-        if (shares == 1 && groups > 1) add_whole_dq(group == 0, o);
-      }
-      head.bias.finish();
-      for (int64_t qb = 0; shares == 1 && qb < q_blocks; ++qb)
-        write_dq(b, h, qb, (groups > 1 ? o.whole_dq : o.dq) + qb * this->block_dq(), 1, 0);
-    }
-  }
-
-  void add_whole_dq(bool first, const Own& o) const {
-    if (first) std::memset(o.whole_dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
-    for (int64_t j = 0; j < this->head_dq(); j += Vec::width)
-      store(o.whole_dq + j, load(o.whole_dq + j) + load(o.dq + j));
-  }
-
-  // What a head has large: rows whose biases have a base, rows with scores that floats in tiles do not serve.
-  struct Large {
-    int64_t biases = 0, exact = 0;
-  };
-
-  Head head_of(int64_t b, int64_t h, int64_t share, bool deep, const Own& o, const Partial& partial) const {
-    const int64_t part = (b * a.q_heads + h) * shares + share, size = BiasTiles::partial_size(a);
-    Head head{b,
-              h,
-              BiasTiles(a, b, h, this->queries(), o.bias_room, size == 0 ? nullptr : partial.bias + part * size),
-              {},
-              kept_weight_of(a),
-              deep,
-              o.dq};
-    if (a.options.softcap > 0.0f) head.cap = Softcap::make(a.dtype, a.options.softcap, a.scale, largest_score(b, h));
-    return head;
-  }
-
-  KeyBlock key_block_of(int64_t kb, int64_t slot, const Own& o) const {
-    return {kb * block, min(block, a.k_len - kb * block), o.dk + slot * block * cols, o.dv + slot * block * v_cols};
-  }
-
-  // The largest magnitude of a head's scaled scores, which decides how its softcap is computed.
-  float largest_score(int64_t b, int64_t h) const { return largest_of_head(b, h, std::fabs(a.scale)); }
-  float largest_of_head(int64_t b, int64_t h, float factor) const {
-    return largest_product(largest_norm(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim),
-                           largest_norm(at<T>(a.k, b, h / a.group(), 0), a.k.row, a.k_len, a.head_dim), factor);
-  }
-
-  // Of one head's sink: its weight in each row has a value of 0.
-  float sink_gradient(int64_t h, const Own& o) const {
-    const auto sink = static_cast<double>(a.options.sinks[h]);
-    double sum = 0.0;
-    for (int64_t i = 0; i < a.q_len; ++i)
-      if (o.whole_lse[i] != -HUGE_VAL) sum -= std::exp(sink - o.whole_lse[i]) * static_cast<double>(o.delta[i]);
-    return static_cast<float>(sum);
-  }
-
-  Large prepare(int64_t b, int64_t h, const Own& o) const {
-    const T* dout = at<T>(a.dout, b, h, 0);
-    const int64_t row = a.lse_row(b, h);
-    const HeadBias bias(a, b, h);
-    const bool any_base = may_cancel(b, h);
-    Large large;
-    for (int64_t i = 0; i < a.q_len; ++i) {
-      prepare_lse(b, h, i, bias, any_base, o);
-      large.biases += o.base[i] != 0.0f, large.exact += o.exact[i];
-      o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
-    }
-    for (int64_t i = a.q_len; i < this->queries(); ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = o.base[i] = 0.0f;
-    o.mask.fill(a.bounds.slice(b, h), a.q_len);
-    if (drops) {
-      const uint64_t seed = seed_of_head(a, b, h);
-      for (int64_t i = 0; i < this->queries(); ++i)
-        o.random[i] = i < a.q_len ? random_of_row(a, seed, b, i) : RandomPair{};
-    }
-    for (int64_t qb = 0; qb < q_blocks; ++qb)
-      o.block_hulls[qb] =
-          hull_of(a.bounds.slice(b, h) + qb * block * a.runs * 2, min(block, a.q_len - qb * block), a.runs);
-    return large;
-  }
-
-  // May biases cancel scores, so that a small lse says nothing of the sizes of either? To find the base of a dense
-  // bias, a pass over it, is worth it only then; the others look for theirs in no time.
-  bool may_cancel(int64_t b, int64_t h) const {
-    if (a.options.bias.kind != BiasKind::dense) return true;
-    const float cap = a.options.softcap;
-    return !((cap > 0.0f && cap <= HeadBias::most_plain_bias) ||
-             static_cast<double>(largest_score(b, h)) <= most_lse_of_tiles - 2 * HeadBias::most_plain_bias);
-  }
-
-  // The lse of a row, less the base of its biases. A float of a large one has lost what the row's weights differ by:
-  // it is computed anew, but for that of a whole, whose other keys are elsewhere.
-  void prepare_lse(int64_t b, int64_t h, int64_t i, const HeadBias& bias, bool any_base, const Own& o) const {
-    const int64_t row = a.lse_row(b, h) + i;
-    const bool part = a.wide_lse != nullptr;
-    const double given = part ? a.wide_lse[row] : static_cast<double>(a.lse[row]);
-    const bool sees = given != -HUGE_VAL, look = any_base || std::fabs(given) > HeadBias::most_plain_bias;
-    o.base[i] = sees && look ? bias.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2) : 0.0f;
-    const double base = bias.value_of_base(o.base[i]);
-    double lse = given - base;
-    const auto anew = [&] { return lse_of_row(b, h, i, RowOptions(a, b, h, i, 1.0f)); };
-    if (!part && base != 0.0 && std::fabs(given) > most_lse_of_tiles) lse = anew();
-    o.exact[i] = sees && std::fabs(lse) > most_lse_of_tiles;
-    if (o.exact[i] && part) {
-      o.exact[i] = !(lse - anew() > 200.0);  // else all weight is elsewhere
-      lse = !o.exact[i] ? HUGE_VAL : std::fabs(lse) > most_lse_of_parts ? NAN : lse;
-    }
-    o.whole_lse[i] = lse + base;
-    // On the tiles, the weights of rows that see nothing and of those that are worked on by themselves are 2^-infinity.
-    const double exponent = lse * 1.44269504088896340736;
-    o.lse[i] = !sees || o.exact[i] ? infinity : static_cast<float>(std::nearbyint(exponent));
-    o.lse_rest[i] = std::isfinite(o.lse[i]) ? std::exp2(static_cast<float>(static_cast<double>(o.lse[i]) - exponent))
-                    : std::isnan(o.lse[i])  ? o.lse[i]
-                                            : 1.0f;
-  }
-  // Forward's own scores are out of reach of a call that has a part of the row's keys: beyond this size its weights
-  // would be wrong by more than a hundredth, and are NaN.
-  static constexpr double most_lse_of_parts = 65536.0;
-
-  // Are exponents of exact rows finite in tiles too, where their weights become 0?
-  bool within_tiles(int64_t b, int64_t h) const {
-    constexpr float most = 0x1p100f;
-    const float product = largest_of_head(b, h, 1.0f);
-    if (!(product <= most && product * std::fabs(a.scale) <= most)) return false;
-    if (a.options.bias.kind != BiasKind::distance) return true;  // others are below 64, or less their largest
-    const DistanceTable table = HeadBias(a, b, h).table_of_head();
-    return *std::max_element(table.values, table.values + table.size()) <= most;
-  }
-
-  double lse_of_row(int64_t b, int64_t h, int64_t i, const RowOptions& options) const {
-    const int64_t hk = h / a.group();
-    const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
-    alignas(64) float query[max_dim];
-    widen(at<T>(a.q, b, h, i), query, a.head_dim);
-    LogSum sum;
-    if (a.options.sinks != nullptr) sum.add(static_cast<double>(a.options.sinks[h]) - options.base());
-    for (int64_t r = 0; r < a.runs; ++r)
-      for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; ++j)
-        sum.add(static_cast<double>(options.exponent(j, dot(query, at<T>(a.k, b, hk, j), a.head_dim) * a.scale)));
-    return sum.value();
-  }
-
-  void find_exact_lse(int64_t b, int64_t h, const Own& o) const {
-    for (int64_t i = 0; i < a.q_len; ++i)
-      if (o.exact[i]) o.whole_lse[i] = ExactRow<T>(a, b, h, i).lse();
-  }
-
-  // The queries that see a chunk of keys.
-  Range pack_queries(int64_t b, int64_t h, int64_t chunk, const Own& o) const {
-    const int64_t step = chunks.key_blocks * block, columns = this->column_panel();
-    const Range seen = blocks_that_see(o.block_hulls, q_blocks, chunk * step, (chunk + 1) * step);
-    const int64_t first = seen.begin * block, count = seen.size() * block, valid = a.q_len - first;
-    if (count == 0) return seen;
-    const T *q = at<T>(a.q, b, h, first), *dout = at<T>(a.dout, b, h, first);
-    Pack::keys(q, a.q.row, valid, a.head_dim, {o.q_keys, this->key_plane()}, depth * panel, 0, count, depth);
-    Pack::keys(dout, a.dout.row, valid, a.v_dim, {o.dout_keys, this->v_key_plane()}, v_depth * panel, 0, count,
-               v_depth);
-    Pack::dims(q, a.q.row, valid, a.head_dim, {o.q_dims, this->dim_plane()}, columns, 0, count, cols);
-    Pack::dims(dout, a.dout.row, valid, a.v_dim, {o.dout_dims, this->v_dim_plane()}, columns, 0, count, v_cols);
-    return seen;
-  }
-
-  void pack_keys(int64_t b, int64_t hk, const KeyBlock& keys, const Own& o) const {
-    const int64_t padded = keys.strips() * E::strip;
-    const T *k = at<T>(a.k, b, hk, keys.first), *v = at<T>(a.v, b, hk, keys.first);
-    Pack::rows(k, a.k.row, keys.keys, a.head_dim, {o.k, this->k_plane()}, depth, padded, false);
-    Pack::rows(v, a.v.row, keys.keys, a.v_dim, {o.v, this->v_plane()}, v_depth, padded, false);
-    Pack::columns(k, a.k.row, keys.keys, a.head_dim, {o.k_columns, this->k_column_plane()}, block, dim_rows);
-  }
-
-  float product_of_rows(const T* x, const T* y) const {
-    Vec sum = zero();
-    for (int64_t d = 0; d < a.v_dim; d += Vec::width)
-      sum = fma(load_upto(x + d, a.v_dim - d), load_upto(y + d, a.v_dim - d), sum);
-    return reduce_add(sum);
-  }
-
-  // Adds the gradients of row i and the keys of a block, straight from the arrays. On top of tiles, whose weights for
-  // the row are 0.
-  void add_row(const Head& head, const KeyBlock& keys, int64_t i, bool numbers, const Own& o) const {
-    const int64_t b = head.b, h = head.h, hk = h / a.group(), last = keys.first + keys.keys;
-    const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
-    if (const Hull seen = hull_of(spans, 1, a.runs); seen.lo >= last || seen.hi <= keys.first) return;
-    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
-    const bool recorded = head.bias.present() && head.bias.wants_gradient();
-    alignas(64) float row[max_dim] = {};
-    const double lse = o.whole_lse[i];
-    const auto by = [&](const auto& weigh) {
-      const auto record = [&](int64_t j, float ds) {
-        if (recorded) head.bias.record(i, j, ds);
-      };
-      backward_row(at<T>(a.q, b, h, i), x, at<T>(a.dout, b, h, i), spans, a.runs, keys.first, last, a.scale, o.delta[i],
-                   numbers, weigh, record, row, keys.dk, cols, keys.dv, v_cols);
-    };
-    if (o.exact[i]) {
-      const ExactRow<T> exact(a, b, h, i);
-      by([&](int64_t j, float) { return exact.weigh(j, lse); });
-    } else if (changes) {
-      const RowOptions options(a, b, h, i, 1.0f);
-      const auto own = static_cast<float>(lse - options.base());
-      by([&](int64_t j, float score) { return options.weigh(j, score, own); });
-    } else {
-      by([&, own = static_cast<float>(lse)](int64_t, float score) {
-        return PairWeight{std::exp(score - own), 1.0f, 1.0f};
-      });
-    }
-    float* column = head.dq + i / block * this->block_dq() + i % block;
-    for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
-  }
-
-  void write_key_block(int64_t b, int64_t hk, const KeyBlock& keys) const {
-    for (int64_t j = 0; j < keys.keys; ++j) {
-      write_row<T>(keys.dk + j * cols, a.scale, a.dk, b, hk, keys.first + j, a.head_dim);
-      write_row<T>(keys.dv + j * v_cols, 1.0f, a.dv, b, hk, keys.first + j, a.v_dim);
-    }
-  }
-
-  // Adds `count` transposed blocks, `stride` floats apart, and writes their rows of dQ.
-  void write_dq(int64_t b, int64_t h, int64_t qb, const float* dq, int64_t count, int64_t stride) const {
-    Block x;
-    alignas(64) float rows[panel][max_dim];
-    for (int64_t i = 0; i < min(block, a.q_len - qb * block); i += panel) {
-      for (int64_t d = 0; d < a.head_dim; d += 16) {
-        for (int64_t r = 0; r < 16; ++r)
-          for (int64_t lane = 0; lane < panel; lane += Vec::width) {
-            Vec sum = zero();
-            if (d + r < dim_rows)
-              for (int64_t n = 0; n < count; ++n) sum = sum + load(dq + n * stride + (d + r) * block + i + lane);
-            store(reinterpret_cast<float*>(x.unit[r]) + lane, sum);
-          }
-        transpose(x);
-        for (int64_t r = 0; r < panel; ++r) std::memcpy(rows[r] + d, x.unit[r], 64);
-      }
-      for (int64_t r = 0; r < min(panel, a.q_len - qb * block - i); ++r)
-        write_row<T>(rows[r], a.scale, a.dq, b, h, qb * block + i + r, a.head_dim);
-    }
-  }
-};
 
 // The backward pass of a call: its sequences one by one, each as if it were alone, on all threads or each on one.
 //
@@ -388,16 +59,20 @@ class SequencesBackward {
     const Parallel alone{1, nullptr, [](void*, int, int64_t items, void (*body)(void*, int64_t, int), void* context) {
                            for (int64_t i = 0; i < items; ++i) body(context, i, 0);
                          }};
-    const auto one = [&](const Unit& unit, const Parallel& by, char* own) {
-      const BackwardArgs problem = problem_of(unit);
-      Backward<T, E>(problem, by.threads).run(by, shared, own, thread_bytes);
+    const auto one = [&](const BackwardArgs& problem, const Parallel& by, char* own, Ahead* ahead) {
+      Backward<T, E>(problem, by.threads).run(by, shared, own, thread_bytes, ahead);
     };
     const auto count = static_cast<int64_t>(units_.size());
     if (each_on_one_)
       return parallel(count, [&](int64_t i, int thread) {
-        one(units_[static_cast<size_t>(i)], alone, per_thread + static_cast<size_t>(thread) * thread_bytes);
+        const BackwardArgs problem = problem_of(units_[static_cast<size_t>(i)]);
+        Ahead ahead(Fetch::tiles, tiles_of(problem));
+        write(ahead, problem);
+        // What this thread is likely to get next.
+        if (const int64_t next = i + threads_; next < count) read(ahead, problem_of(units_[static_cast<size_t>(next)]));
+        one(problem, alone, per_thread + static_cast<size_t>(thread) * thread_bytes, &ahead);
       });
-    for (const Unit& unit : units_) one(unit, parallel, per_thread);
+    for (const Unit& unit : units_) one(problem_of(unit), parallel, per_thread, nullptr);
   }
 
  private:
@@ -448,6 +123,26 @@ class SequencesBackward {
   }
   static void shift(Tensor* x, int64_t b, int64_t h, int64_t i) {
     x->data = x->wide ? static_cast<void*>(at<float>(*x, b, h, i)) : static_cast<void*>(at<T>(*x, b, h, i));
+  }
+
+  // About how many tiles of products a causal sequence has.
+  static int64_t tiles_of(const BackwardArgs& p) { return p.q_heads * p.q_len * p.k_len / 2 / (12 * 32) * 5; }
+
+  static void read(Ahead& ahead, const BackwardArgs& p) {
+    constexpr int64_t size = sizeof(T);
+    ahead.read(p.k.data, p.k.row * size, p.k_len, p.head_dim * size);
+    ahead.read(p.v.data, p.v.row * size, p.k_len, p.v_dim * size);
+    for (int64_t h = 0; h < p.q_heads; ++h) {
+      ahead.read(at<T>(p.q, 0, h, 0), p.q.row * size, p.q_len, p.head_dim * size);
+      ahead.read(at<T>(p.out, 0, h, 0), p.out.row * size, p.q_len, p.v_dim * size);
+      ahead.read(at<T>(p.dout, 0, h, 0), p.dout.row * size, p.q_len, p.v_dim * size);
+    }
+  }
+  static void write(Ahead& ahead, const BackwardArgs& p) {
+    const int64_t size = p.dk.wide ? int64_t{sizeof(float)} : int64_t{sizeof(T)};
+    ahead.write(p.dk.data, p.dk.row * size, p.k_len, p.head_dim * size);
+    ahead.write(p.dv.data, p.dv.row * size, p.k_len, p.v_dim * size);
+    if (p.q_heads == 1) ahead.write(p.dq.data, p.dq.row * size, p.q_len, p.head_dim * size);
   }
 
   // Gradients of the rows that see nothing, in front of all sequences, and of the keys between sequences.

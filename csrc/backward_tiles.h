@@ -82,6 +82,7 @@ class BackwardTiles {
     BiasTiles::Room bias_room;
     uint32_t* kept;      // of one tile, for each 32 keys and each query: which weights dropout keeps
     RandomPair* random;  // of each query
+    Ahead* ahead;        // what is wanted next, or null
   };
   Own lay_out(Carver& carver) const {
     Own o;
@@ -110,6 +111,7 @@ class BackwardTiles {
     o.bias_room = BiasTiles::lay_out(carver, a, queries());
     o.kept = carver.take<uint32_t>(drops ? block / 32 * block : 0);
     o.random = carver.take<RandomPair>(drops ? queries() : 0);
+    o.ahead = nullptr;
     return o;
   }
 
@@ -227,10 +229,10 @@ class BackwardTiles {
     const Own& o = s.own;
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
     E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + s.at * depth * panel, depth * panel, key_plane()},
-               o.scores, ld_scores(), s.keys, n, depth, false);
+               o.scores, ld_scores(), s.keys, n, depth, false, o.ahead);
     E::product({o.v + s.key * v_depth, v_depth, v_plane()},
                {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp, ld_scores(), s.keys, n,
-               v_depth, false);
+               v_depth, false, o.ahead);
     const bool less = s.head.deep || a.options.bias.kind == BiasKind::dense;
     const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
     if (a.options.softcap > 0.0f)
@@ -244,10 +246,10 @@ class BackwardTiles {
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
     add_product<E, E::gradient_cut>({o.p, ld_weights(), weight_plane()},
                                     {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()}, dv, v_cols,
-                                    s.keys, v_cols, p0 * panel, n);
+                                    s.keys, v_cols, p0 * panel, n, o.ahead);
     add_product<E, E::gradient_cut>({o.ds, ld_weights(), weight_plane()},
                                     {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, s.keys,
-                                    cols, p0 * panel, n);
+                                    cols, p0 * panel, n, o.ahead);
   }
 
   static bool covers(const Columns& mask, int64_t p, int64_t key) {

@@ -24,8 +24,8 @@ namespace {
 
 using Handle = struct OpaqueTensor*;
 using Library = struct OpaqueLibrary*;
-using Value =
-    uint64_t;  // an argument or result: a number's bits, a tensor's handle, or a pointer to an optional's value
+// An argument or result: a number's bits, a tensor's handle, or a pointer to an optional's value.
+using Value = uint64_t;
 using Kernel = void (*)(Value* stack, uint64_t arguments, uint64_t results);
 
 // Functions return 0, or what they would have thrown as another number.
@@ -54,7 +54,7 @@ void check(int32_t error, const char* what) {
   if (error != 0) throw std::runtime_error(std::string("torch: ") + what + " failed");
 }
 
-// Functions of torch's library, which is loaded: not through what the process shares, where Python does not put it.
+// Functions of torch's library, which is loaded. On Linux Python keeps it out of what the process shares.
 class Lookup {
  public:
   Lookup() : library_(dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {}
@@ -66,7 +66,7 @@ class Lookup {
 
   template <class Function>
   bool find(const char* name, Function& to) const {
-    to = reinterpret_cast<Function>(library_ == nullptr ? nullptr : dlsym(library_, name));
+    to = reinterpret_cast<Function>(dlsym(library_ == nullptr ? RTLD_DEFAULT : library_, name));
     return to != nullptr;
   }
   bool constant(const char* name, int32_t& to) const {

@@ -34,6 +34,7 @@ __all__ = [
     "forward_flops",
     "has_tangent",
     "new_outputs",
+    "python_kernels",
     "read_options",
     "readable",
     "record_forward",
@@ -163,7 +164,8 @@ def _implement(library: torch.library.Library, key: str, **more: Any) -> None:
 
 
 @contextmanager
-def _interpreted() -> Iterator[None]:
+def python_kernels() -> Iterator[None]:
+    """Both operators run from Python on CPU tensors meanwhile: for what Triton interprets, and to compare."""
     library = torch.library.Library("attnspan", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -179,7 +181,7 @@ def _interpreted() -> Iterator[None]:
 _implement(_library, "CUDA")
 if cpu.core is None or not cpu.core.register_torch_operators():
     _implement(_library, "CPU")
-triton.around_interpreted.append(_interpreted)
+triton.around_interpreted.append(python_kernels)
 torch.library.register_fake("attnspan::forward", _forward_fake, lib=_library)
 torch.library.register_fake("attnspan::backward", _backward_fake, lib=_library)
 

@@ -1,0 +1,60 @@
+"""What a call costs, beside SDPA's: python benchmarks/calls.py
+
+16 causal rows of one head, 64 elements each, one thread: eager and compiled, forward and with its backward
+pass, with the operators' kernels in the compiled module and from Python. Microseconds, medians of samples
+taken in turn.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnspan import causal
+from attnspan.tools.bench.devices import Device
+from attnspan.tools.bench.timing import Budget, Subject, interleave
+from attnspan.torch import attention
+from attnspan.torch.ops import python_kernels
+
+ROWS, BUDGET = 16, Budget(seconds=3.0, rounds=25)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    q, k, v = (torch.randn(1, 1, ROWS, 64, requires_grad=True) for _ in range(3))
+    mask, gradient = causal().prepare(ROWS, ROWS, like=q), torch.ones(1, 1, ROWS, 64)
+
+    def ours() -> Any:
+        return attention(q, k, v, mask=mask) + 1
+
+    def theirs() -> Any:
+        return scaled_dot_product_attention(q, k, v, is_causal=True) + 1
+
+    def forward(call: Callable[[], Any]) -> Callable[[], Any]:
+        return torch.no_grad()(call)
+
+    def both(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            call().backward(gradient)
+            q.grad = k.grad = v.grad = None
+
+        return run
+
+    print(f"{'':<32}{'attnspan':>10}{'kernels from Python':>22}{'SDPA':>8}")
+    for name, way in (("forward", forward), ("forward and backward", both)):
+        for compiled in (False, True):
+            own, peer = (way(torch.compile(call) if compiled else call) for call in (ours, theirs))
+            subjects = [
+                Subject("attnspan", own, Device()),
+                Subject("from Python", own, Device(), python_kernels),
+                Subject("sdpa", peer, Device()),
+            ]
+            own(), peer()  # compiles
+            found = [x.execute.median * 1e6 for x in interleave(subjects, BUDGET) if x.execute is not None]
+            row = f"{name}, {'compiled' if compiled else 'eager'}"
+            print(f"{row:<32}{found[0]:>10.1f}{found[1]:>22.1f}{found[2]:>8.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
