@@ -1,8 +1,10 @@
-"""Decoding next to a plain read of the same bytes, and next to SDPA, in turn: python benchmarks/decode.py
+"""Decoding next to the least time that this machine could take, and next to SDPA: python benchmarks/decode.py
 
-The share is what a decoding step reaches of the rate at which this machine reads as many bytes as K and V
-have.
+That time is the longer of reading K and V as fast as memory is read, and of doing the products at the rate of
+multiply-adds that stay in registers (of bfloat16 dot products where the processor has them).
 """
+
+import sys
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,47 +16,59 @@ from attnspan.tools.bench.statistics import Samples
 from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import attention
 
-BUDGET = Budget(seconds=2.0)
+BUDGET = Budget(seconds=float(sys.argv[1]) if sys.argv[1:] else 2.0)
 EVICT = cache_evictor("cpu")
-#: (query heads, key heads, queries, keys)
+DIM = 64
+#: (query heads, key heads, keys, queries)
 SHAPES = [
-    (heads, kv_heads, q_len, k_len)
-    for heads, kv_heads, k_len in ((8, 8, 65536), (32, 8, 65536), (8, 1, 262144))
+    (heads, kv_heads, k_len, q_len)
+    for heads, kv_heads in ((8, 8), (32, 8), (8, 1))
+    for k_len in (4096, 16384, 65536)
     for q_len in (1, 4, 16)
 ]
 
 
-def measure(heads: int, kv_heads: int, q_len: int, k_len: int, dtype: torch.dtype) -> str:
-    q = torch.randn(1, heads, q_len, 64, dtype=dtype)
-    k, v = (torch.randn(1, kv_heads, k_len, 64, dtype=dtype) for _ in range(2))
+def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtype, ceiling: float) -> str:
+    q = torch.randn(1, heads, q_len, DIM, dtype=dtype)
+    k, v = (torch.randn(1, kv_heads, k_len, DIM, dtype=dtype) for _ in range(2))
     size, threads = 2 * k.numel() * k.element_size(), torch.get_num_threads()
+    products = 4 * heads * q_len * k_len * DIM / ceiling
     mask = causal().prepare(q_len, k_len, like=q)
-    # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 65,536.
+    # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 4,096.
     calls = {
         "attnspan": lambda: attention(q, k, v, mask=mask),
         "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        "read": lambda: cpu.read_bandwidth(size, num_threads=threads, seconds=0.05),
     }
     reads: list[float] = []
-    subjects = [Subject(name, calls[name], Device()) for name in ("attnspan", "sdpa")]
-    # The caches are emptied before each sample, and the read is measured at the same moments.
-    ours, theirs = interleave(subjects, BUDGET, evict=lambda: (reads.append(calls["read"]()), EVICT()))
-    rate = Samples(tuple(reads)).median
+
+    def before() -> (
+        None
+    ):  # The caches are emptied before each sample, and the read is measured at the same moments.
+        reads.append(cpu.read_bandwidth(max(size, 1 << 26), num_threads=threads, seconds=0.05))
+        EVICT()
+
+    subjects = [Subject(name, call, Device()) for name, call in calls.items()]
+    ours, theirs = interleave(subjects, BUDGET, evict=before)
+    read = size / Samples(tuple(reads)).median
     assert ours.execute is not None
     assert theirs.ratio is not None
-    low, middle, high = (size / x / rate for x in reversed(ours.execute.quartiles))
+    low, middle, high = (max(read, products) / x for x in reversed(ours.execute.quartiles))
     name = f"{str(dtype)[6:]:9}{heads:>3}/{kv_heads} heads  {q_len:>2} x {k_len:>6}"
+    bound = "read" if read >= products else "products"
     return (
         f"{name}  {size / 2**20:4.0f} MiB  {ours.execute.median * 1e3:7.2f} ms  "
-        f"{middle:4.0%} of the read ({low:.0%}-{high:.0%})  {theirs.ratio.median:5.2f}x SDPA"
+        f"{middle:4.0%} of the {bound} ({low:.0%}-{high:.0%})  {theirs.ratio.median:5.2f}x SDPA"
     )
 
 
 def main() -> None:
+    threads = torch.get_num_threads()
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
+            dots = dtype == torch.bfloat16 and "dot_bf16" in cpu.peak_kinds()
+            ceiling = cpu.peak("dot_bf16" if dots else "fma_f32", num_threads=threads, seconds=1.0)
             for shape in SHAPES:
-                print(measure(*shape, dtype), flush=True)
+                print(measure(*shape, dtype, ceiling), flush=True)
 
 
 if __name__ == "__main__":

@@ -82,13 +82,14 @@ class Backward : BackwardTiles<E> {
       int64_t chunk = -1, held = 0;
       for (int64_t group = share; group < groups; group += shares) {
         if (shares > 1) head.dq = partial.dq + ((b * a.q_heads + h) * groups + group) * this->head_dq();
-        std::memset(head.dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
+        clear_dq(head.dq);
         const Range blocks = this->key_blocks_of(group);
         for (int64_t kb = blocks.begin; kb < blocks.end; ++kb, ++held) {
           const KeyBlock keys = key_block_of(kb, a.group() == 1 ? 0 : held, o);
           if (g == 0) {
-            std::memset(keys.dk, 0, static_cast<size_t>(block * cols) * sizeof(float));
-            std::memset(keys.dv, 0, static_cast<size_t>(block * v_cols) * sizeof(float));
+            const auto rows = static_cast<size_t>(keys.strips() * E::strip) * sizeof(float);
+            std::memset(keys.dk, 0, rows * static_cast<size_t>(cols));
+            std::memset(keys.dv, 0, rows * static_cast<size_t>(v_cols));
           }
           if (tiles && kb / chunks.key_blocks != chunk) {
             chunk = kb / chunks.key_blocks;
@@ -110,6 +111,16 @@ class Backward : BackwardTiles<E> {
       for (int64_t qb = 0; shares == 1 && qb < q_blocks; ++qb)
         write_dq(b, h, qb, (groups > 1 ? o.whole_dq : o.dq) + qb * this->block_dq(), 1, 0);
     }
+  }
+
+  // Of one block the queries that there are.
+  void clear_dq(float* dq) const {
+    if (q_blocks > 1 || groups > 1) {
+      std::memset(dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
+      return;
+    }
+    const size_t used = static_cast<size_t>(round_up(a.q_len, 2 * panel)) * sizeof(float);
+    for (int64_t d = 0; d < dim_rows; ++d) std::memset(dq + d * block, 0, used);
   }
 
   void add_whole_dq(bool first, const Own& o) const {
@@ -250,8 +261,9 @@ class Backward : BackwardTiles<E> {
   Range pack_queries(int64_t b, int64_t h, int64_t chunk, const Own& o) const {
     const int64_t step = chunks.key_blocks * block, columns = this->column_panel();
     const Range seen = blocks_that_see(o.block_hulls, q_blocks, chunk * step, (chunk + 1) * step);
-    const int64_t first = seen.begin * block, count = seen.size() * block, valid = a.q_len - first;
-    if (count == 0) return seen;
+    const int64_t first = seen.begin * block, valid = a.q_len - first,
+                  count = min(seen.size() * block, round_up(valid, 2 * panel));  // pairs of panels that are seen
+    if (seen.size() == 0) return seen;
     const T *q = at<T>(a.q, b, h, first), *dout = at<T>(a.dout, b, h, first);
     Pack::keys(q, a.q.row, valid, a.head_dim, {o.q_keys, this->key_plane()}, depth * panel, 0, count, depth);
     Pack::keys(dout, a.dout.row, valid, a.v_dim, {o.dout_keys, this->v_key_plane()}, v_depth * panel, 0, count,
@@ -266,7 +278,8 @@ class Backward : BackwardTiles<E> {
     const T *k = at<T>(a.k, b, hk, keys.first), *v = at<T>(a.v, b, hk, keys.first);
     Pack::rows(k, a.k.row, keys.keys, a.head_dim, {o.k, this->k_plane()}, depth, padded, false);
     Pack::rows(v, a.v.row, keys.keys, a.v_dim, {o.v, this->v_plane()}, v_depth, padded, false);
-    Pack::columns(k, a.k.row, keys.keys, a.head_dim, {o.k_columns, this->k_column_plane()}, block, dim_rows);
+    Pack::columns(k, a.k.row, keys.keys, a.head_dim, {o.k_columns, this->k_column_plane()}, block,
+                  min(block, round_up(padded, 32)), dim_rows);
   }
 
   float product_of_rows(const T* x, const T* y) const {

@@ -161,12 +161,12 @@ struct Packer {
       }
   }
 
-  // dims x rows; `lda` a multiple of 16 * pair, at least the rows.
+  // dims x rows; `padded_rows` a multiple of 16 * pair.
   [[gnu::noinline]] static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
-                                        int64_t padded_dim) {
+                                        int64_t padded_rows, int64_t padded_dim) {
     Block x;
     for (int64_t d = 0; d < padded_dim; d += 16)
-      for (int64_t i = 0; i < lda; i += 16 * pair) {
+      for (int64_t i = 0; i < padded_rows; i += 16 * pair) {
 #if defined(__AVX512F__)
         if (i + 16 * pair <= rows && d + 16 <= min(dim, padded_dim)) {
           __m512i r[16];
@@ -255,8 +255,8 @@ struct SplitPacker {
   }
 
   static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
-                      int64_t padded_dim) {
-    for (int64_t i = 0; i < lda; i += chunk) {
+                      int64_t padded_rows, int64_t padded_dim) {
+    for (int64_t i = 0; i < padded_rows; i += chunk) {
       const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
       for (int n = 0; n < E::pieces; ++n) x.columns(n, a.data + n * a.plane + i, lda, padded_dim);
     }

@@ -77,7 +77,7 @@ def _named(dtype: str) -> Iterable[Workload]:
         yield work(f"causal-d{dim}", "causal", "causal", 4096, dim=dim)
     yield work("window-256", "window", "window(256)", 8192)
     yield work("window-1024", "window", "window(1024)", 8192, dim=128)
-    for count in (8, 32):
+    for count in (8, 32, 256):
         yield work(f"documents-{count}", "documents", f"causal & packed({count})", 8192)
     yield work("documents-corpus", "documents", "causal & corpus(3)", 8192, note="heavy-tailed lengths")
     yield work("documents-corpus-32k", "documents", "causal & corpus(0)", 32768, note="heavy-tailed lengths")
