@@ -172,6 +172,12 @@ void fill(BackwardArgs& args, const GradientArrays& given) {
   args.dlse = given.dlse ? rows_of("dlse", *given.dlse, args) : nullptr;
 }
 
+Isa level() {
+  if (const char* error = isa_request_error())
+    fail(std::string("ATTNSPAN_ISA: expected one of the levels in attnspan._core.isa_levels(); ") + error);
+  return isa_active();
+}
+
 void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
   if (result.status == Status::out_of_memory) throw std::bad_alloc();
   if (result.status == Status::bad_bounds)

@@ -30,6 +30,9 @@ void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse);
 void fill(BackwardArgs& args, const GradientArrays& given);
 void fill_option_gradients(BackwardArgs& args, const std::optional<Array>& dbias, const std::optional<Array>& dsinks);
 
+// The level that runs; throws if ATTNSPAN_ISA names none that can.
+Isa level();
+
 // Throws std::bad_alloc, or std::invalid_argument with what went wrong in a call whose arrays fit, and how to mend it.
 void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa);
 

@@ -53,9 +53,9 @@ class Backward : BackwardTiles<E> {
     if (shares > 1)
       parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) {
         const FlushSubnormals flush;
-        const int64_t head = item / q_blocks, qb = item % q_blocks, head_dq = this->head_dq();
-        write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * groups * head_dq + qb * this->block_dq(),
-                 groups, head_dq);
+        const int64_t head = item / q_blocks, qb = item % q_blocks;
+        write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * groups * this->group_dq(),
+                 partial.rows + head * groups, groups);
       });
     BiasTiles::reduce_gradient(a, parallel, shares, partial.bias);
     for (int64_t h = 0; a.dsinks != nullptr && h < a.q_heads; ++h) {
@@ -81,8 +81,12 @@ class Backward : BackwardTiles<E> {
       Range seen;
       int64_t chunk = -1, held = 0;
       for (int64_t group = share; group < groups; group += shares) {
-        if (shares > 1) head.dq = partial.dq + ((b * a.q_heads + h) * groups + group) * this->head_dq();
-        clear_dq(head.dq);
+        head.rows = this->queries_of_group(o.block_hulls, group);
+        if (shares > 1) {
+          const int64_t n = (b * a.q_heads + h) * groups + group;
+          head.dq = partial.dq + n * this->group_dq(), partial.rows[n] = head.rows;
+        }
+        clear_dq(head);
         const Range blocks = this->key_blocks_of(group);
         for (int64_t kb = blocks.begin; kb < blocks.end; ++kb, ++held) {
           const KeyBlock keys = key_block_of(kb, a.group() == 1 ? 0 : held, o);
@@ -105,28 +109,30 @@ class Backward : BackwardTiles<E> {
             if (!tiles || o.exact[i]) add_row(head, keys, i, numbers, o);
           if (g + 1 == a.group()) write_key_block(b, hk, keys);
         }
-        if (shares == 1 && groups > 1) add_whole_dq(group == 0, o);
+        if (shares == 1 && groups > 1) add_whole_dq(head, group == 0, o);
       }
       head.bias.finish();
+      const Range all{0, q_blocks};
       for (int64_t qb = 0; shares == 1 && qb < q_blocks; ++qb)
-        write_dq(b, h, qb, (groups > 1 ? o.whole_dq : o.dq) + qb * this->block_dq(), 1, 0);
+        write_dq(b, h, qb, groups > 1 ? o.whole_dq : o.dq, &all, 1);
     }
   }
 
   // Of one block the queries that there are.
-  void clear_dq(float* dq) const {
+  void clear_dq(const Head& head) const {
     if (q_blocks > 1 || groups > 1) {
-      std::memset(dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
+      std::memset(head.dq, 0, static_cast<size_t>(head.rows.size() * this->block_dq()) * sizeof(float));
       return;
     }
     const size_t used = static_cast<size_t>(round_up(a.q_len, 2 * panel)) * sizeof(float);
-    for (int64_t d = 0; d < dim_rows; ++d) std::memset(dq + d * block, 0, used);
+    for (int64_t d = 0; d < dim_rows; ++d) std::memset(head.dq + d * block, 0, used);
   }
 
-  void add_whole_dq(bool first, const Own& o) const {
+  void add_whole_dq(const Head& head, bool first, const Own& o) const {
     if (first) std::memset(o.whole_dq, 0, static_cast<size_t>(this->head_dq()) * sizeof(float));
-    for (int64_t j = 0; j < this->head_dq(); j += Vec::width)
-      store(o.whole_dq + j, load(o.whole_dq + j) + load(o.dq + j));
+    float* const to = o.whole_dq + head.rows.begin * this->block_dq();
+    for (int64_t j = 0; j < head.rows.size() * this->block_dq(); j += Vec::width)
+      store(to + j, load(to + j) + load(head.dq + j));
   }
 
   // What a head has large: rows whose biases have a base, rows with scores that floats in tiles do not serve.
@@ -142,7 +148,8 @@ class Backward : BackwardTiles<E> {
               {},
               kept_weight_of(a),
               deep,
-              o.dq};
+              o.dq,
+              {}};
     if (a.options.softcap > 0.0f) head.cap = Softcap::make(a.dtype, a.options.softcap, a.scale, largest_score(b, h));
     return head;
   }
@@ -318,7 +325,7 @@ class Backward : BackwardTiles<E> {
         return PairWeight{std::exp(score - own), 1.0f, 1.0f};
       });
     }
-    float* column = head.dq + i / block * this->block_dq() + i % block;
+    float* column = this->dq_of(head, i / block) + i % block;
     for (int64_t d = 0; d < a.head_dim; ++d) column[d * block] += row[d];
   }
 
@@ -329,8 +336,12 @@ class Backward : BackwardTiles<E> {
     }
   }
 
-  // Adds `count` transposed blocks, `stride` floats apart, and writes their rows of dQ.
-  void write_dq(int64_t b, int64_t h, int64_t qb, const float* dq, int64_t count, int64_t stride) const {
+  // Adds a query block of the dQ of `count` groups that have it, and writes its rows.
+  void write_dq(int64_t b, int64_t h, int64_t qb, const float* dq, const Range* blocks, int64_t count) const {
+    const auto has = [&](int64_t n) { return blocks[n].begin <= qb && qb < blocks[n].end; };
+    int64_t first = 0;
+    while (first < count && !has(first)) ++first;
+    while (count > first && !has(count - 1)) --count;
     Block x;
     alignas(64) float rows[panel][max_dim];
     for (int64_t i = 0; i < min(block, a.q_len - qb * block); i += panel) {
@@ -339,7 +350,10 @@ class Backward : BackwardTiles<E> {
           for (int64_t lane = 0; lane < panel; lane += Vec::width) {
             Vec sum = zero();
             if (d + r < dim_rows)
-              for (int64_t n = 0; n < count; ++n) sum = sum + load(dq + n * stride + (d + r) * block + i + lane);
+              for (int64_t n = first; n < count; ++n)
+                if (has(n))
+                  sum = sum + load(dq + n * this->group_dq() + (qb - blocks[n].begin) * this->block_dq() +
+                                   (d + r) * block + i + lane);
             store(reinterpret_cast<float*>(x.unit[r]) + lane, sum);
           }
         transpose(x);

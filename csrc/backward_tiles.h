@@ -35,6 +35,7 @@ class BackwardTiles {
         k_blocks((a.k_len + block - 1) / block),
         chunks(choose_chunks(a, block, 2 * (depth + v_depth) * pieces * static_cast<int64_t>(sizeof(C)))),
         groups(max(1, (k_blocks + blocks_of_group() - 1) / blocks_of_group())),
+        reach(groups == 1 ? q_blocks : BlockHulls(a, block).widest(a.k_len, blocks_of_group() * block)),
         rounds(BiasTiles::rounds_of(a)),
         shares(shares_of_head(threads)) {}
 
@@ -51,7 +52,13 @@ class BackwardTiles {
   int64_t packed() const { return chunks.query_blocks * block; }  // queries that are packed at once, at most
   int64_t column_panel() const { return (packed() + 2) * panel; }
   int64_t block_dq() const { return dim_rows * block; }
+  int64_t group_dq() const { return reach * block_dq(); }
   int64_t head_dq() const { return q_blocks * block_dq(); }
+  Range queries_of_group(const Hull* block_hulls, int64_t group) const {
+    const Range keys = key_blocks_of(group);
+    return groups == 1 ? Range{0, q_blocks}
+                       : blocks_that_see(block_hulls, q_blocks, keys.begin * block, keys.end * block);
+  }
   int64_t key_plane() const { return packed() * depth; }
   int64_t v_key_plane() const { return packed() * v_depth; }
   int64_t dim_plane() const { return cols / panel * column_panel(); }
@@ -72,7 +79,7 @@ class BackwardTiles {
     bool* exact;  // are the query's weights taken in double, off the tiles?
     Columns mask;
     Hull* block_hulls;     // of each query block: most of them see nothing of a key block
-    float *dq, *whole_dq;  // of a group and of all before it, transposed: [query block][dim][query]
+    float *dq, *whole_dq;  // of a group and of the head, transposed: [query block][dim][query]
     float *dk, *dv;        // accumulators of a key block, or of the share's if several query heads add to them
     C *k, *v, *k_columns;  // one key block
     float *scores, *dp;    // one strip
@@ -95,7 +102,7 @@ class BackwardTiles {
     o.exact = carver.take<bool>(queries());
     o.mask = Columns::lay_out(carver, queries(), a.runs);
     o.block_hulls = carver.take<Hull>(q_blocks);
-    o.dq = carver.take<float>(shares == 1 ? head_dq() : 0);
+    o.dq = carver.take<float>(shares == 1 ? group_dq() : 0);
     o.whole_dq = carver.take<float>(shares == 1 && groups > 1 ? head_dq() : 0);
     const int64_t held = a.group() == 1 ? 1 : (groups + shares - 1) / shares * blocks_of_group();
     o.dk = carver.take<float>(held * block * cols);
@@ -118,10 +125,12 @@ class BackwardTiles {
   // What shares of a head sum on their own.
   struct Partial {
     float *dq, *bias, *sinks;
+    Range* rows;  // the query blocks of each group's dQ
   };
   Partial lay_out_shared(Carver& carver) const {
     Partial p;
-    p.dq = carver.take<float>(shares == 1 ? 0 : a.batch * a.q_heads * groups * head_dq());
+    const int64_t dqs = shares == 1 ? 0 : a.batch * a.q_heads * groups;
+    p.dq = carver.take<float>(dqs * group_dq()), p.rows = carver.take<Range>(dqs);
     p.bias = carver.take<float>(a.batch * a.q_heads * shares * BiasTiles::partial_size(a));
     p.sinks = carver.take<float>(a.dsinks == nullptr ? 0 : a.batch * a.q_heads);
     return p;
@@ -134,8 +143,12 @@ class BackwardTiles {
     Softcap cap;
     float kept_weight;
     bool deep;  // does a row's bias have a base?
-    float* dq;
+    float* dq;  // of the group's query blocks
+    Range rows;
   };
+  float* dq_of(const Head& head, int64_t query_block) const {
+    return head.dq + (query_block - head.rows.begin) * block_dq();
+  }
 
   // A block of keys from `first` on, packed, and its accumulators.
   struct KeyBlock {
@@ -165,7 +178,7 @@ class BackwardTiles {
                      keys_of(block_of_keys, s, s + 1), range[s]},
                     dk + s * strip * cols, dv + s * strip * v_cols);
       }
-      add_dq(o, block_of_keys, range, all, head.dq + qb * block_dq());
+      add_dq(o, block_of_keys, range, all, dq_of(head, qb));
     }
   }
 
@@ -173,7 +186,7 @@ class BackwardTiles {
   const bool changes, drops;
   const int64_t block, depth, v_depth, cols, v_cols, dim_rows, q_blocks, k_blocks;
   const Chunks chunks;
-  const int64_t groups;
+  const int64_t groups, reach;  // of keys; the most query blocks that see one
   const BiasTiles::Rounds rounds;
   const int64_t shares;
 
@@ -181,7 +194,7 @@ class BackwardTiles {
   // Enough shares of each head's groups of keys to keep the threads busy, if all dQ of groups fit in 2 GiB.
   int64_t shares_of_head(int threads) const {
     constexpr int64_t budget = int64_t{1} << 31;
-    const int64_t floats = a.batch * a.q_heads * (head_dq() + BiasTiles::partial_size(a)) * groups;
+    const int64_t floats = a.batch * a.q_heads * (group_dq() + BiasTiles::partial_size(a)) * groups;
     const int64_t most = floats * static_cast<int64_t>(sizeof(float)) <= budget ? groups : 1;
     return choose_shares(a.batch * a.kv_heads / (rounds.batch * rounds.heads), min(most, 16), threads);
   }

@@ -118,27 +118,51 @@ inline Range blocks_that_see(const Hull* hulls, int64_t blocks, int64_t first, i
   return range;
 }
 
+// What each query block sees, in each slice of the mask.
+class BlockHulls {
+ public:
+  BlockHulls(const Problem& a, int64_t block)
+      : slices(a.bounds.batches * a.bounds.heads),
+        blocks_((a.q_len + block - 1) / block),
+        hulls_(static_cast<size_t>(slices * blocks_)) {
+    for (int64_t s = 0; s < slices; ++s)
+      for (int64_t i = 0; i < blocks_; ++i)
+        hulls_[static_cast<size_t>(s * blocks_ + i)] =
+            hull_of(a.bounds.slice(s / a.bounds.heads, s % a.bounds.heads) + i * block * a.runs * 2,
+                    min(block, a.q_len - i * block), a.runs);
+  }
+  Range that_see(int64_t slice, int64_t first, int64_t last) const {
+    return blocks_that_see(hulls_.data() + slice * blocks_, blocks_, first, last);
+  }
+  // The most query blocks that see one of the ranges into which so many keys are cut.
+  int64_t widest(int64_t k_len, int64_t keys) const {
+    int64_t most = 1;
+    for (int64_t s = 0; s < slices; ++s)
+      for (int64_t k = 0; k < k_len; k += keys) most = max(most, that_see(s, k, k + keys).size());
+    return most;
+  }
+
+  const int64_t slices;
+
+ private:
+  const int64_t blocks_;
+  std::vector<Hull> hulls_;
+};
+
 [[gnu::noinline]] inline Chunks choose_chunks(const Problem& a, int64_t block, int64_t bytes_of_a_query) {
   constexpr int64_t cached = int64_t{5} << 18;
   const int64_t q_blocks = (a.q_len + block - 1) / block, k_blocks = (a.k_len + block - 1) / block;
   const Chunks whole{max(1, k_blocks), q_blocks};
   if (q_blocks * block * bytes_of_a_query <= cached) return whole;
-  const int64_t slices = a.bounds.batches * a.bounds.heads;
-  std::vector<Hull> hulls(static_cast<size_t>(slices * q_blocks));
-  for (int64_t s = 0; s < slices; ++s)
-    for (int64_t i = 0; i < q_blocks; ++i)
-      hulls[static_cast<size_t>(s * q_blocks + i)] =
-          hull_of(a.bounds.slice(s / a.bounds.heads, s % a.bounds.heads) + i * block * a.runs * 2,
-                  min(block, a.q_len - i * block), a.runs);
+  const BlockHulls hulls(a, block);
   for (const int64_t chunk : {16, 8, 4, 2}) {
-    int64_t widest = 0, all = 0;
-    for (int64_t s = 0; s < slices; ++s)
-      for (int64_t k = 0; k < k_blocks; k += chunk) {
-        const Range range = blocks_that_see(hulls.data() + s * q_blocks, q_blocks, k * block, (k + chunk) * block);
-        widest = max(widest, range.size()), all += range.size();
-      }
-    if (all > 2 * slices * q_blocks) return whole;  // queries would be packed more than twice
-    if (widest * block * bytes_of_a_query <= cached) return {chunk, max(1, widest)};
+    int64_t all = 0;
+    for (int64_t s = 0; s < hulls.slices; ++s)
+      for (int64_t k = 0; k < k_blocks; k += chunk) all += hulls.that_see(s, k * block, (k + chunk) * block).size();
+    if (all > 2 * hulls.slices * q_blocks) return whole;  // queries would be packed more than twice
+    if (const int64_t widest = hulls.widest(k_blocks * block, chunk * block);
+        widest * block * bytes_of_a_query <= cached)
+      return {chunk, widest};
   }
   return whole;
 }

@@ -28,12 +28,6 @@ Problem problem_of(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, 
   return problem_of(array_of(q), array_of(k), array_of(v), array_of(bounds), scale);
 }
 
-Isa level() {
-  if (const char* error = isa_request_error())
-    fail(std::string("ATTNSPAN_ISA: expected one of the levels in attnspan._core.isa_levels(); ") + error);
-  return isa_active();
-}
-
 // Runs a pass without the GIL.
 template <class Args>
 void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Direction direction, int threads) {

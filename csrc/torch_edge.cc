@@ -267,9 +267,7 @@ class CallOptions {
 
 template <class Args>
 void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Direction direction) {
-  if (const char* error = isa_request_error())
-    fail(std::string("ATTNSPAN_ISA: expected one of the levels in attnspan._core.isa_levels(); ") + error);
-  const Isa isa = isa_active();
+  const Isa isa = level();
   uint32_t threads = 1;
   check(torch.get_num_threads(&threads), "get_num_threads");
   raise_unless_ok(pass(args, isa, make_parallel(static_cast<int>(threads))), args, direction, isa);
@@ -278,14 +276,8 @@ void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Di
 // A mask that was lowered for another number of keys; the same words as check_k_len in call.py.
 void check_k_len(const std::optional<Held>& own, int64_t k_len) {
   if (!own) return;
-  const Array a = array_of(*own);
-  int64_t given = 0;
-  if (a.dtype == code_i64)
-    given = *static_cast<const int64_t*>(a.data);
-  else if (a.dtype == code_i32)
-    given = *static_cast<const int32_t*>(a.data);
-  else
-    fail("k_len: expected int64");
+  const Array a = checked("k_len", array_of(*own), code_i64, {});
+  const int64_t given = *static_cast<const int64_t*>(a.data);
   if (given != k_len)
     fail("mask: expected spans over k_len=" + std::to_string(k_len) + " keys (as k), got spans over " +
          std::to_string(given) + ". Lower the mask for these keys.");

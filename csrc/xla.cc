@@ -108,11 +108,6 @@ class Call {
   int64_t next_argument_ = 0, next_result_ = 0;
 };
 
-Isa level() {
-  if (const char* error = isa_request_error()) fail(std::string("ATTNSPAN_ISA: expected a known level; ") + error);
-  return isa_active();
-}
-
 // XLA's pool, or with `own_threads` those that torch's calls use.
 template <class Run>
 Result on_threads(const Call& call, Run&& run) {
