@@ -3,7 +3,7 @@
 import pytest
 from programs import run_program
 
-# The peak of the process in MiB, before and after gradients of 65,536 rows that see a window; arrays are 16 MiB each.
+# By how many MiB gradients raise the peak of the process; 65,536 rows see a window, arrays are 16 MiB each.
 PROGRAM = """
 import resource
 import torch
