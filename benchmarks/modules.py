@@ -73,7 +73,9 @@ def work(library: str) -> None:
 
     spec = spec_from_file_location("attnspan._core", library)
     assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
+    spec.loader.exec_module(module)
     sys.modules["attnspan._core"] = cast(Any, attnspan)._core = module
     known: dict[str, Callable[[], object]] = {}
     for line in sys.stdin:
