@@ -36,7 +36,7 @@ class Ahead {
     bool write;
   };
   void add(const void* first, int64_t stride, int64_t rows, int64_t bytes, bool write) {
-    if (rows <= 0 || bytes <= 0 || count_ == most) return;
+    if (when_ == Fetch::nothing || rows <= 0 || bytes <= 0 || count_ == most) return;
     const bool one = when_ == Fetch::steps && stride == bytes;
     ranges_[count_++] = {static_cast<const char*>(first), stride, one ? 1 : rows, one ? rows * bytes : bytes, write};
     all_ += rows * ((bytes + 63) / 64), left_ = share_ = (all_ + tiles_ - 1) / tiles_;

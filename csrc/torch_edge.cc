@@ -344,9 +344,10 @@ bool register_torch_operators() {
   torch = found;
   constexpr uint64_t version = uint64_t{2} << 56 | uint64_t{10} << 48;  // what the functions above are of
   Library library = nullptr;                                            // lives as long as the process
-  return torch.init_library("attnspan", "CPU", __FILE__, __LINE__, &library) == 0 &&
-         torch.implement(library, "forward", &forward_kernel, version) == 0 &&
-         torch.implement(library, "backward", &backward_kernel, version) == 0;
+  check(torch.init_library("attnspan", "CPU", __FILE__, __LINE__, &library), "init_library");
+  check(torch.implement(library, "forward", &forward_kernel, version), "implementing forward");
+  check(torch.implement(library, "backward", &backward_kernel, version), "implementing backward");
+  return true;
 }
 
 }  // namespace attnspan
