@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo lint format bench wheel sanitize aarch64 clean
+.PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo lint format bench wheel sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
 	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
+	@echo "make tiles   the levels of matrix tiles (amx, amxfp16) computed on a machine with AVX-512 and bfloat16, and their tests"
 	@echo "make clean   remove what was built"
 
 setup: $(STAMP)
@@ -64,7 +65,7 @@ LEVELS = $(shell $(BIN)/python -c 'from attnspan.kernels.cpu import isa, isa_lev
 test-all: setup
 	$(PYTEST) --all $(ARGS)
 	for level in $(LEVELS); do ATTNSPAN_ISA=$$level $(PYTEST) --all $(KERNEL_ROOMS) $(ARGS) || exit 1; done
-	$(MAKE) sanitize
+	$(MAKE) tiles sanitize
 
 # The wheel is tied to no version of torch: .venv compiles it, and other environments install it. Where only Python
 # files have changed, nothing is compiled again.
@@ -199,6 +200,15 @@ aarch64: setup
 	cmake --preset aarch64
 	cmake --build --preset aarch64 --target attnspan_run_problem
 	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest --all $(KERNEL_TESTS) $(ARGS)
+
+# The levels of matrix tiles on a machine that has none: their instructions are computed (tests/native/emulated_tiles.h).
+tiles: setup
+	cmake --preset tiles -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	cmake --build --preset tiles --parallel --target _core
+	for level in amx amxfp16; do \
+	  PYTHONPATH=tests/other_core ATTNSPAN_CORE=$$(echo $$PWD/build/tiles/_core.*.so) ATTNSPAN_ISA=$$level \
+	  $(PYTEST) $(SIDE_BY_SIDE) tests/kernels tests/conformance -k 'not triton and not flex' $(ARGS) || exit 1; \
+	done
 
 clean:
 	rm -rf build dist $(VENV) $(XLA_VENV) .venv-torch-*

@@ -3,6 +3,7 @@
 //
 // Without options each sequence is a problem of its own: the same bits on any number of threads, packed or alone.
 #include "backward_sequence.h"
+#include "engines.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 

@@ -46,6 +46,10 @@ const Kernels levels[isa_levels] = {ATTNSPAN_BUILT(ATTNSPAN_ENTRY)};
 const char* const names[isa_levels] = {ATTNSPAN_LEVELS(ATTNSPAN_TEXT)};
 
 #if defined(__x86_64__)
+#if defined(ATTNSPAN_EMULATED_TILES)
+bool amx_usable() { return true; }
+bool has_fp16_tiles() { return true; }
+#else
 // AMX needs the processor's word and the kernel's permission to use the large tile state.
 bool amx_usable() {
   unsigned a, b, c, d;
@@ -65,6 +69,7 @@ bool has_fp16_tiles() {
   constexpr unsigned amx_fp16 = 1u << 21;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & amx_fp16) != 0;
 }
+#endif
 #endif
 
 bool detect(Isa level) {

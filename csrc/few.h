@@ -221,6 +221,7 @@ class FewQueries : FewTiles<E> {
     std::memcpy(o.out + m * v_cols, out, static_cast<size_t>(v_cols) * sizeof(float));
     std::memset(o.sums + m * sum_lanes, 0, static_cast<size_t>(sum_lanes) * sizeof(float));
     o.sums[m * sum_lanes] = sums.total;
+    if constexpr (rounds_weights<E>) o.sums[m * sum_lanes + 2 * Vec::width] = sums.total;
     o.maximum[m] = std::isnan(sums.total) ? sums.total : sums.top + E::exponent_offset;
   }
 
@@ -278,8 +279,9 @@ class FewQueries : FewTiles<E> {
     const bool sees = sees_any(row.spans, a.runs);
     if (!sees) std::memset(out, 0, sizeof out);  // whatever the bias of hidden keys was
     const double base = changes ? RowOptions(a, u.b, row.h, row.i, 1.0f).base() : 0.0;
-    RowEnd end =
-        end_of_row(top - E::exponent_offset, sees ? whole_sum(sums) : 0.0f, sink_of(a, row.h), kept_weight_of(a), base);
+    const float sum = sees ? whole_sum(sums) : 0.0f;
+    RowEnd end = end_of_row(top - E::exponent_offset, sum, sink_of(a, row.h), kept_weight_of(a), base);
+    end.factor *= correction_of<E>(sums, sum);
     if (sees && is_lost<T>(a, u.b, row.h, row.i, end.lse, base))
       end = {1.0f, ExactRow<T>(a, u.b, row.h, row.i).forward(out)};
     write_row<T>(out, end.factor, a.out, u.b, row.h, row.i, a.v_dim);

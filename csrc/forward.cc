@@ -6,6 +6,7 @@
 #include <cassert>
 #include <optional>
 
+#include "engines.h"
 #include "exact.h"
 #include "few.h"
 #include "forward_tiles.h"
@@ -161,7 +162,8 @@ class Forward : ForwardTiles<E> {
     const RowEnd end = end_of_row(o.maximum[r] - E::exponent_offset, sum, sink_of(a, h), kept_weight_of(a), base);
     if (sees && is_lost<T>(a, b, h, i, end.lse, base)) return exact_row(b, h, i);
     if (!sees) std::memset(o.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
-    write_row<T>(o.out + r * v_cols, end.factor, a.out, b, h, i, a.v_dim);
+    const float factor = end.factor * correction_of<E>(o.sums + r * sum_lanes, sum);
+    write_row<T>(o.out + r * v_cols, factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);
   }
 

@@ -1,6 +1,6 @@
 // The loops behind the ceilings, compiled once per instruction-set level.
+#include "amx_engine.h"
 #include "attention.h"
-#include "tile.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 namespace {

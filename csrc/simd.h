@@ -159,6 +159,11 @@ inline void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i
 inline void store_two(bf16* p, Vec a, Vec b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
 }
+// sum + a + b, rounded as they are stored.
+inline Vec add_rounded(const bf16*, Vec sum, Vec a, Vec b = zero()) {
+  const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+  return {_mm512_dpbf16_ps(sum.v, _mm512_cvtne2ps_pbh(b.v, a.v), ones)};
+}
 #endif
 inline void store(f16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
@@ -166,6 +171,10 @@ inline void store(f16* p, Vec a) {
 inline void store_two(f16* p, Vec a, Vec b) {
   store(p, a);
   store(p + Vec::width, b);
+}
+inline Vec add_rounded(const f16*, Vec sum, Vec a, Vec b = zero()) {
+  const auto round = [](Vec x) { return _mm512_cvtph_ps(_mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); };
+  return {_mm512_add_ps(sum.v, _mm512_add_ps(round(a), round(b)))};
 }
 
 inline Mask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }

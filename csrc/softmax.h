@@ -64,13 +64,30 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
 }
 
 // State of the online softmax of a strip: for each row a whole number that its maximum so far exceeds by little, in
-// units of log2, and two vectors of partial sums.
+// units of log2, and vectors of partial sums: two of its weights, one of its weights as products take them, where some
+// engine of this level rounds them to 16 bits.
 struct Running {
   float* maximum;
   float* sums;
 };
+#if defined(__AVX512BF16__)
+inline constexpr int64_t sum_lanes = 3 * Vec::width;
+#else
 inline constexpr int64_t sum_lanes = 2 * Vec::width;
+#endif
+template <class E>
+inline constexpr bool rounds_weights = sizeof(typename E::Exponential) == 2;
+
 inline float whole_sum(const float* lanes) { return reduce_add(load(lanes) + load(lanes + Vec::width)); }
+
+// What the weighted values of a row are multiplied by, besides, so that rounded weights have a sum of 1 too: the only
+// key that counts has a weight of exactly 1.
+template <class E>
+inline float correction_of(const float* lanes, float sum) {
+  if constexpr (rounds_weights<E>)
+    if (const float rounded = reduce_add(load(lanes + 2 * Vec::width)); rounded > 0.0f) return sum / rounded;
+  return 1.0f;
+}
 
 // May terms 2^x * v be summed that are up to 2^40 greater than v, given the largest squared norm of the values? Floats
 // have room for 2^31 of them with |v| <= 2^50.
@@ -159,7 +176,10 @@ inline void exponentials(const float* s, int64_t cols, const From& from, float s
 template <class E, bool Drops, bool Shifted, class From>
 inline void weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
                        float shift, float* sums, const uint32_t* kept) {
-  const auto put = [=]<class... Last>(int64_t j, Vec x, Last... y) {
+  Vec rounded = zero();
+  if constexpr (rounds_weights<E>) rounded = load(sums + 2 * Vec::width);
+  const auto put = [=, &rounded]<class... Last>(int64_t j, Vec x, Last... y) {
+    if constexpr (rounds_weights<E>) rounded = add_rounded(p, rounded, x, y...);
     if constexpr (Drops) {
       const uint32_t bits = kept[j / 32] >> (j % 32);
       x = select(from_bits(bits), x, zero());
@@ -174,6 +194,7 @@ inline void weights_of(const float* s, typename E::Element* p, int64_t plane, in
     }
   };
   exponentials<typename E::Exponential, Shifted>(s, cols, from, shift, sums, put);
+  if constexpr (rounds_weights<E>) store(sums + 2 * Vec::width, rounded);
 }
 
 // Any function of an index, called through a pointer: what is compiled once need not be a template of it.

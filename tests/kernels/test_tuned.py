@@ -161,8 +161,9 @@ def test_importing_and_calling_work_with_a_damaged_file(cache: Path, monkeypatch
         "assert (out == 1).all()"
     )
     command = [sys.executable, "-W", "error", "-c", code]
+    path_of_modules = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])
     for value, lines in {str(path.parent): 1, "off": 0}.items():
-        environment = os.environ | {"ATTNSPAN_TUNE_CACHE": value, "PYTHONPATH": SOURCE}
+        environment = os.environ | {"ATTNSPAN_TUNE_CACHE": value, "PYTHONPATH": path_of_modules}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert len(done.stderr.splitlines()) == lines, done.stderr
@@ -287,4 +288,6 @@ def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
     for name in ("dq", "dk", "dv"):
         assert torch.equal(looked_up[name], explicit[name]), name
         assert torch.equal(own_choice[name], plain[name]), "an explicit configuration overrides the table"
-    assert any(not torch.equal(looked_up[name], plain[name]) for name in ("dq", "dk", "dv"))
+    # Tiles go on with the sums that they load: no block shows in their results.
+    if not cpu.isa().startswith("amx"):
+        assert any(not torch.equal(looked_up[name], plain[name]) for name in ("dq", "dk", "dv"))

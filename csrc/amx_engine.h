@@ -1,0 +1,261 @@
+// Products by the processor's matrix tiles (AMX).
+#pragma once
+
+#include "tile.h"
+
+#if defined(__AMX_BF16__)
+
+#if defined(ATTNSPAN_EMULATED_TILES)
+#include "../tests/native/emulated_tiles.h"
+#else
+#include "amx.h"
+#endif
+
+namespace attnspan::ATTNSPAN_ISA {
+
+// Four accumulators of 16 x 16 (tiles 0 1 / 2 3) and two operands of each side (4 5, 6 7).
+//
+// With one piece an element is a bfloat16. With two or three it is the exact sum of so many bfloat16 numbers: float16
+// takes two, float32 three of 8 bits each. A product then takes three or six products of pieces; those that are left
+// out are below 2^-16 and 2^-24 of the whole (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype For Higher-Precision Computations", section 3).
+//
+// Processors with float16 tiles take float16 as it is.
+template <class C, int Pieces>
+struct AmxEngine {
+  using Element = C;
+  using Exponential = std::conditional_t<Pieces == 1, C, float>;
+  static constexpr int pair = 2, pieces = Pieces;
+  static constexpr bool wide_exponents = !std::is_same_v<C, f16>;
+  // Probabilities are held 2^15 times their size relative to the row's maximum: float16 has few numbers below 1.
+  static constexpr float exponent_offset = wide_exponents ? 0.0f : 15.0f;
+  static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32, seen_step = 32;
+  static constexpr bool overlaps = true;
+  // As for vectors; but tiles of one piece go on with the sums that they load, however products are cut.
+  static constexpr int64_t cut = Pieces == 1 ? key_sums : 128, gradient_cut = Pieces == 1 ? 192 : 96;
+  // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
+  static constexpr bool interleaved = Pieces > 1;
+
+  // The processor's tiles are configured while it lives.
+  class Session {
+   public:
+    Session() {
+      struct alignas(64) Config {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      };
+      static const Config config;
+      load_tile_config(&config);
+    }
+    ~Session() { release_tiles(); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+  };
+
+  [[gnu::noinline]] static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
+                                        bool add, Ahead* = nullptr) {
+    asm volatile("" : : : "memory");  // tile loads do not say that they read memory
+    if constexpr (Pieces == 1)
+      if (!add && m == 32 && n > 32) return short_product(a.data, a.stride, b.data, b.stride, c, ldc, n, k);
+    for (int64_t j = 0; j < n; j += 32) {
+      const Side<C> bj = b.from(j / panel * b.stride);
+      const bool n2 = n - j >= 32;
+      for (int64_t i = 0; i < m; i += 32) {
+        const Side<C> ai = a.from(i * a.stride);
+        float* cij = c + i * ldc + j;
+        if (m - i >= 32)
+          n2 ? block<true, true>(ai, bj, cij, ldc, k, add) : block<true, false>(ai, bj, cij, ldc, k, add);
+        else
+          n2 ? block<false, true>(ai, bj, cij, ldc, k, add) : block<false, false>(ai, bj, cij, ldc, k, add);
+      }
+    }
+  }
+
+  // Products of one operand of 16 rows, over and over: what the tiles can do at best.
+  static void repeat(const C* operand, int64_t rounds) {
+    zero_sums();
+    load_tile<4>(operand, 64);
+    load_tile<5>(operand, 64);
+    load_tile<6>(operand, 64);
+    load_tile<7>(operand, 64);
+    for (int64_t i = 0; i < rounds; ++i) multiply_loaded<true, true>();
+  }
+
+  // Columns [0, 16) and [16, 32) of a group of 32 in a row of A.
+  static void store_group(C* group, int64_t, int64_t plane, Vec x, Vec y) {
+    if constexpr (Pieces == 1)
+      store_two(group, x, y);
+    else
+      store_pieces(group, plane, x, y);
+  }
+
+  // A line of B: one step of depth, two rows of 16 columns.
+  static void store_line(C* line, int64_t plane, const Vec (&x)[2]) {
+    if constexpr (Pieces == 1)
+      store_step(line, x);
+    else
+      store_pieces(line, plane, x[0], x[1]);
+  }
+
+ private:
+  template <bool M2, bool N2>
+  static void block(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t k, bool add) {
+    if constexpr (Pieces == 1) {
+      add ? load_sums<M2, N2>(c, ldc) : zero_sums();
+      multiply<M2, N2>(a.data, a.stride, b.data, b.stride, k);
+      store_sums<M2, N2>(c, ldc);
+      return;
+    }
+    // Small products first, and sums from zero: their rounding then weighs less than that of one long float sum.
+    zero_sums();
+    multiply_small<M2, N2>(a, b, k, !add);
+    multiply<M2, N2>(a.data, a.stride, b.data, b.stride, k);
+    if (!add) return store_sums<M2, N2>(c, ldc);
+    alignas(64) float sums[32 * 32];
+    store_sums<M2, N2>(sums, 32);
+    for (int i = 0; i < (M2 ? 32 : 16); ++i)
+      for (int j = 0; j < (N2 ? 32 : 16); j += 16)
+        store(c + i * ldc + j, load(c + i * ldc + j) + load(sums + i * 32 + j));
+  }
+
+  static void zero_sums() {
+    clear_tile<0>();
+    clear_tile<1>();
+    clear_tile<2>();
+    clear_tile<3>();
+  }
+  template <bool M2, bool N2>
+  static void load_sums(const float* c, int64_t ldc) {
+    load_tile<0>(c, ldc * 4);
+    if constexpr (N2) load_tile<1>(c + 16, ldc * 4);
+    if constexpr (M2) load_tile<2>(c + 16 * ldc, ldc * 4);
+    if constexpr (M2 && N2) load_tile<3>(c + 16 * ldc + 16, ldc * 4);
+  }
+  template <bool M2, bool N2>
+  static void store_sums(float* c, int64_t ldc) {
+    store_tile<0>(c, ldc * 4);
+    if constexpr (N2) store_tile<1>(c + 16, ldc * 4);
+    if constexpr (M2) store_tile<2>(c + 16 * ldc, ldc * 4);
+    if constexpr (M2 && N2) store_tile<3>(c + 16 * ldc + 16, ldc * 4);
+  }
+
+  template <bool M2>
+  static void load_a(Side<C> a, int piece, int64_t s) {
+    const C* p = a.data + piece * a.plane + s;
+    load_tile<4>(p, a.stride * 2);
+    if constexpr (M2) load_tile<5>(p + 16 * a.stride, a.stride * 2);
+  }
+  template <bool N2>
+  static void load_b(Side<C> b, int piece, int64_t s) {
+    const C* p = b.data + piece * b.plane + s * panel;
+    load_tile<6>(p, 64);
+    if constexpr (N2) load_tile<7>(p + b.stride, 64);
+  }
+  template <bool M2, bool N2>
+  static void multiply_loaded() {
+    multiply_tiles<C, 0, 4, 6>();
+    if constexpr (N2) multiply_tiles<C, 1, 4, 7>();
+    if constexpr (M2) multiply_tiles<C, 2, 5, 6>();
+    if constexpr (M2 && N2) multiply_tiles<C, 3, 5, 7>();
+  }
+
+  // All products but that of the first pieces, in an order in which each shares a side with the one before. Scores
+  // (`all`) are exponents, where an error is absolute: float16 keeps its fourth product for them.
+  template <bool M2, bool N2>
+  static void multiply_small(Side<C> a, Side<C> b, int64_t k, bool all) {
+    for (int64_t s = 0; s < k; s += 32) {
+      if constexpr (Pieces == 3) {
+        load_a<M2>(a, 2, s), load_b<N2>(b, 0, s), multiply_loaded<M2, N2>();
+        load_a<M2>(a, 1, s), multiply_loaded<M2, N2>();
+        load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+        load_a<M2>(a, 0, s), multiply_loaded<M2, N2>();
+        load_b<N2>(b, 2, s), multiply_loaded<M2, N2>();
+      } else {
+        load_a<M2>(a, 1, s);
+        if (all) load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+        load_b<N2>(b, 0, s), multiply_loaded<M2, N2>();
+        load_a<M2>(a, 0, s), load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+      }
+    }
+  }
+
+  template <bool M2, bool N2>
+  static void multiply(const C* a, int64_t lda, const C* b, int64_t bs, int64_t k) {
+    for (int64_t s = 0; s < k; s += 32) {
+      load_tile<4>(a + s, lda * 2);
+      load_tile<6>(b + s * panel, 64);
+      multiply_tiles<C, 0, 4, 6>();
+      if constexpr (N2) {
+        load_tile<7>(b + bs + s * panel, 64);
+        multiply_tiles<C, 1, 4, 7>();
+      }
+      if constexpr (M2) {
+        load_tile<5>(a + 16 * lda + s, lda * 2);
+        multiply_tiles<C, 2, 5, 6>();
+      }
+      if constexpr (M2 && N2) multiply_tiles<C, 3, 5, 7>();
+    }
+  }
+
+  // The pieces of x in the lower halves of 16 words and those of y in the upper ones, a plane for each piece.
+  static void store_pieces(C* p, int64_t plane, Vec x, Vec y) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    for (int i = 0; i < Pieces; ++i) {
+      const __m512i a = _mm512_castps_si512(x.v), b = _mm512_and_si512(_mm512_castps_si512(y.v), upper);
+      _mm512_storeu_si512(p + i * plane, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+      if (i + 1 == Pieces) break;
+      x.v = _mm512_sub_ps(x.v, _mm512_castsi512_ps(_mm512_and_si512(a, upper)));
+      y.v = _mm512_sub_ps(y.v, _mm512_castsi512_ps(b));
+    }
+  }
+
+  // 32 rows times one panel, in either of two pairs of accumulators (tile numbers must be literals).
+  static void multiply_even(const C* a, int64_t lda, const C* b, int64_t k) {
+    clear_tile<0>();
+    clear_tile<1>();
+    for (int64_t s = 0; s < k; s += 32) {
+      load_tile<6>(b + s * panel, 64);
+      load_tile<4>(a + s, lda * 2);
+      multiply_tiles<C, 0, 4, 6>();
+      load_tile<5>(a + 16 * lda + s, lda * 2);
+      multiply_tiles<C, 1, 5, 6>();
+    }
+  }
+  static void store_even(float* c, int64_t ldc) {
+    store_tile<0>(c, ldc * 4);
+    store_tile<1>(c + 16 * ldc, ldc * 4);
+  }
+  static void multiply_odd(const C* a, int64_t lda, const C* b, int64_t k) {
+    clear_tile<2>();
+    clear_tile<3>();
+    for (int64_t s = 0; s < k; s += 32) {
+      load_tile<7>(b + s * panel, 64);
+      load_tile<4>(a + s, lda * 2);
+      multiply_tiles<C, 2, 4, 7>();
+      load_tile<5>(a + 16 * lda + s, lda * 2);
+      multiply_tiles<C, 3, 5, 7>();
+    }
+  }
+  static void store_odd(float* c, int64_t ldc) {
+    store_tile<2>(c, ldc * 4);
+    store_tile<3>(c + 16 * ldc, ldc * 4);
+  }
+
+  // A short product (k = head_dim) spends as long storing as multiplying: one pair of accumulators is stored while the
+  // other works.
+  static void short_product(const C* a, int64_t lda, const C* b, int64_t bs, float* c, int64_t ldc, int64_t n,
+                            int64_t k) {
+    multiply_even(a, lda, b, k);
+    for (int64_t j = 0; j < n; j += 32) {
+      if (j + 16 < n) multiply_odd(a, lda, b + (j + 16) / panel * bs, k);
+      store_even(c + j, ldc);
+      if (j + 32 < n) multiply_even(a, lda, b + (j + 32) / panel * bs, k);
+      if (j + 16 < n) store_odd(c + j + 16, ldc);
+    }
+  }
+};
+
+}  // namespace attnspan::ATTNSPAN_ISA
+
+#endif
