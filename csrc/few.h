@@ -221,7 +221,7 @@ class FewQueries : FewTiles<E> {
     std::memcpy(o.out + m * v_cols, out, static_cast<size_t>(v_cols) * sizeof(float));
     std::memset(o.sums + m * sum_lanes, 0, static_cast<size_t>(sum_lanes) * sizeof(float));
     o.sums[m * sum_lanes] = sums.total;
-    if constexpr (rounds_weights<E>) o.sums[m * sum_lanes + 2 * Vec::width] = sums.total;
+    if constexpr (rounds_weights<E>) o.sums[m * sum_lanes + weight_lanes] = sums.total;
     o.maximum[m] = std::isnan(sums.total) ? sums.total : sums.top + E::exponent_offset;
   }
 

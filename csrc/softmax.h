@@ -64,28 +64,33 @@ inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, in
 }
 
 // State of the online softmax of a strip: for each row a whole number that its maximum so far exceeds by little, in
-// units of log2, and vectors of partial sums: two of its weights, one of its weights as products take them, where some
-// engine of this level rounds them to 16 bits.
+// units of log2, and partial sums: of every 32nd weight (with fewer lanes, a sum of many equal weights errs more than
+// one of exact ones), and of weights as products take them, where some engine of this level rounds them to 16 bits.
 struct Running {
   float* maximum;
   float* sums;
 };
+inline constexpr int64_t weight_lanes = 32;
 #if defined(__AVX512BF16__)
-inline constexpr int64_t sum_lanes = 3 * Vec::width;
+inline constexpr int64_t sum_lanes = weight_lanes + Vec::width;
 #else
-inline constexpr int64_t sum_lanes = 2 * Vec::width;
+inline constexpr int64_t sum_lanes = weight_lanes;
 #endif
 template <class E>
 inline constexpr bool rounds_weights = sizeof(typename E::Exponential) == 2;
 
-inline float whole_sum(const float* lanes) { return reduce_add(load(lanes) + load(lanes + Vec::width)); }
+inline float whole_sum(const float* lanes) {
+  Vec sum = load(lanes) + load(lanes + Vec::width);
+  for (int64_t i = 2 * Vec::width; i < weight_lanes; i += Vec::width) sum = sum + load(lanes + i);
+  return reduce_add(sum);
+}
 
 // What the weighted values of a row are multiplied by, besides, so that rounded weights have a sum of 1 too: the only
 // key that counts has a weight of exactly 1.
 template <class E>
 inline float correction_of(const float* lanes, float sum) {
   if constexpr (rounds_weights<E>)
-    if (const float rounded = reduce_add(load(lanes + 2 * Vec::width)); rounded > 0.0f) return sum / rounded;
+    if (const float rounded = reduce_add(load(lanes + weight_lanes)); rounded > 0.0f) return sum / rounded;
   return 1.0f;
 }
 
@@ -152,23 +157,29 @@ struct Scaled {
 // column j on, or the last one.
 template <class C, bool Shifted, class From, class Put>
 inline void exponentials(const float* s, int64_t cols, const From& from, float shift, float* sums, const Put& put) {
-  constexpr int w = Vec::width;
+  constexpr int w = Vec::width, vectors = weight_lanes / w;
   const auto weight = [by = set(shift)](Vec x) { return Shifted ? exp2_shifted<C>(x, by) : exp2<C>(x); };
-  Vec a = load(sums), b = load(sums + w);
-  int64_t j = 0;
-  for (; j + 2 * w <= cols; j += 2 * w) {
+  Vec sum[vectors];
+  for (int i = 0; i < vectors; ++i) sum[i] = load(sums + i * w);
+  const auto two = [&](int64_t j, int i) {
     const Vec x = weight(from(j, load(s + j))), y = weight(from(j + w, load(s + j + w)));
-    a = a + x;
-    b = b + y;
+    sum[i] = sum[i] + x;
+    sum[i + 1] = sum[i + 1] + y;
     put(j, x, y);
-  }
+  };
+  int64_t j = 0;
+  for (; j + weight_lanes <= cols; j += weight_lanes)
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; i += 2) two(j + i * w, i);
+#pragma GCC unroll 8
+  for (int i = 0; i + 2 < vectors; i += 2)
+    if (j + 2 * w <= cols) two(j, i), j += 2 * w;
   if (j < cols) {
     const Vec x = weight(from(j, load(s + j)));
-    a = a + x;
+    sum[0] = sum[0] + x;
     put(j, x);
   }
-  store(sums, a);
-  store(sums + w, b);
+  for (int i = 0; i < vectors; ++i) store(sums + i * w, sum[i]);
 }
 
 // The same, times 2^exponent_offset, as a row of A of an engine's products; p may be s itself where an element is one
@@ -177,7 +188,7 @@ template <class E, bool Drops, bool Shifted, class From>
 inline void weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
                        float shift, float* sums, const uint32_t* kept) {
   Vec rounded = zero();
-  if constexpr (rounds_weights<E>) rounded = load(sums + 2 * Vec::width);
+  if constexpr (rounds_weights<E>) rounded = load(sums + weight_lanes);
   const auto put = [=, &rounded]<class... Last>(int64_t j, Vec x, Last... y) {
     if constexpr (rounds_weights<E>) rounded = add_rounded(p, rounded, x, y...);
     if constexpr (Drops) {
@@ -194,7 +205,7 @@ inline void weights_of(const float* s, typename E::Element* p, int64_t plane, in
     }
   };
   exponentials<typename E::Exponential, Shifted>(s, cols, from, shift, sums, put);
-  if constexpr (rounds_weights<E>) store(sums + 2 * Vec::width, rounded);
+  if constexpr (rounds_weights<E>) store(sums + weight_lanes, rounded);
 }
 
 // Any function of an index, called through a pointer: what is compiled once need not be a template of it.
