@@ -172,8 +172,8 @@ SHAPES = {
     "all of 257": replace(PLAIN, batch=1, mask="full", q_len=257, k_len=257),
 }
 PROBLEMS = {"decode": 24, "all of 64": 3, "all of 257": 3}
-# The kernel has another way for few rows in each dtype, and where all is visible; one key that has all the weight
-# shows how weights are rounded.
+# The kernel has another way for few rows in each dtype, and where all is visible; one key that has all the
+# weight shows how weights are rounded.
 NAMED = [(shape, dtype) for shape in (*PROBLEMS, "large logits") for dtype in DTYPES]
 CELLS = cells(SHAPES, DTYPES, strength=1, named=NAMED)
 
