@@ -77,7 +77,11 @@ inline constexpr int64_t sum_lanes = weight_lanes + Vec::width;
 inline constexpr int64_t sum_lanes = weight_lanes;
 #endif
 template <class E>
-inline constexpr bool rounds_weights = sizeof(typename E::Exponential) == 2;
+inline constexpr bool rounds_weights = [] {
+  constexpr bool rounds = sizeof(typename E::Exponential) == 2;
+  static_assert(!rounds || sum_lanes > weight_lanes, "there is room for the sums of rounded weights");
+  return rounds;
+}();
 
 inline float whole_sum(const float* lanes) {
   Vec sum = load(lanes) + load(lanes + Vec::width);
@@ -85,8 +89,8 @@ inline float whole_sum(const float* lanes) {
   return reduce_add(sum);
 }
 
-// What the weighted values of a row are multiplied by, besides, so that rounded weights have a sum of 1 too: the only
-// key that counts has a weight of exactly 1.
+// What the weighted values of a row are multiplied by, besides, so that rounded weights have a sum of 1 too, as far as
+// floats do: so has the weight of the only key that counts.
 template <class E>
 inline float correction_of(const float* lanes, float sum) {
   if constexpr (rounds_weights<E>)

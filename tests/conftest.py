@@ -27,7 +27,8 @@ hypothesis.settings.register_profile("short", derandomize=True, deadline=None, m
 hypothesis.settings.register_profile("long", derandomize=False, deadline=None, max_examples=500)
 
 # A conftest is no module of its own, whose name others could take; --doctest-modules would read it as one.
-collect_ignore_glob = ["*conftest.py"]
+# sitecustomize is for processes that have the module that it loads.
+collect_ignore_glob = ["*conftest.py", "*sitecustomize.py"]
 
 # A program of XLA runs once or twice in a test: optimising it would take most of the time.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
