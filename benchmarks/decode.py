@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan import causal
 from attnspan.kernels import cpu
-from attnspan.tools.bench.devices import Device, cache_evictor
+from attnspan.tools.bench.devices import Device, cache_evictor, last_level_bytes
 from attnspan.tools.bench.statistics import Samples
 from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import attention
@@ -19,6 +19,8 @@ from attnspan.torch import attention
 BUDGET = Budget(seconds=float(sys.argv[1]) if sys.argv[1:] else 2.0)
 EVICT = cache_evictor("cpu")
 DIM = 64
+#: Bytes that are read to find how fast memory is: of a smaller buffer, the last cache holds a part.
+READ = max(1 << 28, 4 * last_level_bytes())
 #: (query heads, key heads, keys, queries)
 SHAPES = [
     (heads, kv_heads, k_len, q_len)
@@ -41,10 +43,9 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
     }
     reads: list[float] = []
 
-    def before() -> (
-        None
-    ):  # The caches are emptied before each sample, and the read is measured at the same moments.
-        reads.append(cpu.read_bandwidth(max(size, 1 << 26), num_threads=threads, seconds=0.05))
+    # The caches are emptied before each sample, and the read is measured at the same moments.
+    def before() -> None:
+        reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0.05))
         EVICT()
 
     subjects = [Subject(name, call, Device()) for name, call in calls.items()]

@@ -163,10 +163,10 @@ class BackwardTiles {
     const int64_t used = block_of_keys.strips();
     for (int64_t qb = seen.begin; qb < seen.end; ++qb) {
       if (o.block_hulls[qb].lo >= first + keys || o.block_hulls[qb].hi <= first) continue;
-      Range range[most_strips];
+      Range exact[most_strips], range[most_strips];
       Range all;
       for (int64_t s = 0; s < used; ++s) {
-        range[s] = seen_panels(o.mask, qb, first + s * strip);
+        exact[s] = seen_panels(o.mask, qb, first + s * strip), range[s] = in_pairs(exact[s]);
         all.include(range[s]);
       }
       if (all.size() == 0) continue;
@@ -174,11 +174,11 @@ class BackwardTiles {
       for (int64_t s = 0; s < used; ++s) {
         hide_outside(o.ds_keys, s, all, range[s]);
         if (range[s].size() > 0)
-          add_strip({o, head, qb, (qb - seen.begin) * panels() + range[s].begin, first, s * strip,
-                     keys_of(block_of_keys, s, s + 1), range[s]},
+          add_strip({o, head, qb, (qb - seen.begin) * panels() + exact[s].begin, first, s * strip,
+                     keys_of(block_of_keys, s, s + 1), range[s], exact[s]},
                     dk + s * strip * cols, dv + s * strip * v_cols);
       }
-      add_dq(o, block_of_keys, range, all, dq_of(head, qb));
+      add_dq(o, block_of_keys, qb, range, all, dq_of(head, qb));
     }
   }
 
@@ -206,12 +206,15 @@ class BackwardTiles {
         o.kept[j / 32 * block + i] = kept_of_32(a, o.random[qb * block + i], b, first + j);
   }
 
-  // Panels of a query block that see a strip of keys, as pairs: products want multiples of 32 queries.
+  // Panels of a query block that see a strip of keys, in whole steps of the engine.
   Range seen_panels(const Columns& mask, int64_t qb, int64_t key) const {
     Range r;
     for (int64_t p = 0; p < panels(); ++p)
-      if (mask.touches(qb * panels() + p, key, key + strip)) r.include({p & ~int64_t{1}, (p & ~int64_t{1}) + 2});
-    return r;
+      if (mask.touches(qb * panels() + p, key, key + strip)) r.include({p, p + 1});
+    return E::depth > panel ? in_pairs(r) : r;
+  }
+  static Range in_pairs(Range panels) {
+    return panels.size() > 0 ? Range{round_down(panels.begin, 2), round_up(panels.end, 2)} : panels;
   }
 
   // dS of a tile, packed with keys as depth: [query panel][key / pair][query][key % pair].
@@ -225,12 +228,12 @@ class BackwardTiles {
   }
 
   // A strip of keys, from `key` of the key block that starts at key `first`, and the panels of a query block that see
-  // it. The first of these is panel `at` of the packed queries.
+  // it, as pairs and exactly. The first of the latter is panel `at` of the packed queries.
   struct KeyStrip {
     const Own& own;
     const Head& head;
     int64_t query_block, at, first, key, keys;  // whole steps of the engine, at most a strip
-    Range seen;
+    Range seen, exact;
   };
 
   // Keys of a key block from strip `begin` to strip `end`.
@@ -241,11 +244,12 @@ class BackwardTiles {
   void add_strip(const KeyStrip& s, float* dk, float* dv) const {
     const Own& o = s.own;
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
+    const int64_t from = (s.exact.begin - s.seen.begin) * panel, seen = s.exact.size() * panel;
     E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + s.at * depth * panel, depth * panel, key_plane()},
-               o.scores, ld_scores(), s.keys, n, depth, false, o.ahead);
+               o.scores + from, ld_scores(), s.keys, seen, depth, false, o.ahead);
     E::product({o.v + s.key * v_depth, v_depth, v_plane()},
-               {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp, ld_scores(), s.keys, n,
-               v_depth, false, o.ahead);
+               {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp + from, ld_scores(), s.keys,
+               seen, v_depth, false, o.ahead);
     const bool less = s.head.deep || a.options.bias.kind == BiasKind::dense;
     const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
     if (a.options.softcap > 0.0f)
@@ -257,12 +261,12 @@ class BackwardTiles {
       else
         changes ? weights<true, true>(s, p) : weights<true, false>(s, p);
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
-    add_product<E, E::gradient_cut>({o.p, ld_weights(), weight_plane()},
+    add_product<E, E::gradient_cut>({o.p + from, ld_weights(), weight_plane()},
                                     {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()}, dv, v_cols,
-                                    s.keys, v_cols, p0 * panel, n, o.ahead);
-    add_product<E, E::gradient_cut>({o.ds, ld_weights(), weight_plane()},
+                                    s.keys, v_cols, p0 * panel + from, seen, o.ahead);
+    add_product<E, E::gradient_cut>({o.ds + from, ld_weights(), weight_plane()},
                                     {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, s.keys,
-                                    cols, p0 * panel, n, o.ahead);
+                                    cols, p0 * panel + from, seen, o.ahead);
   }
 
   static bool covers(const Columns& mask, int64_t p, int64_t key) {
@@ -353,18 +357,18 @@ class BackwardTiles {
     return kept;
   }
 
-  // dQ^T += K^T dS^T, two query panels at a time over the strips that they see.
-  void add_dq(const Own& o, const KeyBlock& keys, const Range* range, Range all, float* dq) const {
+  // dQ^T += K^T dS^T, two query panels at a time over the keys of the strips that they see.
+  void add_dq(const Own& o, const KeyBlock& keys, int64_t qb, const Range* range, Range all, float* dq) const {
     const int64_t used = keys.strips();
     for (int64_t p = all.begin; p < all.end; p += 2) {
       int64_t begin = used, end = 0;
       for (int64_t s = 0; s < used; ++s)
         if (range[s].begin <= p && p < range[s].end) begin = min(begin, s), end = s + 1;
-      if (begin < end)
-        add_product<E, E::gradient_cut>({o.k_columns + begin * strip, block, k_column_plane()},
-                                        {packed_line(o.ds_keys, p, begin * strip), block * panel, tile_plane()},
-                                        dq + p * panel, block, dim_rows, 2 * panel, begin * strip,
-                                        keys_of(keys, begin, end));
+      if (begin >= end) continue;
+      const int64_t from = begin * strip, seen = o.mask.end_of(qb * panels() + p, 2) - keys.first - from;
+      add_product<E, E::gradient_cut>(
+          {o.k_columns + from, block, k_column_plane()}, {packed_line(o.ds_keys, p, from), block * panel, tile_plane()},
+          dq + p * panel, block, dim_rows, 2 * panel, from, min(keys_of(keys, begin, end), round_up(seen, E::depth)));
     }
   }
 };

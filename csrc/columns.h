@@ -51,6 +51,13 @@ struct Columns {
     return false;
   }
 
+  // One past the last key that some query of `count` panels sees.
+  int64_t end_of(int64_t p, int64_t count) const {
+    int64_t end = 0;
+    for (int64_t i = p * runs; i < (p + count) * runs; ++i) end = max(end, hulls[i].hi);
+    return end;
+  }
+
   // Does every query of the panel see every key in [first, last)? (No false positives.)
   bool covers(int64_t p, int64_t first, int64_t last) const {
     for (int64_t r = 0; r < runs; ++r)

@@ -108,9 +108,9 @@ class FewTiles {
   }
 
   // What becomes of the products of a strip of rows and of n keys from `key` on.
-  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t key, int64_t n, Ahead* ahead,
+  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t count, int64_t key, int64_t n, Ahead* ahead,
                                      const Own& o) const {
-    for (int64_t m = 0; m < min(E::strip, u.rows - from); ++m) {
+    for (int64_t m = 0; m < count; ++m) {
       float* scores = o.scores + m * lds;
       if (changes) {
         const RowOptions& row = o.options[from + m];
@@ -119,7 +119,6 @@ class FewTiles {
       }
       hide(scores, key, n, row_of(u, from + m).spans, a.runs);
     }
-    const int64_t count = min(E::strip, u.rows - from);
     const float c = a.options.change_scores() ? 1.0f : magnitude_of(a.scale);
     const auto nothing = [](int64_t) {};
     const auto meanwhile = [ahead](int64_t) {
@@ -135,7 +134,7 @@ class FewTiles {
     const int64_t rows = round_up(min(E::strip, u.rows - from), E::rows);
     E::product({o.q + from * depth, depth, q_plane()}, {o.k, depth * panel, k_plane()}, o.scores, lds, rows, n, depth,
                false, &ahead);
-    ready_strip(u, from, key, n, &ahead, o);
+    ready_strip(u, from, min(E::strip, u.rows - from), key, n, &ahead, o);
     E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane()}, o.out + from * v_cols, v_cols, rows, v_cols, n,
                true, &ahead);
   }
@@ -237,16 +236,19 @@ class FewQueries : FewTiles<E> {
 
   // As the tiles of many queries, but each block is packed right before it is used, if at all.
   void by_blocks(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
-    using Few = Straight<T, E>;
+    using Few = Straight<T, E, Tiles::ldp>;
     [[maybe_unused]] const typename E::Session session;
-    const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
+    const bool straight = Few::serves(a.head_dim, a.v_dim);
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = min(block, last - key), n = round_up(valid, key_step);
       const T *k = x.key(key), *v = x.value(key);
       if (straight) {
-        Few::scores(o.q, depth, k, x.k_stride, x.dim, u.rows, n, valid, o.scores, this->lds);
-        this->ready_strip(u, 0, key, n, nullptr, o);
-        Few::values(o.p, this->ldp, v, x.v_stride, x.v_dim, u.rows, valid, o.out, v_cols);
+        for (int64_t from = 0, rows; from < u.rows; from += rows) {
+          rows = min(Few::together, u.rows - from);
+          Few::scores(o.q + from * depth, depth, k, x.k_stride, x.dim, rows, n, valid, o.scores, this->lds);
+          this->ready_strip(u, from, rows, key, n, nullptr, o);
+          Few::values(o.p, v, x.v_stride, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
+        }
         continue;
       }
       Pack::keys(k, x.k_stride, valid, x.dim, {o.k, this->k_plane()}, depth * panel, 0, n, depth);

@@ -111,25 +111,23 @@ class Forward : ForwardTiles<E> {
     for (int64_t n = sequences.at_place(slice, place); n < last && place < end; ++n) {
       const Sequence& s = sequences[n];
       const int64_t until = min(end, s.place + s.places());
-      // A few rows at a time, so that what looks at them and what copies them find them in L1.
       for (int64_t count; place < until; place += count) {
-        count = min(64, until - place);
-        pack_some(to, place, s.key + place - s.place, count, max(0, min(count, s.keys - (place - s.place))));
+        count = min(key_step, until - place);
+        pack_step(to, place, s.key + place - s.place, count, max(0, min(count, s.keys - (place - s.place))));
       }
     }
   }
 
-  // Keys from `key` on to `count` places: the first `valid` of them, then zeros.
-  void pack_some(const Packed& to, int64_t place, int64_t key, int64_t count, int64_t valid) const {
+  // A step of keys from `key` on: the first `valid` of `count`, then zeros. What looks at so few rows leaves them in L1
+  // for what copies them.
+  void pack_step(const Packed& to, int64_t place, int64_t key, int64_t count, int64_t valid) const {
     const T *k = at<T>(a.k, to.b, to.hk, key), *v = at<T>(a.v, to.b, to.hk, key);
     const int64_t first = place - to.place;
-    for (int64_t j = 0; j < count; j += key_step) {
-      const int64_t own = max(0, min(key_step, valid - j));
-      to.norms[(first + j) / key_step] = {largest_norm(k + j * a.k.row, a.k.row, own, a.head_dim),
-                                          largest_norm(v + j * a.v.row, a.v.row, own, a.v_dim)};
-    }
+    Norms& norms = to.norms[first / key_step];
+    norms.k = largest_norm(k, a.k.row, valid, a.head_dim);
     Pack::keys(k, a.k.row, valid, a.head_dim, {to.k + first / panel * this->k_panel(), this->k_plane()},
                this->k_panel(), 0, count, depth);
+    norms.v = largest_norm(v, a.v.row, valid, a.v_dim);
     Pack::dims(v, a.v.row, valid, a.v_dim, {to.v + first * panel, this->v_plane()}, this->v_panel(), 0, count, v_cols);
   }
 

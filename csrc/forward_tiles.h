@@ -320,7 +320,8 @@ class ForwardTiles {
     add_product<E, E::cut>({weights_in(o, ready), ldp(), p_plane()},
                            {head.keys.v + place_of(head, job.seen.lo) * panel, v_panel(), v_plane()},
                            o.out + job.row * v_cols, v_cols, round_up(job.rows, E::rows), v_cols,
-                           job.seen.lo - head.rows.origin, job.size(), &head.ahead);
+                           job.seen.lo - head.rows.origin,
+                           min(job.size(), round_up(job.seen.end - job.seen.lo, E::depth)), &head.ahead);
   }
   C* weights_in(const Own& o, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : o.p; }
 

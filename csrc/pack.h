@@ -46,6 +46,26 @@ struct alignas(64) Block {
     r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
   }
 }
+
+// Four units of each of 16 rows, `stride` bytes apart: r[u] has unit u of all rows. Four rows are put together as they
+// are loaded, which leaves half the shuffles.
+[[gnu::always_inline]] inline void transposed_units(const char* p, int64_t stride, __m512i (&r)[4]) {
+  __m512i t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto of_row = [&](int64_t row) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + (row + i) * stride));
+    };
+    const __m512i x = _mm512_mask_broadcast_i32x4(_mm512_castsi128_si512(of_row(0)), 0x00f0, of_row(4));
+    t[i] = _mm512_mask_broadcast_i32x4(_mm512_mask_broadcast_i32x4(x, 0x0f00, of_row(8)), 0xf000, of_row(12));
+  }
+  const __m512i x = _mm512_unpacklo_epi32(t[0], t[1]), y = _mm512_unpackhi_epi32(t[0], t[1]);
+  const __m512i z = _mm512_unpacklo_epi32(t[2], t[3]), w = _mm512_unpackhi_epi32(t[2], t[3]);
+  r[0] = _mm512_unpacklo_epi64(x, z);
+  r[1] = _mm512_unpackhi_epi64(x, z);
+  r[2] = _mm512_unpacklo_epi64(y, w);
+  r[3] = _mm512_unpackhi_epi64(y, w);
+}
 #endif
 
 [[gnu::noinline]] inline void transpose(Block& x) {
@@ -84,6 +104,7 @@ template <class T, class C>
 struct Packer {
   static constexpr bool same = sizeof(C) == 2;  // halves stay what they are; everything else becomes float
   static constexpr int64_t pair = same ? 2 : 1;
+  static constexpr int64_t in_unit = 4 / sizeof(T);  // elements of 32 bits
   static_assert(!same || sizeof(T) == 2);
 
   // `n` consecutive elements (at most 16 * pair) as one line of 16 units.
@@ -118,6 +139,32 @@ struct Packer {
       const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + stride)));
       return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
     }
+  }
+#endif
+
+#if defined(__AVX512F__)
+  // Dims [d, d + 4 * in_unit) of 16 rows, as the lines of B that are their steps of depth: use(n, line), n from 0 on.
+  template <class Use>
+  [[gnu::always_inline]] static void lines_of_16(const T* p, int64_t stride, const Use& use) {
+    __m512i unit[4];
+    transposed_units(reinterpret_cast<const char*>(p), stride * static_cast<int64_t>(sizeof(T)), unit);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n)
+      if constexpr (same || in_unit == 1) {
+        use(n, unit[n]);
+      } else {
+        use(2 * n, widened<0>(unit[n]));
+        use(2 * n + 1, widened<1>(unit[n]));
+      }
+  }
+  // One half of each unit, as a float.
+  template <int Half>
+  [[gnu::always_inline]] static __m512i widened(__m512i x) {
+    if constexpr (std::is_same_v<T, bf16>)
+      return Half == 0 ? _mm512_slli_epi32(x, 16)
+                       : _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+    else
+      return _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(Half == 0 ? x : _mm512_srli_epi32(x, 16))));
   }
 #endif
 
@@ -187,25 +234,23 @@ struct Packer {
   // Rows [first, first + count) of the array, count a multiple of 16; `bs` elements between panels.
   [[gnu::noinline]] static void keys(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs,
                                      int64_t first, int64_t count, int64_t depth) {
-    Block x;
-    for (int64_t i = first; i < first + count; i += panel)
-      for (int64_t d = 0; d < depth; d += 16 * pair) {
-        C* to = b.data + i / panel * bs + d * panel;
+    for (int64_t i = first; i < first + count; i += panel) {
+      C* const to = b.data + i / panel * bs;
+      int64_t d = 0;
 #if defined(__AVX512F__)
-        if (i + 16 <= rows && d + 16 * pair <= min(dim, depth)) {
-          __m512i r[16];
-          for (int n = 0; n < 16; ++n) r[n] = whole_line(p + (i + n) * stride + d);
-          transpose(r);
-          for (int n = 0; n < 16; ++n) _mm512_storeu_si512(to + n * 16 * pair, r[n]);
-          continue;
-        }
+      for (; i + 16 <= rows && d + 4 * in_unit <= min(dim, depth); d += 4 * in_unit)
+        lines_of_16(p + i * stride + d, stride,
+                    [to = to + d * panel](int n, __m512i line) { _mm512_storeu_si512(to + n * 16 * pair, line); });
 #endif
+      for (; d < depth; d += 16 * pair) {
+        Block x;
         for (int64_t r = 0; r < 16; ++r)
           line(i + r < rows ? p + (i + r) * stride + d : p, i + r < rows ? dim - d : 0, x.unit[r]);
         transpose(x);
         for (int64_t line = 0; line < min(16, (depth - d) / pair); ++line)
-          std::memcpy(to + line * 16 * pair, x.unit[line], 64);
+          std::memcpy(to + d * panel + line * 16 * pair, x.unit[line], 64);
       }
+    }
   }
 
   [[gnu::noinline]] static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs,

@@ -55,25 +55,26 @@ inline Hull hull_of(const int32_t* spans, int64_t rows, int64_t runs) {
   return hull;
 }
 
-// The part of a key range that a group of rows sees, from `origin` on in steps of keys, up to a multiple of `step`;
-// `full` if every row sees all of it.
+// The part of a key range that a group of rows sees, from `origin` on in steps of keys, up to a multiple of `step`, and
+// where it ends exactly; `full` if every row sees all of it.
 struct Seen {
-  int64_t lo, hi;
+  int64_t lo, hi, end;
   bool full;
 };
 
 inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& hull, int64_t first, int64_t last,
                  int64_t origin, int64_t step) {
   int64_t lo = max(first, hull.lo), hi = min(last, hull.hi);
-  if (lo >= hi) return {0, 0, false};
+  if (lo >= hi) return {0, 0, 0, false};
   if (runs > 1) {  // the hull may have holes
     lo = last, hi = first;
     for (int64_t i = 0; i < rows * runs; ++i) {
       const int64_t l = max(spans[2 * i], first), h = min(spans[2 * i + 1], last);
       if (l < h) lo = min(lo, l), hi = max(hi, h);
     }
-    if (lo >= hi) return {0, 0, false};
+    if (lo >= hi) return {0, 0, 0, false};
   }
+  const int64_t end = hi;
   lo = origin + round_down(lo - origin, key_step), hi = origin + round_up(hi - origin, step);
   bool full = runs == 1 && hull.all_lo <= lo && hull.all_hi >= hi;
   if (runs > 1) {
@@ -83,7 +84,7 @@ inline Seen look(const int32_t* spans, int64_t rows, int64_t runs, const Hull& h
       for (int64_t r = i * runs; r < (i + 1) * runs; ++r) full |= spans[2 * r] <= lo && spans[2 * r + 1] >= hi;
     }
   }
-  return {lo, hi, full};
+  return {lo, hi, end, full};
 }
 
 inline bool sees_any(const int32_t* spans, int64_t runs) {

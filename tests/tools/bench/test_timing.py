@@ -95,7 +95,7 @@ def test_cold_samples_are_one_call_each_after_emptied_caches():
 
 def test_evicting_walks_more_than_the_last_cache(monkeypatch):
     seen = []
-    monkeypatch.setattr("attnspan.tools.bench.devices._last_level_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("attnspan.tools.bench.devices.last_level_bytes", lambda: 1 << 16)
     monkeypatch.setattr(np, "add", lambda x, _one, out: seen.append((x is out, x.nbytes)))
     cache_evictor("cpu")()
     assert seen == [(True, 1 << 17)]

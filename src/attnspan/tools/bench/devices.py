@@ -10,7 +10,7 @@ import numpy as np
 from attnspan.errors import DeviceError, expect
 from attnspan.tools.bench.environment import caches
 
-__all__ = ["CudaDevice", "Device", "JaxDevice", "cache_evictor", "device_named"]
+__all__ = ["CudaDevice", "Device", "JaxDevice", "cache_evictor", "device_named", "last_level_bytes"]
 
 _UNKNOWN_CACHE = 64 << 20
 
@@ -144,12 +144,17 @@ def cache_evictor(name: str) -> Callable[[], object]:
             torch.cuda.synchronize()
 
         return walk
-    data = np.zeros(2 * _last_level_bytes() // 8, np.int64)
+    data = np.zeros(2 * last_level_bytes() // 8, np.int64)
     return lambda: np.add(data, 1, out=data)
 
 
-def _last_level_bytes() -> int:
-    """Size of the largest cache of the first core; 64 MiB where the system does not tell."""
+def last_level_bytes() -> int:
+    """Size of the largest cache of the first core, in bytes; 64 MiB where the system does not tell.
+
+    Example:
+        >>> last_level_bytes() > 0
+        True
+    """
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = [int(text.rstrip("KMG")) * units.get(text[-1], 1) for text in caches().values()]
     return max(sizes, default=_UNKNOWN_CACHE)
