@@ -10,79 +10,9 @@
 
 #include <type_traits>
 
-#include "tile.h"
+#include "transpose.h"
 
 namespace attnspan::ATTNSPAN_ISA {
-
-// Sixteen 32-bit units: 16 floats or 16 pairs of bfloat16.
-struct alignas(64) Block {
-  uint32_t unit[16][16];
-  // Rows of floats.
-  void set(int64_t row, const float* from) { std::memcpy(unit[row], from, 64); }
-  void get(int64_t row, float* to) const { std::memcpy(to, unit[row], 64); }
-};
-
-#if defined(__AVX512F__)
-[[gnu::always_inline]] inline void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; ++i) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
-}
-
-// Four units of each of 16 rows, `stride` bytes apart: r[u] has unit u of all rows. Four rows are put together as they
-// are loaded, which leaves half the shuffles.
-[[gnu::always_inline]] inline void transposed_units(const char* p, int64_t stride, __m512i (&r)[4]) {
-  __m512i t[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const auto of_row = [&](int64_t row) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + (row + i) * stride));
-    };
-    const __m512i x = _mm512_mask_broadcast_i32x4(_mm512_castsi128_si512(of_row(0)), 0x00f0, of_row(4));
-    t[i] = _mm512_mask_broadcast_i32x4(_mm512_mask_broadcast_i32x4(x, 0x0f00, of_row(8)), 0xf000, of_row(12));
-  }
-  const __m512i x = _mm512_unpacklo_epi32(t[0], t[1]), y = _mm512_unpackhi_epi32(t[0], t[1]);
-  const __m512i z = _mm512_unpacklo_epi32(t[2], t[3]), w = _mm512_unpackhi_epi32(t[2], t[3]);
-  r[0] = _mm512_unpacklo_epi64(x, z);
-  r[1] = _mm512_unpackhi_epi64(x, z);
-  r[2] = _mm512_unpacklo_epi64(y, w);
-  r[3] = _mm512_unpackhi_epi64(y, w);
-}
-#endif
-
-[[gnu::noinline]] inline void transpose(Block& x) {
-#if defined(__AVX512F__)
-  __m512i r[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(x.unit[i]);
-  transpose(r);
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(x.unit[i], r[i]);
-#else
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < i; ++j) {
-      const uint32_t keep = x.unit[i][j];
-      x.unit[i][j] = x.unit[j][i];
-      x.unit[j][i] = keep;
-    }
-#endif
-}
 
 // A line of 64 bytes, or the beginning of one. (A copy of unknown length is a call that costs more than the copy.)
 inline void copy_line(void* to, const void* from, int64_t bytes) {
@@ -104,7 +34,6 @@ template <class T, class C>
 struct Packer {
   static constexpr bool same = sizeof(C) == 2;  // halves stay what they are; everything else becomes float
   static constexpr int64_t pair = same ? 2 : 1;
-  static constexpr int64_t in_unit = 4 / sizeof(T);  // elements of 32 bits
   static_assert(!same || sizeof(T) == 2);
 
   // `n` consecutive elements (at most 16 * pair) as one line of 16 units.
@@ -122,51 +51,33 @@ struct Packer {
     }
   }
 
+  // Columns of `pair` consecutive rows as one vector.
+  static Vec whole_step(const T* p, [[maybe_unused]] int64_t stride) {
+    if constexpr (!same) return load(p);
 #if defined(__AVX512F__)
-  // Whole lines and steps stay in registers.
-  static __m512i whole_line(const T* p) {
-    if constexpr (same)
-      return _mm512_loadu_si512(p);
-    else
-      return _mm512_castps_si512(load(p).v);
-  }
-  static __m512i whole_step(const T* p, int64_t stride) {
-    if constexpr (!same) {
-      static_cast<void>(stride);
-      return whole_line(p);
-    } else {
+    else {
       const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
       const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + stride)));
-      return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+      return {_mm512_castsi512_ps(_mm512_or_si512(even, _mm512_slli_epi32(odd, 16)))};
     }
-  }
 #endif
+  }
 
-#if defined(__AVX512F__)
-  // Dims [d, d + 4 * in_unit) of 16 rows, as the lines of B that are their steps of depth: use(n, line), n from 0 on.
+  // The first `in_block` dims of Vec::width rows as steps of depth: use(n, line), with n from 0 on.
+  static constexpr int64_t in_unit = 4 / sizeof(T), in_block = 4 * in_unit;
   template <class Use>
-  [[gnu::always_inline]] static void lines_of_16(const T* p, int64_t stride, const Use& use) {
-    __m512i unit[4];
-    transposed_units(reinterpret_cast<const char*>(p), stride * static_cast<int64_t>(sizeof(T)), unit);
+  [[gnu::always_inline]] static void steps(const T* p, int64_t stride, const Use& use) {
+    Vec unit[4];
+    load_units(p, stride * static_cast<int64_t>(sizeof(T)), unit);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n)
       if constexpr (same || in_unit == 1) {
         use(n, unit[n]);
       } else {
-        use(2 * n, widened<0>(unit[n]));
-        use(2 * n + 1, widened<1>(unit[n]));
+        use(2 * n, halves<T, 0>(unit[n]));
+        use(2 * n + 1, halves<T, 1>(unit[n]));
       }
   }
-  // One half of each unit, as a float.
-  template <int Half>
-  [[gnu::always_inline]] static __m512i widened(__m512i x) {
-    if constexpr (std::is_same_v<T, bf16>)
-      return Half == 0 ? _mm512_slli_epi32(x, 16)
-                       : _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
-    else
-      return _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(Half == 0 ? x : _mm512_srli_epi32(x, 16))));
-  }
-#endif
 
   // The same 16 dims of `pair` consecutive rows, interleaved: one step of depth.
   static void step(const T* p, int64_t stride, int64_t rows, int64_t n, uint32_t* unit) {
@@ -179,7 +90,7 @@ struct Packer {
       n = max(0, min(n, 16));
 #if defined(__AVX512F__)
       if (n == 16 && rows >= 2) {
-        _mm512_store_si512(unit, whole_step(p, stride));
+        store(reinterpret_cast<float*>(unit), whole_step(p, stride));
         return;
       }
 #endif
@@ -211,24 +122,44 @@ struct Packer {
   // dims x rows; `padded_rows` a multiple of 16 * pair.
   [[gnu::noinline]] static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
                                         int64_t padded_rows, int64_t padded_dim) {
-    Block x;
-    for (int64_t d = 0; d < padded_dim; d += 16)
-      for (int64_t i = 0; i < padded_rows; i += 16 * pair) {
-#if defined(__AVX512F__)
-        if (i + 16 * pair <= rows && d + 16 <= min(dim, padded_dim)) {
-          __m512i r[16];
-          for (int s = 0; s < 16; ++s) r[s] = whole_step(p + (i + s * pair) * stride + d, stride);
-          transpose(r);
-          for (int s = 0; s < 16; ++s) _mm512_storeu_si512(a.data + (d + s) * lda + i, r[s]);
-          continue;
-        }
-#endif
+    for (int64_t i = 0; i < padded_rows; i += 16 * pair) {
+      int64_t d = 0;
+      for (; i + 16 * pair <= rows && d + in_block <= min(dim, padded_dim); d += in_block)
+        few_columns(p + i * stride + d, stride, a.data + d * lda + i, lda);
+      for (; d < padded_dim; d += 16) {
+        Block x;
         for (int64_t s = 0; s < 16; ++s)
           step(p + (i + s * pair) * stride + d, stride, rows - i - s * pair, dim - d, x.unit[s]);
         transpose(x);
         const int64_t valid = min(16, padded_dim - d);
         for (int64_t r = 0; r < valid; ++r) std::memcpy(a.data + (d + r) * lda + i, x.unit[r], 64);
       }
+    }
+  }
+  struct Evens {
+    alignas(64) uint16_t index[32] = {};
+    constexpr Evens() {
+      for (int i = 0; i < 32; ++i) index[i] = static_cast<uint16_t>(2 * i);
+    }
+  };
+  // A line each of the first `in_block` dims.
+  static void few_columns(const T* p, int64_t stride, C* a, int64_t lda) {
+    if constexpr (pair == 1)
+      for (int64_t r = 0; r < panel; r += Vec::width)
+        steps(p + r * stride, stride, [&](int n, Vec column) { store(a + n * lda + r, column); });
+#if defined(__AVX512F__)
+    else {
+      static constexpr Evens even;
+      const __m512i first = _mm512_load_si512(even.index), second = _mm512_add_epi16(first, _mm512_set1_epi16(1));
+      Vec x[4], y[4];
+      load_units(p, 2 * stride, x), load_units(p + 16 * stride, 2 * stride, y);
+      for (int64_t n = 0; n < 4; ++n) {
+        const __m512i low = _mm512_castps_si512(x[n].v), high = _mm512_castps_si512(y[n].v);
+        _mm512_storeu_si512(a + 2 * n * lda, _mm512_permutex2var_epi16(low, first, high));
+        _mm512_storeu_si512(a + (2 * n + 1) * lda, _mm512_permutex2var_epi16(low, second, high));
+      }
+    }
+#endif
   }
 
   // Rows [first, first + count) of the array, count a multiple of 16; `bs` elements between panels.
@@ -237,11 +168,11 @@ struct Packer {
     for (int64_t i = first; i < first + count; i += panel) {
       C* const to = b.data + i / panel * bs;
       int64_t d = 0;
-#if defined(__AVX512F__)
-      for (; i + 16 <= rows && d + 4 * in_unit <= min(dim, depth); d += 4 * in_unit)
-        lines_of_16(p + i * stride + d, stride,
-                    [to = to + d * panel](int n, __m512i line) { _mm512_storeu_si512(to + n * 16 * pair, line); });
-#endif
+      for (; i + panel <= rows && d + in_block <= min(dim, depth); d += in_block)
+        for (int64_t r = 0; r < panel; r += Vec::width)
+          steps(p + (i + r) * stride + d, stride, [to = to + d * panel, r](int n, Vec line) {
+            store(reinterpret_cast<float*>(to + n * panel * pair) + r, line);
+          });
       for (; d < depth; d += 16 * pair) {
         Block x;
         for (int64_t r = 0; r < 16; ++r)
@@ -260,7 +191,7 @@ struct Packer {
       for (int64_t d = 0; d < padded_dim; d += panel) {
 #if defined(__AVX512F__)
         if (i + pair <= rows && d + 16 <= dim) {
-          _mm512_storeu_si512(b.data + d / panel * bs + i * panel, whole_step(p + i * stride + d, stride));
+          store(reinterpret_cast<float*>(b.data + d / panel * bs + i * panel), whole_step(p + i * stride + d, stride));
           continue;
         }
 #endif

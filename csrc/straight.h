@@ -2,6 +2,8 @@
 // than so few rows save. Element for element the same sums as an engine's products of packed blocks.
 #pragma once
 
+#include <bit>
+
 #include "pack.h"
 #include "rows.h"
 
@@ -10,17 +12,18 @@ namespace attnspan::ATTNSPAN_ISA {
 // `ldp`: elements from one row of weights to the next.
 template <class T, class E, int64_t ldp>
 struct Straight {
-#if defined(__AVX512F__) && !defined(__AMX_BF16__)  // tiles sum in an order of their own
+#if !defined(__AMX_BF16__)  // tiles sum in an order of their own
   using C = typename E::Element;
   using Pack = Packer<T, C>;
   using Line = typename Step<C>::Line;
-  static constexpr int64_t pair = E::pair, together = 16, line = 64 / sizeof(T), ldq = max_dim + 64 / sizeof(C);
+  static constexpr int64_t pair = E::pair, line = 64 / sizeof(T), ldq = max_dim + 64 / sizeof(C);
+  static constexpr int64_t width = Vec::width, together = width == 16 ? 16 : 8;  // rows whose sums registers hold
   static constexpr int64_t ahead = 64;  // keys, which are fetched meanwhile: line after line, or no hardware helps
 
   // Whole lines only.
   static bool serves(int64_t dim, int64_t v_dim) { return dim % line == 0 && v_dim % 16 == 0; }
 
-  // Scores of at most 16 rows of A and n keys, `valid` of them rounded up to a multiple of key_step.
+  // Scores of at most `together` rows of A and n keys, `valid` of them rounded up to a multiple of key_step.
   static void scores(const C* q, int64_t stride_of_q, const T* k, int64_t stride, int64_t dim, int64_t rows, int64_t n,
                      int64_t valid, float* s, int64_t lds) {
     alignas(64) C rows_of_q[together * ldq];
@@ -28,7 +31,7 @@ struct Straight {
       std::memcpy(rows_of_q + m * ldq, q + m * stride_of_q, static_cast<size_t>(dim) * sizeof(C));
     // The last keys, with zeros after them.
     alignas(64) T rest[key_step * max_dim];
-    const int64_t whole = round_down(valid, panel);
+    const int64_t whole = round_down(valid, width);
     if (whole < n) std::memset(rest, 0, static_cast<size_t>((n - whole) * dim) * sizeof(T));
     for (int64_t i = whole; i < valid; ++i)
       std::memcpy(rest + (i - whole) * dim, k + i * stride, static_cast<size_t>(dim) * sizeof(T));
@@ -41,48 +44,47 @@ struct Straight {
   static void values(const C* p, const T* v, int64_t stride, int64_t dim, int64_t rows, int64_t valid, float* out,
                      int64_t ldo) {
     in_groups(rows, [&](auto count, int64_t m) {
-      constexpr int wide = count > 8 ? 1 : count > 4 ? 2 : count > 2 ? 4 : 8;  // vectors of a tile
+      constexpr int64_t wide = max(1, min(8, together / std::bit_ceil(uint64_t{count})));  // vectors of a tile
       const C* weights = p + m * ldp;
       float* to = out + m * ldo;
       int64_t d = 0;
-      for (; d + 16 * wide <= dim; d += 16 * wide) values_of<count, wide>(weights, v + d, stride, valid, to + d, ldo);
-      for (; d + 64 <= dim; d += 64) values_of<count, min(wide, 4)>(weights, v + d, stride, valid, to + d, ldo);
-      for (; d < dim; d += 16) values_of<count, 1>(weights, v + d, stride, valid, to + d, ldo);
+      for (; d + width * wide <= dim; d += width * wide)
+        values_of<count, wide>(weights, v + d, stride, valid, to + d, ldo);
+      for (; d < dim; d += width) values_of<count, 1>(weights, v + d, stride, valid, to + d, ldo);
     });
   }
 
  private:
-  // At most 16 rows: 16, 8, 4, 3, 2 and 1 of them together.
+  // 16, 8, 4, 3, 2 and 1 of at most `together` rows.
   template <int R = together, class Use>
   static void in_groups(int64_t rows, const Use& use, int64_t m = 0) {
     if (rows - m >= R) use(std::integral_constant<int, R>{}, m), m += R;
     if constexpr (R > 1) in_groups<R == 4 ? 3 : R == 3 ? 2 : R / 2>(rows, use, m);
   }
-  static Line as_line(__m512i x) {
+  static Line as_line(Vec x) {
     if constexpr (pair == 1)
-      return {_mm512_castsi512_ps(x)};
+      return x;
     else
-      return reinterpret_cast<Line>(x);
+      return reinterpret_cast<Line>(x.v);
   }
 
   template <int R>
   [[gnu::noinline]] static void scores_of(const C* q, const T* k, int64_t stride, int64_t dim, int64_t n, float* s,
                                           int64_t lds) {
-    constexpr int64_t step = 4 * Pack::in_unit;  // 16 rows of it are four lines
-    for (int64_t j = 0; j < n; j += panel) {
+    for (int64_t j = 0; j < n; j += width) {
       Vec sum[R];
 #pragma GCC unroll 16
       for (auto& x : sum) x = zero();
       const T* fetched = k + (j + ahead) * stride;
       int64_t left = dim;  // elements of its row
-      for (int64_t d = 0; d < dim; d += step) {
+      for (int64_t d = 0; d < dim; d += Pack::in_block) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < width / 4; ++i) {  // 16 bytes of each row
           __builtin_prefetch(fetched, 0, 2);
           fetched += line, left -= line;
           if (left == 0) left = dim, fetched += stride - dim;
         }
-        Pack::lines_of_16(k + j * stride + d, stride, [&](int i, __m512i keys) {
+        Pack::steps(k + j * stride + d, stride, [&](int i, Vec keys) {
 #pragma GCC unroll 16
           for (int m = 0; m < R; ++m)
             sum[m] = Step<C>::multiply_add(Step<C>::broadcast(q + m * ldq + d + i * pair), as_line(keys), sum[m]);
@@ -93,7 +95,7 @@ struct Straight {
     }
   }
 
-  template <int R, int N>
+  template <int R, int64_t N>
   [[gnu::noinline]] static void values_of(const C* p, const T* v, int64_t stride, int64_t valid, float* out,
                                           int64_t ldo) {
     Vec sum[R][N];
@@ -107,8 +109,8 @@ struct Straight {
       Line line[N];
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        line[n] = as_line(Pack::whole_step(value + 16 * n, next));
-        for (int i = 0; i < pair; ++i) __builtin_prefetch(value + 16 * n + (ahead + i) * stride, 0, 2);
+        line[n] = as_line(Pack::whole_step(value + width * n, next));
+        for (int i = 0; i < pair; ++i) __builtin_prefetch(value + width * n + (ahead + i) * stride, 0, 2);
       }
 #pragma GCC unroll 16
       for (int m = 0; m < R; ++m)
@@ -120,7 +122,7 @@ struct Straight {
     for (int m = 0; m < R; ++m)
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        float* to = out + m * ldo + 16 * n;
+        float* to = out + m * ldo + width * n;
         store(to, load(to) + sum[m][n]);
       }
   }
