@@ -30,11 +30,11 @@ SHAPES = [
 ]
 
 
-def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtype, ceiling: float) -> str:
+def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtype) -> str:
     q = torch.randn(1, heads, q_len, DIM, dtype=dtype)
     k, v = (torch.randn(1, kv_heads, k_len, DIM, dtype=dtype) for _ in range(2))
     size, threads = 2 * k.numel() * k.element_size(), torch.get_num_threads()
-    products = 4 * heads * q_len * k_len * DIM / ceiling
+    dots = dtype == torch.bfloat16 and "dot_bf16" in cpu.peak_kinds()
     mask = causal().prepare(q_len, k_len, like=q)
     # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 4,096.
     calls = {
@@ -42,15 +42,18 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
         "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
     }
     reads: list[float] = []
+    peaks: list[float] = []
 
-    # The caches are emptied before each sample, and the read is measured at the same moments.
+    # The caches are emptied before each sample, and the machine is measured at the same moments.
     def before() -> None:
+        peaks.append(cpu.peak("dot_bf16" if dots else "fma_f32", num_threads=threads, seconds=0.02))
         reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0.05))
         EVICT()
 
     subjects = [Subject(name, call, Device()) for name, call in calls.items()]
     ours, theirs = interleave(subjects, BUDGET, evict=before)
     read = size / Samples(tuple(reads)).median
+    products = 4 * heads * q_len * k_len * DIM / Samples(tuple(peaks)).median
     assert ours.execute is not None
     assert theirs.ratio is not None
     low, middle, high = (max(read, products) / x for x in reversed(ours.execute.quartiles))
@@ -63,13 +66,10 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
 
 
 def main() -> None:
-    threads = torch.get_num_threads()
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            dots = dtype == torch.bfloat16 and "dot_bf16" in cpu.peak_kinds()
-            ceiling = cpu.peak("dot_bf16" if dots else "fma_f32", num_threads=threads, seconds=1.0)
             for shape in SHAPES:
-                print(measure(*shape, dtype, ceiling), flush=True)
+                print(measure(*shape, dtype), flush=True)
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ class FewQueries : FewTiles<E> {
   void by_blocks(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
     using Few = Straight<T, E, Tiles::ldp>;
     [[maybe_unused]] const typename E::Session session;
-    const bool straight = Few::serves(a.head_dim, a.v_dim);
+    const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = min(block, last - key), n = round_up(valid, key_step);
       const T *k = x.key(key), *v = x.value(key);

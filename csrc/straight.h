@@ -1,5 +1,5 @@
-// The two products of a few query rows with keys and values as they lie in memory: packing them would cost more
-// than so few rows save. Element for element the same sums as an engine's products of packed blocks.
+// The two products of a few query rows with keys and values as they lie in memory: packing them would cost more than so
+// few rows save. Element for element the same sums as an engine's products of packed blocks.
 #pragma once
 
 #include <bit>
@@ -20,8 +20,10 @@ struct Straight {
   static constexpr int64_t width = Vec::width, together = width == 16 ? 16 : 8;  // rows whose sums registers hold
   static constexpr int64_t ahead = 64;  // keys, which are fetched meanwhile: line after line, or no hardware helps
 
-  // Whole lines only.
-  static bool serves(int64_t dim, int64_t v_dim) { return dim % line == 0 && v_dim % 16 == 0; }
+  // Whole lines only; and of many rows, those that packing costs little.
+  static bool serves(int64_t rows, int64_t dim, int64_t v_dim) {
+    return rows <= (width > 4 ? 4 * together : together) && dim % line == 0 && v_dim % width == 0;
+  }
 
   // Scores of at most `together` rows of A and n keys, `valid` of them rounded up to a multiple of key_step.
   static void scores(const C* q, int64_t stride_of_q, const T* k, int64_t stride, int64_t dim, int64_t rows, int64_t n,
@@ -128,7 +130,7 @@ struct Straight {
   }
 #else
   static constexpr int64_t together = 1;
-  static bool serves(int64_t, int64_t) { return false; }
+  static bool serves(int64_t, int64_t, int64_t) { return false; }
   template <class... Any>
   static void scores(const Any&...) {}
   template <class... Any>
