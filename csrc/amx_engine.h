@@ -210,48 +210,35 @@ struct AmxEngine {
     }
   }
 
-  // 32 rows times one panel, in either of two pairs of accumulators (tile numbers must be literals).
-  static void multiply_even(const C* a, int64_t lda, const C* b, int64_t k) {
-    clear_tile<0>();
-    clear_tile<1>();
+  // 32 rows times one panel, in one of two pairs of accumulators.
+  template <int Pair>
+  static void multiply_panel(const C* a, int64_t lda, const C* b, int64_t k) {
+    clear_tile<2 * Pair>();
+    clear_tile<2 * Pair + 1>();
     for (int64_t s = 0; s < k; s += 32) {
-      load_tile<6>(b + s * panel, 64);
+      load_tile<6 + Pair>(b + s * panel, 64);
       load_tile<4>(a + s, lda * 2);
-      multiply_tiles<C, 0, 4, 6>();
+      multiply_tiles<C, 2 * Pair, 4, 6 + Pair>();
       load_tile<5>(a + 16 * lda + s, lda * 2);
-      multiply_tiles<C, 1, 5, 6>();
+      multiply_tiles<C, 2 * Pair + 1, 5, 6 + Pair>();
     }
   }
-  static void store_even(float* c, int64_t ldc) {
-    store_tile<0>(c, ldc * 4);
-    store_tile<1>(c + 16 * ldc, ldc * 4);
-  }
-  static void multiply_odd(const C* a, int64_t lda, const C* b, int64_t k) {
-    clear_tile<2>();
-    clear_tile<3>();
-    for (int64_t s = 0; s < k; s += 32) {
-      load_tile<7>(b + s * panel, 64);
-      load_tile<4>(a + s, lda * 2);
-      multiply_tiles<C, 2, 4, 7>();
-      load_tile<5>(a + 16 * lda + s, lda * 2);
-      multiply_tiles<C, 3, 5, 7>();
-    }
-  }
-  static void store_odd(float* c, int64_t ldc) {
-    store_tile<2>(c, ldc * 4);
-    store_tile<3>(c + 16 * ldc, ldc * 4);
+  template <int Pair>
+  static void store_panel(float* c, int64_t ldc) {
+    store_tile<2 * Pair>(c, ldc * 4);
+    store_tile<2 * Pair + 1>(c + 16 * ldc, ldc * 4);
   }
 
   // A short product (k = head_dim) spends as long storing as multiplying: one pair of accumulators is stored while the
   // other works.
   static void short_product(const C* a, int64_t lda, const C* b, int64_t bs, float* c, int64_t ldc, int64_t n,
                             int64_t k) {
-    multiply_even(a, lda, b, k);
+    multiply_panel<0>(a, lda, b, k);
     for (int64_t j = 0; j < n; j += 32) {
-      if (j + 16 < n) multiply_odd(a, lda, b + (j + 16) / panel * bs, k);
-      store_even(c + j, ldc);
-      if (j + 32 < n) multiply_even(a, lda, b + (j + 32) / panel * bs, k);
-      if (j + 16 < n) store_odd(c + j + 16, ldc);
+      if (j + 16 < n) multiply_panel<1>(a, lda, b + (j + 16) / panel * bs, k);
+      store_panel<0>(c + j, ldc);
+      if (j + 32 < n) multiply_panel<0>(a, lda, b + (j + 32) / panel * bs, k);
+      if (j + 16 < n) store_panel<1>(c + j + 16, ldc);
     }
   }
 };
