@@ -139,10 +139,18 @@ inline void store(f16* p, Vec a) {
 // Vectors as units of 32 bits, a float or two halves side by side: `lanes` takes 16 bytes from each of several rows,
 // the others mix two vectors within 128 bits, and `halves` makes floats of the first or the second ones.
 inline Vec lanes(const char* p, int64_t) { return load(reinterpret_cast<const float*>(p)); }
-inline Vec low_units(Vec a, Vec b) { return {__builtin_shufflevector(a.v, b.v, 0, 4, 1, 5)}; }
-inline Vec high_units(Vec a, Vec b) { return {__builtin_shufflevector(a.v, b.v, 2, 6, 3, 7)}; }
-inline Vec low_pairs(Vec a, Vec b) { return {__builtin_shufflevector(a.v, b.v, 0, 1, 4, 5)}; }
-inline Vec high_pairs(Vec a, Vec b) { return {__builtin_shufflevector(a.v, b.v, 2, 3, 6, 7)}; }
+template <int A, int B, int C, int D>
+inline Vec pick(Vec a, Vec b) {
+#if defined(__clang__)
+  return {__builtin_shufflevector(a.v, b.v, A, B, C, D)};
+#else
+  return {__builtin_shuffle(a.v, b.v, i32x4{A, B, C, D})};
+#endif
+}
+inline Vec low_units(Vec a, Vec b) { return pick<0, 4, 1, 5>(a, b); }
+inline Vec high_units(Vec a, Vec b) { return pick<2, 6, 3, 7>(a, b); }
+inline Vec low_pairs(Vec a, Vec b) { return pick<0, 1, 4, 5>(a, b); }
+inline Vec high_pairs(Vec a, Vec b) { return pick<2, 3, 6, 7>(a, b); }
 template <class T, int Half>
 inline Vec halves(Vec units) {
   for (int i = 0; i < Vec::width; ++i)
