@@ -1,32 +1,37 @@
 // Memory that is wanted soon, fetched line by line while something else is computed. Where each row has few products,
-// of short documents or for few queries, they take no longer than their memory; and a core waits for few lines at a
-// time.
+// of short documents or for few queries, they take no longer than their memory. A core waits for few lines at a time,
+// those of nearer caches among them: lines are asked for a few at a time.
 #pragma once
 
 #include "attention.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// When products ask for memory: with each step, as is best where it takes longer than they do, or after each tile.
-enum class Fetch { nothing, tiles, steps };
-
 class Ahead {
  public:
   Ahead() = default;
-  // For about so many tiles.
-  Ahead(Fetch when, int64_t tiles) : when_(when), tiles_(tiles < 1 ? 1 : tiles) {}
-  Fetch when() const { return left_ == 0 && line_ == end_ ? Fetch::nothing : when_; }
+  // While there are about so many pauses in what is computed.
+  explicit Ahead(int64_t pauses) : pauses_(pauses < 1 ? 1 : pauses) {}
+  bool wants() const { return count_ > 0; }
 
   // Rows that are read, or written, of so many bytes; `stride` bytes from one to the next.
   void read(const void* first, int64_t stride, int64_t rows, int64_t bytes) { add(first, stride, rows, bytes, false); }
   void write(const void* first, int64_t stride, int64_t rows, int64_t bytes) { add(first, stride, rows, bytes, true); }
 
-  [[gnu::always_inline]] void line() {
-    if (left_ > 0) fetch();
-  }
-  void end_tile() {
-    while (left_ > 0) fetch();
-    left_ = line_ == end_ ? 0 : share_;
+  // One range after the other, each as it lies: hardware that fetches on its own then helps.
+  [[gnu::always_inline]] void pause() {
+    for (int64_t left = share_; left > 0; --left) {
+      if (now_.write)
+        __builtin_prefetch(line_, 1);
+      else
+        __builtin_prefetch(line_, 0, 2);  // it is not for the nearest cache, which is in use
+      line_ += 64;
+      if (line_ < end_) continue;
+      if (--now_.rows > 0)
+        line_ = now_.row += now_.stride, end_ = line_ + now_.bytes;
+      else if (!next())
+        return;
+    }
   }
 
  private:
@@ -36,43 +41,23 @@ class Ahead {
     bool write;
   };
   void add(const void* first, int64_t stride, int64_t rows, int64_t bytes, bool write) {
-    if (when_ == Fetch::nothing || rows <= 0 || bytes <= 0 || count_ == most) return;
-    const bool one = when_ == Fetch::steps && stride == bytes;
-    ranges_[count_++] = {static_cast<const char*>(first), stride, one ? 1 : rows, one ? rows * bytes : bytes, write};
-    all_ += rows * ((bytes + 63) / 64), left_ = share_ = (all_ + tiles_ - 1) / tiles_;
-    if (line_ == end_) next();
+    if (pauses_ == 0 || rows <= 0 || bytes <= 0 || count_ == most) return;
+    ranges_[count_++] = {static_cast<const char*>(first), stride, rows, bytes, write};
+    all_ += rows * ((bytes + 63) / 64), share_ = (all_ + pauses_ - 1) / pauses_;
+    if (count_ == 1) next();
   }
-
-  [[gnu::always_inline]] void fetch() {
-    if (write_)
-      __builtin_prefetch(line_, 1);
-    else
-      __builtin_prefetch(line_, 0, 2);  // it is not for the nearest cache, which is in use
-    line_ += 64, --left_;
-    if (line_ >= end_) next();
-  }
-
-  // The next row: of each range in turn if there is time between tiles, else of one after the other, as hardware that
-  // fetches on its own then helps.
-  [[gnu::noinline]] void next() {
-    for (int tried = 0; tried < count_; ++tried) {
-      Range& x = ranges_[at_];
-      if (when_ == Fetch::tiles || x.rows == 0) at_ = at_ + 1 < count_ ? at_ + 1 : 0;
-      if (x.rows == 0) continue;
-      line_ = x.row, end_ = x.row + x.bytes, write_ = x.write;
-      x.row += x.stride, --x.rows;
-      return;
-    }
-    line_ = end_, left_ = 0;
+  [[gnu::noinline, gnu::cold]] bool next() {
+    if (at_ == count_) return count_ = 0, share_ = 0, false;
+    now_ = ranges_[at_++], line_ = now_.row, end_ = line_ + now_.bytes;
+    return true;
   }
 
   static constexpr int most = 20;
-  const Fetch when_ = Fetch::nothing;
-  const int64_t tiles_ = 1;
-  int64_t all_ = 0, share_ = 0, left_ = 0;  // lines
+  int64_t pauses_ = 0;
+  int64_t all_ = 0, share_ = 0;  // lines
   int count_ = 0, at_ = 0;
   const char *line_ = nullptr, *end_ = nullptr;
-  bool write_ = false;
+  Range now_{};
   Range ranges_[most];
 };
 

@@ -67,7 +67,7 @@ class SequencesBackward {
     if (each_on_one_)
       return parallel(count, [&](int64_t i, int thread) {
         const BackwardArgs problem = problem_of(units_[static_cast<size_t>(i)]);
-        Ahead ahead(Fetch::tiles, tiles_of(problem));
+        Ahead ahead(pauses_of(problem));
         write(ahead, problem);
         // What this thread is likely to get next.
         if (const int64_t next = i + threads_; next < count) read(ahead, problem_of(units_[static_cast<size_t>(next)]));
@@ -126,8 +126,10 @@ class SequencesBackward {
     x->data = x->wide ? static_cast<void*>(at<float>(*x, b, h, i)) : static_cast<void*>(at<T>(*x, b, h, i));
   }
 
-  // About how many tiles of products a causal sequence has.
-  static int64_t tiles_of(const BackwardArgs& p) { return p.q_heads * p.q_len * p.k_len / 2 / (12 * 32) * 5; }
+  // About how many pauses the products of a causal sequence have.
+  static int64_t pauses_of(const BackwardArgs& p) {
+    return p.q_heads * E::pauses(p.q_len, p.k_len / 2, 2 * (p.head_dim + p.v_dim));
+  }
 
   static void read(Ahead& ahead, const BackwardArgs& p) {
     constexpr int64_t size = sizeof(T);

@@ -61,10 +61,8 @@ class FewTiles {
     return {h, i, a.bounds.slice(u.b, h) + i * a.runs * 2};
   }
 
-  // About how many tiles of products a block of keys has.
-  int64_t tiles_of_block(int64_t rows) const {
-    return E::overlaps ? (rows + 3) / 4 : (rows + 11) / 12 * (block / 32 + v_cols / 32);
-  }
+  // About how many pauses there are in the products of a block of keys.
+  int64_t pauses_of_block(int64_t rows) const { return E::pauses(rows, block, depth + v_cols); }
   int64_t padded_rows() const { return round_up(most_rows, E::strip); }
   int64_t q_plane() const { return padded_rows() * depth; }
   int64_t k_plane() const { return block * depth; }
@@ -122,7 +120,7 @@ class FewTiles {
     const float c = a.options.change_scores() ? 1.0f : magnitude_of(a.scale);
     const auto nothing = [](int64_t) {};
     const auto meanwhile = [ahead](int64_t) {
-      if (E::overlaps && ahead != nullptr) ahead->end_tile();
+      if (E::overlaps && ahead != nullptr) ahead->pause();
     };
     const Running run{o.maximum + from, o.sums + from * sum_lanes};
     softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, count, n, c, 0.0f, run, o.out + from * v_cols, v_cols,
@@ -253,7 +251,7 @@ class FewQueries : FewTiles<E> {
       }
       Pack::keys(k, x.k_stride, valid, x.dim, {o.k, this->k_plane()}, depth * panel, 0, n, depth);
       Pack::dims(v, x.v_stride, valid, x.v_dim, {o.v, this->v_plane()}, block * panel, 0, n, v_cols);
-      Ahead ahead(Fetch::steps, this->tiles_of_block(u.rows));
+      Ahead ahead(this->pauses_of_block(u.rows));
       const int64_t left = max(0, min(block, last - key - block)), size = sizeof(T);
       ahead.read(k + block * x.k_stride, x.k_stride * size, left, x.dim * size);
       ahead.read(v + block * x.v_stride, x.v_stride * size, left, x.v_dim * size);

@@ -76,7 +76,7 @@ class Forward : ForwardTiles<E> {
       const int64_t count = a.group() * own.size();
       for (int64_t n = 0; n < count; ++n) {
         const int64_t h = hk * a.group() + n / own.size(), i = own.end - 1 - n % own.size();
-        Ahead ahead(Fetch::tiles, this->tiles_of(plan[i]));
+        Ahead ahead(this->pauses_of(plan[i]));
         fetch_keys(ahead, b, hk, next, n, count);
         if (n + 1 < count)
           fetch_queries(ahead, b, hk * a.group() + (n + 1) / own.size(), plan[own.end - 1 - (n + 1) % own.size()]);

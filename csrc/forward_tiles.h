@@ -118,10 +118,9 @@ class ForwardTiles {
     return rows;
   }
 
-  // About how many tiles of products there are while a block of rows is worked on, if the rows see half of what the
-  // block sees.
-  int64_t tiles_of(const QueryBlock& block) const {
-    return E::overlaps ? block.rows / 4 : block.rows / 12 * (v_cols / 32 + block.places.size() / 64);
+  // About how many pauses there are while a block of rows is worked on, if the rows see half of what the block sees.
+  int64_t pauses_of(const QueryBlock& block) const {
+    return E::pauses(block.rows, block.places.size() / 2, depth + v_cols);
   }
 
   // What the steps of keys hold that a block of rows sees, wherever they are packed: how rows are shared out over
@@ -312,7 +311,7 @@ class ForwardTiles {
     const bool prepare = E::overlaps && next.valid(head.rows);
     int64_t done = 0;
     softmax(head, o, job, ready, [&](int64_t) {
-      if (E::overlaps) head.ahead.end_tile();
+      if (E::overlaps) head.ahead.pause();
       if (prepare) scores(head, o, next, ahead, done, done + step);
       done += step;
     });

@@ -106,10 +106,17 @@ struct VectorEngine {
   // Where sums over keys, and those of gradients, are cut. That of many elements of 8 bits errs less than one of them.
   static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 96 : 192;
 
+  static constexpr int64_t pause = 16;  // steps of depth
+  // About how many pauses a product has, of any two of its sizes and depth.
+  static int64_t pauses(int64_t m, int64_t n, int64_t k) {
+    return m * n * k / (int64_t{tile_rows} * tile_panels * panel * pause * pair);
+  }
+
   struct Session {};
 
   // Each element of C is one chain of multiply-adds from 0 on, whatever the tile it is computed in.
-  template <int M, int NP, bool Add, Fetch F>
+  // While memory is `Fetched`, some lines of it are asked for after each few steps.
+  template <int M, int NP, bool Add, bool Fetched>
   [[gnu::always_inline]] static inline void micro(const C* a, int64_t lda, const C* b, int64_t bs, float* c,
                                                   int64_t ldc, int64_t k, Ahead* ahead) {
     constexpr int nv = NP * per_panel;
@@ -118,18 +125,21 @@ struct VectorEngine {
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
       for (int j = 0; j < nv; ++j) acc[i][j] = zero();
-    for (int64_t s = 0; s < k; s += pair) {
-      if constexpr (F == Fetch::steps) ahead->line();
-      typename Step<C>::Line line[nv];
+    for (int64_t s = 0; s < k;) {
+      const int64_t end = Fetched ? min(k, s + pause * pair) : k;
+      for (; s < end; s += pair) {
+        typename Step<C>::Line line[nv];
 #pragma GCC unroll 16
-      for (int j = 0; j < nv; ++j)
-        line[j] = Step<C>::line(b + (j / per_panel) * bs + s * panel + (j % per_panel) * Vec::width * pair);
+        for (int j = 0; j < nv; ++j)
+          line[j] = Step<C>::line(b + (j / per_panel) * bs + s * panel + (j % per_panel) * Vec::width * pair);
 #pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) {
-        const auto x = Step<C>::broadcast(a + i * lda + s);
+        for (int i = 0; i < M; ++i) {
+          const auto x = Step<C>::broadcast(a + i * lda + s);
 #pragma GCC unroll 16
-        for (int j = 0; j < nv; ++j) acc[i][j] = Step<C>::multiply_add(x, line[j], acc[i][j]);
+          for (int j = 0; j < nv; ++j) acc[i][j] = Step<C>::multiply_add(x, line[j], acc[i][j]);
+        }
       }
+      if constexpr (Fetched) ahead->pause();
     }
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
@@ -138,62 +148,56 @@ struct VectorEngine {
         float* to = c + i * ldc + j * Vec::width;
         store(to, Add ? load(to) + acc[i][j] : acc[i][j]);
       }
-    if constexpr (F != Fetch::nothing) ahead->end_tile();
   }
 
   // `add`: the sums of this product, each from 0 on, are added to C.
   static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add,
                       Ahead* ahead = nullptr) {
-    switch (ahead == nullptr ? Fetch::nothing : ahead->when()) {
-      case Fetch::nothing:
-        return product_by<Fetch::nothing>(a, b, c, ldc, m, n, k, add, ahead);
-      case Fetch::tiles:
-        return product_by<Fetch::tiles>(a, b, c, ldc, m, n, k, add, ahead);
-      case Fetch::steps:
-        return product_by<Fetch::steps>(a, b, c, ldc, m, n, k, add, ahead);
-    }
+    ahead != nullptr && ahead->wants() ? product_by<true>(a, b, c, ldc, m, n, k, add, ahead)
+                                       : product_by<false>(a, b, c, ldc, m, n, k, add, ahead);
   }
-  template <Fetch F>
+  template <bool Fetched>
   static void product_by(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add,
                          Ahead* ahead) {
-    add ? product_of<true, F>(a, b, c, ldc, m, n, k, ahead) : product_of<false, F>(a, b, c, ldc, m, n, k, ahead);
+    add ? product_of<true, Fetched>(a, b, c, ldc, m, n, k, ahead)
+        : product_of<false, Fetched>(a, b, c, ldc, m, n, k, ahead);
   }
 
-  template <bool Add, Fetch F>
+  template <bool Add, bool Fetched>
   [[gnu::noinline]] static void product_of(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
                                            Ahead* ahead) {
     const int64_t whole = m - m % tile_rows, n2 = round_down(n, tile_panels * panel);
     for (int64_t j = 0; j < n2; j += tile_panels * panel)
-      column<tile_rows, tile_panels, Add, F>(a, b, c, ldc, 0, whole, j, k, ahead);
-    if (n2 < n) column<tile_rows, 1, Add, F>(a, b, c, ldc, 0, whole, n2, k, ahead);
-    if (whole < m) few_rows<Add, F>(a, b, c, ldc, whole, m, n, k, ahead);
+      column<tile_rows, tile_panels, Add, Fetched>(a, b, c, ldc, 0, whole, j, k, ahead);
+    if (n2 < n) column<tile_rows, 1, Add, Fetched>(a, b, c, ldc, 0, whole, n2, k, ahead);
+    if (whole < m) few_rows<Add, Fetched>(a, b, c, ldc, whole, m, n, k, ahead);
   }
 
   // What is left of the rows: in tiles that are wider the fewer rows they have.
-  template <bool Add, Fetch F>
+  template <bool Add, bool Fetched>
   [[gnu::noinline]] static void few_rows(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t m, int64_t n,
                                          int64_t k, Ahead* ahead) {
     if constexpr (tile_rows > 8)
-      if (m - i >= 8) some_rows<8, tile_panels, Add, F>(a, b, c, ldc, i, n, k, ahead), i += 8;
+      if (m - i >= 8) some_rows<8, tile_panels, Add, Fetched>(a, b, c, ldc, i, n, k, ahead), i += 8;
     if constexpr (tile_rows > 4)
-      if (m - i >= 4) some_rows<4, tile_panels, Add, F>(a, b, c, ldc, i, n, k, ahead), i += 4;
-    if (m - i >= 2) some_rows<2, 2 * tile_panels, Add, F>(a, b, c, ldc, i, n, k, ahead), i += 2;
-    if (m - i >= 1) some_rows<1, 4 * tile_panels, Add, F>(a, b, c, ldc, i, n, k, ahead);
+      if (m - i >= 4) some_rows<4, tile_panels, Add, Fetched>(a, b, c, ldc, i, n, k, ahead), i += 4;
+    if (m - i >= 2) some_rows<2, 2 * tile_panels, Add, Fetched>(a, b, c, ldc, i, n, k, ahead), i += 2;
+    if (m - i >= 1) some_rows<1, 4 * tile_panels, Add, Fetched>(a, b, c, ldc, i, n, k, ahead);
   }
-  template <int M, int NP, bool Add, Fetch F>
+  template <int M, int NP, bool Add, bool Fetched>
   static void some_rows(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t n, int64_t k, Ahead* ahead) {
     int64_t j = 0;
-    for (; j + NP * panel <= n; j += NP * panel) column<M, NP, Add, F>(a, b, c, ldc, i, i + M, j, k, ahead);
-    for (; j < n; j += panel) column<M, 1, Add, F>(a, b, c, ldc, i, i + M, j, k, ahead);
+    for (; j + NP * panel <= n; j += NP * panel) column<M, NP, Add, Fetched>(a, b, c, ldc, i, i + M, j, k, ahead);
+    for (; j < n; j += panel) column<M, 1, Add, Fetched>(a, b, c, ldc, i, i + M, j, k, ahead);
   }
 
   // Rows [i, m), whole tiles of them, of NP panels from column j on.
-  template <int M, int NP, bool Add, Fetch F>
+  template <int M, int NP, bool Add, bool Fetched>
   [[gnu::always_inline]] static inline void column(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t i, int64_t m,
                                                    int64_t j, int64_t k, Ahead* ahead) {
     for (; i < m; i += M)
-      micro<M, NP, Add, F>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride, c + i * ldc + j,
-                           ldc, k, ahead);
+      micro<M, NP, Add, Fetched>(a.data + i * a.stride, a.stride, b.data + j / panel * b.stride, b.stride,
+                                 c + i * ldc + j, ldc, k, ahead);
   }
 
   // Columns [lane, lane + width) and [16 + lane, 16 + lane + width) of a group of 32 in a row of A.
