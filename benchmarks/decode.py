@@ -11,13 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan import causal
 from attnspan.kernels import cpu
-from attnspan.tools.bench.devices import Device, cache_evictor, last_level_bytes
+from attnspan.tools.bench.devices import Device, last_level_bytes
 from attnspan.tools.bench.statistics import Samples
 from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import attention
 
 BUDGET = Budget(seconds=float(sys.argv[1]) if sys.argv[1:] else 2.0)
-EVICT = cache_evictor("cpu")
 DIM = 64
 #: Bytes that are read to find how fast memory is: of a smaller buffer, the last cache holds a part.
 READ = max(1 << 28, 4 * last_level_bytes())
@@ -44,11 +43,11 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
     reads: list[float] = []
     peaks: list[float] = []
 
-    # The caches are emptied before each sample, and the machine is measured at the same moments.
+    # The machine is measured right before each sample. Reading so much leaves nothing of the problem in the
+    # caches, and nothing that has to be written back.
     def before() -> None:
         peaks.append(cpu.peak("dot_bf16" if dots else "fma_f32", num_threads=threads, seconds=0.02))
         reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0.05))
-        EVICT()
 
     subjects = [Subject(name, call, Device()) for name, call in calls.items()]
     ours, theirs = interleave(subjects, BUDGET, evict=before)
