@@ -116,6 +116,25 @@ def test_chunks_with_a_cache(length: int, chunk: int, mask: str, threads: int, *
     assert_same(part(whole, last, slice(None)), alone)
 
 
+@given(
+    length=st.integers(17, 1100),
+    queries=st.integers(1, 16),
+    group=st.integers(1, 9),
+    dtype=problems["dtype"],
+    dims=st.sampled_from([(64, 64), (128, 32), (96, 80), (256, 256), (72, 64), (16, 24)]),
+    threads=problems["threads"],
+    seed=problems["seed"],
+)
+def test_few_queries_of_many_heads(
+    length: int, queries: int, group: int, threads: int, **problem: Any
+) -> None:
+    """From 1 to 144 rows share a key head: few of them read keys as they lie, many of them packed blocks."""
+    inputs, last = numbers(length, heads=(group, 1), **problem), slice(length - queries, length)
+    whole = run(inputs, spans("full", length, length), 1, backward=False)
+    few = run(part(inputs, last, slice(None)), spans("full", queries, length), threads, backward=False)
+    assert_same(part(whole, last, slice(None)), few)
+
+
 @given(length=st.integers(1, 3000), **problems)
 def test_threads(length: int, mask: str, threads: int, **problem: Any) -> None:
     inputs, bounds = numbers(length, **problem), spans(mask, length, length)
