@@ -1,7 +1,7 @@
 """Decoding next to the least time that this machine could take, and next to SDPA: python benchmarks/decode.py
 
-That time is the longer of reading K and V as fast as memory is read, and of doing the products at the rate of
-multiply-adds that stay in registers (of bfloat16 dot products where the processor has them).
+That time is the longer of reading K and V as fast as memory is read, and of doing the products at the best
+rate of the processor's instructions for the dtype, on registers. For machines with one last-level cache.
 """
 
 import sys
@@ -33,7 +33,8 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
     q = torch.randn(1, heads, q_len, DIM, dtype=dtype)
     k, v = (torch.randn(1, kv_heads, k_len, DIM, dtype=dtype) for _ in range(2))
     size, threads = 2 * k.numel() * k.element_size(), torch.get_num_threads()
-    dots = dtype == torch.bfloat16 and "dot_bf16" in cpu.peak_kinds()
+    kinds = {"fma_f32", "amx_f32"} if dtype == torch.float32 else {"fma_f32", "dot_bf16", "amx_bf16"}
+    kinds &= set(cpu.peak_kinds())
     mask = causal().prepare(q_len, k_len, like=q)
     # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 4,096.
     calls = {
@@ -46,7 +47,7 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
     # The machine is measured right before each sample. Reading so much leaves nothing of the problem in the
     # caches, and nothing that has to be written back.
     def before() -> None:
-        peaks.append(cpu.peak("dot_bf16" if dots else "fma_f32", num_threads=threads, seconds=0.02))
+        peaks.append(max(cpu.peak(kind, num_threads=threads, seconds=0.02) for kind in kinds))
         reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0.05))
 
     subjects = [Subject(name, call, Device()) for name, call in calls.items()]

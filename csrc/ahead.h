@@ -14,7 +14,8 @@ class Ahead {
   explicit Ahead(int64_t pauses) : pauses_(pauses < 1 ? 1 : pauses) {}
   bool wants() const { return count_ > 0; }
 
-  // Rows that are read, or written, of so many bytes; `stride` bytes from one to the next.
+  // Up to 20 ranges, others are left out: of rows that are read, or written, of so many bytes; `stride` bytes from one
+  // to the next.
   void read(const void* first, int64_t stride, int64_t rows, int64_t bytes) { add(first, stride, rows, bytes, false); }
   void write(const void* first, int64_t stride, int64_t rows, int64_t bytes) { add(first, stride, rows, bytes, true); }
 
@@ -47,7 +48,7 @@ class Ahead {
     if (count_ == 1) next();
   }
   [[gnu::noinline, gnu::cold]] bool next() {
-    if (at_ == count_) return count_ = 0, share_ = 0, false;
+    if (at_ == count_) return count_ = at_ = 0, all_ = share_ = 0, false;
     now_ = ranges_[at_++], line_ = now_.row, end_ = line_ + now_.bytes;
     return true;
   }

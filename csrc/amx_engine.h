@@ -36,10 +36,10 @@ struct AmxEngine {
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
   static constexpr bool interleaved = Pieces > 1;
 
-  // The processor's tiles are configured while it lives.
-  // Products do not pause: the softmax between them does, after each four rows.
+  // Products do not pause: the softmax of the forward pass does, after each four rows.
   static int64_t pauses(int64_t rows, int64_t, int64_t) { return rows / 4; }
 
+  // The processor's tiles are configured while it lives.
   class Session {
    public:
     Session() {

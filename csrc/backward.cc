@@ -67,7 +67,7 @@ class SequencesBackward {
     if (each_on_one_)
       return parallel(count, [&](int64_t i, int thread) {
         const BackwardArgs problem = problem_of(units_[static_cast<size_t>(i)]);
-        Ahead ahead(pauses_of(problem));
+        Ahead ahead = E::overlaps ? Ahead() : Ahead(pauses_of(problem));  // products of tiles do not pause
         write(ahead, problem);
         // What this thread is likely to get next.
         if (const int64_t next = i + threads_; next < count) read(ahead, problem_of(units_[static_cast<size_t>(next)]));

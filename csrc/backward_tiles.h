@@ -244,6 +244,7 @@ class BackwardTiles {
   void add_strip(const KeyStrip& s, float* dk, float* dv) const {
     const Own& o = s.own;
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
+    // Columns of a pair that no query sees are not computed: the mask hides whatever is there.
     const int64_t from = (s.exact.begin - s.seen.begin) * panel, seen = s.exact.size() * panel;
     E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + s.at * depth * panel, depth * panel, key_plane()},
                o.scores + from, ld_scores(), s.keys, seen, depth, false, o.ahead);

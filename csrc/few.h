@@ -21,7 +21,8 @@ class FewTiles {
  protected:
   using C = typename E::Element;
   static constexpr int64_t block = min(E::cut, 256);  // keys packed at once: they stay in L1 and L2
-  static constexpr int64_t lds = block + 16, ldp = block + 32, kept_words = block / 32, p_plane = E::strip * ldp;
+  static constexpr int64_t lds = block + 16, ldp = block + 32, ldq = max_dim + 64 / sizeof(C), kept_words = block / 32,
+                           p_plane = E::strip * ldp;
   static_assert(key_sums % block == 0);
 
   FewTiles(const ForwardArgs& args, int threads)
@@ -70,6 +71,8 @@ class FewTiles {
 
   struct Own {
     C *q, *k, *v, *p;
+    C* q_lines;  // for `Straight`, as `last_keys`
+    float* last_keys;
     float *scores, *out, *maximum, *sums;
     RowOptions* options;  // of each row, null for a plain call
     uint32_t* kept;       // of dropout: a bit for each key of a block, row after row of a strip
@@ -77,6 +80,8 @@ class FewTiles {
   Own lay_out(Carver& carver) const {
     Own o;
     o.q = carver.take<C>(E::pieces * q_plane());
+    o.q_lines = carver.take<C>(E::strip * ldq);
+    o.last_keys = carver.take<float>(key_step * a.head_dim);
     o.k = carver.take<C>(E::pieces * k_plane());
     o.v = carver.take<C>(E::pieces * v_plane());
     o.p = carver.take<C>(E::pieces * p_plane);
@@ -234,7 +239,8 @@ class FewQueries : FewTiles<E> {
 
   // As the tiles of many queries, but each block is packed right before it is used, if at all.
   void by_blocks(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
-    using Few = Straight<T, E, Tiles::ldp>;
+    using Few = Straight<T, E, Tiles::ldp, Tiles::ldq>;
+    static_assert(Few::together <= E::strip, "a strip has room for rows that are worked on together");
     [[maybe_unused]] const typename E::Session session;
     const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
     for (int64_t key = first; key < last; key += block) {
@@ -243,7 +249,8 @@ class FewQueries : FewTiles<E> {
       if (straight) {
         for (int64_t from = 0, rows; from < u.rows; from += rows) {
           rows = min(Few::together, u.rows - from);
-          Few::scores(o.q + from * depth, depth, k, x.k_stride, x.dim, rows, n, valid, o.scores, this->lds);
+          Few::scores(o.q + from * depth, depth, k, x.k_stride, x.dim, rows, n, valid, o.scores, this->lds, o.q_lines,
+                      reinterpret_cast<T*>(o.last_keys));
           this->ready_strip(u, from, rows, key, n, nullptr, o);
           Few::values(o.p, v, x.v_stride, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
         }

@@ -3,6 +3,7 @@
 // with one level's flags can be linked into another's.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -138,7 +138,11 @@ inline void store(f16* p, Vec a) {
 
 // Vectors as units of 32 bits, a float or two halves side by side: `lanes` takes 16 bytes from each of several rows,
 // the others mix two vectors within 128 bits, and `halves` makes floats of the first or the second ones.
-inline Vec lanes(const char* p, int64_t) { return load(reinterpret_cast<const float*>(p)); }
+inline Vec lanes(const char* p, int64_t) {
+  Vec a;
+  std::memcpy(&a.v, p, sizeof a.v);
+  return a;
+}
 template <int A, int B, int C, int D>
 inline Vec pick(Vec a, Vec b) {
 #if defined(__clang__)
@@ -153,8 +157,8 @@ inline Vec low_pairs(Vec a, Vec b) { return pick<0, 1, 4, 5>(a, b); }
 inline Vec high_pairs(Vec a, Vec b) { return pick<2, 3, 6, 7>(a, b); }
 template <class T, int Half>
 inline Vec halves(Vec units) {
-  for (int i = 0; i < Vec::width; ++i)
-    units.v[i] = to_float(T{static_cast<uint16_t>(as_bits(units.v[i]) >> (16 * Half))});
+  constexpr int shift = (std::endian::native == std::endian::little) == (Half == 0) ? 0 : 16;
+  for (int i = 0; i < Vec::width; ++i) units.v[i] = to_float(T{static_cast<uint16_t>(as_bits(units.v[i]) >> shift)});
   return units;
 }
 

@@ -9,30 +9,28 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// `ldp`: elements from one row of weights to the next.
-template <class T, class E, int64_t ldp>
+// `ldp` and `ldq`: elements from one row of weights, and of those of A that there is room for, to the next.
+template <class T, class E, int64_t ldp, int64_t ldq>
 struct Straight {
 #if !defined(__AMX_BF16__)  // tiles sum in an order of their own
   using C = typename E::Element;
   using Pack = Packer<T, C>;
   using Line = typename Step<C>::Line;
-  static constexpr int64_t pair = E::pair, line = 64 / sizeof(T), ldq = max_dim + 64 / sizeof(C);
+  static constexpr int64_t pair = E::pair, line = 64 / sizeof(T);
   static constexpr int64_t width = Vec::width, together = width == 16 ? 16 : 8;  // rows whose sums registers hold
   static constexpr int64_t ahead = 64;  // keys, which are fetched meanwhile: line after line, or no hardware helps
 
-  // Whole lines only; and of many rows, those that packing costs little.
+  // Whole lines only. More rows are packed, which costs them little.
   static bool serves(int64_t rows, int64_t dim, int64_t v_dim) {
     return rows <= (width > 4 ? 4 * together : together) && dim % line == 0 && v_dim % width == 0;
   }
 
-  // Scores of at most `together` rows of A and n keys, `valid` of them rounded up to a multiple of key_step.
+  // Scores of at most `together` rows of A and n keys: `valid`, rounded up to a multiple of key_step. There is room for
+  // these rows, and for the last keys with zeros after them.
   static void scores(const C* q, int64_t stride_of_q, const T* k, int64_t stride, int64_t dim, int64_t rows, int64_t n,
-                     int64_t valid, float* s, int64_t lds) {
-    alignas(64) C rows_of_q[together * ldq];
+                     int64_t valid, float* s, int64_t lds, C* rows_of_q, T* rest) {
     for (int64_t m = 0; m < rows; ++m)
       std::memcpy(rows_of_q + m * ldq, q + m * stride_of_q, static_cast<size_t>(dim) * sizeof(C));
-    // The last keys, with zeros after them.
-    alignas(64) T rest[key_step * max_dim];
     const int64_t whole = round_down(valid, width);
     if (whole < n) std::memset(rest, 0, static_cast<size_t>((n - whole) * dim) * sizeof(T));
     for (int64_t i = whole; i < valid; ++i)

@@ -1,4 +1,4 @@
-// Transposed loads: of several rows, each in a lane.
+// Rows become columns: 16 lines of 16 units of 32 bits, or four units of as many rows as a vector has lanes.
 #pragma once
 
 #include "tile.h"
