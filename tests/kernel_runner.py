@@ -87,6 +87,9 @@ class Runner:
         q_step, q_most, k_step, k_most, square = map(int, self._run(arguments, b"").split())
         return q_step, q_most, k_step, k_most, bool(square)
 
+    def register_torch_operators(self) -> bool:
+        return False  # torch's operators call this class from Python
+
     def threading(self) -> str:
         return "own threads"
 
