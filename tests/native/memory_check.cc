@@ -183,7 +183,7 @@ bool run_one(Isa level) {
   p.dtype = static_cast<Dtype>(random_bits() % 3);
   p.batch = pick({1, 2}), p.kv_heads = pick({1, 2, 3}), p.q_heads = p.kv_heads * pick({1, 2, 4});
   p.q_len = pick({1, 3, 8, 16, 33, 97, 130, 200, 385}), p.k_len = pick({0, 1, 31, 64, 193, 257, 520});
-  p.head_dim = pick({1, 7, 16, 40, 64, 80, 128, 256}), p.v_dim = pick({1, 8, 33, 64, 128, 256});
+  p.head_dim = pick({1, 7, 16, 40, 64, 80, 128, 256, 576}), p.v_dim = pick({1, 8, 33, 64, 128, 256, 512});
   if (p.q_len <= 16 && pick({0, 1}))  // keys in several parts
     p.batch = p.kv_heads = 1, p.q_heads = pick({1, 2, 4}), p.k_len = pick({2100, 2100, 9000});
   p.runs = pick({1, 1, 2, 4}),
