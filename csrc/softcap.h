@@ -83,7 +83,9 @@ class Softcap {
  public:
   Softcap() = default;
   // `scale` times a score is capped at `cap`, `bound` is the largest magnitude of scaled scores (may be infinite).
+  // Caps beyond 2^100 are as none to scores that floats hold apart, but have factors that are no normal floats.
   [[gnu::noinline]] static Softcap make(Dtype dtype, float cap, float scale, float bound) {
+    cap = cap < 0x1p100f ? cap : 0x1p100f;
     Softcap s;
     const TanhPolynomial* short_one = tanh_table(dtype).find(bound / cap);
     const TanhPolynomial& p = short_one != nullptr ? *short_one : tanh_table(Dtype::f32).unit();
