@@ -22,7 +22,7 @@ inline Vec load(const float* p) {
 inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
 inline Vec vmax(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
-// Of the other forms, compilers make scalar code with branches, here and for float16 below.
+// Written in other ways, these compile to scalar code with branches; so does float16 below.
 #if defined(__aarch64__)
 inline float reduce_add(Vec a) { return vaddvq_f32(a.v); }
 inline float reduce_max(Vec a) { return vmaxvq_f32(a.v); }
