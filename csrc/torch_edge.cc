@@ -1,4 +1,4 @@
-// The torch edge: the kernel as the CPU implementation of attnspan::forward and attnspan::backward.
+// The torch edge: the kernel as the CPU implementation of attnspan::attention and attention_backward.
 //
 // It takes C functions alone, which torch keeps from version to version (torch/csrc/stable/c/shim.h, and
 // torch/csrc/inductor/aoti_torch/c/shim.h), and looks them up in the torch of the process: nothing of torch is needed
@@ -345,8 +345,8 @@ bool register_torch_operators() {
   constexpr uint64_t version = uint64_t{2} << 56 | uint64_t{10} << 48;  // what the functions above are of
   Library library = nullptr;                                            // lives as long as the process
   check(torch.init_library("attnspan", "CPU", __FILE__, __LINE__, &library), "init_library");
-  check(torch.implement(library, "forward", &forward_kernel, version), "implementing forward");
-  check(torch.implement(library, "backward", &backward_kernel, version), "implementing backward");
+  check(torch.implement(library, "attention", &forward_kernel, version), "implementing forward");
+  check(torch.implement(library, "attention_backward", &backward_kernel, version), "implementing backward");
   return true;
 }
 

@@ -3,7 +3,7 @@
 
 namespace attnspan {
 
-// Makes the kernel the CPU implementation of attnspan::forward and attnspan::backward in the torch of this process;
+// Makes the kernel the CPU implementation of attnspan::attention and attention_backward in the torch of this process;
 // false where it has none of the functions that takes (before 2.10).
 bool register_torch_operators();
 

@@ -31,8 +31,8 @@ def standing_in(cudnn: bool = False) -> Iterator[None]:
         _scaled_dot_product_cudnn_attention_backward=_cudnn_backward,
     )
     library = torch.library.Library("attnspan", "IMPL")
-    library.impl("vendor_forward", _vendor._forward_kernel, "CPU")
-    library.impl("vendor_backward", _vendor._backward_kernel, "CPU")
+    library.impl("vendor_attention", _vendor._forward_kernel, "CPU")
+    library.impl("vendor_attention_backward", _vendor._backward_kernel, "CPU")
     with pytest.MonkeyPatch.context() as patch, triton.interpreted():
         patch.setattr(vendor, "aten", fakes)
         patch.setattr(vendor, "DEVICE", "cpu")

@@ -186,7 +186,7 @@ class Seeds(Operators):
         self.seeds = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if str(op) == "attnspan.forward.default":
+        if str(op) == "attnspan.attention.default":
             given = dict(zip([x.name for x in op._schema.arguments], args, strict=False), **(kwargs or {}))
             self.seeds.append(int(given["dropout_seed"]))
         return super().__torch_dispatch__(op, types, args, kwargs)

@@ -46,7 +46,7 @@ RIGHT_PADDED = torch.ones(2, 12, dtype=torch.long)
 RIGHT_PADDED[0, 9:] = 0
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 0, 1, 2]] * 2)
 
-FORWARD, BACKWARD = "attnspan.forward.default", "attnspan.backward.default"
+FORWARD, BACKWARD = "attnspan.attention.default", "attnspan.attention_backward.default"
 
 
 class Operators(TorchDispatchMode):

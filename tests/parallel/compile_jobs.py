@@ -182,7 +182,7 @@ def check_operators(case: Case) -> int:
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (ops.sharded_forward, ops.sharded_backward):
+            if func in (ops.sharded_attention, ops.sharded_attention_backward):
                 calls.append((func, args))
             return func(*args, **(kwargs or {}))
 
@@ -194,7 +194,7 @@ def check_operators(case: Case) -> int:
         torch.autograd.grad([out, lse], leaves, [dout, dlse])
     for op, arguments in calls:
         fresh = tuple(
-            x.detach().clone().requires_grad_(x.is_floating_point() and op is ops.sharded_forward)
+            x.detach().clone().requires_grad_(x.is_floating_point() and op is ops.sharded_attention)
             if isinstance(x, Tensor)
             else x
             for x in arguments

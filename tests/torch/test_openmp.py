@@ -50,9 +50,9 @@ q, k, v = (torch.randn(1, 4, 512, 32) for _ in range(3))
 bounds, found = full().prepare(512, 512, like=q).lowered.bounds, []
 for threads in (3, 2):
     torch.set_num_threads(threads)
-    out, lse = torch.ops.attnspan.forward(q, k, v, bounds, 0.25)
+    out, lse = torch.ops.attnspan.attention(q, k, v, bounds, 0.25)
     found.append(other.last())
-    torch.ops.attnspan.backward(out, None, q, k, v, bounds, out, lse, 0.25)
+    torch.ops.attnspan.attention_backward(out, None, q, k, v, bounds, out, lse, 0.25)
     found.append(other.last())
 print(*found)
 """

@@ -1,6 +1,7 @@
 """The registered operators: their contract with everything that traces torch."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from covering import everything
 from problem_parts import ALL
 from samples import OPTIONS, counted_kernel_calls, small
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnspan import causal, documents
@@ -208,3 +210,22 @@ def test_fake_tensors_give_the_dense_bound() -> None:
     with FakeTensorMode():
         q = torch.randn(2, 4, 10, 16)
         assert _count(q, q, q, causal(), backward=False) == 2 * 2 * 4 * 10 * 10 * 32
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["by name", "operators of 0.2"])
+def test_other_checkpointing_policies_save_attention(old: bool) -> None:
+    names = torch.ops.attnspan.forward.default, torch.ops.attnspan.backward.default
+    assert names == (forward_op, backward_op)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        found = op == torch.ops.attnspan.forward.default if old else "attention" in str(op)
+        return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    with counted_kernel_calls() as calls:
+        out = checkpoint(
+            lambda q: attention(q, q, q, mask=causal()), q, use_reentrant=False, context_fn=contexts
+        )
+        out.sum().backward()
+    assert (calls.forward, calls.backward) == (1, 1)

@@ -204,6 +204,6 @@ def test_checkpointing_recomputes_attention_only_where_it_is_told_to(tiny: Tiny,
 
 def test_the_policy_keeps_attention_and_nothing_else() -> None:
     aten = torch.ops.aten
-    attention = torch.ops.attnspan.forward, aten._scaled_dot_product_flash_attention_for_cpu
+    attention = torch.ops.attnspan.attention, aten._scaled_dot_product_flash_attention_for_cpu
     kept = [keep_attention(None, op.default).name for op in (*attention, aten.mm)]
     assert kept == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE"]

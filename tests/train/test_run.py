@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_in_its_folder_and_says_it(tiny: Tiny, tmp_path:
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000012"]
     [trace] = (tmp_path / "trace").glob("rank0*.json")
     assert any(
-        "attnspan::forward" in str(event.get("name"))
+        "attnspan::attention" in str(event.get("name"))
         for event in json.loads(trace.read_text())["traceEvents"]
     )
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from ..parallel.layout import Layout
 from ..parallel.local import LocalPlan
 from ..parallel.strategy import Strategy, split_heads
 from ..parallel.torch.comm import Agreement, raise_broken
-from ..parallel.torch.ops import sharded_forward
+from ..parallel.torch.ops import sharded_attention
 
 __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 
@@ -209,7 +209,7 @@ def _plan_of_rows(
     kv_heads: int,
     streams: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """What `sharded_forward` takes as plan and numbers; an operator, as it is made by NumPy."""
+    """What `sharded_attention` takes as plan and numbers; an operator, as it is made by NumPy."""
     plan = _local_plan(kind, members, groups, rank, (q_heads, kv_heads), tuple(streams))
     length, numbers = _sizes(kind, members, groups, streams)
     assert plan.data.size <= length, (plan.data.size, length)
@@ -268,7 +268,7 @@ def attend_rows(
     q, k, v = (_padded(x, 1, most).transpose(1, 2) for x in (q, k, v))
     here = split_heads(*heads, strategy.members)[rank % strategy.members]
     plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
-    out = sharded_forward(q, k, v, *plan, group, strategy.members, here.heads, len(here.kv), scale)[0]
+    out = sharded_attention(q, k, v, *plan, group, strategy.members, here.heads, len(here.kv), scale)[0]
     return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]
 
 

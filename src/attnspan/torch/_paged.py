@@ -1,6 +1,6 @@
 """Caches whose rows take pages from one pool, and attention over them.
 
-The operators ``attnspan::paged_write`` and ``attnspan::paged_forward``. Spans are intervals of a row's
+The operators ``attnspan::paged_write`` and ``attnspan::paged_attention``. Spans are intervals of a row's
 tokens, wherever these lie: Triton's kernel looks up pages while it reads, other backends are given a copy.
 """
 
@@ -31,7 +31,7 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(  # type: ignore[no-untyped-call]
-    "paged_forward(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor bounds, float scale,"
+    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor bounds, float scale,"
     f" {OPTION_SCHEMA}) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -89,13 +89,13 @@ def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         return _forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)  # type: ignore[no-any-return]
 
 
-_write_op, _forward_op = torch.ops.attnspan.paged_write.default, torch.ops.attnspan.paged_forward.default
+_write_op, _forward_op = torch.ops.attnspan.paged_write.default, torch.ops.attnspan.paged_attention.default
 _library.impl("paged_write", _write, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("attnspan::paged_write", lambda *_: None, lib=_library)
 for _key in ("CPU", "CUDA"):
-    _library.impl("paged_forward", _forward, _key)  # type: ignore[no-untyped-call]
-_library.impl("paged_forward", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::paged_forward", _forward_fake, lib=_library)
+    _library.impl("paged_attention", _forward, _key)  # type: ignore[no-untyped-call]
+_library.impl("paged_attention", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::paged_attention", _forward_fake, lib=_library)
 
 
 class PagedCache(nn.Module):

@@ -1,6 +1,6 @@
-"""The operators ``attnspan::vendor_forward`` and ``attnspan::vendor_backward``: `attnspan.kernels.vendor`.
+"""The operators ``attnspan::vendor_attention`` and ``attnspan::vendor_attention_backward``: `attnspan.kernels.vendor`.
 
-Tensors are as those of ``attnspan::forward``: (B, H, S, D), with results stored as contiguous (B, S, H, D).
+Tensors are as those of ``attnspan::attention``: (B, H, S, D), with results stored as contiguous (B, S, H, D).
 Offsets stay data: another packing compiles nothing again.
 """
 
@@ -28,10 +28,10 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 # Offsets of documents, the lengths of the longest, how far queries see (-1: everything), the scale.
 _BAND = "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, int left, int right, float scale"
 _library.define(  # type: ignore[no-untyped-call]
-    f"vendor_forward(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor out, Tensor lse)", tags=_TAGS
+    f"vendor_attention(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor out, Tensor lse)", tags=_TAGS
 )
 _library.define(  # type: ignore[no-untyped-call]
-    f"vendor_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_BAND})"
+    f"vendor_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_BAND})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
@@ -72,13 +72,13 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
     return tuple(stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
 
 
-_library.impl("vendor_forward", _forward_kernel, "CUDA")  # type: ignore[no-untyped-call]
-_library.impl("vendor_backward", _backward_kernel, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::vendor_forward", _forward_fake, lib=_library)
-torch.library.register_fake("attnspan::vendor_backward", _backward_fake, lib=_library)
+_library.impl("vendor_attention", _forward_kernel, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("vendor_attention_backward", _backward_kernel, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::vendor_attention", _forward_fake, lib=_library)
+torch.library.register_fake("attnspan::vendor_attention_backward", _backward_fake, lib=_library)
 
-vendor_op = torch.ops.attnspan.vendor_forward.default
-_backward_op = torch.ops.attnspan.vendor_backward.default
+vendor_op = torch.ops.attnspan.vendor_attention.default
+_backward_op = torch.ops.attnspan.vendor_attention_backward.default
 
 
 class _Forward(torch.autograd.Function):
@@ -115,8 +115,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::vendor_forward: expected first ones, which the kernel has; got "
-            'a derivative of attnspan::vendor_backward. Call attention(..., backend="math") for higher ones.'
+            "second derivatives of attnspan::vendor_attention: expected first ones, which the kernel has; got "
+            'a derivative of attnspan::vendor_attention_backward. Call attention(..., backend="math") for higher ones.'
         )
 
 
@@ -176,13 +176,13 @@ def _band_pairs(q_len: int, k_len: int, left: int, right: int) -> int:
     return int((last.clip(0, k_len) - first.clip(0, k_len)).clip(0).sum())
 
 
-@register_flop_formula(torch.ops.attnspan.vendor_forward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.attnspan.vendor_attention, get_raw=True)  # type: ignore[untyped-decorator]
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *band: Any, **_: Any) -> int:
     left, right = band[2:4]
     return 2 * _pairs(q, k, cu_q, cu_k, left, right) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.attnspan.vendor_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.attnspan.vendor_attention_backward, get_raw=True)  # type: ignore[untyped-decorator]
 def _backward_flops(dout: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
     del dout
     return _forward_flops(q, k, v, *rest[2:]) * 5 // 2

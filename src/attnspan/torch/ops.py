@@ -1,4 +1,4 @@
-"""The operators ``attnspan::forward`` and ``attnspan::backward``, as all that traces torch sees them.
+"""The operators ``attnspan::attention`` and ``attnspan::attention_backward``, as tracers of torch see them.
 
 Schemas, kernels for CPU and CUDA, fake kernels, autograd. Tensors are in (B, H, S, D) order with a unit last
 stride; results are stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a fake
@@ -55,13 +55,13 @@ OPTION_SCHEMA = (
 )
 # `k_len` is the number of keys that a mask was lowered for, where only the running program knows it.
 _library.define(  # type: ignore[no-untyped-call]
-    f"forward(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA}, Tensor? k_len=None)"
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA}, Tensor? k_len=None)"
     " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 _library.define(  # type: ignore[no-untyped-call]
-    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out, Tensor lse,"
-    f" float scale, {OPTION_SCHEMA}, bool want_dbias=False)"
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out,"
+    f" Tensor lse, float scale, {OPTION_SCHEMA}, bool want_dbias=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=_TAGS,
 )
@@ -159,8 +159,8 @@ def _backward_fake(
 
 
 def _implement(library: torch.library.Library, key: str, **more: Any) -> None:
-    library.impl("forward", _forward_kernel, key, **more)  # type: ignore[no-untyped-call]
-    library.impl("backward", _backward_kernel, key, **more)  # type: ignore[no-untyped-call]
+    library.impl("attention", _forward_kernel, key, **more)  # type: ignore[no-untyped-call]
+    library.impl("attention_backward", _backward_kernel, key, **more)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -182,11 +182,14 @@ _implement(_library, "CUDA")
 if cpu.core is None or not cpu.core.register_torch_operators():
     _implement(_library, "CPU")
 triton.around_interpreted.append(python_kernels)
-torch.library.register_fake("attnspan::forward", _forward_fake, lib=_library)
-torch.library.register_fake("attnspan::backward", _backward_fake, lib=_library)
+torch.library.register_fake("attnspan::attention", _forward_fake, lib=_library)
+torch.library.register_fake("attnspan::attention_backward", _backward_fake, lib=_library)
 
-forward_op = torch.ops.attnspan.forward.default
-backward_op = torch.ops.attnspan.backward.default
+forward_op = torch.ops.attnspan.attention.default
+backward_op = torch.ops.attnspan.attention_backward.default
+# The names of version 0.2, which checkpointing policies outside this package compare operators with.
+torch.ops.attnspan.forward = torch.ops.attnspan.attention
+torch.ops.attnspan.backward = torch.ops.attnspan.attention_backward
 
 
 def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
@@ -258,8 +261,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::forward: expected first ones, which the kernel has; got a "
-            'derivative of attnspan::backward. Call attention(..., backend="math") for higher ones.'
+            "second derivatives of attnspan::attention: expected first ones, which the kernel has; got a "
+            'derivative of attnspan::attention_backward. Call attention(..., backend="math") for higher ones.'
         )
 
 
@@ -336,7 +339,7 @@ def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
 
 
 # Without these formulas, counters and memory-budget partitioners think that attention is free.
-@register_flop_formula(torch.ops.attnspan.forward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.attnspan.attention, get_raw=True)  # type: ignore[untyped-decorator]
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, **kwargs: Any) -> int:
     """Floating-point operations of one call of the forward operator: 2 * visible pairs * (D + Dv).
 
@@ -356,7 +359,7 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
     return 2 * visible_pairs(q, k, bounds) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.attnspan.backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.attnspan.attention_backward, get_raw=True)  # type: ignore[untyped-decorator]
 def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
     """Floating-point operations of one call of the backward operator: 2.5 times those of `forward_flops`."""
     del dout, dlse

@@ -21,7 +21,7 @@ from ..rows import Rows
 from ..strategy import Strategy, split_heads
 from .comm import Ranks, moved
 from .dtensor import attend
-from .ops import sharded_forward
+from .ops import sharded_attention
 
 __all__ = ["Frame", "MeshPlan"]
 
@@ -206,7 +206,7 @@ class MeshPlan(ShardedMask):
             return self._marked(found, q_index)
         call = Call.of(front, q, k, v, given, mask=None, **asked)
         frame = self.frame
-        out, lse, *_ = sharded_forward(
+        out, lse, *_ = sharded_attention(
             *(call.q, call.k, call.v, self.data, self.numbers, frame.group, frame.strategy.members),
             *(*frame.heads_here, call.scale, *_arguments(call)),
         )
@@ -289,7 +289,7 @@ class _Front(TorchFront):
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:
-    """The options as `sharded_forward` takes them, with a seed for each batch row and head."""
+    """The options as `sharded_attention` takes them, with a seed for each batch row and head."""
     if (o := call.options) is None:
         return ()
     seed = o.dropout_seed

@@ -1,4 +1,4 @@
-"""The operators ``attnspan::sharded_forward`` and ``sharded_backward``: attention and its exchanges.
+"""The operators ``attnspan::sharded_attention`` and its ``_backward``: attention and its exchanges.
 
 Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
 change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
@@ -24,7 +24,7 @@ from .comm import Ranks
 from .engine import Done, Given, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
-__all__ = ["sharded_backward", "sharded_forward"]
+__all__ = ["sharded_attention", "sharded_attention_backward"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # A captured graph would replay the exchanges of one step's plan.
@@ -43,14 +43,15 @@ _SHARED = (
 # Behind out and lse, for backward: q, k, v and out of all rows of the group where heads are shared out, and
 # always the lse in float64, because float32 keeps too little of a large one.
 _library.define(  # type: ignore[no-untyped-call]
-    f"sharded_forward(Tensor q, Tensor k, Tensor v, {_SHARED})"
+    f"sharded_attention(Tensor q, Tensor k, Tensor v, {_SHARED})"
     " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
     " Tensor group_lse)",
     tags=_TAGS,
 )
 # q, k, v, out and lse are those of the group where heads are shared out; `kv_heads` are all of them.
 _library.define(  # type: ignore[no-untyped-call]
-    f"sharded_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    "sharded_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor lse,"
     f" int kv_heads, {_SHARED}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=_TAGS,
 )
@@ -186,13 +187,13 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("sharded_forward", _forward, _device)  # type: ignore[no-untyped-call]
-    _library.impl("sharded_backward", _backward, _device)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::sharded_forward", _forward_fake, lib=_library)
-torch.library.register_fake("attnspan::sharded_backward", _backward_fake, lib=_library)
+    _library.impl("sharded_attention", _forward, _device)  # type: ignore[no-untyped-call]
+    _library.impl("sharded_attention_backward", _backward, _device)  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::sharded_attention", _forward_fake, lib=_library)
+torch.library.register_fake("attnspan::sharded_attention_backward", _backward_fake, lib=_library)
 
-sharded_forward = torch.ops.attnspan.sharded_forward.default
-sharded_backward = torch.ops.attnspan.sharded_backward.default
+sharded_attention = torch.ops.attnspan.sharded_attention.default
+sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.default
 
 
 class _Forward(torch.autograd.Function):
@@ -200,7 +201,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = below_autograd(sharded_forward, keyset, inputs)
+        found: tuple[Tensor, ...] = below_autograd(sharded_attention, keyset, inputs)
         ctx.set_materialize_grads(False)
         q, k, v, plan, numbers, *rest = _all(inputs, _FIRST_OPTION)
         out, _, *group = found
@@ -223,7 +224,7 @@ class _Forward(torch.autograd.Function):
             assert dlse is not None
             rows = lse.shape[2] // fixed[1]
             dout = out.new_zeros((*dlse.shape[:2], rows, v.shape[3]))
-        dq, dk, dv, dbias, dsinks = sharded_backward(
+        dq, dk, dv, dbias, dsinks = sharded_attention_backward(
             dout, dlse, q, k, v, out, lse, kv_heads, plan, numbers, *fixed, bias, kind, sinks, dropout_p, seed
         )
         gradients: list[Tensor | None] = [None] * (len(needed) + 1)
@@ -242,20 +243,20 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         del ctx
-        return below_autograd(sharded_backward, keyset, inputs)  # type: ignore[no-any-return]
+        return below_autograd(sharded_attention_backward, keyset, inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::sharded_forward: expected first ones, which it has; got a "
+            "second derivatives of attnspan::sharded_attention: expected first ones, which it has; got a "
             'derivative of its backward. On one rank, attention(..., backend="math") has higher ones.'
         )
 
 
-for _op, _function in ((sharded_forward, _Forward), (sharded_backward, _Backward)):
+for _op, _function in ((sharded_attention, _Forward), (sharded_attention_backward, _Backward)):
     _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-save_also(sharded_forward)
+save_also(sharded_attention)
 
 
 def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) -> int:
@@ -273,13 +274,13 @@ def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) ->
     return int(2 * dims * pairs)
 
 
-@register_flop_formula(sharded_forward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(sharded_attention.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's forward call."""
     return _flops(given, q.shape[0], q.shape[2] * given[3], k.shape[2], q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(sharded_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(sharded_attention_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
 def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's backward call, 2.5 times the forward's."""
     keys: int = k.shape[2] // given[6]

@@ -37,7 +37,7 @@ _GENERATES = ("decoder", "encoder-decoder", "vision-language")
 _PROMPT, _NEW, _PADDED = 12, 8, 4
 _LONGEST = 300  # characters of a reason
 _MOST_SHAPES = 8  # of tensors of all pairs, the largest
-_OPERATOR = "attnspan::forward"
+_OPERATOR = "attnspan::attention"
 
 
 @dataclass(frozen=True)
