@@ -228,4 +228,4 @@ def test_other_checkpointing_policies_save_attention(old: bool) -> None:
             lambda q: attention(q, q, q, mask=causal()), q, use_reentrant=False, context_fn=contexts
         )
         out.sum().backward()
-    assert (calls.forward, calls.backward) == (1, 1)
+    assert sorted(calls) == ["backward", "forward"]
