@@ -1,4 +1,4 @@
-"""The operators ``attnspan::vendor_attention`` and ``attnspan::vendor_attention_backward``: `attnspan.kernels.vendor`.
+"""The operators ``attnspan::vendor_attention`` and its ``_backward``: `attnspan.kernels.vendor`.
 
 Tensors are as those of ``attnspan::attention``: (B, H, S, D), with results stored as contiguous (B, S, H, D).
 Offsets stay data: another packing compiles nothing again.
@@ -115,8 +115,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::vendor_attention: expected first ones, which the kernel has; got "
-            'a derivative of attnspan::vendor_attention_backward. Call attention(..., backend="math") for higher ones.'
+            "second derivatives of attnspan::vendor_attention: expected first ones, which the kernel has; got a "
+            'derivative of its backward operator. Call attention(..., backend="math") for higher ones.'
         )
 
 

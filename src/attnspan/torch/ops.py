@@ -55,8 +55,8 @@ OPTION_SCHEMA = (
 )
 # `k_len` is the number of keys that a mask was lowered for, where only the running program knows it.
 _library.define(  # type: ignore[no-untyped-call]
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA}, Tensor? k_len=None)"
-    " -> (Tensor out, Tensor lse)",
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA},"
+    " Tensor? k_len=None) -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 _library.define(  # type: ignore[no-untyped-call]
@@ -188,8 +188,8 @@ torch.library.register_fake("attnspan::attention_backward", _backward_fake, lib=
 forward_op = torch.ops.attnspan.attention.default
 backward_op = torch.ops.attnspan.attention_backward.default
 # The names of version 0.2, which checkpointing policies outside this package compare operators with.
-torch.ops.attnspan.forward = torch.ops.attnspan.attention
-torch.ops.attnspan.backward = torch.ops.attnspan.attention_backward
+for _name, _op in (("forward", forward_op), ("backward", backward_op)):
+    setattr(torch.ops.attnspan, _name, _op.overloadpacket)
 
 
 def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
