@@ -42,7 +42,7 @@ class Mask(Node):
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("|", self, other)
+        return _either(self, other) if isinstance(other, Mask) else refuse_operand("|", self, other)
 
     # Reached where the left operand is no mask.
     def __rand__(self, other: object) -> NoReturn:
@@ -157,6 +157,10 @@ class Mask(Node):
 
     def _band(self) -> Band | None:
         """What other libraries' kernels know the mask as; None where they do not."""
+        return None
+
+    def _first_keys(self) -> int | None:
+        """n of a mask that shows every query the first n keys, and no others."""
         return None
 
     def _lower(self, low: Lowering) -> Rows:
@@ -302,6 +306,8 @@ class Prepared(Mask):
 
     # What it was lowered from, where that is a band: no field, so that all lowered masks are of one tree.
     _of: ClassVar[Band | None] = None
+    # How many of the first tokens a rolling cache keeps, and shows to all later ones. No field either.
+    _kept: ClassVar[int | None] = None
 
     def _band(self) -> Band | None:
         return self._of
@@ -382,6 +388,17 @@ def _known_as(band: Band | None, mask: Prepared) -> Prepared:
         copies = (x.clone() if hasattr(x, "clone") else own(x) for x in (band.cu_q, band.cu_k))
         object.__setattr__(mask, "_of", Band(band.left, band.right, *copies))
     return mask
+
+
+def _either(left: Mask, right: Mask) -> Mask:
+    """The masks joined by `|`. A rolling cache's mask has those first keys already that the cache keeps."""
+    for mask, other in ((left, right), (right, left)):
+        kept, n = getattr(mask, "_kept", None), other._first_keys()
+        if isinstance(mask, Prepared) and kept is not None and n is not None:
+            what, remedy = "global_keys with the mask of a rolling cache", f"Make the cache with keep={n}"
+            expect(n <= kept, what, "at most the {} first tokens that it keeps", n, remedy, kept)
+            return mask
+    return Or(_one_order(left, right))
 
 
 def _one_order(*masks: Mask) -> tuple[Mask, ...]:
