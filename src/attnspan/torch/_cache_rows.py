@@ -11,7 +11,7 @@ from ..checks import count, number
 from ..errors import DeviceError, DtypeError, ShapeError, expect
 from ._cache_write import INTEGERS, LOST
 
-__all__ = ["CacheLayout", "CacheRows", "Storage", "row_numbers"]
+__all__ = ["CacheLayout", "CacheRows", "Storage", "WritableBuffers", "row_numbers"]
 
 CacheLayout = Literal["bhsd", "bshd"]
 
@@ -24,7 +24,15 @@ class Storage(TypedDict, total=False):
     layout: CacheLayout
 
 
-class CacheRows(nn.Module):
+class WritableBuffers(nn.Module):
+    """A module whose buffers are no inference tensors, which could not be written outside of that mode."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        with torch.inference_mode(False):  # `.to(...)` makes new ones
+            return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class CacheRows(WritableBuffers):
     """Batch rows of keys and values, each with a length.
 
     The buffers are not part of a state dict; ``.to(...)`` of a model moves and converts them.
@@ -57,7 +65,6 @@ class CacheRows(nn.Module):
         expect(known, "layout", "bhsd or bshd", repr(layout), "Name the order of k and v")
         self.layout, self._kv_heads, self._max_new = layout, sizes["kv_heads"], max_new
         shape, like = [sizes[axis] for axis in axes], {"dtype": dtype, "device": device}
-        # An inference tensor could not be written outside of inference mode later.
         with torch.inference_mode(False):
             for name, dim in (("_keys", "head_dim"), ("_values", "v_dim")):
                 x = torch.zeros(*shape, sizes[dim], **like)  # type: ignore[arg-type]
@@ -66,11 +73,6 @@ class CacheRows(nn.Module):
             self.register_buffer("lengths", lengths, persistent=False)
         floating = self._keys.is_floating_point()
         expect(floating, "dtype", "a floating dtype", str(dtype), "Pass that of k and v", error=DtypeError)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # `.to(...)` makes new buffers, which must not be inference tensors either.
-        with torch.inference_mode(False):
-            return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def q_index(self, q_len: int) -> Tensor:
         """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding."""
@@ -224,7 +226,7 @@ def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tup
     Args:
         what: The argument, for errors.
         rows: A list or a tensor of integers.
-        of: A tensor with one entry for each batch row, (B,).
+        of: A tensor whose first axis has the batch rows.
         whole: Whether there must be B numbers.
 
     Raises:
