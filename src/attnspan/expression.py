@@ -10,7 +10,7 @@ from ._bands import Band
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
-from .arrays import Array, arrays_for, outside_inference_mode, own
+from .arrays import Array, arrays_for, outside_inference_mode, own, read_only
 from .errors import OptionError, ShapeError, expect
 from .lowering import Lowering, begin
 from .spans import Spans
@@ -107,11 +107,11 @@ class Mask(Node):
             arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
             low = begin(arrays, self._leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)
-            rows_at = None if low.counted_back else low.q_index[:, 0]
+            rows_at = None if low.counted_back else _apart(low.q_index[:, 0], q_index)
             if k_index is None:
                 return _known_as(self._band() if q_index is None else None, Prepared(spans, rows_at))
-            k_index = arrays.asarray(k_index, "int32")
-            return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
+            own_index = _apart(arrays.asarray(k_index, "int32"), k_index)
+            return _known_as(None, Prepared(spans.take_keys(own_index), rows_at, own_index[None]))
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
         """Lower the mask once, with the smallest R its data need, to be shared by all layers.
@@ -383,7 +383,15 @@ class Prepared(Mask):
         return repr(self.lowered).replace("Spans", "Prepared")
 
 
+def _apart(x: Any, given: Any) -> Any:
+    """An array that shares no memory with one that the caller gave, and may write into later."""
+    return x if given is None or arrays_for([x]).tracing() else x.clone() if hasattr(x, "clone") else own(x)
+
+
 def _known_as(band: Band | None, mask: Prepared) -> Prepared:
+    # Layers share it: a write would change the mask of all of them.
+    for x in (mask.lowered.bounds, mask.q_index, mask.k_index):
+        read_only(x)
     if band is not None:  # A copy: what is lowered does not change when the caller writes into an array.
         copies = (x.clone() if hasattr(x, "clone") else own(x) for x in (band.cu_q, band.cu_k))
         object.__setattr__(mask, "_of", Band(band.left, band.right, *copies))
