@@ -110,8 +110,8 @@ class Mask(Node):
             rows_at = None if low.counted_back else _apart(low.q_index[:, 0], q_index)
             if k_index is None:
                 return _known_as(self._band() if q_index is None else None, Prepared(spans, rows_at))
-            own_index = _apart(arrays.asarray(k_index, "int32"), k_index)
-            return _known_as(None, Prepared(spans.take_keys(own_index), rows_at, own_index[None]))
+            k_index = _apart(arrays.asarray(k_index, "int32"), k_index)
+            return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
         """Lower the mask once, with the smallest R its data need, to be shared by all layers.
@@ -125,7 +125,7 @@ class Mask(Node):
             q_len, k_len, **options: as for `spans`.
 
         Returns:
-            The lowered mask, with canonical, contiguous bounds.
+            The lowered mask, with canonical, contiguous bounds. Arrays of NumPy are read-only.
 
         Raises:
             OptionError: for rows whose data break a promise, besides what `spans` raises.
@@ -139,6 +139,9 @@ class Mask(Node):
         found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
             exact = replace(found, lowered=found.lowered.compact().validate())
+            # Layers share it: a write would change the mask of all of them.
+            for x in (exact.lowered.bounds, exact.q_index, exact.k_index):
+                read_only(x)
             return _known_as(found._band(), exact)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
@@ -389,9 +392,6 @@ def _apart(x: Any, given: Any) -> Any:
 
 
 def _known_as(band: Band | None, mask: Prepared) -> Prepared:
-    # Layers share it: a write would change the mask of all of them.
-    for x in (mask.lowered.bounds, mask.q_index, mask.k_index):
-        read_only(x)
     if band is not None:  # A copy: what is lowered does not change when the caller writes into an array.
         copies = (x.clone() if hasattr(x, "clone") else own(x) for x in (band.cu_q, band.cu_k))
         object.__setattr__(mask, "_of", Band(band.left, band.right, *copies))
