@@ -31,7 +31,7 @@ def reference_of(problem: Problem) -> tuple[Tensor, ...]:
 def sdpa_errors(problem: Problem, want: tuple[Tensor, ...]) -> dict[str, float]:
     """Errors of torch's own attention on the same inputs, by which those of others are judged."""
     q, k, v, dout = problem.take(slice(None))
-    lo, hi = torch.from_numpy(problem.bounds[0, 0]).unbind(-1)
+    lo, hi = torch.tensor(problem.bounds[0, 0]).unbind(-1)
     at = torch.arange(problem.q_len)
     visible = ((at >= lo[..., None]) & (at < hi[..., None])).any(1)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -79,7 +79,7 @@ def kernel(block_q: int, block_k: int) -> Open:
             raise AbsentError("sizes of blocks are compared on the CPU, forward, with the compiled module")
         q, k, v = (torch.from_numpy(x).to(getattr(torch, problem.dtype)) for x in problem.arrays())
         n = problem.length
-        bounds, threads = torch.from_numpy(full().spans(n, n).bounds), torch.get_num_threads()
+        bounds, threads = torch.tensor(full().spans(n, n).bounds), torch.get_num_threads()
         q_step, q_most, k_step, k_most, _ = cpu.core.blocks("forward", problem.dtype)
         sizes = (block_q, q_step, q_most), (block_k, k_step, k_most)
         near = [size and min(max(round(size / step), 1) * step, most) for size, step, most in sizes]

@@ -37,7 +37,7 @@ def main(length: int = 16384) -> None:
     def ours() -> list[Tensor]:
         """From offsets to blocks: the mask is lowered too."""
         bounds = (causal() & documents(ends)).spans(length, length).lowered.bounds
-        return tensors(block_mask(torch.as_tensor(bounds), length))
+        return tensors(block_mask(torch.tensor(bounds), length))
 
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for name, found in (("eager", ours()), ("compiled", compiled())):

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import attnspan as a
 from attnspan.library import global_sliding, per_head, per_row, selected_blocks
@@ -25,6 +26,23 @@ def test_a_mask_over_keys_of_its_own_order_is_not_combined() -> None:
     for combine in (lambda: some & a.window(3), lambda: a.window(3) | some):
         with pytest.raises(ValueError, match=r"keys have indices of their own.*before one is prepared"):
             combine()
+
+
+@pytest.mark.parametrize("way", ["spans", "prepare"])
+def test_what_is_prepared_is_not_written_into(way: str) -> None:
+    q_index, k_index = np.arange(2, 5, dtype=np.int32), np.arange(6, dtype=np.int32)
+    given = {"q_index": q_index, "k_index": k_index}
+    mask = getattr(a.causal() & a.segments(np.zeros(6, np.int32)), way)(3, 6, **given)
+    for x in (mask.lowered.bounds, mask.q_index, mask.k_index) if way == "prepare" else ():
+        with pytest.raises(ValueError, match="read-only"):
+            x[...] = 0
+    q_index[:], k_index[:] = 0, 0
+    assert mask.q_index.tolist() == [[2, 3, 4]]
+    assert mask.k_index.tolist() == [list(range(6))]
+    rows = torch.arange(3, dtype=torch.int32)
+    mask = getattr(a.causal(), way)(3, 3, q_index=rows)
+    rows.zero_()
+    assert mask.q_index.tolist() == [[0, 1, 2]]
 
 
 OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"

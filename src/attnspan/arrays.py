@@ -29,6 +29,7 @@ __all__ = [
     "kind_of",
     "outside_inference_mode",
     "own",
+    "read_only",
 ]
 
 Array = Any
@@ -353,6 +354,20 @@ def own(x: Any) -> Any:
     if torch is not None and torch.compiler.is_compiling():
         return torch.as_tensor(x).clone()
     return x.astype(x.dtype.newbyteorder("="), order="C")
+
+
+def read_only(x: Any) -> Any:
+    """The array itself; of NumPy, one that refuses writes from now on.
+
+    Example:
+        >>> read_only(np.arange(3)).flags.writeable
+        False
+    """
+    torch = sys.modules.get("torch")
+    compiling = torch is not None and torch.compiler.is_compiling()
+    if isinstance(x, np.ndarray) and not compiling:
+        x.flags.writeable = False
+    return x
 
 
 def arrays_for(candidates: Iterable[object], like: object = None, what: str = "mask") -> Arrays:

@@ -10,7 +10,7 @@ from ._bands import Band
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
-from .arrays import Array, arrays_for, outside_inference_mode, own
+from .arrays import Array, arrays_for, outside_inference_mode, own, read_only
 from .errors import OptionError, ShapeError, expect
 from .lowering import Lowering, begin
 from .spans import Spans
@@ -42,7 +42,7 @@ class Mask(Node):
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("|", self, other)
+        return _either(self, other) if isinstance(other, Mask) else refuse_operand("|", self, other)
 
     # Reached where the left operand is no mask.
     def __rand__(self, other: object) -> NoReturn:
@@ -107,10 +107,10 @@ class Mask(Node):
             arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
             low = begin(arrays, self._leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)
-            rows_at = None if low.counted_back else low.q_index[:, 0]
+            rows_at = None if low.counted_back else _apart(low.q_index[:, 0], q_index)
             if k_index is None:
                 return _known_as(self._band() if q_index is None else None, Prepared(spans, rows_at))
-            k_index = arrays.asarray(k_index, "int32")
+            k_index = _apart(arrays.asarray(k_index, "int32"), k_index)
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
@@ -125,7 +125,7 @@ class Mask(Node):
             q_len, k_len, **options: as for `spans`.
 
         Returns:
-            The lowered mask, with canonical, contiguous bounds.
+            The lowered mask, with canonical, contiguous bounds. Arrays of NumPy are read-only.
 
         Raises:
             OptionError: for rows whose data break a promise, besides what `spans` raises.
@@ -139,6 +139,9 @@ class Mask(Node):
         found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
             exact = replace(found, lowered=found.lowered.compact().validate())
+            # Layers share it: a write would change the mask of all of them.
+            for x in (exact.lowered.bounds, exact.q_index, exact.k_index):
+                read_only(x)
             return _known_as(found._band(), exact)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
@@ -157,6 +160,10 @@ class Mask(Node):
 
     def _band(self) -> Band | None:
         """What other libraries' kernels know the mask as; None where they do not."""
+        return None
+
+    def _first_keys(self) -> int | None:
+        """n of a mask that shows every query the first n keys, and no others."""
         return None
 
     def _lower(self, low: Lowering) -> Rows:
@@ -302,6 +309,8 @@ class Prepared(Mask):
 
     # What it was lowered from, where that is a band: no field, so that all lowered masks are of one tree.
     _of: ClassVar[Band | None] = None
+    # How many of the first tokens a rolling cache keeps, and shows to all later ones. No field either.
+    _kept: ClassVar[int | None] = None
 
     def _band(self) -> Band | None:
         return self._of
@@ -377,11 +386,27 @@ class Prepared(Mask):
         return repr(self.lowered).replace("Spans", "Prepared")
 
 
+def _apart(x: Any, given: Any) -> Any:
+    """An array that shares no memory with one that the caller gave, and may write into later."""
+    return x if given is None or arrays_for([x]).tracing() else x.clone() if hasattr(x, "clone") else own(x)
+
+
 def _known_as(band: Band | None, mask: Prepared) -> Prepared:
     if band is not None:  # A copy: what is lowered does not change when the caller writes into an array.
         copies = (x.clone() if hasattr(x, "clone") else own(x) for x in (band.cu_q, band.cu_k))
         object.__setattr__(mask, "_of", Band(band.left, band.right, *copies))
     return mask
+
+
+def _either(left: Mask, right: Mask) -> Mask:
+    """The masks joined by `|`. A rolling cache's mask has those first keys already that the cache keeps."""
+    for mask, other in ((left, right), (right, left)):
+        kept, n = getattr(mask, "_kept", None), other._first_keys()
+        if isinstance(mask, Prepared) and kept is not None and n is not None:
+            what, remedy = "global_keys with the mask of a rolling cache", f"Make the cache with keep={n}"
+            expect(n <= kept, what, "at most the {} first tokens that it keeps", n, remedy, kept)
+            return mask
+    return Or(_one_order(left, right))
 
 
 def _one_order(*masks: Mask) -> tuple[Mask, ...]:

@@ -222,6 +222,9 @@ class global_keys(Mask):
     def __post_init__(self) -> None:
         self._check(n=checks.count)
 
+    def _first_keys(self) -> int:
+        return self.n
+
     def _lower(self, low: Lowering) -> Rows:
         del low
         return Rows((Interval(None, self.n),))

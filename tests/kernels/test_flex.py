@@ -23,7 +23,7 @@ ON_GPU = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cuda")
 
 
 def bounds_of(mask: Mask, length: int) -> Tensor:
-    return torch.as_tensor(mask.spans(length, length).lowered.bounds)
+    return torch.tensor(mask.spans(length, length).lowered.bounds)
 
 
 def test_blocks_are_the_same_in_a_compiled_program() -> None:

@@ -94,7 +94,7 @@ def test_ranges_are_those_of_the_dense_mask(heads: int, runs: int) -> None:
 
 def test_ranges_of_long_rows_take_little_memory() -> None:
     bounds = (causal() & (window(512) | global_keys(4))).spans(131_072, 131_072).lowered.bounds
-    bounds = torch.as_tensor(bounds)
+    bounds = torch.tensor(bounds)
     assert bounds.shape[3] == 2
     ranges, *_ = _launch.row_ranges(bounds, 131_072, kv_heads=1, group=1, block=128)
     assert ranges.nbytes == 1024 * 2 * 16
@@ -144,7 +144,7 @@ def test_a_nan_reaches_only_blocks_that_see_it(name: str, bad: float) -> None:
     """Two documents, in blocks of their own."""
     tensors = dict(zip("qkv", qkv(q_len=160, k_len=160), strict=True))
     tensors["dout"] = torch.randn(2, 4, 160, 24)
-    bounds = torch.as_tensor(documents([0, 128, 160]).spans(160, 160).lowered.bounds)
+    bounds = torch.tensor(documents([0, 128, 160]).spans(160, 160).lowered.bounds)
 
     def results() -> list[Tensor]:
         q, k, v, dout = tensors.values()
@@ -164,7 +164,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
     """Slots of a cache that were never written."""
     q, k, v = qkv(q_len=4)
     k[:, :, 39:], v[:, :, 39:] = torch.nan, torch.nan
-    bounds = torch.as_tensor(causal().spans(4, 39).lowered.bounds)
+    bounds = torch.tensor(causal().spans(4, 39).lowered.bounds)
     wanted = run(q, k[:, :, :39], v[:, :, :39], bounds)
     for a, b in zip(run(q, k, v, bounds), wanted, strict=True):
         torch.testing.assert_close(a, b)
@@ -172,7 +172,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
 
 def test_illegal_rows_are_nan_and_read_nothing_outside() -> None:
     q, k, v = qkv()
-    bounds = torch.as_tensor(causal().spans(40, 56).lowered.bounds).clone()
+    bounds = torch.tensor(causal().spans(40, 56).lowered.bounds).clone()
     wanted = math.forward(q, k, v, bounds, scale=0.25)
     bounds[0, 0, 5], bounds[0, 0, 7] = torch.tensor([-9, 3]), torch.tensor([2, 4_000])
     out, lse = run(q, k, v, bounds)

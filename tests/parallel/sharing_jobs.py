@@ -243,13 +243,20 @@ def decode(prefill: int, steps: int, split: bool) -> float:
         cache.fill(rows["k"], rows["v"], rows["q_index"], prefill)
     at = slice(rank * 2, rank * 2 + 2) if split else slice(None)
     held, outs = [cache.keys.data_ptr()], []
+    half, sources = (prefill + total) // 2, [batch - 1, *range(batch - 1)]
+    mixed = [torch.cat([x[sources, :, :half], x[:, :, half:]], 2) for x in (q, k, v)]
     for token in range(prefill, total):
+        if token == half:
+            cache.reorder(sources)
         new = (x[at, :, token : token + 1] for x in (q, k, v))
         outs.append(cache.attend(*new, mask=attnspan.window(total // 2), sinks=sinks, split_batch=split))
         held.append(cache.keys.data_ptr())
     assert len(set(held)) == 1, "keys stay where they are"
-    wanted = attention(q, k, v, mask=mask, sinks=sinks)[at, :, prefill:]
-    return error(torch.cat(outs, 2), wanted)
+    before, after = (attention(*x, mask=mask, sinks=sinks)[at] for x in ((q, k, v), mixed))
+    cache.reset()
+    alone = cache.attend(*(x[at, :, :1] for x in (q, k, v)), split_batch=split)
+    assert error(alone, v[at, :, :1].repeat_interleave(2, 1)) < 1e-6, "nothing is left"
+    return error(torch.cat(outs, 2), torch.cat([before[:, :, prefill:half], after[:, :, half:]], 2))
 
 
 def misuse_cache() -> dict[str, tuple[str, int]]:

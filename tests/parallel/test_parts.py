@@ -36,7 +36,7 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool, monkeypatch: 
     sizes = (4, 12), (2, 20), (2, 20)
     q, k, v = (torch.randn(1, h, s, 16).to(dtype) for h, s in sizes)
     slopes = torch.rand(1, 4)
-    bounds = torch.as_tensor(causal().spans(12, 20).lowered.bounds)
+    bounds = torch.tensor(causal().spans(12, 20).lowered.bounds)
     at = torch.arange(8, 20, dtype=torch.int32)[None], torch.arange(20, dtype=torch.int32)[None]
 
     def given(start: int, stop: int) -> Options | None:
@@ -83,7 +83,7 @@ def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
     q = torch.randn(1, 2, 32, 16)
-    bounds = torch.as_tensor(causal().spans(32, 32).lowered.bounds)
+    bounds = torch.tensor(causal().spans(32, 32).lowered.bounds)
     call, out = Call(q, q, q, bounds, 0.25, None), torch.empty(1, 2, 32, 16)
     with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
         lse = attend(call, out)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan.torch import RollingCache, StaticCache, attention
-from attnspan.torch.caches import Cache
+from attnspan.torch._cache_rows import CacheRows as Cache
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
+Width = int | tuple[int, int] | None
 
 
 class Tokens:
@@ -28,12 +29,15 @@ class Tokens:
         self.q, self.k, self.v = normal(HEADS, DIM), normal(KV_HEADS, DIM), normal(KV_HEADS, v_dim)
         self.batch, self.length = batch, length
 
-    def expected(self, width: int | None = None, slopes: Tensor | None = None) -> Tensor:
-        """(B, H, length, Dv) in float64; each token sees the last ``width`` ones, itself included."""
+    def expected(self, width: Width = None, slopes: Tensor | None = None) -> Tensor:
+        """(B, H, length, Dv) in float64; each token sees the last ``width`` ones, itself included.
+
+        A pair has next to that number how many of the first tokens are seen by all later ones.
+        """
         return self._attend(torch.float64, width, slopes)
 
     def error(
-        self, out: Tensor, width: int | None = None, slopes: Tensor | None = None, keep: Tensor | None = None
+        self, out: Tensor, width: Width = None, slopes: Tensor | None = None, keep: Tensor | None = None
     ) -> float:
         """Relative error of the tokens of ``keep`` (B, length), all by default, as a multiple of torch's own.
 
@@ -51,10 +55,11 @@ class Tokens:
         worst = worst_of_ours / max(worst_of_theirs, rounding * wanted.norm(dim=-1).max())
         return max(relative_error(ours, wanted) / max(relative_error(theirs, wanted), rounding), float(worst))
 
-    def _attend(self, dtype: torch.dtype, width: int | None, slopes: Tensor | None) -> Tensor:
+    def _attend(self, dtype: torch.dtype, width: Width, slopes: Tensor | None) -> Tensor:
         at = torch.arange(self.length)
         ago = at[:, None] - at
-        visible = (ago >= 0) & (ago < (self.length if width is None else width))
+        width, first = width if isinstance(width, tuple) else (width, 0)
+        visible = (ago >= 0) & ((ago < (self.length if width is None else width)) | (at < first))
         mask = torch.zeros(1, HEADS, self.length, self.length, dtype=dtype).masked_fill(~visible, -torch.inf)
         if slopes is not None:
             mask = mask - slopes.to(dtype)[:, None, None] * ago
@@ -106,9 +111,9 @@ def ragged(generator: random.Random, cache: Cache, length: int, n: int) -> list[
 def make(kind: str, batch: int = 2, size: int = 24, **options: object) -> Cache:
     if kind == "static":
         return StaticCache(batch, KV_HEADS, size, DIM, **options)
-    return RollingCache(batch, KV_HEADS, 4, DIM, chunk=4, **options)
+    return RollingCache(batch, KV_HEADS, 4, DIM, chunk=4, keep=3 if kind == "sinks" else 0, **options)
 
 
 #: The kinds of caches, and how many keys a token sees through those that `make` makes.
-WIDTH = {"static": None, "rolling": 5}
+WIDTH: dict[str, Width] = {"static": None, "rolling": 5, "sinks": (5, 3)}
 KINDS = tuple(WIDTH)

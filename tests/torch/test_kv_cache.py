@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
-from attnspan import alibi, alibi_slopes
+from attnspan import alibi, alibi_slopes, global_keys, window
+from attnspan.errors import OptionError
 from attnspan.torch import RollingCache, StaticCache, attention
-from attnspan.torch.caches import Cache
+from attnspan.torch._cache_rows import CacheRows as Cache
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -101,17 +102,19 @@ def test_ragged_chunks_then_decoding(kind: str, dtype: torch.dtype, layout: str)
     assert tokens.error(out, WIDTH[kind]) < 2
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(0, 3), (6, 1), (2, 8)])
-def test_the_ring_equals_the_mask_of_that_name_over_many_rounds(window: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunk", "keep"), [(0, 3, 0), (6, 1, 0), (2, 8, 0), (0, 3, 2), (6, 1, 9), (2, 8, 4)]
+)
+def test_the_ring_equals_the_mask_of_that_name_over_many_rounds(window: int, chunk: int, keep: int) -> None:
     generator = random.Random(window)
     tokens = Tokens(2, 80)
-    cache = RollingCache(2, KV_HEADS, window, DIM, chunk=chunk)
+    cache = RollingCache(2, KV_HEADS, window, DIM, chunk=chunk, keep=keep)
     out = torch.zeros_like(tokens.q)
     while min(cache.lengths.tolist()) < 80:
         feed(cache, tokens, out, ragged(generator, cache, 80, chunk), chunk)
     # `window` counts the keys before the query, the width counts its own too.
-    assert tokens.error(out, width=window + 1) < 2
-    assert cache.keys.shape[2] == window + chunk
+    assert tokens.error(out, width=(window + 1, keep)) < 2
+    assert cache.keys.shape[2] == keep + window + chunk
 
 
 @pytest.mark.parametrize("backend", ["math", "cpu"])
@@ -197,6 +200,52 @@ def test_rows_are_emptied_one_by_one(kind: str) -> None:
     assert tokens.error(out, WIDTH[kind], keep=torch.stack([(at >= 12) & (at < 15), at < 12])) < 2
     cache.reset()
     assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_go_on_as_others_and_are_emptied_by_number(kind: str) -> None:
+    tokens = Tokens(3, 24)
+    cache, out = make(kind, 3), torch.zeros_like(tokens.q)
+    for _ in range(3):
+        feed(cache, tokens, out, [4, 3, 1], 4)
+    sources = [1, 1, 0]
+    cache.reorder(sources)
+    assert cache.lengths.tolist() == [9, 9, 12]
+    at = torch.arange(24)
+    for name in ("q", "k", "v"):
+        x = getattr(tokens, name)
+        setattr(tokens, name, torch.where((at < cache.lengths[:, None])[:, None, :, None], x[sources], x))
+    for _ in range(3):
+        feed(cache, tokens, out, [2, 1, 4], 4)
+    keep = torch.stack([(at >= 9) & (at < 15), (at >= 9) & (at < 12), (at >= 12) & (at < 24)])
+    assert tokens.error(out, WIDTH[kind], keep=keep) < 2
+    cache.reset([2, 0])
+    assert cache.lengths.tolist() == [0, 12, 0]
+    cache.reset(torch.tensor([1]))
+    feed(cache, tokens, out, [4, 4, 4], 4)
+    assert tokens.error(out, WIDTH[kind], keep=(at < 4).expand(3, -1)) < 2
+
+
+def test_a_ring_that_keeps_the_first_tokens() -> None:
+    cache, tokens = make("sinks"), Tokens(2, 40)  # 3 and 8 slots, 5 keys for each query
+    out = torch.zeros_like(tokens.q)
+    for _ in range(5):
+        feed(cache, tokens, out, [4, 1], 4)
+    assert cache.k_index.tolist() == [[0, 1, 2, 19, 12, 13, 14, 15, 16, 17, 18], [0, 1, 2, 3, 4, *[-1] * 6]]
+    mask = cache.mask(2)
+    assert mask | global_keys(3) is mask
+    assert global_keys(1) | mask is mask
+    with pytest.raises(OptionError, match=r"at most the 3 first tokens.*got 4\. Make the cache with keep=4"):
+        mask | global_keys(4)
+    with pytest.raises(OptionError, match="keys that are 0"):
+        mask | window(2)
+    with pytest.raises(ValueError, match=r"truncate: lengths\[0\]: expected 16 to 20.*got 15"):
+        cache.truncate(torch.tensor([15, 4]))
+    cache.truncate(torch.tensor([2, 4]))  # Rows can go back to their first tokens, which are still there.
+    for _ in range(8):
+        feed(cache, tokens, out, [4, 4], 4)
+    keep = torch.arange(40) < torch.tensor([[34], [36]])
+    assert tokens.error(out, WIDTH["sinks"], keep=keep) < 2
 
 
 class Layer(torch.nn.Module):

@@ -7,10 +7,13 @@ import torch
 from cached_tokens import DIM, HEADS, KINDS, KV_HEADS, Tokens, feed, make, step
 from covering import few
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnspan.torch import RollingCache, StaticCache, attention
+from attnspan.errors import DtypeError, ShapeError
+from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
+from attnspan.torch._cache_rows import CacheRows as Cache
 from attnspan.torch._cache_write import LOST, cache_write_op, write_anywhere
-from attnspan.torch.caches import Cache
+from attnspan.torch._paged import _write_op as paged_write_op
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -56,20 +59,35 @@ BAD_CALLS = {
     "truncate below": (lambda c: c.truncate(-1), ValueError, r"lengths\[0\]: expected 0 to 3, .*got -1"),
     "truncate shape": (lambda c: c.truncate(torch.tensor([1])), ValueError, "one entry per batch row"),
     "truncate dtype": (lambda c: c.truncate(torch.ones(2)), TypeError, "lengths: expected integers"),
-    "reset dtype": (
-        lambda c: c.reset(torch.tensor([1, 0])),
-        TypeError,
-        "rows: expected bool, got torch.int64",
+    "truncate bool": (lambda c: c.truncate(True), TypeError, "lengths: expected an int, got bool"),
+    "mask float": (lambda c: c.mask(1.5), TypeError, "mask: expected an int, got float"),
+    "mask negative": (lambda c: c.mask(-1), ValueError, "mask: expected 0 or more query rows, got -1"),
+    "positions": (lambda c: c.positions(2, torch.tensor([1])), ValueError, "one entry per batch row"),
+    "reset dtype": (lambda c: c.reset(torch.ones(2)), TypeError, "rows: expected integers"),
+    "reset number": (lambda c: c.reset([0, 2]), ValueError, r"numbers from 0 to 1, got \[0, 2\]"),
+    "reset twice": (
+        lambda c: c.reset([1, 1]),
+        ValueError,
+        r"differ, got \[1, 1\]\. .*a mask of rows is bool",
     ),
+    "reset no list": (lambda c: c.reset(1), TypeError, "rows: expected a torch.Tensor, got int"),
+    "reorder shape": (lambda c: c.reorder([0]), ValueError, r"expected shape \(2,\), one for each row, got"),
+    "reorder number": (lambda c: c.reorder(torch.tensor([0, -1])), ValueError, "numbers from 0 to 1"),
+    "reorder dtype": (lambda c: c.reorder([0.0, 1.0]), TypeError, "expected an int, got float"),
     "reset shape": (lambda c: c.reset(torch.tensor([True])), ValueError, "reset: rows: expected one entry"),
 }
 BAD = {n: (lambda c, x=x: c.update(*x), *rest) for n, (x, *rest) in BAD_UPDATES.items()} | BAD_CALLS
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", BAD)
-def test_a_refused_call_changes_nothing(name: str) -> None:
+def test_a_refused_call_changes_nothing(name: str, paged: bool) -> None:
     call, kind, text = BAD[name]
-    cache = StaticCache(2, KV_HEADS, 8, DIM)
+    if paged:
+        cache: Cache = PagedCache(6, 3, KV_HEADS, DIM, batch=2, max_len=8)
+        cache.reserve([8, 8])
+    else:
+        cache = StaticCache(2, KV_HEADS, 8, DIM)
     cache.update(_new(6), _new(6), torch.tensor([3, 6]))
     before = state(cache)
     with pytest.raises(kind, match=text):
@@ -77,10 +95,52 @@ def test_a_refused_call_changes_nothing(name: str) -> None:
     assert same(before, cache)
 
 
+BAD_WRITES = {
+    "one value": ((_new(3), _new(1)), ShapeError, r"v_new: expected shape \(2, 2, 3, 16\)"),
+    "thin value": ((_new(3), _new(3, dim=1)), ShapeError, "v_new"),
+    "heads": ((_new(3, heads=1), _new(3)), ShapeError, "k_new"),
+    "batch": ((_new(3)[:1], _new(3)[:1]), ShapeError, "k_new"),
+    "dtype": ((_new(3), _new(3, dtype=torch.float64)), DtypeError, "v_new: expected torch.float32"),
+    "counts": ((_new(3), _new(3), torch.ones(2)), DtypeError, "counts: expected integers"),
+    "too long": ((_new(9), _new(9)), ShapeError, "k_new: expected at most [68] tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WRITES)
+def test_operators_check_sizes_too(name: str) -> None:
+    (k, v, *counts), kind, text = BAD_WRITES[name]
+    table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    pool, slots = torch.zeros(7, 3, KV_HEADS, DIM), torch.zeros(2, KV_HEADS, 8, DIM)
+    writes: list[tuple[Any, Tensor, list[Any]]] = [(cache_write_op, slots, [8]), (cache_write_op, slots, [2])]
+    writes += [] if name == "too long" else [(paged_write_op, pool, [8])]
+    for op, cache, rest in writes:
+        held = cache, cache.clone(), torch.zeros(2, dtype=torch.int32)
+        given = [*held, *([table] if op is paged_write_op else []), k, v, *(counts or [None]), *rest]
+        with pytest.raises(kind, match=text):
+            op(*given)
+        assert not any(x.any() for x in held)
+        if name not in ("too long", "batch"):
+            with FakeTensorMode() as mode, pytest.raises(kind, match=text):
+                op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given))
+
+
+def test_tokens_that_lie_in_the_cache_itself() -> None:
+    cache = StaticCache(1, KV_HEADS, 8, 4)
+    new = torch.arange(6.0)[:, None].expand(1, KV_HEADS, 6, 4)
+    cache.update(new, new)
+    cache.truncate(1)
+    cache.update(cache.keys[:, :, :5], cache.values[:, :, :5])
+    assert (
+        cache.keys[0, :, :, 0].tolist() == cache.values[0, :, :, 0].tolist() == [[0, 0, 1, 2, 3, 4, 0, 0]] * 2
+    )
+
+
 BAD_CACHES = {
     "size": (lambda: StaticCache(1, 1, 0, 8), ValueError, "max_len: expected 1 to"),
     "float": (lambda: StaticCache(1, 1, 8.0, 8), TypeError, "max_len: expected an int, got float"),
     "window": (lambda: RollingCache(1, 1, -1, 8), ValueError, "window: expected 0 to"),
+    "keep": (lambda: RollingCache(1, 1, 4, 8, keep=-1), ValueError, "keep: expected 0 to"),
+    "pages": (lambda: PagedCache(2, 2, 1, 8, batch=1, max_len=2, dtype=torch.int32), TypeError, "floating"),
     "chunk": (lambda: RollingCache(1, 1, 4, 8, chunk=0), ValueError, "chunk: expected 1 to"),
     "layout": (lambda: StaticCache(1, 1, 8, 8, layout="thd"), ValueError, "bhsd or bshd, got 'thd'"),
     "dtype": (lambda: StaticCache(1, 1, 8, 8, dtype=torch.int8), TypeError, "floating dtype, got torch.int8"),
@@ -151,36 +211,42 @@ def test_a_compiled_truncation_to_what_is_not_there_is_never_plausible(kind: str
     cache.reset(torch.tensor([False, True]))
     cache.update(_new(1), _new(1))
     assert cache.lengths.tolist() == [3, 1]
+    torch.compile(cache.reorder, fullgraph=True, backend="aot_eager")(torch.tensor([1, 2]))
+    assert cache.lengths.tolist() == [1, LOST]
+    torch.compile(cache.reset, fullgraph=True, backend="aot_eager")(torch.tensor([0, 0]))
+    assert cache.lengths.tolist() == [LOST, LOST], "a number that is there twice"
 
 
-def _arguments(seed: int, wrap: bool, counted: bool = True) -> tuple[Tensor, ...]:
+def _arguments(seed: int, keep: int, counted: bool = True) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     n, slots = int(torch.randint(1, 5, (), generator=generator)), 9
 
     def normal(length: int, dim: int) -> Tensor:
         return torch.randn(4, length, 2, dim, generator=generator).transpose(1, 2)
 
-    lengths = torch.randint(0, 40 if wrap else slots - n + 1, (4,), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(
+        0, 40 if keep < slots else slots - n + 1, (4,), generator=generator, dtype=torch.int32
+    )
     counts = torch.randint(0, n + 1, (4,), generator=generator) if counted else None
-    return normal(slots, 3), normal(slots, 5), lengths, normal(n, 3), normal(n, 5), counts, wrap
+    return normal(slots, 3), normal(slots, 5), lengths, normal(n, 3), normal(n, 5), counts, keep
 
 
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("keep", [0, 3, 9])
 @pytest.mark.parametrize("counted", [False, True])
-def test_what_other_devices_run_writes_the_same(wrap: bool, counted: bool) -> None:
+def test_what_other_devices_run_writes_the_same(keep: int, counted: bool) -> None:
     for seed in range(20):
-        ours, theirs = _arguments(seed, wrap, counted), _arguments(seed, wrap, counted)
+        ours, theirs = _arguments(seed, keep, counted), _arguments(seed, keep, counted)
         cache_write_op(*ours)
         write_anywhere(*theirs)
         assert all(torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True))
 
 
 def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
-    keys, values, _, k_new, v_new, _, _ = _arguments(0, False)
+    keys, values, _, k_new, v_new, _, _ = _arguments(0, 9)
     n = k_new.shape[2]
     before = keys.clone(), values.clone()
     lengths = torch.tensor([9 - n, 9 - n + 1, 2, LOST], dtype=torch.int32)
-    write_anywhere(keys, values, lengths, k_new, v_new, torch.tensor([n, n, n + 1, 0]), False)
+    write_anywhere(keys, values, lengths, k_new, v_new, torch.tensor([n, n, n + 1, 0]), 9)
     assert lengths.tolist() == [9, LOST, LOST, LOST]
     assert torch.equal(keys[0, :, 9 - n :], k_new[0])
     for cache, was in zip((keys, values), before, strict=True):
@@ -188,17 +254,20 @@ def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("keep", [0, 3, 9])
 @pytest.mark.parametrize("counted", [False, True])
-def test_opcheck(wrap: bool, counted: bool) -> None:
-    torch.library.opcheck(cache_write_op, _arguments(0, wrap, counted))
+def test_opcheck(keep: int, counted: bool) -> None:
+    torch.library.opcheck(cache_write_op, _arguments(0, keep, counted))
 
 
-def test_caches_made_or_used_in_inference_mode_serve_outside() -> None:
+@pytest.mark.parametrize("kind", ["static", "rolling", "paged"])
+def test_caches_made_moved_or_used_in_inference_mode_serve_outside(kind: str) -> None:
     with torch.inference_mode():
-        cache = make("static")
+        paged = PagedCache(8, 2, KV_HEADS, DIM, batch=2, max_len=8, dtype=torch.bfloat16)
+        cache = (paged if kind == "paged" else make(kind, dtype=torch.bfloat16)).float()
+        paged.reserve([6, 6])
         cache.update(_new(2), _new(2))
-    assert not cache.keys.is_inference()
+    assert not any(x.is_inference() for x in cache.buffers())
     with torch.no_grad():
         cache.update(_new(2).requires_grad_(), _new(2))
     cache.update(_new(2), _new(2))
@@ -209,7 +278,7 @@ def test_gradients_are_refused_compiled_too_and_a_write_counts_as_one() -> None:
     cache = make("static")
     arguments = (cache.keys, cache.values, cache.lengths)
     with pytest.raises(ValueError, match="without gradients"):
-        cache_write_op(*arguments, _new(1).requires_grad_(), _new(1), None, False)
+        cache_write_op(*arguments, _new(1).requires_grad_(), _new(1), None, 24)
     with pytest.raises(RuntimeError, match="without gradients"):
         torch.compile(cache.update, fullgraph=True, backend="aot_eager")(_new(1), _new(1).requires_grad_())
     assert cache.lengths.tolist() == [0, 0]
@@ -236,7 +305,7 @@ def test_without_memory_nothing_is_written(fails_at: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "where", where)
     with pytest.raises(torch.OutOfMemoryError):
-        write_anywhere(*cache, new, new, None, True)
+        write_anywhere(*cache, new, new, None, 0)
     assert not cache[0].any()
     assert not cache[1].any()
     assert cache[2].tolist() == [1, 2]

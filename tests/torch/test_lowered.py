@@ -17,7 +17,7 @@ from mask_samples import BATCH, KEYS, SAMPLES
 from test_masks_trees import Tree
 from torch import Tensor
 
-from attnspan import Mask, causal, from_predicate, segments, window
+from attnspan import Mask, Prepared, Spans, causal, from_predicate, segments, window
 from attnspan.options import NO_OPTIONS
 from attnspan.torch import _front, attention
 from attnspan.torch._lowered import _memory, lowered
@@ -89,6 +89,20 @@ def test_writing_into_arrays_of_numpy_lowers_again() -> None:
     assert torch.equal(again.lowered.dense(), _visible(segments(torch.from_numpy(ids)), q, k))
 
 
+@pytest.mark.parametrize("write", ["numpy", "torch"])
+def test_ids_of_another_dtype_are_lowered_again(write: str) -> None:
+    q, k, _ = _qkv()
+    ids: Any = _ids() if write == "torch" else np.full((2, S), -1, np.int32)
+    mask = segments(ids)
+    first = lowered(mask, q, k)
+    assert lowered(mask, q, k) is first
+    if write == "torch":
+        ids.data = ids.data.int()
+    else:
+        ids.dtype = np.uint32  # the same bytes
+    assert lowered(mask, q, k) is not first
+
+
 def test_ids_of_inference_mode_have_no_version_and_are_compared() -> None:
     q, k, v = _qkv()
     with torch.inference_mode():
@@ -113,9 +127,10 @@ def test_a_mask_prepared_in_numpy_is_converted_once(monkeypatch: pytest.MonkeyPa
         attention(q, k, v, mask=mask, backend="math"), attention(q, k, v, mask=first, backend="math")
     )
     assert lowered(mask, q, k) is first
-    mask.lowered.bounds[..., 3, :, :] = 0  # a row that sees nothing
-    assert (attention(q, k, v, mask=mask)[:, :, 3] == 0).all()
-    assert lowered(mask, q, k) is not first
+    own = Prepared(Spans(mask.lowered.bounds.copy(), S))
+    assert torch.equal(attention(q, k, v, mask=own), wanted)
+    own.lowered.bounds[..., 3, :, :] = 0  # a row that sees nothing
+    assert (attention(q, k, v, mask=own)[:, :, 3] == 0).all()
 
 
 def test_layers_share_a_lowering_under_autocast_and_a_profiler_too() -> None:

@@ -82,6 +82,59 @@ def test_pages_go_back_and_serve_others() -> None:
         cache.reserve([0, 8, 21])
 
 
+def test_rows_that_go_on_as_others_share_full_pages() -> None:
+    ours, theirs = paged(pages=9), StaticCache(3, KV, 20, D, DV)
+    ours.reserve([8, 8, 4])
+    sources = [[0, 0, 2], [0, 1, 1], [2, 2, 2]]
+    for step, (n, counts) in enumerate(((6, [6, 3, 1]), (1, [1, 1, 1]), (2, [2, 2, 2]))):
+        (k, v), own, q = chunk(n), torch.tensor(counts), torch.randn(3, HEADS, n, D)
+        ours.reserve(ours.lengths + own)
+        ours.update(k, v, own)
+        wanted = attention(q, *theirs.update(k, v, own), mask=theirs.mask(n))
+        torch.testing.assert_close(ours.attention(q), wanted)
+        for cache in (ours, theirs):
+            cache.reorder(sources[step])
+        assert ours.lengths.equal(theirs.lengths)
+    whole = int(ours.lengths[0]) // 4
+    assert ours.table[:, :whole].eq(ours.table[0, :whole]).all()
+    writable = ours.table[:, whole:][ours.table[:, whole:] >= 0].tolist()
+    assert len(set(writable)) == len(writable) >= 3
+    full = paged(pages=4)
+    full.reserve([16, 0, 0])
+    with pytest.raises(OptionError, match="expected 8 free pages, got 0"):
+        full.reorder([0, 0, 0])
+    assert full.table[1:].eq(-1).all()
+    # Where it is written, a page belongs to one row.
+    ours.truncate(ours.lengths - 4)
+    with pytest.raises(OptionError, match=r"got one that another row uses\. reorder\(range\(batch\)\)"):
+        ours.update(*chunk(1))
+    ours.reset([1])
+    assert ours.table[1].eq(-1).all()
+    ours.reorder(range(3))
+    ours.reserve(ours.lengths + 1)
+    ours.update(*chunk(1))
+
+
+def test_no_more_than_max_len_and_no_page_that_is_none() -> None:
+    cache = PagedCache(4, 4, KV, D, DV, batch=1, max_len=10)
+    cache.reserve([10])
+    cache.update(*chunk(9, 1))
+    with pytest.raises(OptionError, match="room for 2 more tokens, got 9 of 10 taken"):
+        cache.update(*chunk(2, 1))
+    with pytest.raises(DtypeError, match=r"lengths\[0\]: expected an int, got float"):
+        cache.reserve([2.5])
+    with pytest.raises(OptionError, match=r"lengths\[0\]: expected 0 to .*got -1"):
+        cache.reserve([-1])
+    with pytest.raises(ShapeError, match="at most 10 query rows, got 11"):
+        cache.mask(11)
+    for bad in (4, 99, -1):  # 4: the scratch page
+        cache.table[0, 2] = bad
+        keys, _ = cache.gathered()
+        assert keys[0, :, 8:].isnan().all()
+        assert keys[0, :, :8].isfinite().all()
+        assert cache.attention(torch.randn(1, HEADS, 1, D)).isnan().all()
+
+
 def test_a_row_without_pages_raises_before_anything_is_written() -> None:
     cache, (k, v) = paged(), chunk(2)
     cache.reserve([2, 2, 0])
@@ -143,17 +196,17 @@ def test_a_compiled_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_calls() -> None:
     cache, (k, v) = paged(), chunk(1)
-    with pytest.raises(ShapeError, match=r"k_new: expected shape \(3, 2, n, 16\)"):
+    with pytest.raises(ShapeError, match="k_new: expected batch 3, 2 heads and head dim 16"):
         cache.update(k[:, :1], v)
     with pytest.raises(DtypeError, match=r"v_new: expected torch\.float32"):
         cache.update(k, v.half())
-    with pytest.raises(OptionError, match="tokens without gradients"):
+    with pytest.raises(OptionError, match="keys and values without gradients"):
         cache.update(k.requires_grad_(), v)
-    with pytest.raises(DtypeError, match="counts: expected int32 or int64"):
+    with pytest.raises(DtypeError, match="counts: expected integers"):
         cache.update(*chunk(1), torch.ones(3))
     with pytest.raises(ShapeError, match=r"counts: expected one entry per batch row, shape \(3,\)"):
         cache.update(*chunk(1), torch.ones(1, dtype=torch.int32))
-    with pytest.raises(DtypeError, match="rows: expected bool"):
+    with pytest.raises(OptionError, match="numbers that differ"):
         cache.reset(torch.tensor([0, 1, 1]))
     q = torch.randn(3, HEADS, 1, D, requires_grad=True)
     with triton.interpreted(), pytest.raises(OptionError, match="without gradients"):
@@ -167,7 +220,7 @@ def test_wrong_calls() -> None:
 def test_operators() -> None:
     cache, (k, v) = paged(), chunk(2)
     cache.reserve([2] * 3)
-    torch.library.opcheck(_write_op, (cache._keys, cache._values, cache.lengths, cache.table, k, v, None))
+    torch.library.opcheck(_write_op, (cache._keys, cache._values, cache.lengths, cache.table, k, v, None, 20))
     bounds = cache.mask(1).spans(1, 20, batch=3, like=k).lowered.bounds.contiguous()
     pool = cache._keys[:-1], cache._values[:-1], cache.table
     with triton.interpreted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +134,70 @@ def test_damage_is_named_with_the_older_checkpoint(
     assert load(tmp_path) == (1, "at 1", 1.0), "a restart goes on from there too"
     save(fresh, 2)
     assert load(tmp_path) == (2, "at 2", 2.0)
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+    def __deepcopy__(self, _: object) -> Evil:
+        return self
+
+
+def rewrite(folder: Path, **files: bytes) -> None:
+    """Files of a checkpoint by another hand, which makes the manifest fit."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        manifest["files"][name] = (len(content), checkpoint._digest(folder / name))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("where", ["instead", "inside", "rank"])
+def test_metadata_run_no_code(tmp_path: Path, where: str) -> None:
+    folder, mark = save(CheckpointStore(tmp_path), 1), tmp_path / "ran"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data["weight"] = evil = Evil(mark)
+    content = pickle.dumps(evil if where == "instead" else metadata)
+    if where == "rank":  # Torch looks for these where it cannot read the other.
+        rewrite(folder, **{".metadata": b"", "__0.metadata": content})
+    else:
+        rewrite(folder, **{".metadata": content})
+    got = "EOFError" if where == "rank" else f"it names {os.mkdir.__module__}.mkdir"
+    with pytest.raises(CheckpointError, match=rf"\.metadata to have only sizes .*{got}.*nothing .* was run"):
+        load(tmp_path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["../step-00000002/__0_0.distcp", "/etc/passwd"])
+def test_metadata_read_no_file_from_elsewhere(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    folder, _ = save(store, 1), save(store, 2)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    copy = {name: (folder / "__0_0.distcp").read_bytes()} if name.startswith("..") else {}
+    rewrite(folder, **{".metadata": pickle.dumps(metadata)}, **copy)
+    with pytest.raises(CheckpointError, match=rf"tensors in \['{name}'\]"):
+        load(tmp_path, 1)
+
+
+def test_what_is_no_tensor_runs_no_code(tmp_path: Path) -> None:
+    mark, store = tmp_path / "ran", CheckpointStore(tmp_path)
+    options = {"betas": (0.9, 0.95), "names": ["a"], "fused": None}
+    store.save(1, {"options": options, "evil": Evil(mark)}, {})
+    store.wait()
+    read: dict[str, object] = {"betas": None, "names": [None], "fused": 1}
+    store.load({"options": read})
+    assert read == options
+    with pytest.raises(CheckpointError, match=r"expected evil to be data, got .*mkdir"):
+        store.load({"evil": None})
+    assert not mark.exists()
 
 
 def test_absence_and_the_only_one_damaged_are_said(tmp_path: Path) -> None:

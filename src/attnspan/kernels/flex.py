@@ -137,7 +137,7 @@ def block_mask(bounds: Tensor, k_len: int, *, q_block: int = BLOCK, k_block: int
 
     Example:
         >>> from attnspan import causal
-        >>> block_mask(torch.as_tensor(causal().spans(256, 256).lowered.bounds), 256).kv_num_blocks.tolist()
+        >>> block_mask(torch.tensor(causal().spans(256, 256).lowered.bounds), 256).kv_num_blocks.tolist()
         [[[1, 1]]]
     """
     from torch.nn.attention.flex_attention import BlockMask

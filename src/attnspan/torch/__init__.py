@@ -11,9 +11,9 @@ from ._explain import explain as explain
 from ._module import Attention as Attention
 from ._options import dropout_seeds as dropout_seeds
 from ._paged import PagedCache as PagedCache
+from ._rolling import RollingCache as RollingCache
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from .block_mask import to_block_mask as to_block_mask
-from .caches import RollingCache as RollingCache
 from .caches import StaticCache as StaticCache
 from .compile import SAVE_OPS as SAVE_OPS
 from .compile import checkpoint_policy as checkpoint_policy

@@ -11,18 +11,32 @@ import torch
 from torch import Tensor
 
 from ..arrays import INT32_MAX
-from ..errors import expect
+from ..errors import DeviceError, DtypeError, ShapeError, expect
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "cache_write(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor k_new, Tensor v_new,"
-    " Tensor? counts, bool wrap) -> ()",
+    " Tensor? counts, int keep) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 #: Where values cannot be read, this length marks a row that was asked for what it does not have. Masks of
 #: such a row are illegal, and it stays so until `reset`.
 LOST = -1
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def slots_of(tokens: Tensor, keep: int, slots: int) -> Tensor:
+    """The slot of each token: its number below ``keep``; the other slots are a ring.
+
+    Example:
+        >>> slots_of(torch.arange(7), keep=2, slots=5).tolist()
+        [0, 1, 2, 3, 4, 2, 3]
+    """
+    if keep in (0, slots):
+        return tokens if keep else tokens.remainder(slots)
+    return torch.where(tokens < keep, tokens, (tokens - keep).remainder(slots - keep) + keep)
 
 
 def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
@@ -31,29 +45,28 @@ def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> 
     Args:
         keys: Shape (B, Hkv, slots, D), written in place as values (B, Hkv, slots, Dv) and lengths (B,).
         *new: k_new (B, Hkv, n, D) and v_new with n <= slots; counts (B,), how many of the last tokens of the
-            chunk are the row's own, or None; wrap: token t goes to slot t % slots, not to slot t.
+            chunk are the row's own, or None; keep: how many slots hold the first tokens for good. The others
+            are a ring; with ``keep == slots`` there is none.
 
     Example:
         >>> keys, values, lengths = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.tensor([1])
         >>> new = torch.ones(1, 1, 1, 2)
-        >>> write_anywhere(keys, values, lengths, new, new, None, False)
+        >>> write_anywhere(keys, values, lengths, new, new, None, 3)
         >>> keys[0, 0, :, 0].tolist(), lengths.tolist()
         ([0.0, 1.0, 0.0], [2])
     """
-    k_new, v_new, counts, wrap = new
-    n, slots = k_new.shape[2], keys.shape[2]
+    k_new, v_new, counts, keep = new
+    n, slots = _check_chunk(keys, values, lengths, *new), keys.shape[2]
     if n == 0:
         return
     start = lengths.to(torch.int64)
     count = torch.full_like(start, n) if counts is None else counts.to(torch.int64)
-    limit = INT32_MAX if wrap else slots
-    legal = (start >= 0) & (count >= 0) & (count <= n) & (start + count <= limit)
+    legal = (start >= 0) & (count >= 0) & (count <= n) & (start + count <= _limit(keep, slots))
     own = torch.where(legal, count, 0)[:, None]
     # Every entry of the chunk writes, so that shapes do not depend on data: padding repeats the row's first
     # token into the same slot, and a row without tokens writes back what is there.
     token = torch.maximum(torch.arange(n, device=keys.device), n - own).clamp(max=n - 1)
-    slot = start[:, None] + token - (n - own)
-    slot = slot.remainder(slots) if wrap else slot.clamp(0, slots - 1)
+    slot = slots_of((start[:, None] + token - (n - own)).clamp(min=0), keep, slots).clamp(max=slots - 1)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
     caches = keys.transpose(1, 2), values.transpose(1, 2)
     # All memory is taken before anything is written: without enough of it, nothing is.
@@ -67,25 +80,78 @@ def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> 
 
 
 def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
-    k_new, v_new, counts, wrap = new
-    n, slots = k_new.shape[2], keys.shape[2]
+    k_new, v_new, counts, keep = new
+    n, slots = _check_chunk(keys, values, lengths, *new), keys.shape[2]
     starts = lengths.tolist()
     own = [n] * len(starts) if counts is None else counts.tolist()
-    _check(starts, own, n, INT32_MAX if wrap else slots)
-    for cache, tokens in ((keys, k_new), (values, v_new)):
+    check_room(starts, own, n, _limit(keep, slots))
+    for cache, tokens in zip((keys, values), apart((keys, values), (k_new, v_new)), strict=True):
         if n == 1 and min(own, default=1) == 1:  # decoding: all rows at once
-            cache.transpose(1, 2)[torch.arange(len(starts)), lengths.remainder(slots)] = tokens.squeeze(2)
+            slot = slots_of(lengths, keep, slots)
+            cache.transpose(1, 2)[torch.arange(len(starts)), slot] = tokens.squeeze(2)
             continue
         for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-            # To the slots from the row's own on, and on from slot 0 where they end.
-            slot, own_tokens = start % slots, tokens[b, :, n - count :]
-            first = min(count, slots - slot)
-            cache[b, :, slot : slot + first].copy_(own_tokens[:, :first])
-            cache[b, :, : count - first].copy_(own_tokens[:, first:])
+            done = n - count
+            while done < n:  # to the end of the kept slots, or of the ring
+                at = start + done - (n - count)
+                slot = at if at < keep else keep + (at - keep) % (slots - keep)
+                end = min(n, done + (keep if at < keep else slots) - slot)
+                cache[b, :, slot : slot + end - done].copy_(tokens[b, :, done:end])
+                done = end
     lengths.add_(n if counts is None else counts)
 
 
-def _check(starts: list[int], own: list[int], n: int, limit: int) -> None:
+def _limit(keep: int, slots: int) -> int:
+    return slots if keep == slots else INT32_MAX
+
+
+def apart(caches: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> list[Tensor]:
+    """The new tokens, copied if they lie in a cache: writing would change them before they are read."""
+    alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return [x.clone() if any(alias(x, cache) for cache in caches) else x for x in new]
+
+
+def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> int:
+    """Raise unless new tokens fit a cache; how many they are. Sizes alone are read, as a compiler knows them.
+
+    Args:
+        heads: Hkv.
+        keys, values: What holds the tokens; their last axes are D and Dv.
+        lengths: Shape (B,).
+        *new: k_new (B, Hkv, n, D), v_new (B, Hkv, n, Dv), counts (B,) or None.
+    """
+    k_new, v_new, counts = new
+    same, shape = keys.shape[:-1] == values.shape[:-1], tuple(keys.shape[:-1])
+    got, remedy = tuple(values.shape[:-1]), "Pass the buffers of one cache"
+    expect(same, "values", "the keys' sizes {}", got, remedy, shape, error=ShapeError)
+    n = k_new.shape[2] if k_new.dim() == 4 else 0
+    for name, x, cache in (("k_new", k_new, keys), ("v_new", v_new, values)):
+        shape = lengths.shape[0], heads, n, cache.shape[-1]
+        remedy = "Pass as many values as keys, of the cache's sizes"
+        expect(x.shape == shape, name, "shape {}", tuple(x.shape), remedy, shape, error=ShapeError)
+        fits, remedy = x.dtype == cache.dtype, "Make the cache with the dtype of k and v"
+        expect(fits, name, "{}, as the cache", x.dtype, remedy, cache.dtype, error=DtypeError)
+        fits, remedy = x.device == cache.device, "Move the cache with .to(device), or the tensor"
+        expect(fits, name, "device {}, as the cache", x.device, remedy, cache.device, error=DeviceError)
+    if counts is not None:
+        fits, remedy = counts.shape == lengths.shape, "Pass one for each row of the cache"
+        expect(
+            fits, "counts", "shape {}", tuple(counts.shape), remedy, tuple(lengths.shape), error=ShapeError
+        )
+        expect(counts.dtype in INTEGERS, "counts", "integers", counts.dtype, remedy, error=DtypeError)
+    return n  # type: ignore[no-any-return]
+
+
+def _check_chunk(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> int:
+    n, keep = check_new(keys.shape[1], keys, values, lengths, *new[:3]), new[3]
+    fits, got = keys.shape[0] == lengths.shape[0], lengths.shape[0]
+    expect(fits, "lengths", "{} rows", got, "Pass one for each row", keys.shape[0], error=ShapeError)
+    most = keys.shape[2] - (keep if keep < keys.shape[2] else 0)
+    expect(n <= most, "k_new", "at most {} tokens", n, "Split them into chunks", most, error=ShapeError)
+    return n
+
+
+def check_room(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
     check_not_lost(starts)
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
@@ -104,20 +170,26 @@ def check_not_lost(lengths: list[int]) -> None:
         expect(False, row, "a length of at least 0", "the mark of a lost row", remedy)
 
 
-def _refuse_gradients(keyset: Any, *arguments: Any) -> None:
-    # A cache would cut them off silently.
-    wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
-    remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
-    expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
-    with torch._C._AutoDispatchBelowAutograd():
-        cache_write_op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+def guard(library: torch.library.Library, name: str, op: Any) -> None:
+    """Make an operator that writes into a cache refuse gradients and vmap, and tell autograd of writes."""
 
+    def refuse_gradients(keyset: Any, *arguments: Any) -> None:
+        # A cache would cut them off silently.
+        wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
+        expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
+        with torch._C._AutoDispatchBelowAutograd():
+            op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-def _count_versions(keyset: Any, *arguments: Any) -> None:
-    # What autograd saved before the write must be found changed in backward.
-    torch.autograd.graph.increment_version(arguments[:3])
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        cache_write_op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+    def count_versions(keyset: Any, *arguments: Any) -> None:
+        # What autograd saved before the write must be found changed in backward.
+        torch.autograd.graph.increment_version(arguments[:3])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+    library.impl(name, refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
+    torch.library.register_vmap(f"attnspan::{name}", _refuse_vmap, lib=library)
 
 
 def _refuse_vmap(*_: Any) -> None:
@@ -126,10 +198,13 @@ def _refuse_vmap(*_: Any) -> None:
     expect(False, "cache: update under vmap", "tokens of all batch rows at once", got, remedy)
 
 
+def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
+    # How many tokens there are may be a symbol that nothing is known of: it is compared when the call runs.
+    check_new(keys.shape[1], keys, values, lengths, *new[:3])
+
+
 cache_write_op = torch.ops.attnspan.cache_write.default
 _library.impl("cache_write", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("cache_write", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("cache_write", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-_library.impl("cache_write", _count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::cache_write", lambda *_: None, lib=_library)
-torch.library.register_vmap("attnspan::cache_write", _refuse_vmap, lib=_library)
+torch.library.register_fake("attnspan::cache_write", _fake, lib=_library)
+guard(_library, "cache_write", cache_write_op)

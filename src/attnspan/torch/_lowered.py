@@ -36,7 +36,9 @@ class _Known(NamedTuple):
     device: torch.device
     lowered: Prepared
     arrays: list[Any]
-    values: list[Any]  # of CPU tensors a copy, of other tensors the version, of NumPy arrays shape and bytes
+    values: list[
+        Any
+    ]  # of CPU tensors a copy, of other tensors the version, of NumPy arrays shape, dtype, bytes
 
 
 _memory: WeakKeyDictionary[Mask, list[_Known]] = WeakKeyDictionary()
@@ -97,8 +99,8 @@ def stream_of(q: Tensor) -> int:
 
 def _unchanged(x: Any, value: Any) -> bool:
     if isinstance(x, np.ndarray):  # bytes compare in a tenth of the time of np.array_equal
-        return bool(x.shape == value[0] and x.tobytes() == value[1])
-    return torch.equal(x, value) if x.is_cpu else x._version == value
+        return bool(x.shape == value[0] and x.dtype == value[1] and x.tobytes() == value[2])
+    return x.dtype == value.dtype and torch.equal(x, value) if x.is_cpu else x._version == value
 
 
 class _UnknowableError(Exception):
@@ -117,7 +119,7 @@ def _lower(mask: Mask, q: Tensor, k: Tensor, sizes: tuple[int, ...]) -> _Known:
         if isinstance(x, Tensor):
             values.append(x._version if copy is None else torch.from_numpy(copy))
         else:
-            values.append((copy.shape, copy.tobytes()))
+            values.append((copy.shape, copy.dtype, copy.tobytes()))
     if isinstance(twin, Prepared):
         spans = twin.lowered
         found = _as_tensors(q.device, spans.bounds, spans.k_len, twin.q_index, twin.k_index, twin.bare)

@@ -4,21 +4,23 @@ The operators ``attnspan::paged_write`` and ``attnspan::paged_attention``. Spans
 tokens, wherever these lie: Triton's kernel looks up pages while it reads, other backends are given a copy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import masks
 from ..call import Call
 from ..checks import count
-from ..errors import DtypeError, OptionError, ShapeError, expect
+from ..errors import OptionError, expect
 from ..kernels import triton
 from ..masks import Mask
 from ..options import Given, Options
 from ._attention import attention
 from ._backends import choose_backend
-from ._cache_write import LOST, check_not_lost
+from ._cache_rows import CacheRows, row_numbers
+from ._cache_write import LOST, apart, check_new, check_room, guard
 from ._front import TorchFront, from_bhsd
 from .ops import OPTION_SCHEMA, new_outputs, read_options, readable
 
@@ -27,7 +29,7 @@ __all__ = ["PagedCache"]
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_write(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor table, Tensor k_new,"
-    " Tensor v_new, Tensor? counts) -> ()",
+    " Tensor v_new, Tensor? counts, int max_len) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(  # type: ignore[no-untyped-call]
@@ -42,26 +44,46 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
 
     The last page of keys and values is a scratch page: it takes what must not be stored.
     """
-    k_new, v_new, counts = new
-    pages, page, n = keys.shape[0] - 1, keys.shape[1], k_new.shape[2]
+    *chunk, counts, max_len = new
+    n = check_new(keys.shape[2], keys, values, lengths, *chunk, counts)
+    pages, page = keys.shape[0] - 1, keys.shape[1]
+    room = min(max_len, table.shape[1] * page)
     token, start = torch.arange(n, device=keys.device), lengths.to(torch.int64)[:, None]
     own = torch.full_like(start, n) if counts is None else counts.to(torch.int64)[:, None]
-    room, mine = table.shape[1] * page, token >= n - own
     at = start + token - (n - own)
-    of_page = table.gather(1, at.clamp(0, room - 1) // page).to(torch.int64)
-    known = (at >= 0) & (at < room) & (of_page >= 0) & (of_page < pages)
+    # Another row's tokens would be overwritten in a page that two rows use.
+    used = (torch.arange(table.shape[1], device=keys.device) * page < start + own) & _is_page(table, pages)
+    numbers = torch.where(used, table, pages).to(torch.int64)
+    users = torch.zeros(pages + 1, dtype=torch.int64, device=keys.device)
+    users.scatter_add_(0, numbers.flatten(), torch.ones_like(numbers).flatten())
+    of_page = numbers.gather(1, at.clamp(0, room - 1) // page)
+    known = (at >= 0) & (at < room) & (of_page < pages) & (users[of_page] == 1)
+    mine = token >= n - own
     legal = ((start >= 0) & (own >= 0) & (own <= n) & (known | ~mine)).all(1)
     if keys.is_cpu and not legal.all():
-        check_not_lost(lengths.tolist())
+        check_room(lengths.tolist(), own[:, 0].tolist(), n, room)
         row = int(legal.logical_not().nonzero()[0])
+        given = int(_is_page(table[row], pages).sum())
+        got = f"{given} of {page} tokens, of which {int(lengths[row])} are taken"
         remedy = "Call reserve(...) for the tokens to come, or reset() the row; nothing was written"
-        got = f"{int((table[row] >= 0).sum())} of {page} tokens, of which {int(lengths[row])} are taken"
+        if (of_page[row][mine[row]] < pages).all():
+            got = "one that another row uses"
+            remedy = "reorder(range(batch)) gives each row pages of its own to write; nothing was written"
         expect(False, f"cache row {row}", "pages for {} more tokens", got, remedy, int(own[row]))
     slot = torch.where(mine & legal[:, None], of_page * page + at % page, pages * page)
-    chunks = [tokens.transpose(1, 2).contiguous() for tokens in (k_new, v_new)]
-    for cache, chunk in zip((keys, values), chunks, strict=True):
-        cache.view(-1, *cache.shape[2:])[slot] = chunk
+    chunks = [x.transpose(1, 2).contiguous() for x in apart((keys, values), (chunk[0], chunk[1]))]
+    for cache, x in zip((keys, values), chunks, strict=True):
+        cache.view(-1, *cache.shape[2:])[slot] = x
     lengths.copy_(torch.where(legal, (start + own)[:, 0], LOST))
+
+
+def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
+    del table
+    check_new(keys.shape[2], keys, values, lengths, *new[:3])
+
+
+def _is_page(table: Tensor, pages: int) -> Tensor:
+    return (table >= 0) & (table < pages)
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -91,14 +113,15 @@ def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 _write_op, _forward_op = torch.ops.attnspan.paged_write.default, torch.ops.attnspan.paged_attention.default
 _library.impl("paged_write", _write, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::paged_write", lambda *_: None, lib=_library)
+torch.library.register_fake("attnspan::paged_write", _write_fake, lib=_library)
+guard(_library, "paged_write", _write_op)
 for _key in ("CPU", "CUDA"):
     _library.impl("paged_attention", _forward, _key)  # type: ignore[no-untyped-call]
 _library.impl("paged_attention", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 torch.library.register_fake("attnspan::paged_attention", _forward_fake, lib=_library)
 
 
-class PagedCache(nn.Module):
+class PagedCache(CacheRows):
     """Keys and values of rows of very different lengths: each takes pages from one pool as it grows.
 
     ``reserve`` gives rows their pages, on the host, ahead of a step; ``update`` and ``attention`` of a step
@@ -133,9 +156,6 @@ class PagedCache(nn.Module):
     """
 
     table: Tensor
-    lengths: Tensor
-    _keys: Tensor
-    _values: Tensor
 
     def __init__(
         self,
@@ -150,41 +170,46 @@ class PagedCache(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        sizes = {"pages": pages, "page_len": page_len, "kv_heads": kv_heads, "batch": batch}
-        sizes |= {"max_len": max_len, "head_dim": head_dim, "v_dim": head_dim if v_dim is None else v_dim}
-        for name, size in sizes.items():
-            count(name, size, least=1)
+        pages, page_len = count("pages", pages, least=1), count("page_len", page_len, least=1)
+        max_len = count("max_len", max_len, least=1)
+        sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim, "batch": batch}
+        axes, pool = (
+            ("pages", "page_len", "kv_heads"),
+            {"pages": pages + 1, "page_len": page_len},
+        )  # see _write
+        super().__init__(axes, max_len, dtype=dtype, device=device, **sizes | pool)
         self.max_len = max_len
-        for name, dim in (("_keys", head_dim), ("_values", sizes["v_dim"])):
-            shape = pages + 1, page_len, kv_heads, dim  # one more, see _write
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
-        table = torch.full((batch, -(-max_len // page_len)), -1, dtype=torch.int32, device=device)
-        self.register_buffer("table", table, persistent=False)
-        lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.register_buffer("lengths", lengths, persistent=False)
+        with torch.inference_mode(False):
+            shape = batch, -(-max_len // page_len)
+            table = torch.full(shape, -1, dtype=torch.int32, device=device)
+            self.register_buffer("table", table, persistent=False)
 
     def reserve(self, lengths: Any) -> None:
         """Give rows pages until each has room for ``lengths[b]`` tokens. Waits for the device.
 
         Raises:
-            ValueError: A length beyond ``max_len``, or fewer free pages than that takes; nothing changes.
+            ValueError: A length below 0 or beyond ``max_len``, or fewer free pages than that takes; nothing
+                changes.
+            TypeError: A length that is no integer.
         """
-        page, wanted = self._keys.shape[1], [int(x) for x in lengths]
-        rows, most = self.table.tolist(), max(wanted, default=0)
+        given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        page, rows = self._keys.shape[1], self.table.tolist()
         expected = "a length for each of {} rows"
-        expect(len(wanted) == len(rows), "reserve", expected, len(wanted), "Pass all", len(rows))
-        remedy = "Make the cache with a larger max_len"
+        expect(len(given) == len(rows), "reserve", expected, len(given), "Pass all", len(rows))
+        wanted = [count(f"reserve: lengths[{b}]", n) for b, n in enumerate(given)]
+        most, remedy = max(wanted, default=0), "Make the cache with a larger max_len"
         expect(most <= self.max_len, "reserve", "at most {} tokens", most, remedy, self.max_len)
-        taken = {x for row in rows for x in row}
-        free = [x for x in range(self._keys.shape[0] - 1) if x not in taken]
         needed = [(b, i) for b, n in enumerate(wanted) for i in range(-(-n // page))]
-        lacking = [(b, i) for b, i in needed if rows[b][i] < 0]
-        remedy = "reset() rows that are done, or make the cache with more pages"
-        expect(len(lacking) <= len(free), "reserve", "{} free pages", len(free), remedy, len(lacking))
-        for (b, i), number in zip(lacking, free, strict=False):
-            rows[b][i] = number
+        self._take([(b, i) for b, i in needed if rows[b][i] < 0], rows, {x for row in rows for x in row})
         self.table.copy_(torch.tensor(rows, dtype=torch.int32))
+
+    def _take(self, places: list[tuple[int, int]], rows: list[list[int]], taken: set[int]) -> None:
+        """Put pages that are not taken into these places of the rows."""
+        free = [x for x in range(self._keys.shape[0] - 1) if x not in taken]
+        remedy = "reset() rows that are done, or make the cache with more pages"
+        expect(len(places) <= len(free), "PagedCache", "{} free pages", len(free), remedy, len(places))
+        for (b, i), number in zip(places, free, strict=False):
+            rows[b][i] = number
 
     def update(self, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
         """Write each row's new tokens behind those that it has, in place, and advance its length.
@@ -201,35 +226,30 @@ class PagedCache(nn.Module):
                 attention gives NaN until `reset`.
             TypeError: Element types do not fit.
         """
-        for name, new, cache in (("k_new", k_new, self._keys), ("v_new", v_new, self._values)):
-            (batch, _), (_, _, heads, dim) = self.table.shape, cache.shape
-            fits = new.dim() == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (batch, heads, dim)
-            wanted, remedy = "shape ({}, {}, n, {})", "Make the cache for the model's sizes"
-            expect(fits, name, wanted, tuple(new.shape), remedy, batch, heads, dim, error=ShapeError)
-            remedy = "Make the cache with the dtype of k and v"
-            expect(new.dtype == cache.dtype, name, "{}", new.dtype, remedy, cache.dtype, error=DtypeError)
-            got = "ones that require them"
-            expect(not new.requires_grad, name, "tokens without gradients", got, "Detach them")
-        if counts is not None:
-            self._check_rows("counts", counts, (torch.int32, torch.int64), "int32 or int64")
-        _write_op(self._keys, self._values, self.lengths, self.table, k_new, v_new, counts)
-
-    def _check_rows(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
-        shape, remedy = self.lengths.shape, "Pass one for each row of the cache"
-        expect(x.dtype in dtypes, name, expected, x.dtype, remedy, error=DtypeError)
-        wanted = "one entry per batch row, shape ({},)"
-        expect(x.shape == shape, name, wanted, tuple(x.shape), remedy, shape[0], error=ShapeError)
+        k_new, v_new = self._chunk(k_new, v_new, counts)
+        arrays = self._keys, self._values, self.lengths, self.table
+        _write_op(*arrays, k_new, v_new, counts, self.max_len)
 
     def mask(self, q_len: int) -> Mask:
         """What the newest ``q_len`` tokens of each row may see: ``causal() & cache(lengths)``."""
-        del q_len
+        self._check_count("mask", q_len, "query rows")
         return masks.causal() & masks.cache(self.lengths)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Copies of the rows' keys and values, (B, Hkv, max_len, D) with whole pages; of no page, zeros."""
-        held = (self.table >= 0)[:, :, None, None, None]
-        picked = (x[self.table.clamp(min=0).long()] for x in (self._keys, self._values))
-        k, v = (torch.where(held, x, 0).flatten(1, 2).transpose(1, 2) for x in picked)
+        """Copies of the rows' keys and values, (B, Hkv, max_len, D) with whole pages.
+
+        Where the table names no page there are zeros, or NaN if the row has tokens there.
+        """
+        pages, page = self._keys.shape[0] - 1, self._keys.shape[1]
+        real = _is_page(self.table, pages)
+        first = torch.arange(self.table.shape[1], device=real.device) * page
+        absent = torch.where(first < self.lengths[:, None], torch.nan, 0.0)[:, :, None, None, None]
+        numbers = self.table.clamp(0, pages - 1).long()
+        picked = (
+            torch.where(real[:, :, None, None, None], x[numbers], absent.to(x.dtype))
+            for x in (self._keys, self._values)
+        )
+        k, v = (x.flatten(1, 2).transpose(1, 2) for x in picked)
         return k, v
 
     def attention(self, q: Tensor, *, mask: Mask | None = None, **options: Any) -> Any:
@@ -263,13 +283,37 @@ class PagedCache(nn.Module):
         out, lse = _forward_op(call.q, *pool, call.bounds, call.scale, *(call.options or ()))
         return from_bhsd(out, lse, "bhsd", return_lse)
 
-    def reset(self, rows: Tensor | None = None) -> None:
-        """Empty the cache, or the rows for which ``rows``, bool (B,), is True; their pages become free.
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Empty the cache, or some of its batch rows; their pages become free. See `StaticCache.reset`."""
+        chosen, _ = self._chosen(rows)
+        super().reset(rows)
+        self.table.masked_fill_(chosen[:, None], -1)
+
+    def reorder(self, rows: Tensor | Sequence[int]) -> None:
+        """Make each batch row what another one was, as `StaticCache.reorder`. Waits for the device.
+
+        Rows that continue the same one share its full pages. Each has a page of its own for the tokens to
+        come, into which those of the last page are copied.
 
         Raises:
-            ValueError, TypeError: ``rows`` has another shape, or is not bool.
+            ValueError, TypeError: As for a static cache, and with fewer free pages than that takes; nothing
+                changes.
         """
-        chosen = torch.ones_like(self.lengths, dtype=torch.bool) if rows is None else rows
-        self._check_rows("reset: rows", chosen, (torch.bool,), "bool")
-        self.table.masked_fill_(chosen[:, None], -1)
-        self.lengths.masked_fill_(chosen, 0)
+        sources = row_numbers("reorder: rows", rows, self.lengths, whole=True)[0].tolist()
+        page, old, lengths = self._keys.shape[1], self.table.tolist(), self.lengths.tolist()
+        table = [list(old[b]) for b in sources]
+        full = [max(lengths[b], 0) // page for b in sources]
+        taken = {x for row, n in zip(table, full, strict=True) for x in row[:n]}
+        places = []
+        for b, row in enumerate(table):
+            for i in range(full[b], len(row)):
+                if row[i] in taken and row[i] >= 0:
+                    places.append((b, i))
+                taken.add(row[i])
+        copied = [table[b][i] for b, i in places]
+        self._take(places, table, taken)
+        moved = [x[copied] for x in (self._keys, self._values)]
+        for cache, x in zip((self._keys, self._values), moved, strict=True):
+            cache[[table[b][i] for b, i in places]] = x
+        self.table.copy_(torch.tensor(table, dtype=torch.int32))
+        self.lengths.copy_(self.lengths[sources])

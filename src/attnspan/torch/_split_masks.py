@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._pytrees import arrays_in
+from ..arrays import own
 from ..errors import OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
@@ -112,7 +113,7 @@ class _Cutter:
                 remedy = "Arrays next to DTensors describe the whole, not this rank's part"
                 expect(x.shape[dim] == size, name, expected, x.shape, remedy, size, error=ShapeError)
                 self.split |= {role} & set(self.places.roles)
-        self._known.append((x, self.places.part(name, torch.as_tensor(x), batch, heads)))
+        self._known.append((x, self.places.part(name, torch.as_tensor(own(x)), batch, heads)))
         return self._known[-1][1]
 
     def join(self, x: Any, batch: int | None = None, heads: int | None = None) -> Any:

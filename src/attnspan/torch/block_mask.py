@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._mistakes import not_a_mask
+from ..arrays import own
 from ..checks import count
 from ..errors import expect
 from ..kernels.flex import block_mask as blocks_of
@@ -76,5 +77,7 @@ def _lowered(
         raise not_a_mask(mask, "to_block_mask: mask")
     like = torch.empty(0, device=device)
     spans = mask.prepare(q_len, k_len, batch=batch, heads=heads, like=like).lowered
-    bounds = torch.as_tensor(spans.bounds, device=None if isinstance(spans.bounds, Tensor) else like.device)
+    bounds = torch.as_tensor(
+        own(spans.bounds), device=None if isinstance(spans.bounds, Tensor) else like.device
+    )
     return Spans(bounds if device is None else bounds.to(device), k_len)

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from attnspan.train.config import CheckpointError
 from attnspan.train.parallelize import ALONE, Ranks
+from attnspan.train.plain import PlainPlanner, PlainReader
 
 __all__ = ["CheckpointStore", "step_of"]
 
@@ -140,10 +141,12 @@ class CheckpointStore:
         """Overwrite a state by a checkpoint, the latest by default; its step and progress."""
         folder, manifest = self.ranks.first(lambda: self._manifest(step))
         self.ranks.together(lambda: self._verify(folder, manifest["files"]))
+        reader = self.ranks.together(lambda: PlainReader(folder, list(manifest["files"])))
         try:
             with _torch_errors():
-                reader, group = FileSystemReader(folder), self.ranks.host
-                load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+                group, planner = self.ranks.host, PlainPlanner()
+                given: dict[str, Any] = {"storage_reader": reader, "planner": planner}
+                load(tensors, **given, process_group=group, no_dist=group is None)
         except OSError as error:
             remedy = f"Restore the run's config.json if it was edited. {self._without(folder)}"
             wanted = f"{folder} to have the state of this configuration"
@@ -200,13 +203,13 @@ class CheckpointStore:
 
 @contextmanager
 def _torch_errors() -> Iterator[None]:
-    """Torch's CheckpointException, which is no Exception, becomes an OSError, but for an interrupt."""
+    """Torch's CheckpointException, which is no Exception, becomes an OSError; ours and an interrupt stay."""
     try:
         yield
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:
-            if not isinstance(cause, Exception):
+            if not isinstance(cause, Exception) or isinstance(cause, CheckpointError):
                 raise cause from None
         raise OSError("; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)) from None
 

@@ -5,23 +5,26 @@ Shapes: B batch rows, G key heads, H query heads, n new tokens, P ranks, C slots
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import DtypeError, ShapeError, expect
+from ...checks import count
+from ...errors import DeviceError, DtypeError, ShapeError, expect
 from ...masks import Mask, causal
 from ...torch import attention
+from ...torch._cache_rows import WritableBuffers, row_numbers
 from .comm import group_of, raise_broken
 from .engine import merged
 
 __all__ = ["ShardedCache"]
 
 
-class ShardedCache(nn.Module):
+class ShardedCache(WritableBuffers):
     """Keys and values of a growing sequence, each on one rank of a mesh.
 
     A token's keys never move. New token t goes to rank t % P; after a prefill with a plan, `fill` takes this
@@ -70,12 +73,15 @@ class ShardedCache(nn.Module):
         super().__init__()
         self._mesh, self.max_len = mesh, max_len
         self.ranks, self.rank = group_of(mesh).size(), group_of(mesh).rank()
-        empty = torch.empty(batch, kv_heads, 0, 1, dtype=dtype, device=device)
-        index = torch.empty(0, dtype=torch.int64, device=device)
-        sizes = head_dim, head_dim if v_dim is None else v_dim
-        k, v = (empty.expand(-1, -1, -1, size) for size in sizes)
-        self._hold(k, v, index, 0)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "max_len": max_len, "head_dim": head_dim}
+        sizes["v_dim"] = head_dim if v_dim is None else v_dim
+        batch, kv_heads, _, *dims = (count(name, size, least=1) for name, size in sizes.items())
+        like: dict[str, Any] = {"dtype": dtype, "device": device}
+        k, v = (torch.empty(batch, kv_heads, 0, dim, **like) for dim in dims)
+        self._hold(k, v, torch.empty(0, dtype=torch.int64, device=device), 0)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _hold(self, k: Tensor, v: Tensor, index: Tensor, length: int) -> None:
         """Keep these keys, with room for this rank's share of the tokens to come."""
         slots = len(index) + -(-(self.max_len - length) // self.ranks)
@@ -104,6 +110,8 @@ class ShardedCache(nn.Module):
             DtypeError: k or v have another dtype than the cache.
         """
         what, wanted = "ShardedCache.fill: q_index", "(1, rows), one order for all batch rows"
+        whole = not (q_index.is_floating_point() or q_index.dtype == torch.bool)
+        expect(whole, what, "integers", str(q_index.dtype), "Pass rows['q_index']", error=DtypeError)
         shared = q_index.dim() == 1 or q_index.shape[0] == 1
         remedy = "Prefill with a layout whose mask all batch rows share"
         expect(shared, what, wanted, tuple(q_index.shape), remedy, error=ShapeError)
@@ -118,6 +126,26 @@ class ShardedCache(nn.Module):
         expect(once, what, f"each of the {length} tokens on one rank", got, remedy, error=ShapeError)
         seen = rows >= 0
         self._hold(k[:, :, seen], v[:, :, seen], rows[seen], length)
+
+    def reset(self) -> None:
+        """Empty the cache. Rows cannot be emptied one by one: all have the same length."""
+        self._hold(self.keys[:, :, :0], self.values[:, :, :0], self.k_index[:0], 0)
+
+    @torch.no_grad()
+    def reorder(self, rows: Tensor | Sequence[int]) -> None:
+        """Make each batch row what another one was, as `attnspan.torch.StaticCache.reorder`, for beams.
+
+        Args:
+            rows: Shape (B,), integer, or a list: the same on all ranks, and all batch rows with
+                ``split_batch`` too.
+
+        Raises:
+            ValueError, TypeError: As there, where values can be read.
+        """
+        numbers, _ = row_numbers("ShardedCache.reorder: rows", rows, self.keys, whole=True)
+        moved = [(x, x.index_select(0, numbers)) for x in (self.keys, self.values)]
+        for x, new in moved:
+            x.copy_(new)
 
     @torch.no_grad()
     def attend(
@@ -179,6 +207,8 @@ class ShardedCache(nn.Module):
             sizes, remedy = (batch, held.shape[1], rows, held.shape[3]), "Make the cache for these sizes"
             where = f"ShardedCache.{what}: {name}"
             expect(x.shape == sizes, where, "{}", tuple(x.shape), remedy, sizes, error=ShapeError)
+            fits, move = x.device == held.device, "Move it, or the cache"
+            expect(fits, where, f"device {held.device}", str(x.device), move, error=DeviceError)
             fits = x.dtype == held.dtype
             expect(fits, where, str(held.dtype), str(x.dtype), "Convert it, or the cache", error=DtypeError)
         remedy, wanted = "Make the cache with a larger max_len", f"at most {self.max_len} tokens"

@@ -59,7 +59,7 @@ class CpuBackend:
         )
         out, grads = torch.empty_like(q), tuple(torch.empty_like(x) for x in (q, k, v))
         lse = torch.empty(1, case.heads, case.q_len)
-        bounds = torch.from_numpy(case.mask.spans(case.q_len, case.k_len).bounds).contiguous()
+        bounds = torch.tensor(case.mask.spans(case.q_len, case.k_len).bounds)
         scale = case.head_dim**-0.5
 
         def make_call(config: CpuConfig) -> Callable[[], tuple[Tensor, ...]]:

@@ -1,0 +1,258 @@
+"""What key-value caches of all kinds share: a length per batch row, and checks before anything is written."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from ..arrays import INT32_MAX, arrays_for
+from ..checks import count, number
+from ..errors import DeviceError, DtypeError, ShapeError, expect
+from ._cache_write import INTEGERS, LOST
+
+__all__ = ["CacheLayout", "CacheRows", "Storage", "WritableBuffers", "row_numbers"]
+
+CacheLayout = Literal["bhsd", "bshd"]
+
+
+class Storage(TypedDict, total=False):
+    """How a cache stores its buffers."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    layout: CacheLayout
+
+
+class WritableBuffers(nn.Module):
+    """A module whose buffers are no inference tensors, which could not be written outside of that mode."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        with torch.inference_mode(False):  # `.to(...)` makes new ones
+            return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class CacheRows(WritableBuffers):
+    """Batch rows of keys and values, each with a length.
+
+    The buffers are not part of a state dict; ``.to(...)`` of a model moves and converts them.
+
+    Attributes:
+        lengths: Shape (B,), int32: tokens that each row has been given, less those taken back. The buffer
+            itself: it changes in place.
+    """
+
+    lengths: Tensor
+    _keys: Tensor
+    _values: Tensor
+    _remedy = "Pass fewer tokens, or allocate a larger max_len"
+
+    def __init__(
+        self,
+        axes: tuple[str, str, str],
+        max_new: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        layout: CacheLayout = "bhsd",
+        v_dim: int | None = None,
+        **sizes: int,
+    ) -> None:
+        super().__init__()
+        sizes |= {"v_dim": sizes["head_dim"] if v_dim is None else v_dim}
+        sizes = {name: count(name, size, least=1) for name, size in sizes.items()}
+        known = layout in ("bhsd", "bshd")
+        expect(known, "layout", "bhsd or bshd", repr(layout), "Name the order of k and v")
+        self.layout, self._kv_heads, self._max_new = layout, sizes["kv_heads"], max_new
+        shape, like = [sizes[axis] for axis in axes], {"dtype": dtype, "device": device}
+        with torch.inference_mode(False):
+            for name, dim in (("_keys", "head_dim"), ("_values", "v_dim")):
+                x = torch.zeros(*shape, sizes[dim], **like)  # type: ignore[arg-type]
+                self.register_buffer(name, x, persistent=False)
+            lengths = torch.zeros(sizes["batch"], dtype=torch.int32, device=device)
+            self.register_buffer("lengths", lengths, persistent=False)
+        floating = self._keys.is_floating_point()
+        expect(floating, "dtype", "a floating dtype", str(dtype), "Pass that of k and v", error=DtypeError)
+
+    def q_index(self, q_len: int) -> Tensor:
+        """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding."""
+        offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
+        return self.lengths[:, None] + offset
+
+    def positions(self, n: int, counts: Tensor | None = None) -> Tensor:
+        """Shape (B, n), int32: the indices that the n tokens of the next `update` will have, for RoPE.
+
+        ``counts`` as `update` will get them. Entries of padding have indices below the row's length.
+        """
+        if counts is not None:
+            self._check_rows("counts", counts)
+        own = n if counts is None else counts[:, None]
+        return (self.q_index(n) + own).to(torch.int32)
+
+    def truncate(self, lengths: Tensor | int) -> None:
+        """Take tokens back: each row keeps its first ``lengths[b]``, as after rejected drafts.
+
+        Args:
+            lengths: Shape (B,), integer, or one number for all rows; at most what each row has.
+
+        Raises:
+            ValueError: Sizes or devices do not fit; where values can be read (CPU, eager) also a length that
+                the row cannot go back to. Elsewhere its masks are illegal until `reset`.
+            TypeError: ``lengths`` is not integer.
+        """
+        if not isinstance(lengths, Tensor):
+            own = number("truncate: lengths", lengths, "Pass an int, or a tensor of one for each row")
+            lengths = torch.full_like(self.lengths, min(max(own, LOST), INT32_MAX))
+        self._check_rows("lengths", lengths)
+        wanted = lengths.to(torch.int64).clamp(LOST, INT32_MAX).to(torch.int32)
+        least, most = self._least()
+        legal = (wanted <= self.lengths) & ((wanted >= least) | ((wanted >= 0) & (wanted <= most)))
+        if arrays_for([legal]).concrete(legal) and not legal.all():
+            b = int(legal.logical_not().nonzero()[0])
+            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose window the row still holds"
+            remedy = "A cache only gives back tokens that it still holds; reset() empties a row"
+            expect(False, f"truncate: lengths[{b}]", expected, f"{lengths[b]}", remedy)
+        self._set_lengths(torch.where(legal, wanted, LOST))
+
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Empty the cache, or some of its batch rows.
+
+        Args:
+            rows: The rows' numbers, each once: a list, or an integer tensor (n,). Or bool of shape (B,), True
+                for the rows to empty. None: all rows.
+
+        Raises:
+            ValueError: A shape or device does not fit; where values can be read also a number that is no row
+                or is there twice. Elsewhere such a number makes the masks of all rows illegal.
+            TypeError: ``rows`` is neither integer nor bool.
+        """
+        chosen, legal = self._chosen(rows)
+        self._set_lengths(torch.where(legal, self.lengths.masked_fill(chosen, 0), LOST))
+
+    def reorder(self, rows: Tensor | Sequence[int]) -> None:
+        """Make each batch row what another one was: row b continues what row ``rows[b]`` held, for beams.
+
+        Args:
+            rows: Shape (B,), integer, or a list: a row's number, which may occur several times.
+
+        Raises:
+            ValueError: A shape or device does not fit; where values can be read also a number that is no row,
+                before anything is written. Elsewhere that row's masks are illegal until `reset`.
+            TypeError: ``rows`` is not integer.
+
+        Example:
+            >>> from attnspan.torch import StaticCache
+            >>> cache = StaticCache(batch=3, kv_heads=1, max_len=8, head_dim=4)
+            >>> new = torch.randn(3, 1, 2, 4)
+            >>> keys, _ = cache.update(new, new, counts=torch.tensor([2, 1, 0]))
+            >>> cache.reorder([1, 1, 0])
+            >>> cache.lengths.tolist(), keys[2, :, :2].equal(new[0])
+            ([1, 1, 2], True)
+        """
+        numbers, legal = row_numbers("reorder: rows", rows, self.lengths, whole=True)
+        # All memory is taken before anything is written.
+        moved = [(x, x.index_select(0, numbers)) for x in self.buffers(recurse=False)]
+        for x, new in moved:
+            x.copy_(new)
+        self.lengths.masked_fill_(~legal, LOST)
+
+    def _chosen(self, rows: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """Rows to reset as bool (B,), and whether the numbers were legal, of shape ()."""
+        if rows is None:
+            rows = torch.ones_like(self.lengths, dtype=torch.bool)
+        if isinstance(rows, Tensor) and rows.dtype == torch.bool:
+            self._check_rows("reset: rows", rows, (torch.bool,))
+            return rows, torch.ones_like(rows[0])
+        numbers, legal = row_numbers("reset: rows", rows, self.lengths)
+        hits = numbers[:, None] == torch.arange(len(self.lengths), device=numbers.device)
+        once = (hits.sum(0) <= 1).all()
+        if arrays_for([once]).concrete(once):
+            remedy = "Pass each number once; a mask of rows is bool"
+            expect(once, "reset: rows", "numbers that differ", f"{numbers.tolist()}", remedy)
+        return hits.any(0), legal.all() & once
+
+    def _least(self) -> tuple[Any, int]:
+        """The shortest length that each row can go back to, (B,), or which of the first it always can."""
+        return torch.zeros_like(self.lengths), 0
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self.lengths.copy_(lengths)
+
+    def _in_layout(self, x: Tensor) -> Tensor:
+        # Its own inverse.
+        return x.transpose(1, 2) if self.layout == "bshd" and x.dim() == 4 else x
+
+    def _chunk(self, k_new: Any, v_new: Any, counts: Any) -> tuple[Tensor, Tensor]:
+        """New tokens as (B, Hkv, n, D), checked."""
+        k_new, v_new = self._tokens("k_new", k_new, self._keys), self._tokens("v_new", v_new, self._values)
+        fits, n = k_new.shape[2] == v_new.shape[2], v_new.shape[2]
+        expect(fits, "v_new", "as many tokens as k_new", n, "Check k and v", error=ShapeError)
+        if counts is not None:
+            self._check_rows("counts", counts)
+        return k_new, v_new
+
+    def _tokens(self, name: str, new: Any, cache: Tensor) -> Tensor:
+        remedy = "Make the cache with the dtype of k and v, under autocast with autocast's"
+        _check_kind(name, new, (cache.dtype,), "{}, as the cache", remedy, cache.device)
+        batch, heads, dim = self.lengths.shape[0], self._kv_heads, cache.shape[-1]
+        tokens = self._in_layout(new)
+        shape, sizes = tokens.shape, (batch, heads, dim, self.layout)
+        fits = len(shape) == 4 and shape[0] == batch and shape[1] == heads and shape[3] == dim
+        expected = "batch {}, {} heads and head dim {} in layout {}"
+        remedy = "Make the cache for the model's sizes, and name the layout of k and v"
+        expect(fits, name, expected, new.shape, remedy, *sizes, error=ShapeError)
+        self._check_count(name, shape[2], "tokens")
+        return tokens
+
+    def _check_rows(self, name: str, x: Any, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
+        rows, remedy = self.lengths.shape[0], "Pass one for each row of the cache"
+        kind = "integers" if dtypes is INTEGERS else "bool"
+        _check_kind(name, x, dtypes, kind, remedy, self.lengths.device)
+        fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch row, shape ({},)"
+        expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
+
+    def _check_count(self, name: str, n: int, what: str) -> None:
+        whole = isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)
+        remedy = "Pass their number"
+        expect(whole, name, "an int", type(n).__name__, remedy, error=DtypeError)
+        expect(n >= 0, name, f"0 or more {what}", n, remedy, error=ShapeError)
+        most = self._max_new
+        expect(n <= most, name, f"at most {{}} {what}", n, self._remedy, most, error=ShapeError)
+
+
+def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """Numbers of batch rows as int64 (n,), and which are legal; the others are replaced by 0.
+
+    Args:
+        what: The argument, for errors.
+        rows: A list or a tensor of integers.
+        of: A tensor whose first axis has the batch rows.
+        whole: Whether there must be B numbers.
+
+    Raises:
+        ValueError, TypeError: Shape, device or dtype do not fit; where values can be read also a number that
+            is no row.
+    """
+    batch, remedy = of.shape[0], "Pass the numbers of batch rows"
+    if isinstance(rows, (list, tuple, range)):
+        numbers = [number(what, x, remedy) for x in rows]
+        rows = torch.tensor(numbers, dtype=torch.int64, device=of.device)
+    _check_kind(what, rows, INTEGERS, "integers", remedy, of.device)
+    fits = rows.dim() == 1 and (not whole or rows.shape[0] == batch)
+    expected = f"shape ({batch},), one for each row" if whole else "one axis"
+    expect(fits, what, expected, tuple(rows.shape), remedy, error=ShapeError)
+    rows = rows.to(torch.int64)
+    legal = (rows >= 0) & (rows < batch)
+    if arrays_for([legal]).concrete(legal):
+        expect(legal.all(), what, "numbers from 0 to {}", f"{rows.tolist()}", remedy, batch - 1)
+    return torch.where(legal, rows, 0), legal
+
+
+def _check_kind(
+    name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str, device: torch.device
+) -> None:
+    kind, to_tensor = type(x).__name__, "Convert it with torch.as_tensor"
+    move = "Move the cache with .to(device), or the tensor"
+    expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+    expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
+    expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)
