@@ -132,9 +132,9 @@ def misfit(what: str) -> tuple[str, str, int]:
     actions: dict[str, Callable[[], Any]] = {
         "shard": lambda: placed.shard(torch.zeros(2, 36)),
         "gather": lambda: placed.gather(torch.zeros(2, 36)),
-        "another rank's plan": lambda: placed.plan.local((rank + 1) % 3).on(line),
+        "another rank's plan": lambda: placed.plan.local((rank + 1) % 3).on(line, rows="unchecked"),
         "another mesh": lambda: (
-            Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line)
+            Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line, rows="unchecked")
         ),
         "second derivative": lambda: _second_derivative(placed, q, k, v),
     }

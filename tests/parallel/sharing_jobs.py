@@ -24,6 +24,10 @@ def here() -> Any:
     return mesh(dist.get_world_size())["cp"]
 
 
+def _on(layout: Layout, plan: Any) -> MeshPlan:
+    return plan.on(here(), rows=layout.shard({}, dist.get_rank()))  # type: ignore[no-any-return]
+
+
 def documents(salt: int = 3) -> attnspan.Mask:
     lengths = torch.randint(5, 60, (B, S), generator=torch.Generator().manual_seed(salt))
     ids = torch.stack([torch.repeat_interleave(torch.arange(S), row)[:S] for row in lengths])
@@ -100,9 +104,9 @@ def encoder_and_decoder() -> float:
     encoder = layout_of(attnspan.window(20, 20), q_len=150)
     decoder = layout_of(documents())
     sees = attnspan.key_padding(torch.tensor([150, 77]))
-    plan = decoder.plan(sees, heads=HEADS, keys=encoder, strategy="exchange").on(here())
-    keys = (encoder.shard(x, rank, dim=2) for x in (k, v))
-    out = attention(decoder.shard(q, rank, dim=2), *keys, mask=plan)
+    plan = decoder.plan(sees, heads=HEADS, keys=encoder, strategy="exchange")
+    rows, keys = decoder.shard({"q": q}, rank, dim=2), (encoder.shard(x, rank, dim=2) for x in (k, v))
+    out = attention(rows["q"], *keys, mask=plan.on(here(), rows=rows))
     return error(decoder.gather(out, here(), dim=2), attention(q, k, v, mask=sees))
 
 
@@ -113,7 +117,7 @@ def on_some_ranks(ranks: tuple[int, ...]) -> str:
 
     def call() -> Any:
         rank = some.get_local_rank() if dist.get_rank() in ranks else 0
-        plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank).on(some)
+        plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank).on(some, rows=layout.shard({}, rank))
         whole = inputs()
         out = layout.gather(attention(*(layout.shard(x, rank, dim=2) for x in whole), mask=plan), some, dim=2)
         return out if error(out, attention(*whole, mask=CAUSAL)) < 2e-6 else out * torch.nan
@@ -124,7 +128,7 @@ def on_some_ranks(ranks: tuple[int, ...]) -> str:
 def strided(strategy: str) -> float:
     """q, k, v and dout without a unit last stride, as plain attention takes them."""
     layout, results = layout_of(CAUSAL), []
-    plan = layout.plan(heads=HEADS, strategy=strategy, batch=B).on(here())
+    plan = _on(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
     for mask, shard in ((plan, True), (CAUSAL, False)):
         made = []
         for x in (*inputs(), inputs()[0] + 1):
@@ -140,7 +144,7 @@ def made_while_evaluating() -> float:
     """A plan that was made in inference mode serves training."""
     layout = layout_of(CAUSAL)
     with torch.inference_mode():
-        plan = layout.plan(heads=HEADS, strategy="exchange").on(here())
+        plan = _on(layout, layout.plan(heads=HEADS, strategy="exchange"))
     leaves = [layout.shard(x, dist.get_rank(), dim=2).requires_grad_() for x in inputs()]
     attention(*leaves, mask=plan).sum().backward()
     wanted = [x.requires_grad_() for x in inputs()]
@@ -152,7 +156,7 @@ def made_while_evaluating() -> float:
 def sinks_of_nothing(strategy: str) -> bool:
     """A sink of -inf next to rows that see nothing: gradients stay finite, as on one process."""
     layout = layout_of(CAUSAL, q_len=S - 1)
-    plan = layout.plan(heads=HEADS, strategy=strategy, batch=B).on(here())
+    plan = _on(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
     sinks = torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf], requires_grad=True)
     rows = (layout.shard(x[:, :, 1:], dist.get_rank(), dim=2) for x in inputs())
     attention(*rows, mask=plan, sinks=sinks).sum().backward()
@@ -165,7 +169,8 @@ def natural_order() -> dict[str, Any]:
     whole, found = inputs(), dict[str, Any]()
     spread = [distribute_tensor(x, here(), [Shard(2)]) for x in whole]
     for method in ("zigzag", "contiguous"):
-        plan = layout_of(CAUSAL, method=method).plan(heads=HEADS, strategy="exchange", batch=B).on(here())
+        layout = layout_of(CAUSAL, method=method)
+        plan = _on(layout, layout.plan(heads=HEADS, strategy="exchange", batch=B))
         try:
             out = attention(*spread, mask=plan)
             assert isinstance(out, DTensor)
@@ -192,8 +197,8 @@ def play(way: str) -> str:
     ]
     (_, before), (layout, rows) = steps
 
-    def plan(mask: Any = None, **on: Any) -> MeshPlan:
-        return layout.plan(mask, heads=HEADS, strategy="exchange").on(here(), **on)  # type: ignore[no-any-return]
+    def plan(mask: Any = None, rows: Any = rows) -> MeshPlan:
+        return layout.plan(mask, heads=HEADS, strategy="exchange").on(here(), rows=rows)  # type: ignore[no-any-return]
 
     def call(rows: Any, plan: MeshPlan, **options: Any) -> Any:
         x = rows["x"]
@@ -320,7 +325,7 @@ def pipeline() -> float:
     layout = Layout.of(mask, q_len=S, ranks=2)
     x = torch.randn(4, S, 32, generator=torch.Generator().manual_seed(8))
     rows = layout.shard({"x": x}, rank)
-    plan = layout.plan(heads=HEADS, strategy="exchange").on(both["intra"])
+    plan = layout.plan(heads=HEADS, strategy="exchange").on(both["intra"], rows=rows)
     model = _stages()[stage]
     part = PipelineStage(model, stage, 2, torch.device("cpu"), group=both["inter"].get_group())
     loss = lambda out, target: (out.square() * target).sum()  # noqa: E731

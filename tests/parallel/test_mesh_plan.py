@@ -46,7 +46,8 @@ def layout_of(ranks: int, **changes: Any) -> Layout:
 
 def make(mesh: DeviceMesh, layout: Layout | None = None, **changes: Any) -> MeshPlan:
     layout = layout_of(mesh.size()) if layout is None else layout
-    on = {name: changes.pop(name) for name in ("rows", "dtensor_rows", "check") if name in changes}
+    on = {"rows": layout.shard({}, mesh.get_local_rank()) if mesh.ndim == 1 else "unchecked"}
+    on |= {name: changes.pop(name) for name in ("rows", "dtensor_rows", "check") if name in changes}
     given = {"heads": HEADS, "strategy": "exchange", **changes}
     return layout.plan(given.pop("mask", causal()), **given).on(mesh, **on)  # type: ignore[no-any-return]
 
@@ -126,7 +127,17 @@ def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
         make(mesh["intra"], layout_of(3))
     for other in (4, None, dist.group.WORLD):
         with pytest.raises(DtypeError, match="expected a DeviceMesh, such as mesh\\['cp'\\]"):
-            layout_of(2).plan(causal(), heads=HEADS).on(other)
+            layout_of(2).plan(causal(), heads=HEADS).on(other, rows="unchecked")
+
+
+def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
+    plan, mesh = layout_of(2).plan(causal(), heads=HEADS), meshes(2)
+    for on in (plan.on, plan.local(0).on):
+        with pytest.raises(
+            OptionError, match=r'layout.shard\(...\) gave, its batch.marks, or .*rows="unchecked"'
+        ):
+            on(mesh)
+        assert on(mesh, rows="unchecked").q_index.tolist() == layout_of(2).rows[0].tolist()
 
 
 def test_a_plan_is_a_pytree_of_tensors(meshes: Meshes) -> None:

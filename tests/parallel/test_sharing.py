@@ -74,11 +74,11 @@ def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
 
 
 WRONG = {
-    "the batch of the step before": "PlanMismatchError: rows with a plan: expected rows of layout",
+    "the batch of the step before": "PlanMismatchError: rows of plan.on(mesh, rows=...): expected rows of layout",
     "its rows in the model": "PlanMismatchError: q_index with context parallelism",
     "its rows in a compiled model": "nan: True",
-    "a plan of a layout of its own": "PlanMismatchError: rows with a plan: expected rows of layout",
-    "the rows of another rank": "PlanMismatchError: rows with a plan: expected rows of rank",
+    "a plan of a layout of its own": "PlanMismatchError: rows of plan.on(mesh, rows=...): expected rows of layout",
+    "the rows of another rank": "PlanMismatchError: rows of plan.on(mesh, rows=...): expected rows of rank",
     "rows that are not sharded": "ShapeError: q with context parallelism: expected 4 heads and this rank",
     "another mask on one rank": "PlanMismatchError: context parallelism on 2 ranks",
     "DTensors in their own order": "OptionError: DTensors with context parallelism",

@@ -25,7 +25,7 @@ from .chunks import Chunks
 from .intervals import Ints
 from .lowered import digest, lower
 from .partition import Method, chunk_size, owners, rows_of
-from .rows import checked_rows, fill_of, marked, take
+from .rows import Marks, checked_rows, fill_of, marked, take
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -265,7 +265,30 @@ class Layout:
         parts = {name: self._shard(name, part, rank, dim, fill) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
-        return marked(parts, self.fingerprint, rank)
+        return marked(parts, Marks(self.fingerprint, rank))
+
+    def on(self, mesh: Any, **axes: Any) -> Any:
+        """The layout on a JAX mesh: `shard` places whole inputs as its devices hold them, `unshard` is the inverse.
+
+        Args:
+            mesh: The devices.
+            **axes: ``sequence``, ``batch`` and ``heads``, as of `Plan.on`.
+
+        Returns:
+            An `attnspan.parallel.jax.rows.Placing`. A batch that it shards is the ``rows`` of `Plan.on`.
+
+        Raises:
+            ValueError: Axes do not fit the mesh or the layout.
+
+        Example:
+            >>> import jax
+            >>> mesh, layout = jax.make_mesh((1,), ("context",)), Layout.contiguous(5, ranks=1)
+            >>> layout.on(mesh, sequence="context").shard({"x": np.ones((2, 5))})["q_index"].tolist()
+            [[0, 1, 2, 3, 4]]
+        """
+        from .jax.rows import Placing
+
+        return Placing.of(self, mesh, **axes)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
