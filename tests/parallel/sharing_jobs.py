@@ -14,6 +14,8 @@ from worlds import error, mesh
 
 import attnspan
 from attnspan.parallel import Layout, MeshPlan, ShardedCache
+from attnspan.parallel.torch.loss import global_token_count, next_token_targets, sum_gradients
+from attnspan.testing import assert_same_as_one_rank
 from attnspan.torch import attention
 
 B, S, HEADS = 2, 192, (4, 2)
@@ -231,6 +233,48 @@ def play(way: str) -> str:
         "rightly": lambda: call(rows, plan(rows=rows), q_index=rows["q_index"]) is None,
     }
     return _met(ways[way])
+
+
+def same_as_one_rank(way: str) -> str:
+    """A step whose sharded half is wrong in one way: what `assert_same_as_one_rank` says."""
+    generator, rank = torch.Generator().manual_seed(9), dist.get_rank()
+    tokens = torch.randint(50, (2, 40), generator=generator)
+    ids, later = (torch.arange(40).expand(2, -1) // size for size in (9, 13))
+    table, out = (torch.randn(50, 32, generator=generator) for _ in range(2))
+
+    def step(batch: Any, on: Any) -> dict[str, Tensor]:
+        weights = [x.clone().requires_grad_() for x in (table, out)]
+        targets, mask = next_token_targets(*batch), CAUSAL & attnspan.segments(batch[1])
+        rows: Any = {"tokens": batch[0], "targets": targets}
+        if on is not None:
+            sees = CAUSAL & attnspan.segments(later) if way == "ids of another batch" else mask
+            layout = Layout.of(mask, q_len=40, ranks=on.size(), batch=2)
+            rows, mask = layout.shard(rows, rank), layout.plan(sees, heads=(2, 2), strategy="ring")
+            if way == "labels shifted after sharding":
+                rows["targets"] = next_token_targets(rows["tokens"], layout.shard(batch[1], rank))
+            if way == "old tensors under new marks":
+                rows["tokens"] = Layout.contiguous(40, on.size()).shard(batch[0], rank)
+            mask = mask.on(on, rows=rows)
+        x = weights[0][rows["tokens"]]
+        y = attention(*[x.unflatten(2, (2, 16))] * 3, mask=mask, layout="bshd").flatten(2)
+        logits = (x + y) @ weights[1].T
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), rows["targets"], reduction="none", ignore_index=-100
+        )
+        local = None if way == "a mean of local means" else on
+        loss = losses.sum() / global_token_count(rows["targets"], local)
+        loss.backward()
+        if on is not None and way != "gradients of one rank":
+            sum_gradients(weights, on)
+        grads = {"table": weights[0].grad, "out": weights[1].grad}
+        index = {} if on is None else {"q_index": rows["q_index"]}
+        return {"x": x, "logits": logits, "losses": losses, "loss": loss, **grads, **index}  # type: ignore[dict-item]
+
+    try:
+        assert_same_as_one_rank(step, (tokens, ids), here())
+    except AssertionError as problem:
+        return str(problem)
+    return "the same"
 
 
 def decode(prefill: int, steps: int, split: bool) -> float:

@@ -279,8 +279,8 @@ MOVES: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "collated": (lambda x: default_collate([x, LATER.shard({"x": torch.ones(1, 3)}, 1)]), r"got \(2, 1, 2\)"),
     "collated on a device": (lambda x: default_collate([x]).to("meta"), "Take batch.marks"),
     "without q_index": (lambda x: {"x": x["x"]}, "got dict without marks and 'q_index'"),
-    "nothing": (lambda x: None, "got none. Pass one of these"),
-    "another word": (lambda x: "checked", "got 'checked'"),
+    "nothing": (lambda _: None, "got none. Pass one of these"),
+    "another word": (lambda _: "checked", "got 'checked'"),
     "a tensor": (lambda x: x["x"], "got Tensor"),
 }
 LATER = Layout(3, np.array([[[0, 2]], [[1, -1]]]))

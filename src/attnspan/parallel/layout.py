@@ -268,7 +268,7 @@ class Layout:
         return marked(parts, Marks(self.fingerprint, rank))
 
     def on(self, mesh: Any, **axes: Any) -> Any:
-        """The layout on a JAX mesh: `shard` places whole inputs as its devices hold them, `unshard` is the inverse.
+        """The layout on a JAX mesh: `shard` places whole inputs as devices hold them, `unshard` undoes it.
 
         Args:
             mesh: The devices.

@@ -250,12 +250,12 @@ class Plan:
 
         Args:
             mesh: The ranks: a DeviceMesh of one dimension, or of two (nodes, ranks of a node); or a JAX mesh.
-            **options: ``rows``, which must be given: the batch of `Layout.shard` that this plan is used with, its
-                ``marks``, or its ``"q_index"``. Those of another layout or rank raise. Equal shapes hide wrong
-                rows, so ``rows="unchecked"`` must be written by whoever has no such evidence. For torch also
-                ``check`` (compare the ranks' plans and calls; True by default) and ``dtensor_rows``; for JAX
-                those of `attnspan.parallel.jax.place`: ``sequence``, ``batch`` and ``heads``, the mesh axes that
-                split these, and ``like``.
+            **options: ``rows``, which must be given: the batch of `Layout.shard` that this plan is used with,
+                its ``marks``, or its ``"q_index"``. Those of another layout or rank raise. "unchecked"
+                compares nothing: equal shapes then hide wrong rows. For torch also ``check`` (compare the
+                ranks' plans and calls; True by default) and ``dtensor_rows``; for JAX those of
+                `attnspan.parallel.jax.place`: ``sequence``, ``batch`` and ``heads``, the mesh axes that split
+                these, and ``like``.
 
         Raises:
             OptionError: No ``rows``; or the mesh does not fit.

@@ -41,8 +41,8 @@ class Rows(dict[str, Any]):
     ``rows["q_index"]`` holds the number of each row in the whole sequence, int64 (L, n), -1 for padding.
 
     Attributes:
-        marks: Whose rows they are. `to`, pinning, pickling and ``copy.copy`` keep them. What builds a new dict of
-            the entries, or collates it, loses them (None): then "q_index" is the evidence that is left.
+        marks: Whose rows they are. `to`, pinning, pickling and ``copy.copy`` keep them. What builds a new
+            dict of the entries, or collates it, loses them (None): "q_index" is the evidence then.
     """
 
     marks: Marks | None = None

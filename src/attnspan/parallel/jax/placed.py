@@ -235,8 +235,8 @@ def place(
         sequence: Mesh axis, or a tuple of them, that splits rows and keys: the ranks of the layout.
         batch, heads: Those that split batch rows and heads, as in `shard`.
         rows: The batch that the plan is used with, of `Layout.on` or of `Layout.shard` in a data loader, its
-            ``marks``, or its ``"q_index"``. "unchecked" compares nothing: right where `PlacedPlan.shard` makes
-            all rows.
+            ``marks``, or its ``"q_index"``. "unchecked" compares nothing: right where `PlacedPlan.shard`
+            makes all rows.
         like: The placed plan of an earlier step. Sizes that depend on the mask only grow from it, in powers
             of two: compiled functions soon have met them all.
 

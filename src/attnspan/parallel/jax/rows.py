@@ -128,7 +128,7 @@ class Placing:
 
 
 def check_placed_rows(rows: Evidence, layout: Layout) -> None:
-    """Raise unless `rows` are evidence for a layout: those of all devices, or of one rank of a data loader."""
+    """Raise unless `rows` show that they are a layout's: of all devices, or of a data loader's rank."""
     marks = rows if isinstance(rows, Marks) else getattr(rows, "marks", None)
     rank = -1 if marks is None else marks.rank
     mine = layout.rows[rank] if 0 <= rank < layout.ranks else flat_rows(layout)

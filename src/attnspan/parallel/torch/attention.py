@@ -106,8 +106,8 @@ class MeshPlan(ShardedMask):
             plan: This rank's.
             mesh: The ranks, of one dimension, or of two (nodes, ranks of a node).
             rows: The batch that the plan is used with, as `Layout.shard` gave it, its ``marks`` or its
-                ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked" compares
-                nothing.
+                ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked"
+                compares nothing.
             check: Compare the plans and calls of all ranks, by a small all-gather that is read one step late.
             dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
                 the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
