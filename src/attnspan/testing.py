@@ -254,8 +254,8 @@ def assert_same_as_one_rank(
         >>> assert_same_as_one_rank(step, batch, mesh)  # doctest: +SKIP
         Traceback (most recent call last):
         AssertionError: losses: 2 of 32 rows differ, by up to 1.9e+00 of their size, on ranks [0, 1]: \
-(batch row, token) (0, 11), (0, 31). These are the last rows of runs of neighbours that a rank holds: labels or \
-targets were shifted after sharding. Look at neighbours before layout.shard(...).
+(batch row, token) (0, 11), (0, 31). These are the last rows of runs of neighbours that a rank holds: \
+labels or targets were shifted after sharding. Look at neighbours before layout.shard(...).
     """
     require("torch", "attnspan.testing", "torch")
     from .parallel.torch.alike import differences

@@ -108,7 +108,8 @@ class MeshPlan(ShardedMask):
             rows: The batch that the plan is used with, as `Layout.shard` gave it, its ``marks`` or its
                 ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked"
                 compares nothing.
-            check: Compare the plans and calls of all ranks, by a small all-gather that is read one step late.
+            check: Compare the plans and calls of all ranks, by small all-gathers that are read one step late;
+                with gloo before the first exchange of each call.
             dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
                 the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
                 look the same, so it must be said.
@@ -128,6 +129,7 @@ class MeshPlan(ShardedMask):
         wanted, got = f"rank {plan.rank} of {strategy.ranks}", f"rank {group.rank()} of {group.size()}"
         expect((group.rank(), group.size()) == (plan.rank, strategy.ranks), "mesh", wanted, got, remedy)
         check_evidence(rows, plan.rows, Marks(plan.layout, plan.rank))
+        ranks.agreement.compares = check
         if check:
             ranks.agreement.start(plan.facts, mesh.device_type)
         here = split_heads(*plan.heads, strategy.members)[plan.rank % strategy.members]

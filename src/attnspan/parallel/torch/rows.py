@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ShapeError, expect
 from ..layout import Layout
-from .comm import group_of, raise_broken
+from .comm import compare, group_of, raise_broken
 
 __all__ = ["gather_rows"]
 
@@ -48,6 +48,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.dim, ctx.rows, ctx.ranks, ctx.group = dim, x.shape[dim], ranks, group
         ctx.save_for_backward(places)
         rows = x.movedim(dim, 0).contiguous()
+        compare(group, "gather", {"shape": tuple(rows.shape), "dtype": str(rows.dtype)})
         every = rows.new_empty((ranks * rows.shape[0], *rows.shape[1:]))
         try:
             dist.all_gather(list(every.chunk(ranks)), rows, group=group)
