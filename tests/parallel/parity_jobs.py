@@ -97,7 +97,7 @@ def attend(placed: Placed, case: Case) -> dict[str, Any]:
     if case.return_lse:
         found["lse"] = outs[1].detach()
     found |= {f"parameter {i}": x for i, x in enumerate(got[3:])}
-    rows, keys = (torch.from_numpy(each.rows[placed.rank]) for each in (placed.layout, placed.keys))
+    rows, keys = (torch.tensor(each.rows[placed.rank]) for each in (placed.layout, placed.keys))
     return {**found, "rows": rows, "keys": keys}
 
 

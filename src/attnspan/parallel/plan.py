@@ -22,7 +22,7 @@ from ..spans import Spans
 from .auto import Choice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
-from .intervals import expand
+from .intervals import expand, read_only
 from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
@@ -360,4 +360,4 @@ class Plan:
 
     @cached_property
     def _needs_and_holders(self) -> tuple[Needs, Holders]:
-        return self.needs(self.strategy), self.holders(self.strategy)
+        return read_only((self.needs(self.strategy), self.holders(self.strategy)))

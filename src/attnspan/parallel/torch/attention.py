@@ -139,7 +139,7 @@ class MeshPlan(ShardedMask):
         # A plan may be made while evaluating and serve training, which inference tensors could not.
         with torch.inference_mode(False):
             data, q_index = (moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
-            numbers = torch.from_numpy(plan.numbers)
+            numbers = moved(plan.numbers, "cpu")
         # The plan of the next step has another length: no reason to compile anything.
         torch._dynamo.maybe_mark_dynamic(data, 0)
         return cls(frame, data, numbers, q_index)

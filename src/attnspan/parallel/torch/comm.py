@@ -321,8 +321,8 @@ def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
 
 
 def moved(x: Any, device: str) -> Tensor:
-    """An array of NumPy on a device; the host does not wait."""
-    found = torch.from_numpy(x)
+    """A copy of an array of NumPy on a device; the host does not wait."""
+    found = torch.from_numpy(x.copy())
     return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ShapeError, expect
 from ..layout import Layout
-from .comm import compare, group_of, raise_broken
+from .comm import compare, group_of, moved, raise_broken
 
 __all__ = ["gather_rows"]
 
@@ -31,7 +31,7 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
     remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
     what, wanted = "Layout.gather: x", f"{layout.planes} batch rows as dimension 0"
     expect(alone, what, wanted, tuple(x.shape), remedy, error=ShapeError)
-    places = torch.from_numpy(layout.places).to(x.device)
+    places = moved(layout.places, x.device.type)
     return _GatherRows.apply(x, dim, places, layout.ranks, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
