@@ -1,5 +1,6 @@
 """Rows that several plans share, meshes of several kinds, loops played wrongly; errors are norm-wise."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import attnspan
 from attnspan.parallel import Layout, MeshPlan, ShardedCache
 from attnspan.parallel.torch.loss import global_token_count, next_token_targets, sum_gradients
 from attnspan.testing import assert_same_as_one_rank
-from attnspan.torch import attention
+from attnspan.torch import SlowPathWarning, attention
 
 B, S, HEADS = 2, 192, (4, 2)
 CAUSAL, WINDOW = attnspan.causal(), attnspan.causal() & attnspan.window(9)
@@ -164,6 +165,34 @@ def sinks_of_nothing(strategy: str) -> bool:
     attention(*rows, mask=plan, sinks=sinks).sum().backward()
     assert sinks.grad is not None
     return bool(sinks.grad.isfinite().all())
+
+
+def float64_sums(strategy: str) -> float:
+    """Gradients of parameters and inputs in float64 against one process: all sums are float64."""
+    generator = torch.Generator().manual_seed(6)
+    given = [torch.randn(B, heads, 60, 8, generator=generator).double() for heads in (4, 2, 2, 4)]
+    parameters = [torch.randn(4, generator=generator).double() for _ in range(2)]
+    layout = Layout.of(CAUSAL, q_len=60, ranks=dist.get_world_size())
+    plan = _on(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
+
+    def gradients(mask: Any, *inputs: Tensor) -> list[Tensor]:
+        *leaves, dout = (x.clone().requires_grad_() for x in inputs)
+        slopes, sinks = (x.clone().requires_grad_() for x in parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SlowPathWarning)
+            out, lse = attention(
+                *leaves, mask=mask, bias=attnspan.alibi(slopes), sinks=sinks, softcap=2.0, return_lse=True
+            )
+        seen = lse.masked_fill(lse == -torch.inf, 0.0)
+        return list(
+            torch.autograd.grad((out * dout).sum() + seen.sum(), [*leaves, slopes, sinks], allow_unused=True)
+        )
+
+    mine = gradients(plan, *(layout.shard(x, dist.get_rank(), dim=2) for x in given))
+    for x in mine[3:]:
+        dist.all_reduce(x)
+    whole = [*(layout.gather(x, here(), dim=2) for x in mine[:3]), *mine[3:]]
+    return max(error(*pair) for pair in zip(whole, gradients(CAUSAL, *given), strict=True))
 
 
 def natural_order() -> dict[str, Any]:

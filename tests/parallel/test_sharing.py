@@ -63,6 +63,11 @@ def test_a_plan_of_inference_mode_serves_training() -> None:
     assert max(world(2).run("sharing_jobs:made_while_evaluating")) < FLOAT32
 
 
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_sums_of_float64_calls_are_float64(strategy: str) -> None:
+    assert max(world(2).run("sharing_jobs:float64_sums", strategy)) < 1e-14
+
+
 @pytest.mark.parametrize("strategy", ["exchange", "ring"])
 def test_sinks_of_nothing_have_finite_gradients(strategy: str) -> None:
     assert all(world(2).run("sharing_jobs:sinks_of_nothing", strategy))
