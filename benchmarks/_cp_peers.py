@@ -59,10 +59,10 @@ class Ours(Contestant):
         layout = Layout.of(problem.mask, q_len=length, **given)
         sizes: dict[str, Any] = {"heads": problem.heads, "head_dim": dim, "itemsize": problem.q.itemsize}
         plan = layout.plan(strategy=self.strategy, machine=self.machine, **sizes)
-        mask = plan.on(mesh)
-        whole = (problem.q, problem.k, problem.v, problem.dout)
-        rows = (layout.shard(x, rank).transpose(1, 2) for x in whole)
-        call = differentiated(lambda q, k, v: attention(q, k, v, mask=mask), tuple(rows), mode)
+        whole = {"q": problem.q, "k": problem.k, "v": problem.v, "dout": problem.dout}
+        rows = layout.shard(whole, rank)
+        mask, inputs = plan.on(mesh, rows=rows), tuple(rows[name].transpose(1, 2) for name in whole)
+        call = differentiated(lambda q, k, v: attention(q, k, v, mask=mask), inputs, mode)
         cost = plan.cost()
         about = {
             "strategy": plan.strategy.name,

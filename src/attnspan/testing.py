@@ -1,4 +1,4 @@
-"""Checks of other people's models: does a packed document see another?"""
+"""Checks of other people's models: does a packed document see another, and are many ranks as one?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Isolation", "Leak", "assert_isolated", "probe"]
+__all__ = ["Isolation", "Leak", "assert_isolated", "assert_same_as_one_rank", "probe"]
 
 # What a batch may call its tokens, before the embedding or after it.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")
@@ -224,3 +224,42 @@ def _first_change(
             at = tuple((int(b), int(s)) for b, s in rows.nonzero().tolist())
             return name, at, float(change[rows].max()) / max(size, 1e-30)
     return None
+
+
+def assert_same_as_one_rank(
+    step: Callable[[Any, Any], Mapping[str, Tensor]], batch: Any, mesh: Any, *, within: float = 1e-4
+) -> None:
+    """Raise an AssertionError, on all ranks, unless a sharded step gives what one rank gives.
+
+    Marks of a batch tell whose rows it holds. They cannot tell labels that were shifted after sharding, ids
+    of another batch, or old tensors in a new batch: this can. A collective; a few hundred tokens will do.
+
+    Args:
+        step: One forward and backward pass. ``step(batch, None)`` computes the whole on one rank;
+            ``step(batch, mesh)`` shards as the training loop does, from the same parameters. Both return
+            named tensors, in the order of the model; the first one that differs is explained:
+            "q_index", of a sharded step, ``rows["q_index"]``;
+            rows (B, S, ...) of the whole, (B, n, ...) of a rank: embeddings, logits, losses of tokens;
+            without dims: a rank's part of a sum over ranks, such as its part of the loss;
+            any others are the same on all ranks: gradients of parameters, as the optimizer sees them.
+        batch: Whole inputs, the same on all ranks.
+        mesh: The DeviceMesh of the plans.
+        within: Largest difference that counts as rounding, as a fraction of the size of a row or a tensor.
+
+    Raises:
+        AssertionError: Which tensors and rows differ, and what that usually means.
+        ValueError: The two steps return other names, or shapes that do not fit "q_index".
+
+    Example:
+        >>> assert_same_as_one_rank(step, batch, mesh)  # doctest: +SKIP
+        Traceback (most recent call last):
+        AssertionError: losses: 2 of 32 rows differ, by up to 1.9e+00 of their size, on ranks [0, 1]: \
+(batch row, token) (0, 11), (0, 31). These are the last rows of runs of neighbours that a rank holds: \
+labels or targets were shifted after sharding. Look at neighbours before layout.shard(...).
+    """
+    require("torch", "attnspan.testing", "torch")
+    from .parallel.torch.alike import differences
+
+    found = differences(dict(step(batch, None)), dict(step(batch, mesh)), mesh, within)
+    if found:
+        raise AssertionError("\n".join(found))

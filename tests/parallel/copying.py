@@ -122,7 +122,7 @@ def misplace(ids: Tensor, ranks: int) -> Tensor:
     """Ids in the order of another layout, two mirrored chunks a rank, where rows lie as they are."""
     chunk = SEQ_LEN // (2 * ranks)
     other = Layout.of(causal(), q_len=SEQ_LEN, ranks=ranks, method="zigzag", rows_per_chunk=chunk)
-    order = torch.from_numpy(other.rows.reshape(-1)).long()
+    order = torch.tensor(other.rows.reshape(-1)).long()
     assert torch.equal(order.sort().values, torch.arange(SEQ_LEN)), "no padding in between"
     return ids[:, order]
 

@@ -63,7 +63,8 @@ class Part:
         self.rank, given = group_of(mesh).rank(), {"k_len": case.k_len, "batch": batch}
         self.layout = Layout.of(mask := case.mask(rows), q_len=LENGTH, ranks=mesh.size(), **given)
         plan = self.layout.plan(mask, heads=heads, strategy=case.strategy, **given)  # type: ignore[arg-type]
-        self.keys, self.plan = plan.keys, plan.on(mesh, dtensor_rows="plan")
+        rows = self.layout.shard({}, self.rank)
+        self.keys, self.plan = plan.keys, plan.on(mesh, rows=rows, dtensor_rows="plan")
         self.order = (0, 2, 1) if case.layout == "bshd" else (0, 1, 2)  # of batch rows, heads, rows
         self.dims = {"batch": 0, "heads": self.order[1]}
         self.first = [Shard(self.dims[case.role])] if case.role in self.dims else [Replicate()]
@@ -195,8 +196,9 @@ def plan_all(cases: list[Planned]) -> list[Any]:
 def causal_rows(mesh: DeviceMesh, heads: tuple[int, int] = HEADS) -> tuple[Any, list[Tensor]]:
     """A plan on a mesh, and this rank's rows of q, k and v."""
     layout, (inputs, _) = Layout.of(causal(), q_len=LENGTH, ranks=mesh.size()), whole()
-    plan = layout.plan(heads=heads, strategy="exchange").on(mesh, dtensor_rows="plan")
-    return plan, [layout.shard(x.detach(), group_of(mesh).rank(), dim=2) for x in inputs]
+    rank, plan = group_of(mesh).rank(), layout.plan(heads=heads, strategy="exchange")
+    rows = [layout.shard(x.detach(), rank, dim=2) for x in inputs]
+    return plan.on(mesh, rows=layout.shard({}, rank), dtensor_rows="plan"), rows
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, words: str) -> Any:
@@ -242,10 +244,10 @@ def of_other_sizes() -> dict[str, str]:
     natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
     plan, rows = causal_rows(mesh)
     placed = [_placed(x, mesh, "S2") for x in rows]
-    unnamed = Layout.of(causal(), q_len=LENGTH, ranks=2).plan(heads=HEADS, strategy="exchange").on(mesh)
+    unnamed = Layout.of(causal(), q_len=LENGTH, ranks=2).plan(heads=HEADS, strategy="exchange")
     return {
         "rows": _error(*natural, mask=plan),
         "heads": _error(*placed, mask=causal_rows(mesh, heads=(2, 1))[0]),
-        "order": _error(*placed, mask=unnamed),
+        "order": _error(*placed, mask=unnamed.on(mesh, rows="unchecked")),
         "ids": _error(*four, mask=segments(ids(2))),
     }

@@ -12,8 +12,9 @@ from parity_jobs import Placed, attend, local_inputs, place
 from worlds import mesh
 
 import attnspan
-from attnspan.parallel import Layout
-from attnspan.parallel.torch.comm import counted_bytes
+from attnspan.parallel import Layout, ShardedCache
+from attnspan.parallel.torch.comm import Ranks, counted_bytes
+from attnspan.parallel.torch.loss import sum_gradients
 from attnspan.torch import attention
 
 CASE = Case(length=37)
@@ -63,14 +64,25 @@ def disagree_unchecked() -> str:
     return "no error"
 
 
-def call_otherwise(what: str, strategy: str) -> tuple[str, str, int]:
-    """Plans agree, but the last rank calls, or differentiates, in another way; the next step's plan tells."""
+def call_otherwise(what: str, strategy: str, early: bool = True) -> tuple[str, str, int]:
+    """Plans agree, but the last rank calls, or differentiates, in another way.
+
+    Args:
+        what: In which.
+        strategy: Of the plan.
+        early: Ask before each exchange, as with gloo; else a later step's plan tells.
+    """
     odd, case = _is_odd(), Case(length=37, strategy=strategy, heads=(4, 2))
+    agreement = Ranks.of(mesh(dist.get_world_size())["cp"], case.members).agreement
 
     def step(odd: bool) -> None:
         placed = place(case, mask=attnspan.causal())
-        rows = placed.mask.frame.rows_per_rank
-        q, k, v = (torch.randn(2, heads, rows, 16, requires_grad=True) for heads in (4, 2, 2))
+        rows, dtype = (
+            placed.mask.frame.rows_per_rank,
+            torch.bfloat16 if odd and what == "dtype" else torch.float32,
+        )
+        batch, dim = 2 + (odd and what == "batch rows"), 16 + 8 * (odd and what == "head dims")
+        q, k, v = (torch.randn(batch, heads, rows, dim).to(dtype).requires_grad_() for heads in (4, 2, 2))
         options: dict[str, Any] = {}
         if what in ("scale", "softcap"):
             options[what] = 0.5 if odd else 0.25
@@ -84,8 +96,27 @@ def call_otherwise(what: str, strategy: str) -> tuple[str, str, int]:
         else:
             attention(q, k, v, mask=placed.mask, **options)
 
-    step(odd)
-    return _met(lambda: step(False))
+    if early:
+        return _met(lambda: step(odd))
+    agreement.early = False
+    try:
+        step(odd)
+        return _met(lambda: [step(False) for _ in range(2)])
+    finally:
+        agreement.early = True
+
+
+def gather_otherwise(what: str) -> tuple[str, str, int]:
+    """The last rank's rows, or its part of a cache's step, have other sizes."""
+    line, wide = mesh(dist.get_world_size())["cp"], 3 + _is_odd()
+    if what == "gather":
+        layout = Layout.contiguous(12, dist.get_world_size())
+        return _met(lambda: layout.gather(torch.zeros(2, 12 // dist.get_world_size(), wide), line))
+    if what == "sum_gradients":
+        weight = torch.zeros(wide, requires_grad=True)
+        return _met(lambda: sum_gradients([weight], line))
+    cache = ShardedCache(line, batch=1, kv_heads=1, max_len=9, head_dim=8)
+    return _met(lambda: cache.attend(*(torch.zeros(1, 1, wide, 8) for _ in range(3))))
 
 
 def agree() -> tuple[str, str, int]:
@@ -132,9 +163,9 @@ def misfit(what: str) -> tuple[str, str, int]:
     actions: dict[str, Callable[[], Any]] = {
         "shard": lambda: placed.shard(torch.zeros(2, 36)),
         "gather": lambda: placed.gather(torch.zeros(2, 36)),
-        "another rank's plan": lambda: placed.plan.local((rank + 1) % 3).on(line),
+        "another rank's plan": lambda: placed.plan.local((rank + 1) % 3).on(line, rows="unchecked"),
         "another mesh": lambda: (
-            Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line)
+            Layout.contiguous(37, 2).plan(attnspan.causal(), heads=(4, 2)).local(0).on(line, rows="unchecked")
         ),
         "second derivative": lambda: _second_derivative(placed, q, k, v),
     }

@@ -72,7 +72,7 @@ def inside(length: int = 21) -> None:
     for explicit, strategy in ((0, "exchange"), (3, "ring")):
         split = Split(batch=2, sequence=2, strategy=strategy, explicit=explicit)
         mesh, plan = split.mesh, split.plan(mask, length, batch=BATCH // 2)
-        placed = plan.on(mesh, sequence="context")
+        placed = plan.on(mesh, rows="unchecked", sequence="context")
         rows = placed.shard(given, axis=2)
 
         def step(placed: Any, q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
@@ -131,9 +131,9 @@ def wrong_rows(length: int = 24) -> None:
     """The loop played wrongly: rows of one layout with the plan of another."""
     split, axes = Split(sequence=4), {"sequence": "context"}
     plans = [split.plan(packed(seed, length), length) for seed in range(2)]
-    first, second = (plan.on(split.mesh, **axes) for plan in plans)
-    x = inputs((4, 2), length, length)
-    rows = [placed.shard({name: x[name] for name in "qkv"}, axis=2) for placed in (first, second)]
+    x = {name: inputs((4, 2), length, length)[name] for name in "qkv"}
+    rows = [plan.layout.on(split.mesh, **axes).shard(x, axis=2) for plan in plans]
+    first = plans[0].on(split.mesh, rows=rows[0], **axes)
 
     @jax.jit
     def call(placed: Any, rows: Any) -> Any:
@@ -147,12 +147,20 @@ def wrong_rows(length: int = 24) -> None:
         call(first, {**rows[0], "q_index": jnp.zeros((1, 3), int)})
     # Of a data loader: NumPy's, of one rank.
     loader = plans[1].layout.shard({"tokens": np.zeros((BATCH, length), int)}, rank=0)
-    for batch in (rows[1], loader):
+    moved = jax.device_put(rows[1])  # A dict, whose marks are lost; its rows are not.
+    for batch in (rows[1], rows[1].marks, rows[1]["q_index"], moved, loader, loader.marks):
         plans[1].on(split.mesh, rows=batch, **axes)
-        with pytest.raises(PlanMismatchError, match=r"rows with a plan: expected rows of layout .*, got"):
+        with pytest.raises(
+            PlanMismatchError,
+            match=r"rows of plan.on\(.*: expected (rows of layout|the rows of the plan's layout).*, got",
+        ):
             plans[0].on(split.mesh, rows=batch, **axes)
-    with pytest.raises(DtypeError, match=r"rows: expected a marked batch, got dict"):
-        plans[0].on(split.mesh, rows=dict(rows[0]), **axes)
+    for given, text in (
+        ({}, "none"),
+        ({"rows": {"q": rows[0]["q"]}}, "got dict without marks and 'q_index'"),
+    ):
+        with pytest.raises((DtypeError, OptionError), match=rf"the batch that layout.shard.* {text}"):
+            plans[0].on(split.mesh, **given, **axes)
 
 
 def lists(length: int = 48) -> None:
@@ -160,7 +168,7 @@ def lists(length: int = 48) -> None:
     split, asked, tables = Split(batch=2, sequence=2), Counter[Any](), Plan.tables
     plan = split.plan(packed(0, length), length)
     with mock.patch.object(Plan, "tables", lambda self, rank: (asked.update([rank]), tables(self, rank))[1]):
-        placed = plan.on(split.mesh, sequence="context", batch="data")
+        placed = plan.on(split.mesh, rows="unchecked", sequence="context", batch="data")
     assert asked == {0: 2, 1: 2}, "once for each part of the batch and of the sequence"
     found = jax.tree.map(np.asarray, placed.route.exchange)
     for part, counts in enumerate(found.counts):
@@ -204,7 +212,9 @@ def refusals() -> None:
     def on(
         mask: Any = None, heads: Any = (4, 2), axes: Any = axes, strategy: str = "ring", batch: int = 2
     ) -> Any:
-        return layout.plan(mask, heads=heads, batch=batch, strategy=strategy).on(mesh, **axes)
+        return layout.plan(mask, heads=heads, batch=batch, strategy=strategy).on(
+            mesh, rows="unchecked", **axes
+        )
 
     def apart(batch: int) -> Any:
         return attnspan.segments(np.arange(batch)[:, None].repeat(8, 1))

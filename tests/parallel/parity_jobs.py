@@ -61,7 +61,12 @@ def place(case: Case, where: Any = None, check: bool = True, **changes: Any) -> 
     )
     sizes = {"head_dim": case.dims[0], "v_dim": case.dims[1], "itemsize": getattr(torch, case.dtype).itemsize}
     plan = layout.plan(mask, heads=heads, batch=case.batch, k_len=case.k_len, **sizes, **given)
-    return Placed(layout, plan.keys, plan, plan.on(where, check=check))
+    return Placed(
+        layout,
+        plan.keys,
+        plan,
+        plan.on(where, rows=layout.shard({}, dist.get_rank() % where.size()), check=check),
+    )
 
 
 def local_inputs(placed: Placed, case: Case) -> tuple[list[Tensor], list[Tensor]]:
@@ -92,7 +97,7 @@ def attend(placed: Placed, case: Case) -> dict[str, Any]:
     if case.return_lse:
         found["lse"] = outs[1].detach()
     found |= {f"parameter {i}": x for i, x in enumerate(got[3:])}
-    rows, keys = (torch.from_numpy(each.rows[placed.rank]) for each in (placed.layout, placed.keys))
+    rows, keys = (torch.tensor(each.rows[placed.rank]) for each in (placed.layout, placed.keys))
     return {**found, "rows": rows, "keys": keys}
 
 

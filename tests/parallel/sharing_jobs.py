@@ -1,5 +1,6 @@
 """Rows that several plans share, meshes of several kinds, loops played wrongly; errors are norm-wise."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from worlds import error, mesh
 
 import attnspan
 from attnspan.parallel import Layout, MeshPlan, ShardedCache
-from attnspan.torch import attention
+from attnspan.parallel.torch.loss import global_token_count, next_token_targets, sum_gradients
+from attnspan.testing import assert_same_as_one_rank
+from attnspan.torch import SlowPathWarning, attention
 
 B, S, HEADS = 2, 192, (4, 2)
 CAUSAL, WINDOW = attnspan.causal(), attnspan.causal() & attnspan.window(9)
@@ -22,6 +25,10 @@ CAUSAL, WINDOW = attnspan.causal(), attnspan.causal() & attnspan.window(9)
 
 def here() -> Any:
     return mesh(dist.get_world_size())["cp"]
+
+
+def _on(layout: Layout, plan: Any) -> MeshPlan:
+    return plan.on(here(), rows=layout.shard({}, dist.get_rank()))  # type: ignore[no-any-return]
 
 
 def documents(salt: int = 3) -> attnspan.Mask:
@@ -100,9 +107,9 @@ def encoder_and_decoder() -> float:
     encoder = layout_of(attnspan.window(20, 20), q_len=150)
     decoder = layout_of(documents())
     sees = attnspan.key_padding(torch.tensor([150, 77]))
-    plan = decoder.plan(sees, heads=HEADS, keys=encoder, strategy="exchange").on(here())
-    keys = (encoder.shard(x, rank, dim=2) for x in (k, v))
-    out = attention(decoder.shard(q, rank, dim=2), *keys, mask=plan)
+    plan = decoder.plan(sees, heads=HEADS, keys=encoder, strategy="exchange")
+    rows, keys = decoder.shard({"q": q}, rank, dim=2), (encoder.shard(x, rank, dim=2) for x in (k, v))
+    out = attention(rows["q"], *keys, mask=plan.on(here(), rows=rows))
     return error(decoder.gather(out, here(), dim=2), attention(q, k, v, mask=sees))
 
 
@@ -113,7 +120,7 @@ def on_some_ranks(ranks: tuple[int, ...]) -> str:
 
     def call() -> Any:
         rank = some.get_local_rank() if dist.get_rank() in ranks else 0
-        plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank).on(some)
+        plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank).on(some, rows=layout.shard({}, rank))
         whole = inputs()
         out = layout.gather(attention(*(layout.shard(x, rank, dim=2) for x in whole), mask=plan), some, dim=2)
         return out if error(out, attention(*whole, mask=CAUSAL)) < 2e-6 else out * torch.nan
@@ -124,7 +131,7 @@ def on_some_ranks(ranks: tuple[int, ...]) -> str:
 def strided(strategy: str) -> float:
     """q, k, v and dout without a unit last stride, as plain attention takes them."""
     layout, results = layout_of(CAUSAL), []
-    plan = layout.plan(heads=HEADS, strategy=strategy, batch=B).on(here())
+    plan = _on(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
     for mask, shard in ((plan, True), (CAUSAL, False)):
         made = []
         for x in (*inputs(), inputs()[0] + 1):
@@ -140,7 +147,7 @@ def made_while_evaluating() -> float:
     """A plan that was made in inference mode serves training."""
     layout = layout_of(CAUSAL)
     with torch.inference_mode():
-        plan = layout.plan(heads=HEADS, strategy="exchange").on(here())
+        plan = _on(layout, layout.plan(heads=HEADS, strategy="exchange"))
     leaves = [layout.shard(x, dist.get_rank(), dim=2).requires_grad_() for x in inputs()]
     attention(*leaves, mask=plan).sum().backward()
     wanted = [x.requires_grad_() for x in inputs()]
@@ -152,7 +159,7 @@ def made_while_evaluating() -> float:
 def sinks_of_nothing(strategy: str) -> bool:
     """A sink of -inf next to rows that see nothing: gradients stay finite, as on one process."""
     layout = layout_of(CAUSAL, q_len=S - 1)
-    plan = layout.plan(heads=HEADS, strategy=strategy, batch=B).on(here())
+    plan = _on(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
     sinks = torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf], requires_grad=True)
     rows = (layout.shard(x[:, :, 1:], dist.get_rank(), dim=2) for x in inputs())
     attention(*rows, mask=plan, sinks=sinks).sum().backward()
@@ -160,12 +167,41 @@ def sinks_of_nothing(strategy: str) -> bool:
     return bool(sinks.grad.isfinite().all())
 
 
+def float64_sums(strategy: str) -> float:
+    """Gradients of parameters and inputs in float64 against one process: all sums are float64."""
+    generator = torch.Generator().manual_seed(6)
+    given = [torch.randn(B, heads, 60, 8, generator=generator).double() for heads in (4, 2, 2, 4)]
+    parameters = [torch.randn(4, generator=generator).double() for _ in range(2)]
+    layout = Layout.of(CAUSAL, q_len=60, ranks=dist.get_world_size())
+    plan = _on(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
+
+    def gradients(mask: Any, *inputs: Tensor) -> list[Tensor]:
+        *leaves, dout = (x.clone().requires_grad_() for x in inputs)
+        slopes, sinks = (x.clone().requires_grad_() for x in parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SlowPathWarning)
+            out, lse = attention(
+                *leaves, mask=mask, bias=attnspan.alibi(slopes), sinks=sinks, softcap=2.0, return_lse=True
+            )
+        seen = lse.masked_fill(lse == -torch.inf, 0.0)
+        return list(
+            torch.autograd.grad((out * dout).sum() + seen.sum(), [*leaves, slopes, sinks], allow_unused=True)
+        )
+
+    mine = gradients(plan, *(layout.shard(x, dist.get_rank(), dim=2) for x in given))
+    for x in mine[3:]:
+        dist.all_reduce(x)
+    whole = [*(layout.gather(x, here(), dim=2) for x in mine[:3]), *mine[3:]]
+    return max(error(*pair) for pair in zip(whole, gradients(CAUSAL, *given), strict=True))
+
+
 def natural_order() -> dict[str, Any]:
     """DTensors as `distribute_tensor` makes them: refused, unless the layout keeps the order of rows."""
     whole, found = inputs(), dict[str, Any]()
     spread = [distribute_tensor(x, here(), [Shard(2)]) for x in whole]
     for method in ("zigzag", "contiguous"):
-        plan = layout_of(CAUSAL, method=method).plan(heads=HEADS, strategy="exchange", batch=B).on(here())
+        layout = layout_of(CAUSAL, method=method)
+        plan = _on(layout, layout.plan(heads=HEADS, strategy="exchange", batch=B))
         try:
             out = attention(*spread, mask=plan)
             assert isinstance(out, DTensor)
@@ -192,8 +228,8 @@ def play(way: str) -> str:
     ]
     (_, before), (layout, rows) = steps
 
-    def plan(mask: Any = None, **on: Any) -> MeshPlan:
-        return layout.plan(mask, heads=HEADS, strategy="exchange").on(here(), **on)  # type: ignore[no-any-return]
+    def plan(mask: Any = None, rows: Any = rows) -> MeshPlan:
+        return layout.plan(mask, heads=HEADS, strategy="exchange").on(here(), rows=rows)  # type: ignore[no-any-return]
 
     def call(rows: Any, plan: MeshPlan, **options: Any) -> Any:
         x = rows["x"]
@@ -226,6 +262,48 @@ def play(way: str) -> str:
         "rightly": lambda: call(rows, plan(rows=rows), q_index=rows["q_index"]) is None,
     }
     return _met(ways[way])
+
+
+def same_as_one_rank(way: str) -> str:
+    """A step whose sharded half is wrong in one way: what `assert_same_as_one_rank` says."""
+    generator, rank = torch.Generator().manual_seed(9), dist.get_rank()
+    tokens = torch.randint(50, (2, 40), generator=generator)
+    ids, later = (torch.arange(40).expand(2, -1) // size for size in (9, 13))
+    table, out = (torch.randn(50, 32, generator=generator) for _ in range(2))
+
+    def step(batch: Any, on: Any) -> dict[str, Tensor]:
+        weights = [x.clone().requires_grad_() for x in (table, out)]
+        targets, mask = next_token_targets(*batch), CAUSAL & attnspan.segments(batch[1])
+        rows: Any = {"tokens": batch[0], "targets": targets}
+        if on is not None:
+            sees = CAUSAL & attnspan.segments(later) if way == "ids of another batch" else mask
+            layout = Layout.of(mask, q_len=40, ranks=on.size(), batch=2)
+            rows, mask = layout.shard(rows, rank), layout.plan(sees, heads=(2, 2), strategy="ring")
+            if way == "labels shifted after sharding":
+                rows["targets"] = next_token_targets(rows["tokens"], layout.shard(batch[1], rank))
+            if way == "old tensors under new marks":
+                rows["tokens"] = Layout.contiguous(40, on.size()).shard(batch[0], rank)
+            mask = mask.on(on, rows=rows)
+        x = weights[0][rows["tokens"]]
+        y = attention(*[x.unflatten(2, (2, 16))] * 3, mask=mask, layout="bshd").flatten(2)
+        logits = (x + y) @ weights[1].T
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), rows["targets"], reduction="none", ignore_index=-100
+        )
+        local = None if way == "a mean of local means" else on
+        loss = losses.sum() / global_token_count(rows["targets"], local)
+        loss.backward()
+        if on is not None and way != "gradients of one rank":
+            sum_gradients(weights, on)
+        grads = {"table": weights[0].grad, "out": weights[1].grad}
+        index = {} if on is None else {"q_index": rows["q_index"]}
+        return {"x": x, "logits": logits, "losses": losses, "loss": loss, **grads, **index}  # type: ignore[dict-item]
+
+    try:
+        assert_same_as_one_rank(step, (tokens, ids), here())
+    except AssertionError as problem:
+        return str(problem)
+    return "the same"
 
 
 def decode(prefill: int, steps: int, split: bool) -> float:
@@ -327,7 +405,7 @@ def pipeline() -> float:
     layout = Layout.of(mask, q_len=S, ranks=2)
     x = torch.randn(4, S, 32, generator=torch.Generator().manual_seed(8))
     rows = layout.shard({"x": x}, rank)
-    plan = layout.plan(heads=HEADS, strategy="exchange").on(both["intra"])
+    plan = layout.plan(heads=HEADS, strategy="exchange").on(both["intra"], rows=rows)
     model = _stages()[stage]
     part = PipelineStage(model, stage, 2, torch.device("cpu"), group=both["inter"].get_group())
     loss = lambda out, target: (out.square() * target).sum()  # noqa: E731

@@ -33,15 +33,36 @@ def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
         assert exchanged == 0
 
 
-CALLS = ["scale", "softcap", "sinks", "dropout_p", "gradients_of_lse"]
+CALLS = {
+    **dict.fromkeys(["scale", "softcap", "sinks", "dropout_p"], "options"),
+    "gradients_of_lse": "call",
+    **{name: name for name in ("batch rows", "head dims", "dtype")},
+}
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_another_call_on_one_rank_is_an_error_on_all_one_step_late(what: str) -> None:
-    # The calls are compared with the next step's plan: nothing waits for it in between.
-    for name, text, _ in world(3).run("fault_jobs:call_otherwise", what, "exchange"):
+def test_another_call_on_one_rank_is_an_error_on_all_before_it_exchanges_anything(what: str) -> None:
+    # Of other sizes gloo would abort the process.
+    for name, text, exchanged in world(3).run("fault_jobs:call_otherwise", what, "exchange"):
+        assert name == "PlanMismatchError", text
+        assert (
+            f"expected the same {CALLS[what]} on every rank, got another one on rank 2 than on rank 0" in text
+        )
+        assert what == "gradients_of_lse" or exchanged == 0
+    assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
+
+
+def test_where_the_host_does_not_wait_another_call_is_an_error_one_step_late() -> None:
+    for name, text, _ in world(3).run("fault_jobs:call_otherwise", "scale", "exchange", False):
         assert name == "PlanMismatchError", text
         assert "expected the same sequence of calls on every rank, got another one on rank 2" in text
+
+
+@pytest.mark.parametrize("what", ["gather", "sum_gradients", "ShardedCache"])
+def test_other_sizes_on_one_rank_are_an_error_on_all(what: str) -> None:
+    for name, text, _ in world(3).run("fault_jobs:gather_otherwise", what):
+        assert name == "PlanMismatchError", text
+        assert "expected the same shape on every rank, got another one on rank 2 than on rank 0" in text
 
 
 def test_nothing_is_compared_unless_asked() -> None:

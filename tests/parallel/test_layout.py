@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import any_spans
+from torch.distributed.utils import _recursive_to
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from attnspan import Spans, causal, full, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
-from attnspan.parallel import Layout
+from attnspan.parallel import Layout, PlanMismatchError
 from attnspan.parallel.partition import chunk_size
-from attnspan.parallel.rows import Rows
+from attnspan.parallel.rows import Marks, Rows, check_evidence
 
 METHODS = ("balanced", "contiguous", "zigzag")
 
@@ -169,7 +173,7 @@ def test_a_batch_is_sharded_by_name() -> None:
     rows = SMALL.shard(batch, 1)
     assert rows["q_index"].tolist() == [[2, -1]]
     assert rows["q_index"].dtype == torch.int64
-    assert (rows.layout, rows.rank) == (SMALL.fingerprint, 1)
+    assert rows.marks == (SMALL.fingerprint, 1)
     arrays = TWO.shard({"x": np.arange(8).reshape(2, 4)}, 0)
     assert arrays["q_index"].tolist() == TWO.rows[0].tolist()
     assert type(arrays["q_index"]) is np.ndarray
@@ -250,9 +254,59 @@ def test_rows_know_their_layout_wherever_they_go(copied: Any) -> None:
     rows = copied(SMALL.shard({"x": torch.ones(1, 3), "y": np.ones((1, 3))}, 1))
     moved = rows.to(torch.float64)
     assert type(rows) is type(moved) is Rows
-    assert (moved.layout, moved.rank) == (SMALL.fingerprint, 1)
+    assert moved.marks == rows.marks == (SMALL.fingerprint, 1)
     assert [moved["x"].dtype, rows["x"].dtype] == [torch.float64, torch.float32]
     assert (moved["y"] == 1).all() == False  # noqa: E712 (padding is 0)
+
+
+#: What trainers do to a batch, and what is left as evidence: its marks, its q_index, or what is said of it.
+MOVES: dict[str, tuple[Callable[[Rows], Any], str]] = {
+    "to": (lambda x: x.to("meta"), "marks"),
+    "loader": (lambda x: next(iter(DataLoader([x], batch_size=None))), "marks"),
+    "pin": (lambda x: pin_memory(x, None), "marks"),
+    "marks alone": (lambda x: x.marks, "marks"),
+    "accelerate": (lambda x: accelerate_operations().send_to_device(x, "meta"), "marks"),
+    "accelerate, each": (lambda x: accelerate_operations().recursively_apply(torch.clone, x), "q_index"),
+    "Trainer": (lambda x: type(x)({name: y.clone() for name, y in x.items()}), "q_index"),
+    "FSDP": (lambda x: _recursive_to(x, torch.device("cpu"), False)[0], "q_index"),
+    "comprehension": (lambda x: {name: y.clone() for name, y in x.items()}, "q_index"),
+    "q_index alone": (lambda x: x["q_index"][0], "q_index"),
+    "expanded": (lambda x: x["q_index"].expand(5, -1).int().numpy(), "q_index"),
+    "comprehension on a device": (
+        lambda x: {name: y.to("meta") for name, y in x.items()},
+        "Take batch.marks",
+    ),
+    "collated": (lambda x: default_collate([x, LATER.shard({"x": torch.ones(1, 3)}, 1)]), r"got \(2, 1, 2\)"),
+    "collated on a device": (lambda x: default_collate([x]).to("meta"), "Take batch.marks"),
+    "without q_index": (lambda x: {"x": x["x"]}, "got dict without marks and 'q_index'"),
+    "nothing": (lambda _: None, "got none. Pass one of these"),
+    "another word": (lambda _: "checked", "got 'checked'"),
+    "a tensor": (lambda x: x["x"], "got Tensor"),
+}
+LATER = Layout(3, np.array([[[0, 2]], [[1, -1]]]))
+
+
+def accelerate_operations() -> Any:
+    return pytest.importorskip("accelerate.utils.operations")
+
+
+@pytest.mark.parametrize("way", MOVES)
+def test_what_trainers_do_to_a_batch_leaves_evidence_or_is_refused(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x.clone())
+    move, kept = MOVES[way]
+    moved, other = (move(one.shard({"x": torch.ones(1, 3)}, 1)) for one in (SMALL, LATER))
+    given: Any = SMALL.rows[1], Marks(SMALL.fingerprint, 1)
+    if kept not in ("marks", "q_index"):
+        with pytest.raises((DtypeError, OptionError, ShapeError), match=kept):
+            check_evidence(moved, *given)
+        return
+    check_evidence(moved, *given)
+    wanted = f"rows of layout {SMALL.fingerprint}, got layout" if kept == "marks" else "got others in q_index"
+    with pytest.raises(PlanMismatchError, match=wanted):
+        check_evidence(other, *given)
+    check_evidence("unchecked", *given)
 
 
 def test_a_pickled_layout_is_the_layout_without_its_mask() -> None:

@@ -46,7 +46,8 @@ def layout_of(ranks: int, **changes: Any) -> Layout:
 
 def make(mesh: DeviceMesh, layout: Layout | None = None, **changes: Any) -> MeshPlan:
     layout = layout_of(mesh.size()) if layout is None else layout
-    on = {name: changes.pop(name) for name in ("rows", "dtensor_rows", "check") if name in changes}
+    on = {"rows": layout.shard({}, mesh.get_local_rank()) if mesh.ndim == 1 else "unchecked"}
+    on |= {name: changes.pop(name) for name in ("rows", "dtensor_rows", "check") if name in changes}
     given = {"heads": HEADS, "strategy": "exchange", **changes}
     return layout.plan(given.pop("mask", causal()), **given).on(mesh, **on)  # type: ignore[no-any-return]
 
@@ -126,7 +127,17 @@ def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
         make(mesh["intra"], layout_of(3))
     for other in (4, None, dist.group.WORLD):
         with pytest.raises(DtypeError, match="expected a DeviceMesh, such as mesh\\['cp'\\]"):
-            layout_of(2).plan(causal(), heads=HEADS).on(other)
+            layout_of(2).plan(causal(), heads=HEADS).on(other, rows="unchecked")
+
+
+def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
+    plan, mesh = layout_of(2).plan(causal(), heads=HEADS), meshes(2)
+    for on in (plan.on, plan.local(0).on):
+        with pytest.raises(
+            OptionError, match=r'layout.shard\(...\) gave, its batch.marks, or .*rows="unchecked"'
+        ):
+            on(mesh)
+        assert on(mesh, rows="unchecked").q_index.tolist() == layout_of(2).rows[0].tolist()
 
 
 def test_a_plan_is_a_pytree_of_tensors(meshes: Meshes) -> None:
@@ -158,7 +169,7 @@ def test_export_takes_a_plan_as_an_argument(meshes: Meshes) -> None:
 def test_any_form_of_the_rows_numbers(meshes: Meshes, batch: int) -> None:
     mask = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1)) if batch == 2 else causal()
     layout = layout_of(4, mask=mask, batch=batch)
-    plan, index = make(meshes(4), layout, mask=mask), torch.from_numpy(layout.rows[0]).long()
+    plan, index = make(meshes(4), layout, mask=mask), torch.tensor(layout.rows[0]).long()
     x = [x.expand(2, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
     for form in (
         index,
@@ -262,6 +273,34 @@ def test_what_does_not_change_is_planned_once_and_what_may_change_is_not() -> No
     assert plans[1].local(0) is plans[1].local(0)
     documents[:] = 0
     assert layout.plan(masks["data"](), heads=HEADS, strategy="ring").facts["mask"] != plans[2].facts["mask"]
+
+
+def _arrays(x: Any, at: str, known: set[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """All arrays that an object and what it remembers lead to, by path."""
+    if isinstance(x, np.ndarray):
+        yield at, x
+    elif id(x) not in known and (type(x).__module__.startswith("attnspan") or isinstance(x, tuple | dict)):
+        known.add(id(x))
+        parts: Any = dict(enumerate(x)) if isinstance(x, tuple) else x if isinstance(x, dict) else vars(x)
+        for name, part in parts.items():
+            yield from _arrays(part, f"{at}.{name}", known)
+
+
+def test_what_is_remembered_cannot_be_written(meshes: Meshes) -> None:
+    layout = Layout.of(causal(), q_len=12, ranks=2)
+    plan = layout.plan(heads=HEADS)
+    plan.with_strategy(plan.strategy).local(0)
+    placed = plan.on(meshes(2), rows=layout.shard({}, 0))
+    layout.gather, layout.places, plan.tables(1), plan.cost()
+    found = dict(_arrays((layout, plan, pickle.loads(pickle.dumps(layout))), "", set()))
+    assert len(found) > 20
+    written = [name for name, x in found.items() if x.flags.writeable]
+    assert [name for name in written if not name.endswith("lowered._k_len")] == []
+    before = placed.data.clone()
+    placed.data.zero_()
+    placed.numbers.zero_()
+    assert torch.equal(plan.on(placed.frame.mesh, rows="unchecked").data, before)
+    assert Layout.of(causal(), q_len=12, ranks=2) is layout
 
 
 PLAIN = """

@@ -1,5 +1,6 @@
 """Layouts that several plans share, meshes of several kinds, pipelines, decoding, loops played wrongly."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,11 @@ def test_a_plan_of_inference_mode_serves_training() -> None:
     assert max(world(2).run("sharing_jobs:made_while_evaluating")) < FLOAT32
 
 
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_sums_of_float64_calls_are_float64(strategy: str) -> None:
+    assert max(world(2).run("sharing_jobs:float64_sums", strategy)) < 1e-14
+
+
 @pytest.mark.parametrize("strategy", ["exchange", "ring"])
 def test_sinks_of_nothing_have_finite_gradients(strategy: str) -> None:
     assert all(world(2).run("sharing_jobs:sinks_of_nothing", strategy))
@@ -73,12 +79,13 @@ def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
         assert found["contiguous"] < FLOAT32
 
 
+_ROWS = "PlanMismatchError: rows of plan.on(mesh, rows=...): expected rows of"
 WRONG = {
-    "the batch of the step before": "PlanMismatchError: rows with a plan: expected rows of layout",
+    "the batch of the step before": f"{_ROWS} layout",
     "its rows in the model": "PlanMismatchError: q_index with context parallelism",
     "its rows in a compiled model": "nan: True",
-    "a plan of a layout of its own": "PlanMismatchError: rows with a plan: expected rows of layout",
-    "the rows of another rank": "PlanMismatchError: rows with a plan: expected rows of rank",
+    "a plan of a layout of its own": f"{_ROWS} layout",
+    "the rows of another rank": f"{_ROWS} rank",
     "rows that are not sharded": "ShapeError: q with context parallelism: expected 4 heads and this rank",
     "another mask on one rank": "PlanMismatchError: context parallelism on 2 ranks",
     "DTensors in their own order": "OptionError: DTensors with context parallelism",
@@ -90,6 +97,22 @@ WRONG = {
 def test_the_ordinary_loop_played_wrongly_raises(way: str) -> None:
     for found in world(2).run("sharing_jobs:play", way):
         assert found.startswith(WRONG[way]), found
+
+
+UNMARKED = {
+    "rightly": "the same",
+    "labels shifted after sharding": "losses: .* the last rows of .*: labels or targets were shifted after",
+    "ids of another batch": "logits: .*batch row, token.* The mask or the ids are another batch's",
+    "old tensors under new marks": "x: .* on ranks .* They are other rows of the whole: tensors of another",
+    "a mean of local means": "loss: the ranks' parts add up to .* a mean of each rank's own mean",
+    "gradients of one rank": r"table: it differs on ranks \[0, 1\].* Use sum_gradients",
+}
+
+
+@pytest.mark.parametrize("way", UNMARKED)
+def test_a_step_next_to_one_rank_names_what_marks_cannot_tell(way: str) -> None:
+    for found in world(2).run("sharing_jobs:same_as_one_rank", way):
+        assert re.match(UNMARKED[way], found), found
 
 
 @pytest.mark.parametrize(("ranks", "prefill", "split"), [(2, 0, False), (3, 61, False), (2, 50, True)])

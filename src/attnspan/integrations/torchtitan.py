@@ -246,7 +246,7 @@ def _balancer(
     costliest = max((mask.bounds for mask in masks.values()), key=_pairs)
     layout = Layout.of(Spans(costliest, seq_len), q_len=seq_len, ranks=ranks, batch=len(bounds))
     expect(layout.rows_per_rank * ranks == seq_len, what, "a multiple of more", seq_len, remedy)
-    rows = torch.as_tensor(layout.rows, dtype=torch.int64, device=bounds.device)
+    rows = torch.as_tensor(layout.rows.astype("int64"), device=bounds.device)
     return _Fixed(rows.transpose(0, 1).flatten(1))
 
 

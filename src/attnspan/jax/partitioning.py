@@ -151,7 +151,7 @@ def refuse(shape: tuple[int, ...], axis: int, mesh_axes: Any, name: str = "an ar
         f"sharding of {name} of shape {tuple(shape)}",
         expected="batch rows and heads over the devices of a mesh, and no other axis",
         got=f"axis {axis} over {mesh_axes!r}",
-        remedy="Plan the exchange of keys: layout.plan(...).on(mesh, sequence=...); or reshard the array",
+        remedy="Plan its exchange: layout.plan(...).on(mesh, rows=rows, sequence=...); or reshard the array",
     )
 
 

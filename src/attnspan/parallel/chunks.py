@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spans import Spans
-from .intervals import Ints, union
+from .intervals import Ints, read_only, union
 
 __all__ = ["Chunks"]
 
@@ -47,6 +47,9 @@ class Chunks:
     starts: Ints
     lo: Ints
     hi: Ints
+
+    def __post_init__(self) -> None:
+        read_only(self)
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import expect
-from .intervals import Ints
+from .intervals import Ints, read_only
 from .needs import foreign, lent
 from .strategy import HeadSlice, Strategy, split_heads
 
@@ -90,6 +90,9 @@ class Cost:
     backward: Mapping[str, Phase]
     memory: Ints
     parts: int
+
+    def __post_init__(self) -> None:
+        read_only(self)
 
     @property
     def balance(self) -> float:

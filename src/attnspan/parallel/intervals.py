@@ -5,14 +5,36 @@ Shapes: m intervals in, k intervals out. A family is a set of intervals of its o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "below", "covered", "expand", "union"]
+__all__ = ["Ints", "below", "covered", "expand", "read_only", "union"]
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
+
+
+def read_only(x: T) -> T:
+    """Take away the right to write to an array, or to those of tuples, mappings and dataclasses.
+
+    Layouts and plans are remembered: who writes to what was handed out would change those of all others.
+
+    Example:
+        >>> read_only((np.zeros(2), None))[0][0] = 1
+        Traceback (most recent call last):
+        ValueError: assignment destination is read-only
+    """
+    if isinstance(x, np.ndarray):
+        x.setflags(write=False)
+    elif isinstance(x, tuple | Mapping) or is_dataclass(x):
+        parts = x if isinstance(x, tuple) else (x if isinstance(x, Mapping) else vars(x)).values()
+        for part in parts:
+            read_only(part)
+    return x
 
 
 def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: int) -> tuple[Ints, Ints, Ints]:

@@ -22,10 +22,10 @@ from ..errors import DtypeError, ShapeError, expect
 from ..masks import WITHOUT_DATA, Mask, Prepared, full
 from ..spans import Spans
 from .chunks import Chunks
-from .intervals import Ints
+from .intervals import Ints, read_only
 from .lowered import digest, lower
 from .partition import Method, chunk_size, owners, rows_of
-from .rows import checked_rows, fill_of, marked, take
+from .rows import Marks, checked_rows, fill_of, marked, take
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -72,7 +72,7 @@ class Layout:
 
     Attributes:
         q_len: S.
-        rows: int32 (P, L, n), the rows of each rank, ascending; -1 is padding, at the end.
+        rows: int32 (P, L, n), the rows of each rank, ascending; -1 is padding, at the end. Read-only.
 
     Example:
         >>> from attnspan import causal
@@ -90,6 +90,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self._source is None:  # A search has not found them.
             object.__setattr__(self, "rows", checked_rows(self.q_len, self.rows))
+        read_only(self.rows)
 
     @classmethod
     def of(
@@ -154,7 +155,7 @@ class Layout:
         chunks = Chunks.of(prepared.lowered, edges)
         owner = owners(chunks, groups, method, tolerance)
         table = rows_of(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
-        found = cls(q_len, table, Source(prepared, chunks, owner, members))
+        found = cls(q_len, table, Source(prepared, chunks, read_only(owner), members))
         if key is not None:
             _remember(_remembered, (key, given), found)
         return found
@@ -179,6 +180,7 @@ class Layout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        read_only(self.rows)
 
     def __repr__(self) -> str:
         planes = f", batch={self.planes}" if self.planes > 1 else ""
@@ -229,7 +231,7 @@ class Layout:
         starts = flat[begins]
         owner = np.broadcast_to(np.arange(ranks)[:, None, None], self.rows.shape)[begins]
         order = np.argsort(starts, kind="stable")
-        return Runs(np.append(starts[order], planes * self.q_len), owner[order])
+        return read_only(Runs(np.append(starts[order], planes * self.q_len), owner[order]))
 
     def valid(self, rank: int) -> NDArray[np.bool_]:
         """Which rows of a rank are real, bool (L, n)."""
@@ -265,7 +267,30 @@ class Layout:
         parts = {name: self._shard(name, part, rank, dim, fill) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
-        return marked(parts, self.fingerprint, rank)
+        return marked(parts, Marks(self.fingerprint, rank))
+
+    def on(self, mesh: Any, **axes: Any) -> Any:
+        """The layout on a JAX mesh: `shard` places whole inputs as devices hold them, `unshard` undoes it.
+
+        Args:
+            mesh: The devices.
+            **axes: ``sequence``, ``batch`` and ``heads``, as of `Plan.on`.
+
+        Returns:
+            An `attnspan.parallel.jax.rows.Placing`. A batch that it shards is the ``rows`` of `Plan.on`.
+
+        Raises:
+            ValueError: Axes do not fit the mesh or the layout.
+
+        Example:
+            >>> import jax
+            >>> mesh, layout = jax.make_mesh((1,), ("context",)), Layout.contiguous(5, ranks=1)
+            >>> layout.on(mesh, sequence="context").shard({"x": np.ones((2, 5))})["q_index"].tolist()
+            [[0, 1, 2, 3, 4]]
+        """
+        from .jax.rows import Placing
+
+        return Placing.of(self, mesh, **axes)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
@@ -327,7 +352,7 @@ class Layout:
         place = np.empty((self.planes, self.q_len), np.int64)
         plane, at = np.nonzero(flat >= 0)
         place[plane, flat[plane, at]] = at
-        return place
+        return read_only(place)
 
     def plan(self, mask: Mask | Spans | None = None, *, heads: tuple[int, int], **options: Any) -> Plan:
         """What layers of one kind need from other ranks; a model has a plan for each kind of layer.

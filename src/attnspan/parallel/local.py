@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .intervals import read_only
 from .strategy import Strategy
 
 __all__ = ["LocalPlan", "Numbers", "Stage", "Tables", "Transfer", "decode", "encode"]
@@ -128,6 +129,9 @@ class LocalPlan:
     facts: dict[str, int]
     data: NDArray[np.int32]
     numbers: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        read_only(self)
 
     def on(self, mesh: Any, **options: Any) -> Any:
         """The plan as tensors on a DeviceMesh: a mask for `attnspan.torch.attention`.

@@ -11,6 +11,7 @@ from .._mistakes import not_a_mask
 from ..errors import ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
+from .intervals import read_only
 
 __all__ = ["digest", "lower"]
 
@@ -66,7 +67,9 @@ def lower(
     return found
 
 
-def _numpy(x: object) -> object:
-    if x is None or isinstance(x, np.ndarray):
-        return x
-    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+def _numpy(x: Any) -> Any:
+    """A read-only view in NumPy, because plans are remembered."""
+    if x is None:
+        return None
+    found = x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+    return read_only(found.view())

@@ -22,7 +22,7 @@ from ..spans import Spans
 from .auto import Choice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
-from .intervals import expand
+from .intervals import expand, read_only
 from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
@@ -250,10 +250,17 @@ class Plan:
 
         Args:
             mesh: The ranks: a DeviceMesh of one dimension, or of two (nodes, ranks of a node); or a JAX mesh.
-            **options: For torch ``rows`` (a batch of `Layout.shard` that this plan is used with: another
-                layout's raises), ``check`` (compare the ranks' plans, one step late; True by default) and
-                ``dtensor_rows``; for JAX those of `attnspan.parallel.jax.place`: ``sequence``, ``batch`` and
-                ``heads``, the mesh axes that split these, ``rows`` and ``like``.
+            **options: ``rows``, which must be given: the batch of `Layout.shard` that this plan is used with,
+                its ``marks``, or its ``"q_index"``. Those of another layout or rank raise. "unchecked"
+                compares nothing: equal shapes then hide wrong rows. For torch also ``check`` (compare the
+                ranks' plans and calls; True by default) and ``dtensor_rows``; for JAX those of
+                `attnspan.parallel.jax.place`: ``sequence``, ``batch`` and ``heads``, the mesh axes that split
+                these, and ``like``.
+
+        Raises:
+            OptionError: No ``rows``; or the mesh does not fit.
+            PlanMismatchError: ``rows`` are those of another layout or rank.
+            DtypeError, ShapeError: ``rows`` say nothing of their layout, or are others in number.
         """
         if type(mesh).__module__.startswith("jax"):
             from .jax import place
@@ -353,4 +360,4 @@ class Plan:
 
     @cached_property
     def _needs_and_holders(self) -> tuple[Needs, Holders]:
-        return self.needs(self.strategy), self.holders(self.strategy)
+        return read_only((self.needs(self.strategy), self.holders(self.strategy)))

@@ -1,4 +1,4 @@
-"""Rows of arrays taken by index, and batches that know their layout.
+"""Rows of arrays taken by index, batches that know their layout, and the evidence that they belong to a plan.
 
 Shapes: L batch rows that are partitioned one by one, n rows of a rank.
 """
@@ -7,19 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Number
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import Array, arrays_for, is_array, is_integer, kind_of
 from ..checks import count
-from ..errors import ShapeError, expect
+from ..errors import DtypeError, ShapeError, expect
+from .errors import PlanMismatchError
 
-__all__ = ["Rows", "checked_rows", "fill_of", "marked", "take"]
+__all__ = ["Evidence", "Marks", "Rows", "check_evidence", "checked_rows", "fill_of", "marked", "take"]
 
 #: What padding rows of integers are filled with, by name of the entry.
 _FILLS = {"ids": -1, "segment_ids": -1}
+
+
+class Marks(NamedTuple):
+    """Whose rows a batch holds.
+
+    Attributes:
+        layout: Fingerprint of the layout.
+        rank: Its rank; -1 for the rows of all devices of a JAX mesh.
+    """
+
+    layout: int
+    rank: int
 
 
 class Rows(dict[str, Any]):
@@ -28,12 +41,18 @@ class Rows(dict[str, Any]):
     ``rows["q_index"]`` holds the number of each row in the whole sequence, int64 (L, n), -1 for padding.
 
     Attributes:
-        layout: Fingerprint of the layout.
-        rank: Whose rows they are.
+        marks: Whose rows they are. `to`, pinning, pickling and ``copy.copy`` keep them. What builds a new
+            dict of the entries, or collates it, loses them (None): "q_index" is the evidence then.
     """
 
-    layout: int
-    rank: int
+    marks: Marks | None = None
+
+    def update(self, *given: Any, **more: Any) -> None:
+        """As of dict. What collates batches updates a copy of the first one, which then is another's too."""
+        before = getattr(self.get("q_index"), "shape", None)
+        super().update(*given, **more)
+        if getattr(self.get("q_index"), "shape", None) != before:
+            self.marks = None
 
     def to(self, *arguments: Any, **keywords: Any) -> Rows:
         """The same with every tensor's `to` called, as ``rows.to("cuda", non_blocking=True)``."""
@@ -48,13 +67,70 @@ class Rows(dict[str, Any]):
             name: getattr(x, method)(*arguments, **keywords) if hasattr(x, method) else x
             for name, x in self.items()
         }
-        return marked(values, self.layout, self.rank)
+        return marked(values, self.marks)
 
 
-def marked(values: Mapping[str, Any], layout: int, rank: int) -> Rows:
+#: What shows that rows belong to a plan; see `check_evidence`.
+Evidence = Mapping[str, Any] | Marks | Array | Literal["unchecked"] | None
+
+
+def marked(values: Mapping[str, Any], marks: Marks | None) -> Rows:
     rows = Rows(values)
-    rows.layout, rows.rank = layout, rank
+    rows.marks = marks
     return rows
+
+
+_WAYS = "the batch that layout.shard(...) gave, its batch.marks, or its batch['q_index']"
+_OTHERS = "Use the plan with the batch of the layout that made it"
+
+
+def check_evidence(given: Evidence, mine: NDArray[Any], marks: Marks) -> None:
+    """Raise unless `given`, the ``rows`` of `Plan.on`, shows that a model holds the rows of a plan.
+
+    Args:
+        given: A batch, which is compared by its marks and, on the host, by its "q_index"; `Marks`; the
+            numbers of the rows, (n,), (L, n) or (B, n), on the host; or "unchecked".
+        mine: The rows of the plan, (L, n).
+        marks: Those of the plan.
+
+    Raises:
+        OptionError: Nothing was given.
+        DtypeError: What was given says nothing about rows, or its values are on a device.
+        ShapeError: Other numbers of rows.
+        PlanMismatchError: Other rows.
+    """
+    what = "rows of plan.on(mesh, rows=...)"
+    remedy = 'Pass one of these; rows="unchecked" says that you know the order of the rows'
+    expect(given is not None, what, _WAYS, "none", remedy)
+    if isinstance(given, str):
+        expect(given == "unchecked", what, _WAYS, repr(given), remedy)
+        return
+    theirs = given if isinstance(given, Marks) else getattr(given, "marks", None)
+    index = given.get("q_index") if isinstance(given, Mapping) else given
+    readable = is_array(index) and is_integer(index) and arrays_for([index]).concrete(index)
+    readable = readable and getattr(index, "is_fully_addressable", True)
+    if theirs is None and not readable:
+        got = type(given).__name__
+        if is_array(index):
+            got += f" whose q_index, {kind_of(index)}, is not readable on the host"
+            remedy = "Take batch.marks before the batch is rebuilt on a device: they stay on the host"
+        elif isinstance(given, Mapping):
+            got += " without marks and 'q_index', which was rebuilt"
+        expect(False, what, _WAYS, got, remedy, error=DtypeError)
+    for name, wanted, got in zip(Marks._fields, marks, marks if theirs is None else theirs, strict=True):
+        text = f"rows of {name} {wanted}"
+        expect(got == wanted, what, text, f"{name} {got}", _OTHERS, error=PlanMismatchError)
+    if readable:
+        _check_index(what, arrays_for([index]).to_numpy(index), mine)
+
+
+def _check_index(what: str, index: NDArray[Any], mine: NDArray[Any]) -> None:
+    fits = index.ndim in (1, 2) and index.shape[-1] == mine.shape[1]
+    fits = fits and (index.ndim == 1 or len(mine) in (1, len(index)))
+    remedy = "Pass the batch as layout.shard(...) gave it, not collated with others (batch_size=None)"
+    expect(fits, what, "q_index of shape {}", index.shape, remedy, mine.shape, error=ShapeError)
+    same, wanted = bool((index == mine).all()), "the rows of the plan's layout"
+    expect(same, what, wanted, "others in q_index", _OTHERS, error=PlanMismatchError)
 
 
 def fill_of(name: Any, fill: Any, x: Array) -> Any:

@@ -42,7 +42,7 @@ BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
 _DIMS = {"batch": BATCH, "heads": HEADS, "length": ROWS, "tokens": ROWS}
 _PLAN = (
     "Redistribute it, or plan the exchange of keys that a split sequence needs: "
-    "mask=attnspan.parallel.Layout.of(...).plan(...).on(mesh)"
+    "mask=attnspan.parallel.Layout.of(...).plan(...).on(mesh, rows=rows)"
 )
 _MOVES_NOTHING = "Redistribute it: attention moves nothing by itself"
 
@@ -186,7 +186,7 @@ def _axes_of_plan(mesh: Any, plan_mesh: Any) -> list[int]:
     own, names = mesh.mesh_dim_names or (), plan_mesh.mesh_dim_names or ()
     found.sort(key=lambda axes: tuple(own[i] for i in axes if own) != names)
     what, expected = "q as a DTensor with context parallelism", "a mesh with the ranks of the plan, {}"
-    remedy = "Make the plan and the DTensors of one mesh: plan.on(mesh['cp'])"
+    remedy = "Make the plan and the DTensors of one mesh: plan.on(mesh['cp'], rows=rows)"
     expect(found, what, expected + ", along its axes", mesh, remedy, f"{wanted.tolist()}")
     return found[0]
 

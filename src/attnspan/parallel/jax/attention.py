@@ -51,8 +51,8 @@ class _Front(JaxFront):
             q, k, v = ((x[None] if layout == "thd" else x).swapaxes(1, 2) for x in (q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
             axes.check_placed(name, x, _BHSD)
-        remedy, packed = "Split its sequence: layout.plan(...).on(mesh, sequence=...)", layout == "thd"
-        fits = not packed or axes.size("batch") == 1
+        remedy = "Split its sequence: layout.plan(...).on(mesh, rows=rows, sequence=...)"
+        fits = layout != "thd" or axes.size("batch") == 1
         what, wanted, got = "layout='thd' with split batch rows", "batch rows to split", "one packed row"
         expect(fits, what, wanted, got, remedy, error=ShapeError)
         axes.check_divides("batch rows of q", q.shape[0], "batch")

@@ -146,6 +146,16 @@ class Axes:
         remedy = "Pad it, or split that dim over fewer devices"
         expect(length % self.size(dim) == 0, what, wanted, length, remedy, error=ShapeError)
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise unless the axes of the sequence have a device for each rank of a layout."""
+        parts = self.size("sequence")
+        wanted, remedy = (
+            "axes of {} devices, the ranks of the layout",
+            "Make the layout for the axis's devices",
+        )
+        fits, got = bool(self.sequence) and ranks == parts, f"{parts}: {self.words('sequence')}"
+        expect(fits, "sequence", wanted, got, remedy, ranks)
+
     def check_placed(self, name: str, x: Any, dims: Sequence[str | None]) -> None:
         """Raise for an array that is split over other axes: nothing is gathered silently.
 
@@ -171,7 +181,7 @@ class Axes:
             wanted = f"{_WORDS[dim]} {f'split over {mine}' if mine else 'whole'}"
             remedy = "Place it by the mask's shard(...) or spec(...)"
             if dim == "sequence" and not mine:
-                remedy = f"Plan the exchange of keys: layout.plan(...).on(mesh, sequence={names[:1]})"
+                remedy = f"Plan its exchange: layout.plan(...).on(mesh, rows=rows, sequence={names[:1]})"
             expect(not names or names == mine, f"sharding of {name}", wanted, f"{sharding.spec}", remedy)
 
     def words(self, dim: str | None) -> str:

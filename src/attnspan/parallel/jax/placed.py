@@ -16,11 +16,11 @@ from ...jax.front import ShardedMask
 from ...masks import Mask, full
 from ...spans import Spans
 from ..plan import Plan
-from ..rows import Rows
+from ..rows import Evidence
 from .attention import attention
 from .axes import Axes, AxisNames
 from .route import Route, Sizes, make_route
-from .rows import Placing, check_marked
+from .rows import Placing, check_placed_rows
 
 __all__ = ["PlacedPlan", "Sharded", "place", "shard"]
 
@@ -175,9 +175,10 @@ class PlacedPlan(Sharded):
         >>> from attnspan import causal
         >>> from attnspan.jax import attention
         >>> from attnspan.parallel import Layout
-        >>> plan = Layout.of(causal(), q_len=9, ranks=1).plan(heads=(4, 2), strategy="exchange")
-        >>> placed = plan.on(jax.make_mesh((1,), ("context",)), sequence="context")
-        >>> rows = placed.shard({"x": jax.numpy.ones((1, 9, 4, 16))})
+        >>> layout, mesh = Layout.of(causal(), q_len=9, ranks=1), jax.make_mesh((1,), ("context",))
+        >>> rows = layout.on(mesh, sequence="context").shard({"x": jax.numpy.ones((1, 9, 4, 16))})
+        >>> plan = layout.plan(heads=(4, 2), strategy="exchange")
+        >>> placed = plan.on(mesh, sequence="context", rows=rows)
         >>> k = rows["x"][:, :, :2]
         >>> attention(rows["x"], k, k, mask=placed, layout="bshd", q_index=rows["q_index"]).shape
         (1, 9, 4, 16)
@@ -223,7 +224,7 @@ def place(
     sequence: AxisNames,
     batch: AxisNames = None,
     heads: AxisNames = None,
-    rows: Rows | None = None,
+    rows: Evidence = None,
     like: PlacedPlan | None = None,
 ) -> PlacedPlan:
     """Put a plan on a JAX mesh; see `attnspan.parallel.Plan.on`. Each host builds what its devices hold.
@@ -233,25 +234,23 @@ def place(
         mesh: The devices, with axes of any type.
         sequence: Mesh axis, or a tuple of them, that splits rows and keys: the ranks of the layout.
         batch, heads: Those that split batch rows and heads, as in `shard`.
-        rows: A batch of `Sharded.shard` or `Layout.shard` that the plan is used with.
+        rows: The batch that the plan is used with, of `Layout.on` or of `Layout.shard` in a data loader, its
+            ``marks``, or its ``"q_index"``. "unchecked" compares nothing: right where `PlacedPlan.shard`
+            makes all rows.
         like: The placed plan of an earlier step. Sizes that depend on the mask only grow from it, in powers
             of two: compiled functions soon have met them all.
 
     Raises:
-        ValueError: Axes or sizes do not fit; the strategy needs ranks that share heads; ``rows`` are another
-            layout's.
-        TypeError: ``mesh`` is no mesh, ``rows`` are no marked batch, or ``like`` is no placed plan.
+        ValueError: Axes or sizes do not fit; the strategy needs ranks that share heads; no ``rows``, or those
+            of another layout.
+        TypeError: ``mesh`` is no mesh, ``rows`` say nothing of their layout, or ``like`` is no placed plan.
     """
     axes = Axes.of(mesh, batch=batch, heads=heads, sequence=sequence)
     plan = _between_groups(plan)
-    ranks, parts = plan.layout.ranks, axes.size("sequence")
-    wanted, got = f"axes of {ranks} devices, the ranks of the layout", f"{parts}: {axes.words('sequence')}"
-    fits = bool(axes.sequence) and ranks == parts
-    expect(fits, "sequence", wanted, got, "Make the layout with ranks= the devices of the axis")
+    axes.check_ranks(plan.layout.ranks)
     axes.check_divides("query heads of the plan", plan.sizes.q_heads, "heads")
     axes.check_divides("batch rows of the plan", plan.sizes.batch, "batch" if plan.planes > 1 else None)
-    if rows is not None:
-        check_marked(rows, plan.layout)
+    check_placed_rows(rows, plan.layout)
     wanted, remedy = "a placed plan, or None", "Pass what plan.on(...) returned"
     fits, kind = like is None or isinstance(like, PlacedPlan), type(like).__name__
     expect(fits, "like", wanted, kind, remedy, error=DtypeError)

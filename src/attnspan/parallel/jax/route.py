@@ -24,7 +24,7 @@ from ..needs import Traffic
 from ..plan import Plan
 from .axes import Axes
 
-__all__ = ["NOWHERE", "Exchange", "Route", "Sizes", "flat_rows", "make_route"]
+__all__ = ["NOWHERE", "Exchange", "Route", "Sizes", "flat_rows", "make_route", "place_table"]
 
 Ints = NDArray[np.int32]
 
@@ -136,6 +136,16 @@ def flat_rows(layout: Layout) -> Ints:
     return rows
 
 
+def place_table(axes: Axes, table: Ints) -> jax.Array:
+    """What `flat_rows` found, split as q is."""
+    return _place(axes, table.shape, table.__getitem__)
+
+
+def _place(axes: Axes, shape: tuple[int, ...], shard: Any) -> jax.Array:
+    sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(shape, *_DIMS[: len(shape)]))
+    return jax.make_array_from_callback(shape, sharding, shard)
+
+
 def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes]:
     """The arrays of a plan, of which each host makes the shards of its own devices.
 
@@ -155,22 +165,17 @@ def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes
         counts = None if traffic is None else traffic.counts[part]
         return jax.tree.leaves(_of_device(of_part(part), rank, sizes, counts))
 
-    def place(shape: tuple[int, ...], shard: Any) -> jax.Array:
-        sharding = jax.sharding.NamedSharding(axes.mesh, axes.spec_of(shape, *_DIMS[: len(shape)]))
-        return jax.make_array_from_callback(shape, sharding, shard)
-
     def place_leaf(at: int, own: Any) -> jax.Array:
         def shard(index: Any) -> Any:
             return of_device(*(x.start or 0 for x in index[:2]))[at][index[2:]][None, None]
 
-        return place((parts, ranks, *own.shape), shard)
+        return _place(axes, (parts, ranks, *own.shape), shard)
 
     # Shapes are those of any device; this host makes those of its own.
     grid = jax.sharding.NamedSharding(axes.mesh, axes.spec_of((parts, ranks), *_DIMS[:2]))
     local = next(iter(grid.addressable_devices_indices_map((parts, ranks)).values()))
     own = of_device(*(x.start or 0 for x in local or ()))
-    tables = [flat_rows(layout) for layout in (plan.layout, plan.keys)]
-    rows, keys = (place(table.shape, table.__getitem__) for table in tables)
+    rows, keys = (place_table(axes, flat_rows(layout)) for layout in (plan.layout, plan.keys))
     bounds, q_index, *lists = map(place_leaf, range(len(own)), own)
     return Route(bounds, q_index, Exchange(*lists) if lists else None, rows, keys), sizes
 

@@ -14,13 +14,12 @@ import numpy as np
 from jax import numpy as jnp
 
 from ...errors import DtypeError, ShapeError, expect
-from ..errors import PlanMismatchError
 from ..layout import Layout
-from ..rows import Rows, fill_of, marked
-from .axes import Axes
-from .route import flat_rows
+from ..rows import Evidence, Marks, Rows, check_evidence, fill_of, marked
+from .axes import Axes, AxisNames
+from .route import flat_rows, place_table
 
-__all__ = ["Placing", "check_marked"]
+__all__ = ["Placing", "check_placed_rows"]
 
 # Functions of pytrees see a marked batch as a dict: a mark is another at each step, and no reason to compile.
 jax.tree_util.register_pytree_with_keys(
@@ -46,7 +45,22 @@ class Placing:
     length: int = 0
     layout: Layout | None = None
 
-    def shard(self, x: Any, axis: int, batch_axis: int | None, fill: Any) -> Any:
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        mesh: Any,
+        *,
+        sequence: AxisNames,
+        batch: AxisNames = None,
+        heads: AxisNames = None,
+    ) -> Placing:
+        """See `Layout.on`."""
+        axes = Axes.of(mesh, batch=batch, heads=heads, sequence=sequence)
+        axes.check_ranks(layout.ranks)
+        return cls(axes, place_table(axes, flat_rows(layout)), layout.q_len, layout)
+
+    def shard(self, x: Any, axis: int = 1, batch_axis: int | None = 0, fill: Any = None) -> Any:
         """See `Sharded.shard`."""
         if isinstance(x, Mapping):
             return self._shard_each(x, axis, batch_axis, fill)
@@ -78,9 +92,9 @@ class Placing:
         remedy = "Name it otherwise: attention's q_index of these rows goes there"
         expect("q_index" not in x, "shard: x", "no entry 'q_index'", "one", remedy)
         found["q_index"] = self.rows
-        return found if self.layout is None else marked(found, self.layout.fingerprint, rank=-1)
+        return found if self.layout is None else marked(found, Marks(self.layout.fingerprint, -1))
 
-    def unshard(self, x: Any, axis: int, batch_axis: int | None) -> Any:
+    def unshard(self, x: Any, axis: int = 1, batch_axis: int | None = 0) -> Any:
         """See `Sharded.unshard`."""
         length = 0 if self.rows is None else self.rows.shape[1]
         axis, dims = self._dims("unshard: x", x, axis, batch_axis, length)
@@ -113,13 +127,12 @@ class Placing:
         return axis % x.ndim, dims
 
 
-def check_marked(rows: Any, layout: Layout) -> None:
-    """Raise unless a batch is one of a layout."""
-    remedy = "Pass the batch that placed.shard(...) or layout.shard(...) gave"
-    expect(isinstance(rows, Rows), "rows", "a marked batch", type(rows).__name__, remedy, error=DtypeError)
-    wanted, got = f"rows of layout {layout.fingerprint}", f"layout {rows.layout}"
-    remedy, mine = "Use the plan with the batch of the layout that made it", rows.layout == layout.fingerprint
-    expect(mine, "rows with a plan", wanted, got, remedy, error=PlanMismatchError)
+def check_placed_rows(rows: Evidence, layout: Layout) -> None:
+    """Raise unless `rows` show that they are a layout's: of all devices, or of a data loader's rank."""
+    marks = rows if isinstance(rows, Marks) else getattr(rows, "marks", None)
+    rank = -1 if marks is None else marks.rank
+    mine = layout.rows[rank] if 0 <= rank < layout.ranks else flat_rows(layout)
+    check_evidence(rows, mine, Marks(layout.fingerprint, rank))
 
 
 def _filled(xp: Any, x: Any, rows: Any, axis: int, fill: Any) -> Any:

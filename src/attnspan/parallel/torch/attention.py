@@ -17,7 +17,7 @@ from ...torch._options import dropout_seeds
 from ...torch.dtensor import Places, ShardedMask, is_dtensor
 from ..errors import PlanMismatchError
 from ..local import LocalPlan
-from ..rows import Rows
+from ..rows import Evidence, Marks, check_evidence
 from ..strategy import Strategy, split_heads
 from .comm import Ranks, moved
 from .dtensor import attend
@@ -96,7 +96,7 @@ class MeshPlan(ShardedMask):
         plan: LocalPlan,
         mesh: DeviceMesh,
         *,
-        rows: Rows | None = None,
+        rows: Evidence = None,
         check: bool = True,
         dtensor_rows: Literal["natural", "plan"] = "natural",
     ) -> MeshPlan:
@@ -105,9 +105,11 @@ class MeshPlan(ShardedMask):
         Args:
             plan: This rank's.
             mesh: The ranks, of one dimension, or of two (nodes, ranks of a node).
-            rows: The batch that the plan is used with, as `Layout.shard` gave it: it must be this rank's, of
-                the plan's layout.
-            check: Compare the plans and calls of all ranks, by a small all-gather that is read one step late.
+            rows: The batch that the plan is used with, as `Layout.shard` gave it, its ``marks`` or its
+                ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked"
+                compares nothing.
+            check: Compare the plans and calls of all ranks, by small all-gathers that are read one step late;
+                with gloo before the first exchange of each call.
             dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
                 the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
                 look the same, so it must be said.
@@ -115,7 +117,8 @@ class MeshPlan(ShardedMask):
         Raises:
             PlanMismatchError: ``rows`` are another layout's or another rank's; or the ranks' plans or calls
                 of an earlier step differed, on all ranks.
-            OptionError, DtypeError: The mesh does not fit the plan.
+            OptionError, DtypeError, ShapeError: No ``rows``, or such that say nothing of their layout; or the
+                mesh does not fit the plan.
         """
         known, remedy = dtensor_rows in ("natural", "plan"), "Say in which order DTensors hold their rows"
         expect(known, "dtensor_rows", '"natural" or "plan"', repr(dtensor_rows), remedy)
@@ -125,8 +128,8 @@ class MeshPlan(ShardedMask):
         remedy = "Make the layout for the ranks of this mesh, and take plan.local(...) of this rank in it"
         wanted, got = f"rank {plan.rank} of {strategy.ranks}", f"rank {group.rank()} of {group.size()}"
         expect((group.rank(), group.size()) == (plan.rank, strategy.ranks), "mesh", wanted, got, remedy)
-        if rows is not None:
-            _check_rows(plan, rows)
+        check_evidence(rows, plan.rows, Marks(plan.layout, plan.rank))
+        ranks.agreement.compares = check
         if check:
             ranks.agreement.start(plan.facts, mesh.device_type)
         here = split_heads(*plan.heads, strategy.members)[plan.rank % strategy.members]
@@ -136,7 +139,7 @@ class MeshPlan(ShardedMask):
         # A plan may be made while evaluating and serve training, which inference tensors could not.
         with torch.inference_mode(False):
             data, q_index = (moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
-            numbers = torch.from_numpy(plan.numbers)
+            numbers = moved(plan.numbers, "cpu")
         # The plan of the next step has another length: no reason to compile anything.
         torch._dynamo.maybe_mark_dynamic(data, 0)
         return cls(frame, data, numbers, q_index)
@@ -263,15 +266,6 @@ class MeshPlan(ShardedMask):
 
 
 _REMEDY = "Use the plan with the batch of the layout that made it"
-
-
-def _check_rows(plan: LocalPlan, rows: Any) -> None:
-    remedy = "Pass the batch that layout.shard(...) gave"
-    expect(isinstance(rows, Rows), "rows", "a batch of Layout.shard", type(rows).__name__, remedy)
-    for what, mine, theirs in (("rank", plan.rank, rows.rank), ("layout", plan.layout, rows.layout)):
-        if mine != theirs:
-            expected, got = f"rows of {what} {mine}", f"{what} {theirs}"
-            raise PlanMismatchError("rows with a plan", expected=expected, got=got, remedy=_REMEDY)
 
 
 class _Front(TorchFront):

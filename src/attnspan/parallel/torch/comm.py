@@ -31,6 +31,7 @@ __all__ = [
     "Pending",
     "Ranks",
     "Scratch",
+    "compare",
     "counted_bytes",
     "exchange",
     "group_of",
@@ -192,18 +193,59 @@ class _Check(NamedTuple):
     calls: int
 
 
+def compare(group: Any, what: str, facts: Mapping[str, object]) -> None:
+    """Raise, on all ranks, unless they have the same facts; only where the host waits anyway.
+
+    Under gloo sizes that do not meet end the process, with no word of which. Other engines would make the
+    host wait for the device here.
+
+    Raises:
+        PlanMismatchError: The ranks differ; it names them and what differs.
+        CommunicationError: A rank did not answer.
+    """
+    if group.size() == 1 or not _is_driven_by_host(group):
+        return
+    mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in facts.values()])
+    every = mine.new_empty((group.size(), len(facts)))
+    try:
+        dist.all_gather(list(every.unbind()), mine, group=group)
+    except RuntimeError as error:
+        raise_broken(group, f"comparison of {what}", error)
+    for name, rows in zip(facts, every.T.tolist(), strict=True):
+        _expect_alike(group.size(), group.group_name, name, rows)
+
+
+def _is_driven_by_host(group: Any) -> bool:
+    return "gloo" in str(dist.get_backend(group))
+
+
+def _expect_alike(ranks: int, group: str, name: str, rows: list[int]) -> None:
+    odd = [str(rank) for rank, value in enumerate(rows) if value != rows[0]]
+    wanted, plural = f"the same {name} on every rank", "s"[: len(odd) - 1]
+    got = f"another one on rank{plural} {', '.join(odd)} than on rank 0"
+    what, remedy = f"context parallelism on {ranks} ranks ({group})", _REMEDY.get(name, _SAME_MASK)
+    expect(not odd, what, wanted, got, remedy, error=PlanMismatchError)
+
+
 class Agreement:
     """Whether all ranks of a group have the same plans and make the same calls, asked one step late.
 
     Each plan starts an all-gather of its fingerprints when it is put on the mesh. The answer is read when a
-    later step's plans come; where the host drives the collectives anyway (gloo), before the first exchange.
+    later step's plans come; where the host drives the collectives anyway (gloo), before the first exchange,
+    and there each call is compared before its first exchange.
+
+    Attributes:
+        compares: Whether the last plan that was put on the mesh is compared, and the calls after it.
+        early: Whether answers are read before the first exchange.
     """
+
+    compares = False
 
     def __init__(self, group: Any) -> None:
         self._name, self._ranks = group.group_name, group.size()
         self._pending: list[_Check] = []
         self._calls = self._count = 0
-        self.early = "gloo" in str(dist.get_backend(group))
+        self.early = _is_driven_by_host(group)
 
     def start(self, facts: Mapping[str, int], device: str) -> None:
         """Compare facts of a plan, and the calls since the last plan.
@@ -226,12 +268,23 @@ class Agreement:
         found, done = _brought_home(every, work) if every.is_cuda else (every, work.wait)
         self._pending.append(_Check(list(facts), found, done, self._count))
 
-    def note(self, *facts: object) -> None:
-        """Remember a call, which the next comparison includes; ask now what costs nothing to ask."""
+    def note(self, facts: Mapping[str, object]) -> None:
+        """Remember a call, which the next comparison includes; compare now what costs little to compare.
+
+        Raises:
+            PlanMismatchError: The ranks' plans or calls differ.
+        """
         self._calls = zlib.crc32(repr(facts).encode(), self._calls)
         self._count += 1
-        if self.early and self._pending:
-            self.settle()
+        if not self.early:
+            return
+        self.settle()
+        if self.compares:
+            try:
+                compare(_resolve_process_group(self._name), "calls", facts)
+            except PlanMismatchError:
+                self._forget()
+                raise
 
     def settle(self) -> None:
         """Read the answers.
@@ -245,19 +298,15 @@ class Agreement:
                 check.done()
             except RuntimeError as error:
                 raise_broken(_resolve_process_group(self._name), "comparison of plans", error)
-            every = check.found.tolist()
-            for at, name in enumerate(check.names):
-                odd = [str(rank) for rank, row in enumerate(every) if row[at] != every[0][at]]
-                if odd:
-                    self._calls = self._count = 0  # on all ranks alike: whoever goes on begins anew
-                    raise PlanMismatchError(
-                        f"context parallelism on {self._ranks} ranks ({self._name})",
-                        expected=f"the same {name} on every rank",
-                        got=f"another one on rank{'s'[: len(odd) - 1]} {', '.join(odd)} than on rank 0",
-                        remedy=_REMEDY.get(
-                            name, "Give every rank the same mask, with global ids, and the same options"
-                        ),
-                    )
+            for name, rows in zip(check.names, check.found.T.tolist(), strict=True):
+                try:
+                    _expect_alike(self._ranks, self._name, name, rows)
+                except PlanMismatchError:
+                    self._forget()
+                    raise
+
+    def _forget(self) -> None:
+        self._calls = self._count = 0  # On all ranks alike: whoever goes on begins anew.
 
 
 def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
@@ -272,16 +321,22 @@ def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
 
 
 def moved(x: Any, device: str) -> Tensor:
-    """An array of NumPy on a device; the host does not wait."""
-    found = torch.from_numpy(x)
+    """A copy of an array of NumPy on a device; the host does not wait."""
+    found = torch.from_numpy(x.copy())
     return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
+_SAME_MASK = "Give every rank the same mask, with global ids, and the same options"
+_SAME_CALLS = (
+    "Ranks hold parts of one problem: every rank makes the same calls, with the same sizes and options, in "
+    "the same order"
+)
 _REMEDY = {
+    **dict.fromkeys(
+        ("sequence of calls", "call", "batch rows", "head dims", "dtype", "options", "shape"), _SAME_CALLS
+    ),
     "layout": "Make it of the same mask, method and rows_per_chunk on every rank",
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
-    "sequence of calls": "Ranks hold parts of one problem: every rank makes the same calls, with the same "
-    "sizes and options, in the same order",
 }
 
 

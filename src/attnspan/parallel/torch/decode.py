@@ -18,7 +18,7 @@ from ...errors import DeviceError, DtypeError, ShapeError, expect
 from ...masks import Mask, causal
 from ...torch import attention
 from ...torch._cache_rows import WritableBuffers, row_numbers
-from .comm import group_of, raise_broken
+from .comm import compare, group_of, raise_broken
 from .engine import merged
 
 __all__ = ["ShardedCache"]
@@ -117,6 +117,7 @@ class ShardedCache(WritableBuffers):
         expect(shared, what, wanted, tuple(q_index.shape), remedy, error=ShapeError)
         rows = q_index.flatten()
         self._check("fill", k, v, self.keys.shape[0], len(rows), length)
+        compare(group_of(self._mesh), "caches", {"call": "fill", "shape": length})
         # Padding first, and what is beyond the sequence last.
         mine = torch.bincount(rows.clamp(-1, length) + 1, minlength=length + 2)
         counts = torch.stack(self._gather(mine)).sum(0)[1:]
@@ -185,6 +186,9 @@ class ShardedCache(WritableBuffers):
         if sinks is not None:
             fits, remedy = sinks.shape == q.shape[1:2], "Pass one for each query head"
             expect(fits, "sinks", "({},)", tuple(sinks.shape), remedy, q.shape[1], error=ShapeError)
+        compare(
+            group_of(self._mesh), "caches", {"call": "attend", "shape": (*q.shape, split_batch, self.length)}
+        )
         if split_batch:
             q, k, v = (torch.cat(self._gather(x)) for x in (q, k, v))
         tokens = torch.arange(self.length, self.length + new, device=q.device)

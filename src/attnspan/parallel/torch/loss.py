@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...errors import DtypeError, expect
+from .comm import compare
 
 __all__ = [
     "RankGroups",
@@ -157,6 +158,7 @@ def sum_gradients(
     for gradients in _buckets(parameters, bucket_bytes):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         for group in groups:
+            compare(group, "gradients", {"shape": len(flat), "dtype": str(flat.dtype)})
             dist.all_reduce(flat, group=group)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):

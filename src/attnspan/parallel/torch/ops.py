@@ -83,24 +83,29 @@ def _read(options: tuple[Any, ...]) -> Options | None:
 
 @contextmanager
 def _reading(
-    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...], more: object
+    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...]
 ) -> Iterator[tuple[Team, Callable[..., Given]]]:
     """Who takes part in a call, and what the engine is to compute, given q, k and v of this rank's heads.
 
     Args:
-        what: "forward" or "backward"; the ranks compare the sequence of their calls.
+        what: Which call it is; the ranks compare their calls.
         heads: (Hq, Hkv) of all members.
         q, v: For their dtype and head dims.
         given: All arguments that forward and backward share.
-        more: What the ranks compare besides.
     """
     data, numbers, group, members, _, _, scale, *options = given
     ranks, read = Ranks.named(group, members), _read(tuple(options))
     o = read or Options()
     sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
     with ranks.scratch() as scratch:
-        facts = o.softcap, o.bias_kind, o.dropout_p, *sizes, scale, str(q.dtype), q.shape[3], v.shape[3]
-        ranks.agreement.note(what, *facts, more)
+        facts = {
+            "call": what,
+            "batch rows": q.shape[0],
+            "head dims": (q.shape[3], v.shape[3]),
+            "dtype": str(q.dtype),
+            "options": (scale, o.softcap, o.bias_kind, o.dropout_p, *sizes),
+        }
+        ranks.agreement.note(facts)
         tables = decode(data, numbers.tolist())
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
         yield team, lambda q, k, v: Given(tables, team, q, k, v, scale, read)
@@ -109,7 +114,7 @@ def _reading(
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared, q.shape[0]) as (team, mine):
+    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared) as (team, mine):
         if len(team.heads) == 1:
             out, wide_lse = forward(mine(q, k, v))
             # An operator's results are apart from each other.
@@ -134,7 +139,8 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
     dout, dlse, q, k, v, out, lse, kv_heads, *given = inputs
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     heads = dout.shape[1], kv_heads
-    with _reading("backward", heads, q, v, _all(tuple(given), 7), dlse is not None) as (team, mine):
+    what = "backward" if dlse is None else "backward of out and lse"
+    with _reading(what, heads, q, v, _all(tuple(given), 7)) as (team, mine):
         if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
             arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
