@@ -13,6 +13,7 @@ from ..masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch._sdpa import of_causal_bias
 
 __all__ = ["attend", "check_config", "read_mask"]
 
@@ -123,6 +124,9 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
         ValueError: Its shape does not broadcast.
     """
     if given is None or isinstance(given, Mask | Spans):
+        return given, None
+    given = of_causal_bias(given, q.transpose(1, 2), k.shape[1])
+    if isinstance(given, Mask):
         return given, None
     if isinstance(given, BlockMask):
         return from_block_mask(given), None

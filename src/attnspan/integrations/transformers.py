@@ -23,6 +23,7 @@ from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch._sdpa import of_causal_bias
 from ..torch.dtensor import ShardedMask
 
 require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
@@ -181,6 +182,9 @@ def _read(
         if sliding_window is not None:
             found = found & window(sliding_window - 1, None if is_causal else sliding_window - 1)
         return found if packed is None else found & packed, None
+    given = of_causal_bias(given, q, k_len)
+    if isinstance(given, Mask):
+        return given if packed is None else given & packed, None
     remedy = "Pass a boolean mask, True for what may be seen, or a floating one"
     expected = "a mask of make_mask, or a boolean or floating tensor of four dims"
     fits = isinstance(given, Tensor) and given.dim() == 4

@@ -1,10 +1,12 @@
 """A drop-in for ``torch.nn.functional.scaled_dot_product_attention``."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arrays import check_plain
 from ..errors import DtypeError, ShapeError, expect, shown
 from ..masks import causal, from_dense
 from ..options import check_dropout_p
@@ -29,11 +31,12 @@ def scaled_dot_product_attention(
         key: Shape (..., H, S, E); batch dims of the three broadcast.
         value: Shape (..., H, S, Ev).
         attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
-            floating, added to the scores and differentiable; or a mask. A boolean tensor is encoded anew at
-            each call: prefer ``from_dense(...).prepare(...)``, made once. Inside a compiled function its rows
-            may have 8 runs of visible keys: pass ``from_dense(attn_mask, max_runs=...)`` for more. A floating
-            -inf hides its key too, but that work is done nevertheless: prefer a mask there. Rows that see
-            nothing have output 0, where some of torch's kernels give NaN.
+            floating, added to the scores and differentiable; what `torch.nn.attention.bias` makes; or a mask.
+            A boolean tensor is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
+            Inside a compiled function its rows may have 8 runs of visible keys: pass
+            ``from_dense(attn_mask, max_runs=...)`` for more. A floating -inf hides its key too, but that work
+            is done nevertheless: prefer a mask there. Rows that see nothing have output 0, where some of
+            torch's kernels give NaN.
         dropout_p: Share of the weights to drop, in [0, 1). The seed comes from torch's default generator, as
             torch's own does, so that ``torch.manual_seed`` repeats it; which weights it drops is not torch's
             choice.
@@ -62,6 +65,8 @@ def scaled_dot_product_attention(
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None
     bias = q_index = None
+    if attn_mask is not None:
+        attn_mask = of_causal_bias(attn_mask, q, k.shape[2])
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         bias = _bias(attn_mask, query, k.shape[2])
     elif attn_mask is not None:
@@ -73,6 +78,23 @@ def scaled_dot_product_attention(
     options: Any = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
+
+
+def of_causal_bias(x: Any, q: Tensor, k_len: int) -> Any:
+    """A causal bias of `torch.nn.attention.bias` as the mask that it stands for; anything else as it is.
+
+    Its data are uninitialised. ``q`` has shape (B, H, Sq, D).
+    """
+    module = None if type(x) is Tensor else sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(x, module.CausalBias):
+        check_plain("attn_mask", x)
+        return x
+    q_len, own, remedy = q.shape[2], (x.seq_len_q, x.seq_len_kv), "Make it for these lengths"
+    fits = own[0] == q_len and own[1] == k_len
+    expect(fits, "attn_mask", "a causal bias of shape ({}, {})", own, remedy, q_len, k_len, error=ShapeError)
+    if own[0] == own[1] or x.variant.name == "LOWER_RIGHT":
+        return causal()
+    return causal().spans(q_len, k_len, q_index=torch.arange(q_len, device=q.device), like=q)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks
-from ..arrays import INT32_MAX, arrays_for
+from ..arrays import INT32_MAX, arrays_for, check_plain
 from ..checks import count
 from ..errors import DeviceError, DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared
@@ -210,6 +210,7 @@ class Cache(nn.Module):
         kind, device, to_tensor = type(x).__name__, self.lengths.device, "Convert it with torch.as_tensor"
         move = "Move the cache with .to(device), or the tensor"
         expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+        check_plain(name, x)
         expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
         expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)
 
