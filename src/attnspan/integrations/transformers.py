@@ -23,6 +23,7 @@ from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch._backends import torchs_backend
 from ..torch._sdpa import of_causal_bias
 from ..torch.dtensor import ShardedMask
 
@@ -125,6 +126,7 @@ def attend(
         dropout_seed=seed,
         q_index=torch.arange(query.shape[2], device=query.device) if numbered else None,
         return_lse=True,
+        backend=torchs_backend(),
     )
     if sinks is not None:  # It takes its share of each row's sum of exponentials.
         out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)

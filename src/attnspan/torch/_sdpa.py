@@ -11,6 +11,7 @@ from ..errors import DtypeError, ShapeError, expect, shown
 from ..masks import causal, from_dense
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention
+from ._backends import torchs_backend
 from ._front import PLAIN
 
 
@@ -76,6 +77,7 @@ def scaled_dot_product_attention(
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
     options: Any = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options["backend"] = torchs_backend()
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
 
