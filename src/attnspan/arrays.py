@@ -87,7 +87,9 @@ storage may not hold what it stands for. Convert it to a plain one.
         got = f"a {name}, whose storage may not hold what it stands for"
         remedy = "Convert it to a plain one"
         if kind.__name__ == "CausalBias":
-            remedy = "Pass mask=causal() for a lower right one, and q_index=torch.arange(q_len) with it for an"
+            remedy = (
+                "Pass mask=causal() for a lower right one, and q_index=torch.arange(q_len) with it for an"
+            )
             remedy += " upper left one; scaled_dot_product_attention takes both"
         raise DtypeError(what, expected="a plain array or tensor", got=got, remedy=remedy)
 

@@ -144,5 +144,8 @@ def test_it_is_part_of_the_key_of_every_jit() -> None:
 def test_what_a_block_refuses() -> None:
     with pytest.raises(DtypeError, match="backend: expected a name or None, got int. Pass a name"):
         attnspan.backend(3)  # type: ignore[arg-type]
-    with attnspan.backend("nope"), pytest.raises(OptionError, match="got 'nope'.*the block of attnspan.backend"):
+    with (
+        attnspan.backend("nope"),
+        pytest.raises(OptionError, match="got 'nope'.*the block of attnspan.backend"),
+    ):
         attention(Q, Q, Q)

@@ -33,7 +33,9 @@ Q = torch.zeros(1, 2, 3, 8)
 BAD, IDS = _foreign(Q), _foreign(torch.tensor([0, 0, 1]))
 MASKED, ROWS = np.ma.array([0, 0, 1], mask=[0, 1, 0]), np.ones((1, 3, 2, 8), np.float32)
 CACHE = in_torch.StaticCache(1, 2, 4, 8)
-WRAPPED = in_torch.wrap(lambda q, k, v: q.clone(), name="of_subclasses", schema="Tensor q, Tensor k, Tensor v", outputs="out")
+WRAPPED = in_torch.wrap(
+    lambda q, k, v: q.clone(), name="of_subclasses", schema="Tensor q, Tensor k, Tensor v", outputs="out"
+)
 
 CALLS: dict[str, Callable[[], Any]] = {
     "q": lambda: attention(BAD, Q, Q),

@@ -13,6 +13,7 @@ from ..options import check_dropout_p
 from ._attention import AnyMask, attention
 from ._backends import torchs_backend
 from ._front import PLAIN
+from ._jagged import attend_jagged
 
 
 def scaled_dot_product_attention(
@@ -28,7 +29,8 @@ def scaled_dot_product_attention(
     """Torch's function of this name, with its top-left causal alignment, on attnspan's kernels.
 
     Args:
-        query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims.
+        query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims. Or jagged
+            (B, Hq, j, E), as all three then are: sequences of any lengths, without padding and attn_mask.
         key: Shape (..., H, S, E); batch dims of the three broadcast.
         value: Shape (..., H, S, Ev).
         attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
@@ -59,6 +61,11 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, theirs, atol=1e-5)
         True
     """
+    options: dict[str, Any]
+    if isinstance(query, Tensor) and query.is_nested:
+        options = {"dropout_p": dropout_p, "scale": scale, "backend": torchs_backend()}
+        options["dropout_seed"] = torch.randint(2**62, (), device=query.device) if dropout_p else None
+        return attend_jagged(query, key, value, attn_mask, is_causal, enable_gqa, **options)
     _check(query, key, value, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
@@ -76,7 +83,7 @@ def scaled_dot_product_attention(
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
-    options: Any = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
     options["backend"] = torchs_backend()
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
