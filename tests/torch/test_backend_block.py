@@ -1,4 +1,4 @@
-"""`attnspan.backend` and torch's `sdpa_kernel`: which backend runs the calls of a block, eager and compiled."""
+"""`attnspan.backend` and torch's `sdpa_kernel`: which backend runs the calls of a block."""
 
 import threading
 from collections.abc import Callable
@@ -142,10 +142,10 @@ def test_it_is_part_of_the_key_of_every_jit() -> None:
 
 
 def test_what_a_block_refuses() -> None:
-    with pytest.raises(DtypeError, match="backend: expected a name or None, got int. Pass a name"):
+    with pytest.raises(DtypeError, match=r"backend: expected a name or None, got int. Pass a name"):
         attnspan.backend(3)  # type: ignore[arg-type]
     with (
         attnspan.backend("nope"),
-        pytest.raises(OptionError, match="got 'nope'.*the block of attnspan.backend"),
+        pytest.raises(OptionError, match=r"got 'nope'.*the block of attnspan.backend"),
     ):
         attention(Q, Q, Q)

@@ -16,7 +16,7 @@ __all__ = ["attend_jagged"]
 def attend_jagged(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool, **options: Any
 ) -> Tensor:
-    """`scaled_dot_product_attention` of jagged tensors; `is_causal` aligns each sequence's first row and key."""
+    """`scaled_dot_product_attention` of jagged tensors; `is_causal` aligns first rows and first keys."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check(name, x)
     remedy = 'Mask the values: attention(..., mask=... & documents(x.offsets()), layout="thd")'

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arrays import check_plain
 from ..errors import DtypeError, ShapeError, expect, shown
-from ..masks import causal, from_dense
+from ..masks import causal, from_dense, keys
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention
 from ._backends import torchs_backend
@@ -70,6 +70,15 @@ def scaled_dot_product_attention(
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
+    axis = _own_axis(attn_mask, query)
+    if (
+        axis is not None
+    ):  # One call for each of its entries shares the mask; one call for all would expand it.
+        _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
+        of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
+        rest = dropout_p, is_causal, scale, enable_gqa
+        inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
+        return torch.stack([scaled_dot_product_attention(*one, *rest) for one in inputs], axis)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None
     bias = q_index = None
@@ -135,6 +144,16 @@ def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.expand(*lead, *x.shape[-own:]) for x in inputs)
 
 
+def _own_axis(attn_mask: Any, query: Tensor) -> int | None:
+    """The first of several batch dims that a floating mask does not share, where it shares another."""
+    if query.dim() < 5 or not isinstance(attn_mask, Tensor) or torch.compiler.is_compiling():
+        return None
+    own = (1,) * (query.dim() - attn_mask.dim()) + tuple(attn_mask.shape)
+    sizes = list(zip(own[:-3], query.shape[:-3], strict=True)) if attn_mask.is_floating_point() else []
+    shares = any(n == 1 != size for n, size in sizes)
+    return next((i for i, (n, _) in enumerate(sizes) if n != 1), None) if shares else None
+
+
 def _to_4d(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(1)
@@ -172,7 +191,13 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     boolean, wanted = attn_mask.dtype == torch.bool, "torch.bool, a floating dtype or a mask"
     expect(boolean, "attn_mask", wanted, str(attn_mask.dtype), "Convert it with .bool()", error=DtypeError)
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
-    if len(lead) == 2:  # What batch rows or heads share is encoded once.
-        own = attn_mask[(None,) * (4 - attn_mask.dim())]
-        return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))
-    return from_dense(dense.reshape(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    if len(lead) == 1:
+        return from_dense(dense.unsqueeze(1))
+    # What batch rows, heads or queries share is encoded once.
+    own = attn_mask[(None,) * (len(lead) + 2 - attn_mask.dim())]
+    if len(lead) > 2:
+        batch = lead[:-1] if any(n != 1 for n in own.shape[:-3]) else own.shape[:-3]
+        own = own.expand(*batch, *own.shape[-3:]).flatten(0, -4)
+    if own.shape[1] == 1 == own.shape[2] and not torch.compiler.is_compiling():
+        return keys(own[:, 0, 0].expand(own.shape[0], k.shape[2]))
+    return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))

@@ -262,7 +262,8 @@ class _Backward(torch.autograd.Function):
         del ctx, grads
         raise NotImplementedError(
             "second derivatives of attnspan::attention: expected first ones, which the kernel has; got a "
-            'derivative of attnspan::attention_backward. Run forward and backward `with attnspan.backend("math"):` for higher ones.'
+            "derivative of attnspan::attention_backward. Run both passes `with "
+            'attnspan.backend("math"):` for higher ones.'
         )
 
 
