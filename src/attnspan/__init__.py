@@ -3,6 +3,7 @@
 from typing import NoReturn as _NoReturn
 
 from .spans import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
+from ._backend import backend as backend
 from .masks import Mask as Mask
 from .masks import Prepared as Prepared
 from .masks import SpansLargerThanMask as SpansLargerThanMask
@@ -37,6 +38,7 @@ __all__ = [
     "SpansLargerThanMask",
     "alibi",
     "alibi_slopes",
+    "backend",
     "cache",
     "causal",
     "dense_bias",

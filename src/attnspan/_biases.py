@@ -11,7 +11,7 @@ import numpy as np
 from . import checks
 from ._mistakes import refuse_truth_of_bias
 from ._pytrees import Node, arrays_in
-from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
+from .arrays import NUMPY, Array, Arrays, arrays_for, check_plain, is_array, kind_of, own
 from .errors import DtypeError, ShapeError, expect
 
 #: Kinds of lowered biases; 0 is no bias.
@@ -265,6 +265,7 @@ def is_floating(x: object) -> bool:
 
 def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
+    check_plain(what, x)
     x = _readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
     expect(is_floating(x), what, "a floating array", kind_of(x), "Convert it to float32", error=DtypeError)
     remedy = "Drop or add axes; heads come before distances, a batch axis comes first"

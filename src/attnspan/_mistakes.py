@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from .arrays import is_array, is_bool
+from .arrays import check_plain, is_array, is_bool
 from .errors import DtypeError, UsageError, shown
 
 _REMEDIES = {
@@ -87,6 +87,7 @@ def not_a_mask(value: Any, what: str = "mask") -> DtypeError:
         attnspan.errors.DtypeError: mask: expected a mask expression, a Prepared or a Spans, got the \
 function causal. Call it: causal().
     """
+    check_plain(what, value)
     got, remedy = _meant(value)
     return DtypeError(what, expected="a mask expression, a Prepared or a Spans", got=got, remedy=remedy)
 

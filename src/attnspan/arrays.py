@@ -23,6 +23,7 @@ __all__ = [
     "JaxArrays",
     "TorchArrays",
     "arrays_for",
+    "check_plain",
     "is_array",
     "is_bool",
     "is_integer",
@@ -51,6 +52,47 @@ def _is_jax(x: object) -> bool:
 def is_array(x: object) -> bool:
     """Whether `x` is an array of one of the three frameworks."""
     return isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)
+
+
+#: Subclasses that torch and NumPy read as what they are, by module and name: asking loads nothing.
+_PLAIN = frozenset(
+    {
+        "numpy.memmap",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+        "torch.distributed.tensor.DTensor",
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nn.parameter.Parameter",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+    }
+)
+
+
+def check_plain(what: str, x: object) -> None:
+    """Raise for an array of a subclass that is not known: its storage may not hold what it stands for.
+
+    Example:
+        >>> check_plain("ids", np.ma.array([1, 2], mask=[False, True]))
+        Traceback (most recent call last):
+        attnspan.errors.DtypeError: ids: expected a plain array or tensor, got a numpy.ma.MaskedArray, whose \
+storage may not hold what it stands for. Convert it to a plain one.
+    """
+    kind = type(x)
+    tensor = _is_torch(x)
+    if kind is np.ndarray or not (tensor or isinstance(x, np.ndarray)):
+        return
+    if tensor and kind is sys.modules["torch"].Tensor:
+        return
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name not in _PLAIN:
+        got = f"a {name}, whose storage may not hold what it stands for"
+        remedy = "Convert it to a plain one"
+        if kind.__name__ == "CausalBias":
+            remedy = (
+                "Pass mask=causal() for a lower right one, and q_index=torch.arange(q_len) with it for an"
+            )
+            remedy += " upper left one; scaled_dot_product_attention takes both"
+        raise DtypeError(what, expected="a plain array or tensor", got=got, remedy=remedy)
 
 
 def is_integer(x: Array) -> bool:
@@ -389,6 +431,7 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
     """
     found: Arrays | None = None
     for x in candidates:
+        check_plain(what, x)
         if isinstance(x, np.ndarray):
             found = NUMPY if found is None else found
         elif _is_torch(x) or _is_jax(x):
@@ -401,7 +444,7 @@ def arrays_for(candidates: Iterable[object], like: object = None, what: str = "m
     if not is_array(like):
         remedy = "Pass an array of the framework, and on the device, that the mask is for"
         raise DtypeError("like", expected="an array", got=type(like).__name__, remedy=remedy)
-    return arrays_for([like])
+    return arrays_for([like], what="like")
 
 
 def _check_same_place(what: str, a: Arrays, b: Arrays) -> None:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from ._bands import Band
 from ._mistakes import not_a_mask, refuse_keywords
+from .arrays import check_plain
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Mask, Prepared, full
-from .options import FLOAT32_MAX, Given, Options, check_number
+from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
 from .spans import Spans
 
 __all__ = [
@@ -164,6 +165,7 @@ class Front:
         """Raise unless `x` is an array of the framework."""
         if not self.takes(x):
             raise DtypeError(name, expected=expected, got=self.kind(x), remedy=self.convert)
+        check_plain(name, x)
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         """q, k and v in (B, H, S, D) order, or their shapes; raises where arrays do not lie together."""
@@ -253,6 +255,9 @@ class Call:
         if scale is not None:
             wanted, remedy = "a finite float32 number", "Leave it out for 1/sqrt(D)"
             check_number("scale", scale, -FLOAT32_MAX, FLOAT32_MAX, wanted, remedy)
+        if given is not NO_OPTIONS:
+            for name in ("sinks", "dropout_seed", "q_index", "k_index"):
+                check_plain(name, getattr(given, name))
         front.check_given(given, q, k)
         if not isinstance(mask, (Mask, Spans)):
             raise not_a_mask(mask)

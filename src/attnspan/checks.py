@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
+from .arrays import INT32_MAX, Array, check_plain, is_array, is_bool, is_integer, kind_of
 from .errors import DtypeError, ShapeError, expect
 
 __all__ = [
@@ -66,7 +66,8 @@ def _rank(what: str, x: Array, ranks: tuple[int, ...]) -> Array:
 
 
 def _array(what: str, x: Any) -> Any:
-    """A list as a NumPy array, anything else as it is."""
+    """A list as a NumPy array, anything else as it is; a subclass of arrays that is not known raises."""
+    check_plain(what, x)
     if not isinstance(x, (list, tuple)):
         return x
     try:
@@ -98,6 +99,7 @@ def booleans(what: str, x: Any, ranks: tuple[int, ...] = (1, 2)) -> Array:
 
 def lengths(what: str, x: Any, ranks: tuple[int, ...] = (0, 1)) -> int | Array:
     """An integer, or an array of them."""
+    check_plain(what, x)
     if is_array(x) and is_bool(x):
         remedy = "Take keys(valid) for a mask of valid keys, or pass valid.sum(-1)"
         expect(False, what, "integers", kind_of(x), remedy, error=DtypeError)

@@ -13,6 +13,7 @@ import torch
 from closeness import relative_error
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,6 +193,13 @@ def test_layers_share_the_encoding_of_a_mask(monkeypatch):
     del mask, second
     gc.collect()
     assert len(_diffusers_attention._known) == known - 1
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_torch(make):
+    q, k = torch.randn(2, 5, 2, 16), torch.randn(2, 9, 2, 16)
+    wanted = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, k)), attn_mask=make(5, 9))
+    assert relative_error(adapter.attend(q, k, k, make(5, 9)).transpose(1, 2), wanted) < 2e-6
 
 
 def test_causal_and_lse_and_groups():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from closeness import relative_error
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
 transformers = pytest.importorskip("transformers")
@@ -38,6 +39,13 @@ def test_boolean_masks_of_users(visible):
     wanted = model(TOKENS, attention_mask=torch.zeros(visible.shape).masked_fill(~visible, LOWEST)).logits
     model.set_attn_implementation("attnspan")
     assert relative_error(model(TOKENS, attention_mask=visible).logits, wanted) < 3e-6
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_torch(make):
+    q, k, v = _qkv(5, 9)
+    wanted = scaled_dot_product_attention(q, k, v, attn_mask=make(5, 9))
+    assert relative_error(adapter.attend(LAYER, q, k, v, make(5, 9))[0].transpose(1, 2), wanted) < 2e-6
 
 
 def test_floating_masks_of_users():

@@ -371,7 +371,9 @@ def test_nested_tensors_are_refused() -> None:
     parts = [torch.randn(4, 8, 16), torch.randn(4, 5, 16)]
     jagged = torch.nested.nested_tensor([x.transpose(0, 1) for x in parts], layout=torch.jagged)
     for nested in (torch.nested.nested_tensor(parts), jagged):
-        with pytest.raises(TypeError, match=r"q: .* got a nested tensor. Pass x.values\(\) .*documents"):
+        with pytest.raises(
+            TypeError, match=r"q: .* got a nested tensor. Call scaled_.*x.values\(\).*documents"
+        ):
             attention(nested, nested, nested)
 
 

@@ -155,7 +155,7 @@ def test_second_derivatives_raise_by_name() -> None:
     sample = small().requires_grad()
     out, _ = forward_op(*sample.arguments)
     (dq,) = torch.autograd.grad(out.square().sum(), sample.q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r'second derivatives.*backend="math"'):
+    with pytest.raises(NotImplementedError, match=r'second derivatives.*backend\("math"'):
         dq.sum().backward()
 
 
@@ -168,7 +168,7 @@ def test_forward_mode_raises_by_name(differentiable: bool) -> None:
     def call(q: torch.Tensor) -> torch.Tensor:
         return forward_op(q, k, *sample.arguments[2:])[0]
 
-    with pytest.raises(NotImplementedError, match=r'forward-mode.*backend="math"'):
+    with pytest.raises(NotImplementedError, match=r'forward-mode.*backend\("math"'):
         torch.func.jvp(call, (sample.q,), (torch.ones_like(sample.q),))
 
 

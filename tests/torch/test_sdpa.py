@@ -10,6 +10,8 @@ from closeness import relative_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from attnspan import causal, from_dense, window
@@ -91,6 +93,29 @@ def test_parity(name: str) -> None:
         else:
             # Each is within a few roundings of the exact result, per product of at most 16 terms.
             assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes of a tensor that an operator made in memory of its own."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        self.size = max([self.size, *(x.untyped_storage().nbytes() for x in made)])
+        return found
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1, 4, 24, 24), (1, 24, 4, 24, 24), (2, 24, 1, 1, 24)])
+def test_what_batch_dims_share_is_not_expanded(shape: tuple[int, ...], boolean: bool) -> None:
+    q, mask = torch.randn(2, 24, 4, 24, 8), torch.randn(shape)
+    mask = mask < torch.tensor(9.0) if boolean else mask
+    with _Largest() as largest:
+        out = ours(q, q, q, attn_mask=mask)
+    assert largest.size <= 4 * max(q.numel(), mask.numel())
+    assert relative_error(out, torchs(q, q, q, attn_mask=mask)) <= 16 * torch.finfo(torch.float32).eps
 
 
 def test_a_row_of_nothing_but_minus_infinity_is_zero() -> None:
@@ -210,3 +235,56 @@ def test_sizes_of_zero(lead: tuple[int, ...], kind: str) -> None:
         for x, y in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (got, want)), strict=True):
             torch.testing.assert_close(x, y.nan_to_num(), atol=1e-5, rtol=1e-5)
     assert results == (8 if lead else 16)
+
+
+def _jagged(*lengths: int, like: Tensor | None = None) -> Tensor:
+    values, starts = torch.randn(sum(lengths), 2, 16), torch.tensor([0, *itertools.accumulate(lengths)])
+    starts = starts if like is None else like.offsets()
+    return torch.nested.nested_tensor_from_jagged(values, starts)
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> list[Tensor]:
+    return [
+        torchs(*(x[None] for x in one), **options)[0]
+        for one in zip(*(x.unbind() for x in (q, k, v)), strict=True)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own
+@pytest.mark.parametrize(("cross", "compiled"), [(False, False), (True, False), (False, True)])
+def test_jagged_tensors_are_sequences_of_their_own(cross: bool, compiled: bool) -> None:
+    torch.manual_seed(0)
+    q = _jagged(3, 5, 1)
+    k = _jagged(4, 2, 6) if cross else _jagged(3, 5, 1, like=q)
+    v = _jagged(*((4, 2, 6) if cross else (3, 5, 1)), like=k)
+    function = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    found: list[list[Tensor]] = []
+    for attend in (function, _one_by_one):
+        inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*(x.transpose(1, 2) for x in inputs), is_causal=True)
+        parts = (
+            out if isinstance(out, list) else list((out + 0 * inputs[0].detach().transpose(1, 2)).unbind())
+        )
+        grads = torch.autograd.grad(sum(x.square().sum() for x in parts), inputs)
+        found.append([torch.cat(parts, 1), *(x.values() for x in grads)])
+    for got, wanted in zip(*found, strict=True):
+        assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_jagged_tensors_must_be() -> None:
+    jagged, other = _jagged(3, 5), _jagged(4, 4)
+    q, k = jagged.transpose(1, 2), other.transpose(1, 2)
+    for call, text in [
+        ((q, k, q), "value: expected the offsets of key, got others"),
+        ((jagged, jagged, jagged), r"query: expected a jagged .* Call .transpose\(1, 2\)"),
+        ((q, q, torch.ones(2, 2, 5, 16)), "value: expected a jagged tensor"),
+        (
+            (q, q, q, torch.ones(3, 3)),
+            r"attn_mask: expected None with nested tensors, got Tensor. Mask the values",
+        ),
+        ((q, *[_jagged(4, 2, 2).transpose(1, 2)] * 2), "key: expected as many sequences as query, got 3"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=text):
+            ours(*call)

@@ -7,12 +7,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._backend import asked
 from ..call import MAX_LENGTH
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch._backends import torchs_backend
+from ..torch._sdpa import of_causal_bias
 
 __all__ = ["attend", "check_config", "read_mask"]
 
@@ -73,6 +76,8 @@ def attend(
         check_config(_parallel_config)
         remedy = "Call attend without a configuration"
         expect(not return_lse, "return_lse", "False over several ranks", "True", remedy)
+        named, remedy = asked(torchs_backend()), "Leave the block of attnspan.backend or sdpa_kernel"
+        expect(named is None, "backend over several ranks", "None", named, remedy)
         options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
     if torch.compiler.is_compiling():  # Mochi's lengths are data, of which the compiler would know no limit.
@@ -94,6 +99,7 @@ def attend(
         q_index=q_index,
         layout="bshd",
         return_lse=True,
+        backend=torchs_backend(),
     )
     return (found[0], found[1].transpose(1, 2)) if return_lse else found[0]
 
@@ -123,6 +129,9 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
         ValueError: Its shape does not broadcast.
     """
     if given is None or isinstance(given, Mask | Spans):
+        return given, None
+    given = of_causal_bias(given, q.transpose(1, 2), k.shape[1])
+    if isinstance(given, Mask):
         return given, None
     if isinstance(given, BlockMask):
         return from_block_mask(given), None

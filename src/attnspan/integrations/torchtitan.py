@@ -21,6 +21,7 @@ from ..parallel import Layout
 from ..spans import Spans
 from ..torch import SAVE_OPS
 from ..torch import attention as span_attention
+from ..torch._backends import torchs_backend
 from ..torch.block_mask import to_block_mask
 
 require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan", ("0.3", "0.4"))
@@ -121,7 +122,8 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
         with spmd.no_typecheck():
             k, v = (_in_order(x, attention_masks.k_order) for x in (k_BLNH, v_BLNH))
             mask = Prepared(Spans(attention_masks.bounds, k.shape[1]), bare=True)
-            out, lse = span_attention(q_BLNH, k, v, mask=mask, scale=scale, layout="bshd", return_lse=True)
+            asked: Any = {"layout": "bshd", "return_lse": True, "backend": torchs_backend()}
+            out, lse = span_attention(q_BLNH, k, v, mask=mask, scale=scale, **asked)
         lse = lse.transpose(1, 2)
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             axes, split = spmd.get_local_type(q_BLNH), get_partition_spec(q_BLNH)

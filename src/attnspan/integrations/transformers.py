@@ -23,6 +23,8 @@ from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
 from ..spans import Spans
 from ..torch import attention
+from ..torch._backends import torchs_backend
+from ..torch._sdpa import of_causal_bias
 from ..torch.dtensor import ShardedMask
 
 require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
@@ -124,6 +126,7 @@ def attend(
         dropout_seed=seed,
         q_index=torch.arange(query.shape[2], device=query.device) if numbered else None,
         return_lse=True,
+        backend=torchs_backend(),
     )
     if sinks is not None:  # It takes its share of each row's sum of exponentials.
         out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
@@ -181,6 +184,9 @@ def _read(
         if sliding_window is not None:
             found = found & window(sliding_window - 1, None if is_causal else sliding_window - 1)
         return found if packed is None else found & packed, None
+    given = of_causal_bias(given, q, k_len)
+    if isinstance(given, Mask):
+        return given if packed is None else given & packed, None
     remedy = "Pass a boolean mask, True for what may be seen, or a floating one"
     expected = "a mask of make_mask, or a boolean or floating tensor of four dims"
     fits = isinstance(given, Tensor) and given.dim() == 4

@@ -23,6 +23,7 @@ import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from .._backend import asked
 from ..errors import DtypeError, expect
 from ._convert import check_devices, jax_dtype
 from ._programs import Program
@@ -174,6 +175,7 @@ class Call:
             config.jax_numpy_rank_promotion,
             config.jax_threefry_partitionable,
             config.jax_default_prng_impl,
+            asked(None),
         )
         key = (tuple(shapes) if key is None else key, self.kinds, tuple(wanted), settings)
         found = self._programs.get(self._structure, key, lambda: self._trace(shapes, wanted))

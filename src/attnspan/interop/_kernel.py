@@ -17,7 +17,7 @@ Backward = Callable[..., Any] | Literal["recompute"]
 
 # The compiler shows the kernel the very strides of eager mode.
 _STRIDES = torch.Tag.needs_exact_strides
-_FIRST_ORDER = 'Use attention(..., backend="math") for this'
+_FIRST_ORDER = 'Use `with attnspan.backend("math"):` and attnspan.torch.attention for this'
 # Libraries by the name of their operator; an operator lives as long as its library.
 _libraries: dict[str, torch.library.Library] = {}
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
+from ..arrays import check_plain
 from ..errors import DtypeError, ShapeError, expect
 from ..jax.backends.cpu import register as register_targets
 from ..jax.varying import axes_of, axes_of_types, spread
@@ -77,6 +78,7 @@ def _check_leaf(name: str, x: Any) -> None:
         plain, remedy = not jnp.issubdtype(x.dtype, jax.dtypes.extended), "Pass jax.random.key_data(key)"
         expect(plain, name, "an element type that torch has", x.dtype, remedy, error=DtypeError)
     if isinstance(x, np.ndarray):
+        check_plain(name, x)
         check_width(name, x.dtype)
 
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
+from ..arrays import check_plain
 from ..errors import expect
 from ..torch._watched import constant_when_traced, is_watched
 from ..torch.ops import below_autograd
@@ -70,6 +71,8 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     functions = _functions()
     plain = not static and all(isinstance(x, Tensor) for x in args)
     spec, leaves, tensors = (None, (), list(args)) if plain else _split(args, static)
+    for x in tensors:
+        check_plain("call_jax: argument", x)
     call = functions.Call(fn, spec, leaves, [(x.dtype, x.dim(), x.device) for x in tensors])
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, call.handle if get_proxy_mode() is None else functions.pin(call))

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..arrays import check_plain
 from ..errors import DtypeError, UsageError, expect
 from ..kernels.math import has_autocast
 from ..masks import Mask
@@ -80,6 +81,8 @@ class Wrapped:
             expected = f"arguments among {', '.join(self._names)}"
             remedy = "Call it as the kernel; annotate a parameter without a type, or give wrap schema=..."
             expect(False, repr(self), expected, got, remedy, error=UsageError)
+        for name, x in zip(self._names, values, strict=True):
+            check_plain(name, x)
         for place in self._tensors:
             if not isinstance(x := values[place], Tensor):
                 what, expected = f"{self.op._schema.name}: {self._names[place]}", "a torch.Tensor"

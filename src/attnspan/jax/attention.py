@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from jax import Array
 
+from .._backend import asked as asked_for
 from .._mistakes import refuse_keywords
 from ..call import Call, check_keywords, forwards_to
 from ..errors import DtypeError, expect
@@ -71,7 +72,8 @@ def attention(
             ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape (B, Sk) and any order.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
-        backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
+        backend: Name of a backend, or None for that of the block of `attnspan.backend` around the call, else
+            for the fastest that can run the call (see `explain`).
         **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
 
     Returns:
@@ -96,6 +98,7 @@ def attention(
         refuse_keywords(attention, mistaken)
     mask = _FULL if mask is None else mask
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
         return mask.attention(q, k, v, **asked, **given.keywords())
@@ -157,6 +160,7 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     mask, scale, layout, return_lse, backend = (
         asked.pop(name) for name in ("mask", "scale", "layout", "return_lse", "backend")
     )
+    backend = asked_for(backend)
     wanted, got = (
         "the mask of a call on one device",
         f"{type(mask).__name__}, which spreads a call over a mesh",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import is_bool
+from ..arrays import check_plain, is_bool
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
 from ..spans import Spans
@@ -109,6 +109,7 @@ def dot_product_attention(
 
 
 def _four_dims(name: str, x: Any) -> jax.Array:
+    check_plain(name, x)
     known = isinstance(x, jax.Array | np.ndarray)
     expect(known, name, "a JAX or NumPy array", type(x).__name__, "Convert it first", error=DtypeError)
     wanted = "(batch, length, heads, head_dim) or (length, heads, head_dim)"
@@ -139,6 +140,7 @@ def _padding(query_lengths: Any, key_lengths: Any, shape: tuple[int, ...]) -> li
 
 
 def _lengths(name: str, given: Any, batch: int) -> jax.Array:
+    check_plain(name, given)
     x: jax.Array = jnp.asarray(given)
     integers, remedy = jnp.issubdtype(x.dtype, jnp.integer), "Pass a length for each batch row"
     expect(integers, name, "int32", str(x.dtype), "Convert it", error=DtypeError)
@@ -169,6 +171,7 @@ def _bias(bias: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
     """`x` in four axes, those of `axes` in full, the others as they are."""
+    check_plain(name, x)
     x = jnp.asarray(x)
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
     fits = x.ndim == 4 and all(a in (1, b) for a, b in zip(x.shape, shape, strict=True))

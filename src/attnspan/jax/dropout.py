@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from .._dropout import threshold
-from ..arrays import is_array, kind_of, own
+from ..arrays import check_plain, is_array, kind_of, own
 from ..errors import DtypeError, ShapeError, expect
 
 __all__ = ["check_seed", "dropout_seeds", "keeps", "kept", "lower_seed", "philox", "row_words", "split_seeds"]
@@ -53,6 +53,7 @@ def dropout_seeds(seed: Array, batch: int, heads: int) -> Array:
 
 def check_seed(seed: Any, whole: tuple[int, ...] | None = None) -> None:
     """Raise unless a seed is an integer or a key of shape (), or has the words of a `whole` of seeds."""
+    check_plain("dropout_seed", seed)
     key = _is_key(seed)
     integer = (is_array(seed) or isinstance(seed, np.generic)) and jnp.issubdtype(seed.dtype, jnp.integer)
     wanted = "an integer array or a jax.random.key"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._backend import follow
 from .._mistakes import OneMask
 from .._pytrees import register_pytrees
 from ..arrays import own
@@ -37,6 +39,29 @@ jax.tree_util.register_dataclass(
     data_fields=["bias", "sinks", "dropout_seed", "q_index", "k_index"],
     meta_fields=["softcap", "dropout_p"],
 )
+
+
+# Part of the key of every jit, those of users too: a program is traced for one backend.
+_backend = jax.make_user_context(None)
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.context: Any = None
+
+
+_entered = _Entered()
+
+
+def _follow(name: str | None) -> None:
+    if _entered.context is not None:
+        _entered.context.__exit__(None, None, None)
+    _entered.context = None if name is None else _backend(name)
+    if name is not None:
+        _entered.context.__enter__()
+
+
+follow(_follow)
 
 
 class ShardedMask(OneMask):

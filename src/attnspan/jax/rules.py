@@ -184,7 +184,7 @@ def _refuse_second(backend: str, primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise NotImplementedError(
         f"second derivatives of attention: expected first ones, which backend {backend!r} has; got a "
-        'derivative of its gradient. Call attention(..., backend="math") for higher ones.'
+        'derivative of its gradient. Call it `with attnspan.backend("math"):` for higher ones.'
     )
 
 

@@ -53,7 +53,7 @@ def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None 
         'always'
     """
     if requested is not None and requested not in backends:
-        names, remedy = ", ".join(backends), "Leave it out to take the fastest that can run the call"
+        names, remedy = ", ".join(backends), "Leave out backend=, or the block of attnspan.backend"
         raise OptionError("backend", expected=f"None or one of {names}", got=repr(requested), remedy=remedy)
     refusals: dict[str, str] = {}
     for name in backends if requested is None else (requested,):
@@ -65,7 +65,7 @@ def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None 
         f"backend={requested!r}",
         expected="a backend that can run the call",
         got="; ".join(f"{name}: {reason}" for name, reason in refusals.items()),
-        remedy="Change what the reason names, or choose another backend",
+        remedy="Change what the reason names, or choose another by backend= or attnspan.backend",
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from .._backend import asked as asked_for
 from .._mistakes import refuse_keywords
 from ..call import Call
 from ..masks import Mask, Prepared, full
@@ -93,7 +94,8 @@ def attention(
             (B, Sk) and any order.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
         return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
-        backend: Name of a backend, or None for the fastest that can run the call (see `explain`).
+        backend: Name of a backend, or None for that of the block of `attnspan.backend` around the call, else
+            for the fastest that can run the call (see `explain`).
         **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
 
     Returns:
@@ -120,6 +122,7 @@ def attention(
     none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     plain = softcap is None and none and isinstance(dropout_p, float) and dropout_p == 0.0
     given = NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    backend = asked_for(backend)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
         return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]

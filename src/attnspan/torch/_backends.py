@@ -1,14 +1,17 @@
 """The backends that torch can drive, and which of them runs a call that names none."""
 
 import warnings
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from ..call import Problem
 from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, measured, triton, vendor
 from ..kernels import math as math_kernel
 from ._watched import constant_when_traced
 
-__all__ = ["MODULES", "candidates", "choose_backend", "warn_if_slow"]
+__all__ = ["MODULES", "candidates", "choose_backend", "torchs_backend", "warn_if_slow"]
 
 #: By name, the preferred one first.
 MODULES: dict[str, Any] = {
@@ -23,6 +26,32 @@ MODULES: dict[str, Any] = {
 MOST_KEYS = 4096
 
 _warned: set[str] = set()
+
+
+def _math_alone() -> bool:
+    """Whether `torch.nn.attention.sdpa_kernel` leaves torch's own attention its math backend alone."""
+    may = torch._C
+    others = may._get_flash_sdp_enabled() or may._get_mem_efficient_sdp_enabled()
+    others = others or may._get_cudnn_sdp_enabled() or may._get_overrideable_sdp_enabled()
+    return not others and may._get_math_sdp_enabled()
+
+
+class _Outside(ModuleType):
+    @property
+    def math_alone(self) -> bool:
+        return _math_alone()
+
+
+_outside = _Outside("attnspan.torch._backends._outside")
+
+
+def torchs_backend() -> str | None:
+    """The backend of calls in the place of torch's own: "math" within ``sdpa_kernel(SDPBackend.MATH)``."""
+    # A compiler takes the flags for constants, as they are within blocks of the program. On an attribute of a
+    # module it guards: whether the program is entered within such a block.
+    if torch.compiler.is_compiling() and _outside.math_alone:
+        pass
+    return "math" if _math_alone() else None
 
 
 class _Unnamed:
@@ -93,5 +122,5 @@ def warn_if_slow(choice: Choice) -> None:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        message = f'{message}. Pass backend="math" to choose it without this warning.'
+        message = f'{message}. Choose it by `with attnspan.backend("math"):` to have no warning.'
         warnings.warn(message, SlowPathWarning, stacklevel=4)

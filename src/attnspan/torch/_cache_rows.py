@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ..arrays import INT32_MAX, arrays_for
+from ..arrays import INT32_MAX, arrays_for, check_plain
 from ..checks import count, number
 from ..errors import DeviceError, DtypeError, ShapeError, expect
 from ._cache_write import INTEGERS, LOST
@@ -254,5 +254,6 @@ def _check_kind(
     kind, to_tensor = type(x).__name__, "Convert it with torch.as_tensor"
     move = "Move the cache with .to(device), or the tensor"
     expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+    check_plain(name, x)
     expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
     expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)

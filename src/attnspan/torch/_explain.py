@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._backend import asked as asked_for
 from ..call import Call, check_keywords, forwards_to
 from ..errors import DtypeError, expect
 from ..kernels import Explanation
@@ -38,6 +39,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     front = TorchFront()
     front.return_lse = bool(asked.pop("return_lse"))
     mask, scale, layout, backend = (asked.pop(name) for name in ("mask", "scale", "layout", "backend"))
+    backend = asked_for(backend)
     wanted, got = (
         "the mask of a call on one device",
         f"{type(mask).__name__}, which spreads a call over ranks",

@@ -43,9 +43,13 @@ class TorchFront(Front):
         return isinstance(x, Tensor)
 
     def check_taken(self, name: str, x: Any, expected: str) -> None:
-        super().check_taken(name, x, expected)
+        if type(x) is not Tensor:
+            super().check_taken(name, x, expected)
         if x.is_nested:
-            remedy = 'Pass x.values() in layout="thd", with documents(x.offsets())'
+            remedy = (
+                "Call scaled_dot_product_attention, which takes jagged (B, H, j, D); or pass the values of"
+            )
+            remedy += ' jagged (B, j, H, D), x.values(), in layout="thd" with documents(x.offsets())'
             raise DtypeError(name, expected=expected, got="a nested tensor", remedy=remedy)
         if x.layout is not torch.strided:
             remedy = "Call .to_dense()"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._dropout import split_seeds
-from ..arrays import kind_of
+from ..arrays import check_plain, kind_of
 from ..errors import DtypeError, ShapeError, expect
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -42,6 +42,7 @@ def dropout_seeds(seed: Tensor, batch: int, heads: int) -> Tensor:
 
 def check_seed(seed: Any, batch: Any = None, heads: Any = None) -> None:
     """Raise unless a seed is an integer tensor of shape (), or (batch, heads) where these are given."""
+    check_plain("dropout_seed", seed)
     fits, remedy = (
         isinstance(seed, Tensor) and seed.dtype in _INTEGERS,
         "Pass torch.tensor(seed): a compiler would take a number for a constant",

@@ -1,15 +1,19 @@
 """A drop-in for ``torch.nn.functional.scaled_dot_product_attention``."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arrays import check_plain
 from ..errors import DtypeError, ShapeError, expect, shown
-from ..masks import causal, from_dense
+from ..masks import causal, from_dense, keys
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention
+from ._backends import torchs_backend
 from ._front import PLAIN
+from ._jagged import attend_jagged
 
 
 def scaled_dot_product_attention(
@@ -25,15 +29,17 @@ def scaled_dot_product_attention(
     """Torch's function of this name, with its top-left causal alignment, on attnspan's kernels.
 
     Args:
-        query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims.
+        query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims. Or jagged
+            (B, Hq, j, E), as all three then are: sequences of any lengths, without padding and attn_mask.
         key: Shape (..., H, S, E); batch dims of the three broadcast.
         value: Shape (..., H, S, Ev).
         attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
-            floating, added to the scores and differentiable; or a mask. A boolean tensor is encoded anew at
-            each call: prefer ``from_dense(...).prepare(...)``, made once. Inside a compiled function its rows
-            may have 8 runs of visible keys: pass ``from_dense(attn_mask, max_runs=...)`` for more. A floating
-            -inf hides its key too, but that work is done nevertheless: prefer a mask there. Rows that see
-            nothing have output 0, where some of torch's kernels give NaN.
+            floating, added to the scores and differentiable; what `torch.nn.attention.bias` makes; or a mask.
+            A boolean tensor is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
+            Inside a compiled function its rows may have 8 runs of visible keys: pass
+            ``from_dense(attn_mask, max_runs=...)`` for more. A floating -inf hides its key too, but that work
+            is done nevertheless: prefer a mask there. Rows that see nothing have output 0, where some of
+            torch's kernels give NaN.
         dropout_p: Share of the weights to drop, in [0, 1). The seed comes from torch's default generator, as
             torch's own does, so that ``torch.manual_seed`` repeats it; which weights it drops is not torch's
             choice.
@@ -55,13 +61,29 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, theirs, atol=1e-5)
         True
     """
+    options: dict[str, Any]
+    if isinstance(query, Tensor) and query.is_nested:
+        options = {"dropout_p": dropout_p, "scale": scale, "backend": torchs_backend()}
+        options["dropout_seed"] = torch.randint(2**62, (), device=query.device) if dropout_p else None
+        return attend_jagged(query, key, value, attn_mask, is_causal, enable_gqa, **options)
     _check(query, key, value, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
+    axis = _own_axis(attn_mask, query)
+    if (
+        axis is not None
+    ):  # One call for each of its entries shares the mask; one call for all would expand it.
+        _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
+        of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
+        rest = dropout_p, is_causal, scale, enable_gqa
+        inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
+        return torch.stack([scaled_dot_product_attention(*one, *rest) for one in inputs], axis)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None
     bias = q_index = None
+    if attn_mask is not None:
+        attn_mask = of_causal_bias(attn_mask, q, k.shape[2])
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         bias = _bias(attn_mask, query, k.shape[2])
     elif attn_mask is not None:
@@ -70,9 +92,27 @@ def scaled_dot_product_attention(
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
-    options: Any = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options["backend"] = torchs_backend()
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
+
+
+def of_causal_bias(x: Any, q: Tensor, k_len: int) -> Any:
+    """A causal bias of `torch.nn.attention.bias` as the mask that it stands for; anything else as it is.
+
+    Its data are uninitialised. ``q`` has shape (B, H, Sq, D).
+    """
+    module = None if type(x) is Tensor else sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(x, module.CausalBias):
+        check_plain("attn_mask", x)
+        return x
+    q_len, own, remedy = q.shape[2], (x.seq_len_q, x.seq_len_kv), "Make it for these lengths"
+    fits = own[0] == q_len and own[1] == k_len
+    expect(fits, "attn_mask", "a causal bias of shape ({}, {})", own, remedy, q_len, k_len, error=ShapeError)
+    if own[0] == own[1] or x.variant.name == "LOWER_RIGHT":
+        return causal()
+    return causal().spans(q_len, k_len, q_index=torch.arange(q_len, device=q.device), like=q)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -102,6 +142,16 @@ def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
         wanted = "batch dims that broadcast"
         raise ShapeError("query, key and value", expected=wanted, got=got, remedy=remedy) from None
     return tuple(x.expand(*lead, *x.shape[-own:]) for x in inputs)
+
+
+def _own_axis(attn_mask: Any, query: Tensor) -> int | None:
+    """The first of several batch dims that a floating mask does not share, where it shares another."""
+    if query.dim() < 5 or not isinstance(attn_mask, Tensor) or torch.compiler.is_compiling():
+        return None
+    own = (1,) * (query.dim() - attn_mask.dim()) + tuple(attn_mask.shape)
+    sizes = list(zip(own[:-3], query.shape[:-3], strict=True)) if attn_mask.is_floating_point() else []
+    shares = any(n == 1 != size for n, size in sizes)
+    return next((i for i, (n, _) in enumerate(sizes) if n != 1), None) if shares else None
 
 
 def _to_4d(x: Tensor) -> Tensor:
@@ -141,7 +191,13 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     boolean, wanted = attn_mask.dtype == torch.bool, "torch.bool, a floating dtype or a mask"
     expect(boolean, "attn_mask", wanted, str(attn_mask.dtype), "Convert it with .bool()", error=DtypeError)
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
-    if len(lead) == 2:  # What batch rows or heads share is encoded once.
-        own = attn_mask[(None,) * (4 - attn_mask.dim())]
-        return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))
-    return from_dense(dense.reshape(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    if len(lead) == 1:
+        return from_dense(dense.unsqueeze(1))
+    # What batch rows, heads or queries share is encoded once.
+    own = attn_mask[(None,) * (len(lead) + 2 - attn_mask.dim())]
+    if len(lead) > 2:
+        batch = lead[:-1] if any(n != 1 for n in own.shape[:-3]) else own.shape[:-3]
+        own = own.expand(*batch, *own.shape[-3:]).flatten(0, -4)
+    if own.shape[1] == 1 == own.shape[2] and not torch.compiler.is_compiling():
+        return keys(own[:, 0, 0].expand(own.shape[0], k.shape[2]))
+    return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))

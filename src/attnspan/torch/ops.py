@@ -262,7 +262,8 @@ class _Backward(torch.autograd.Function):
         del ctx, grads
         raise NotImplementedError(
             "second derivatives of attnspan::attention: expected first ones, which the kernel has; got a "
-            'derivative of attnspan::attention_backward. Call attention(..., backend="math") for higher ones.'
+            "derivative of attnspan::attention_backward. Run both passes `with "
+            'attnspan.backend("math"):` for higher ones.'
         )
 
 
@@ -304,7 +305,7 @@ def autograd_kernel(op: torch._ops.OpOverload, function: type[torch.autograd.Fun
         if forward_ad._current_level >= 0 and any(map(has_tangent, inputs)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual "
-                'tensor. Call attention(..., backend="math") for forward mode.'
+                'tensor. Call it `with attnspan.backend("math"):` for forward mode.'
             )
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return below_autograd(op, keyset, inputs)

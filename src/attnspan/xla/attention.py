@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._backend import asked
 from ..call import Call, check_keywords
 from ..errors import DeviceError, expect
 from ..masks import Prepared
@@ -61,6 +62,8 @@ def attention(
         torch.Size([1, 4, 6, 16])
     """
     check_keywords(attention, options)
+    named, remedy = asked(None), "Leave the block of attnspan.backend: attention on XLA is XLA's"
+    expect(named is None, "backend", "None", named, remedy)
     return _run(_Front(mesh, partition_spec, specs or {}), q, k, v, **options)  # type: ignore[no-any-return]
 
 

@@ -218,7 +218,7 @@ def warn_if_slow(problem: Problem, static: Static, requested: str | None) -> Non
         message = f"attention runs as plain XLA code: backend {name!r} refused ({reason})"
         if message not in _warned:
             _warned.add(message)
-            text = f'{message}. Pass backend="xla" to choose it without this warning.'
+            text = f'{message}. Choose it by `with attnspan.backend("xla"):` to have no warning.'
             warnings.warn(text, SlowPathWarning, stacklevel=4)
 
 

@@ -194,7 +194,10 @@ class MeshPlan(ShardedMask):
             NotImplementedError: A second derivative or a forward-mode one is asked of it.
         """
         given, front = Given(**options), _Front(self)
-        remedy = "The plan knows where keys are, and the device which backend runs"
+        remedy = (
+            "Leave it out, or the block of attnspan.backend or sdpa_kernel around the call: the plan knows"
+        )
+        remedy += " where keys are, and the device which backend runs"
         for name, value in (("k_index", given.k_index), ("backend", backend)):
             expect(value is None, f"{name} with context parallelism", "None", type(value).__name__, remedy)
         asked = {"scale": scale, "layout": layout}

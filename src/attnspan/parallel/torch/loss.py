@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ...arrays import check_plain
 from ...errors import DtypeError, expect
 from .comm import compare
 
@@ -55,6 +56,7 @@ def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
         >>> sum_over(torch.tensor([1.5, 2.0]), None).tolist()
         [1.5, 2.0]
     """
+    check_plain("sum_over", x)
     total = x.detach().clone()
     for group in _groups(ranks):
         dist.all_reduce(total, group=group)
@@ -77,6 +79,7 @@ def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int 
         >>> int(global_token_count(torch.tensor([[7, 3, -100]]), None))
         2
     """
+    check_plain("targets", targets)
     return sum_over((targets != ignore_index).sum(), ranks)
 
 
@@ -92,6 +95,8 @@ def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
         >>> float(token_mean(torch.tensor(6.0), 4)), float(token_mean(torch.tensor(0.0), 0))
         (1.5, 0.0)
     """
+    check_plain("total", total)
+    check_plain("count", count)
     # A sum of loss weights may be below 1; no token at all leaves 0.
     divisor = torch.where(count > 0, count, 1) if isinstance(count, Tensor) else (count if count > 0 else 1)
     return total / divisor
@@ -113,6 +118,8 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
         >>> next_token_targets(torch.tensor([5, 6, 7, 8, 0]), torch.tensor([0, 0, 1, 1, -1])).tolist()
         [6, -100, 8, -100, -100]
     """
+    check_plain("tokens", tokens)
+    check_plain("ids", ids)
     signed = np.dtype(str(tokens.dtype).removeprefix("torch.")).kind == "i"
     remedy = "Convert them, for ignore_index is negative"
     expect(signed, "tokens", "signed integers", str(tokens.dtype), remedy, error=DtypeError)

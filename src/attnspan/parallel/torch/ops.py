@@ -256,7 +256,7 @@ class _Backward(torch.autograd.Function):
         del ctx, grads
         raise NotImplementedError(
             "second derivatives of attnspan::sharded_attention: expected first ones, which it has; got a "
-            'derivative of its backward. On one rank, attention(..., backend="math") has higher ones.'
+            'derivative of its backward. On one rank, `with attnspan.backend("math"):` has higher ones.'
         )
 
 

@@ -1,0 +1,151 @@
+"""`attnspan.backend` and torch's `sdpa_kernel`: which backend runs the calls of a block."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from closeness import relative_error
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+import attnspan
+from attnspan.errors import DtypeError, OptionError
+from attnspan.jax import attention as attention_of_jax
+from attnspan.torch import attention, call_jax, explain
+from attnspan.torch import scaled_dot_product_attention as ours
+
+# Of torch's own: of what forward mode loads, and of how compilers read an autograd function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+Q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "ours": lambda: attnspan.backend("math"),
+    "torch's": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+def _of_transformers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+    from attnspan.integrations.transformers import attend
+
+    return attend(torch.nn.Module(), q, k, v, is_causal=is_causal)[0].transpose(1, 2)
+
+
+def _of_diffusers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+    from attnspan.integrations.diffusers import attend
+
+    return attend(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal).transpose(1, 2)
+
+
+def _derivatives(attend: Callable[..., Tensor], x: Tensor = Q) -> list[Tensor]:
+    """The output, its tangent, and the derivative of a gradient's square."""
+    out, tangent = torch.func.jvp(lambda q: attend(q, x, x, is_causal=True), (x,), (x.cos(),))
+    q = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(attend(q, q, q, is_causal=True).square().sum(), q, create_graph=True)
+    return [out, tangent, *torch.autograd.grad(grad.square().sum(), q)]
+
+
+@pytest.mark.parametrize("attend", [ours, _of_transformers, _of_diffusers])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_derivative_where_users_cannot_name_a_backend(block: str, attend: Any) -> None:
+    if attend is not ours:
+        pytest.importorskip(attend.__name__.removeprefix("_of_"))
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted, theirs = _derivatives(torchs, Q.double()), _derivatives(torchs)
+    with BLOCKS[block]():
+        found = _derivatives(attend)
+    for got, peer, want in zip(found, theirs, wanted, strict=True):
+        assert relative_error(got, want) <= 8 * relative_error(peer, want) + torch.finfo(torch.float32).eps
+    with pytest.raises(NotImplementedError, match=r"`with attnspan.backend\(\"math\"\):`"):
+        _derivatives(attend)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_compiled_function_has_a_program_for_each(block: str) -> None:
+    kernels = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        kernels.append(module.code.count("attnspan.attention"))
+        return module
+
+    program = torch.compile(lambda x: ours(x, x, x), fullgraph=True, backend=backend)
+    for inside in (False, True, False, True):
+        if inside:
+            with BLOCKS[block]():
+                program(Q)
+        else:
+            program(Q)
+    assert kernels == [1, 0]
+    inner = {"ours": _ours_inside, "torch's": _torchs_inside}[block]
+    torch.compile(inner, fullgraph=True, backend=backend)(Q)
+    assert kernels == [1, 0, 1]
+
+
+def _ours_inside(x: Tensor) -> Tensor:
+    with attnspan.backend("math"):
+        y = ours(x, x, x)
+    return y + ours(x, x, x)
+
+
+def _torchs_inside(x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        y = ours(x, x, x)
+    return y + ours(x, x, x)
+
+
+def test_blocks_nest_and_belong_to_a_thread() -> None:
+    block, names = attnspan.backend("math"), []
+
+    def look() -> None:
+        names.append(explain(Q, Q, Q).backend)
+
+    with block, block:
+        with attnspan.backend(None):
+            look()
+        look()
+        assert explain(Q, Q, Q, backend="cpu").backend == "cpu"
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    look()
+    assert names == ["cpu", "math", "cpu", "cpu"]
+
+
+def test_it_is_part_of_the_key_of_every_jit() -> None:
+    x, traces = jnp.ones((1, 2, 4, 8)), []
+
+    @jax.jit
+    def attend(x: jax.Array) -> jax.Array:
+        traces.append(1)
+        return attention_of_jax(x, x, x)
+
+    def tangent() -> Any:
+        return jax.jvp(attend, (x,), (x,))[1]
+
+    attend(x)
+    with attnspan.backend("math"):
+        assert tangent().shape == x.shape
+        attend(x)
+        call_jax(lambda x: jax.jvp(attend, (x,), (x,))[1], Q)
+    attend(x)
+    assert len(traces) <= 4  # without a block; in one, alone, in jvp and for a tensor
+    with pytest.raises((TypeError, NotImplementedError), match="custom_vjp"):
+        tangent()
+
+
+def test_what_a_block_refuses() -> None:
+    with pytest.raises(DtypeError, match=r"backend: expected a name or None, got int. Pass a name"):
+        attnspan.backend(3)  # type: ignore[arg-type]
+    with (
+        attnspan.backend("nope"),
+        pytest.raises(OptionError, match=r"got 'nope'.*the block of attnspan.backend"),
+    ):
+        attention(Q, Q, Q)
