@@ -236,7 +236,7 @@ class CallOptions {
     if (bias_) given.bias = keep(kind_ == dense ? rows(std::move(*bias_)) : contiguous(std::move(*bias_)));
     given.sinks = packed(sinks_), given.dropout_seed = packed(seed_);
     given.q_index = packed(q_index_), given.k_index = packed(k_index_);
-    if (dropout_ != 0.0) given.dropout_threshold = std::clamp<int64_t>(std::llrint(dropout_ * 65536), 1, 65535);
+    if (dropout_ != 0.0) given.dropout_threshold = std::min<int64_t>(std::llrint(dropout_ * 65536), 65535);
     p.options = options_of(given, p);
     bias_array_ = given.bias, sinks_array_ = given.sinks;
   }
