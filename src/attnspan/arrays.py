@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DeviceError, DtypeError
+from .errors import DeviceError, DtypeError, ShapeError, expect
 
 __all__ = [
     "INT32_MAX",
@@ -29,6 +29,7 @@ __all__ = [
     "kind_of",
     "outside_inference_mode",
     "own",
+    "stored",
 ]
 
 Array = Any
@@ -281,7 +282,7 @@ class TorchArrays(Arrays):
         functions = self.xp._C._are_functorch_transforms_active()
         # torch.func would wrap what is read, though this is a plain tensor.
         with self.xp._C._DisableFuncTorch() if functions else nullcontext():
-            return np.asarray(x.detach().cpu().numpy())
+            return np.asarray(stored(x).detach().cpu().numpy())
 
     def contiguous(self, x: Array) -> Array:
         return x.contiguous()
@@ -353,6 +354,17 @@ def own(x: Any) -> Any:
     if torch is not None and torch.compiler.is_compiling():
         return torch.as_tensor(x).clone()
     return x.astype(x.dtype.newbyteorder("="), order="C")
+
+
+def stored(x: Any) -> Any:
+    """The torch tensor itself; raises if its storage was freed or shrunk, so that it cannot be read."""
+    if x.is_cpu and x.numel():
+        end = x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        held, needed = x.untyped_storage().nbytes(), end * x.itemsize
+        remedy = "Restore it first: untyped_storage().resize_() freed or shrank it"
+        wanted, got = "a storage of {} bytes for its shape {}", f"{held} bytes"
+        expect(held >= needed, "array", wanted, got, remedy, needed, tuple(x.shape), error=ShapeError)
+    return x
 
 
 def arrays_for(candidates: Iterable[object], like: object = None, what: str = "mask") -> Arrays:
