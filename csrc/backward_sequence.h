@@ -74,7 +74,7 @@ class Backward : BackwardTiles<E> {
       const Magnitude q = measure(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim),
                       dout = measure(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
       const bool numbers = q.finite && k.finite && v.finite && dout.finite,
-                 small = may_vanish(q.squares, k.squares, v.squares, dout.squares);
+                 small = may_vanish(dout.squares, v.squares, std::fmin(q.squares, k.squares));
       const FlushSubnormals flush(!small);
       if (share == 0) partial.small[b * a.q_heads + h] = small;
       const Large large = prepare(b, h, o);

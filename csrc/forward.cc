@@ -137,9 +137,9 @@ class Forward : ForwardTiles<E> {
     const float q_norm = largest_norm(q, a.q.row, rows.count, a.head_dim);
     const Norms norms = this->norms_of(packed, plan.sequences[block.sequence].places_of(rows.all));
     const int64_t first = min(rows.all.lo, rows.all.hi), seen = rows.all.hi - first;
-    const bool small = may_vanish(sized(q_norm, q, a.q.row, rows.count, a.head_dim),
-                                  sized(norms.k, at<T>(a.k, packed.b, packed.hk, first), a.k.row, seen, a.head_dim),
-                                  sized(norms.v, at<T>(a.v, packed.b, packed.hk, first), a.v.row, seen, a.v_dim));
+    const bool small = may_vanish(sized(q_norm, q, a.q.row, rows.count, a.head_dim)) ||
+                       may_vanish(sized(norms.k, at<T>(a.k, packed.b, packed.hk, first), a.k.row, seen, a.head_dim)) ||
+                       may_vanish(sized(norms.v, at<T>(a.v, packed.b, packed.hk, first), a.v.row, seen, a.v_dim));
     const FlushSubnormals flush(!small);
     // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers.
     if (!std::isfinite(norms.v) || (E::pieces > 1 && !(std::isfinite(norms.k) && std::isfinite(q_norm))) ||

@@ -308,8 +308,8 @@ template <class T>
   return reduce_add(a + b) == 0.0f;
 }
 
-// Given the sums of squares of arrays that are multiplied, may what counts of their products be subnormal? Not in tiles
-// that flush then, nor while this thread does.
+// Given sums of squares of arrays that are multiplied with each other, may what counts of their products be subnormal?
+// Not in tiles that flush then, nor while this thread does.
 template <class... Squares>
 inline bool may_vanish(Squares... squares) {
   return ((squares < 1.0f ? static_cast<double>(squares) : 1.0) * ...) < 0x1p-100;
