@@ -41,6 +41,20 @@ struct Array {
   }
 };
 
+// Throws for an array that reaches beyond its storage, which has been freed or made smaller meanwhile: `bytes` of it,
+// in which the array starts at element `offset`.
+inline void check_within(const Array& a, int64_t offset, int64_t bytes) {
+  constexpr int64_t sizes[] = {4, 2, 2, 4, 8, 8};
+  if (a.dtype < 0 || a.empty()) return;  // an unknown dtype is refused by its name
+  int64_t end = offset + 1;
+  for (int i = 0; i < a.ndim; ++i) end += (a.shape[static_cast<size_t>(i)] - 1) * a.strides[static_cast<size_t>(i)];
+  if (end * sizes[a.dtype] > bytes)
+    fail("array of shape " + a.shape_text() + ": expected a storage of at least " +
+         std::to_string(end * sizes[a.dtype]) + " bytes, got " + std::to_string(bytes) +
+         ": it was freed or shrunk by untyped_storage().resize_(). Restore it before this call (FSDP: unshard the "
+         "module first); what backward reads must stay until it has run");
+}
+
 inline Array checked(const char* name, const Array& a, int dtype, std::initializer_list<int64_t> shape) {
   if (a.dtype != dtype)
     fail(std::string(name) + ": expected " + dtype_names[dtype] + ", got " +

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "array.h"
+#include "torch_edge.h"
 
 namespace attnspan {
 
@@ -64,6 +65,14 @@ inline int dtype_code(const dlpack::Tensor& t) {
   return t.bits == 32 ? 3 : t.bits == 64 ? 4 : -1;
 }
 
+// DLPack says nothing of storages. Torch's tensors tell where their TensorImpl is; other arrays own their memory.
+inline void check_storage(nb::handle x, const Array& a) {
+  static PyObject* const name = PyUnicode_InternFromString("_cdata");
+  const nb::object impl = nb::steal(PyObject_GetAttr(x.ptr(), name));
+  if (!impl.is_valid()) return PyErr_Clear();
+  check_torch_storage(PyLong_AsVoidPtr(impl.ptr()), a);
+}
+
 inline Array borrow(nb::handle x, const dlpack::Exchange& exchange) {
   dlpack::Tensor t;
   if (exchange.borrow(x.ptr(), &t) != 0) throw nb::python_error();
@@ -81,6 +90,7 @@ inline Array borrow(nb::handle x, const dlpack::Exchange& exchange) {
     a.strides[at] = t.strides != nullptr ? t.strides[i] : dense;
     dense *= t.shape[i];
   }
+  check_storage(x, a);
   if (t.data == nullptr && dense != 0) fail("array: expected one with memory of its own");
   return a;
 }

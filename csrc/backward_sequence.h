@@ -52,8 +52,8 @@ class Backward : BackwardTiles<E> {
       });
     if (shares > 1)
       parallel(a.batch * a.q_heads * q_blocks, [&](int64_t item, int) {
-        const FlushSubnormals flush;
         const int64_t head = item / q_blocks, qb = item % q_blocks;
+        const FlushSubnormals flush(!partial.small[head]);
         write_dq(head / a.q_heads, head % a.q_heads, qb, partial.dq + head * groups * this->group_dq(),
                  partial.rows + head * groups, groups);
       });
@@ -67,14 +67,19 @@ class Backward : BackwardTiles<E> {
 
  private:
   void unit(int64_t b, int64_t hk, int64_t share, const Own& o, const Partial& partial) const {
-    const bool finite_kv = finite(at<T>(a.k, b, hk, 0), a.k.row, a.k_len, a.head_dim) &&
-                           finite(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
+    const Magnitude k = measure(at<T>(a.k, b, hk, 0), a.k.row, a.k_len, a.head_dim),
+                    v = measure(at<T>(a.v, b, hk, 0), a.v.row, a.k_len, a.v_dim);
     for (int64_t g = 0; g < a.group(); ++g) {
       const int64_t h = hk * a.group() + g;
+      const Magnitude q = measure(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim),
+                      dout = measure(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
+      const bool numbers = q.finite && k.finite && v.finite && dout.finite,
+                 small = may_vanish(dout.squares, v.squares, std::fmin(q.squares, k.squares));
+      const FlushSubnormals flush(!small);
+      if (share == 0) partial.small[b * a.q_heads + h] = small;
       const Large large = prepare(b, h, o);
-      const bool numbers = finite_kv && finite(at<T>(a.q, b, h, 0), a.q.row, a.q_len, a.head_dim) &&
-                           finite(at<T>(a.dout, b, h, 0), a.dout.row, a.q_len, a.v_dim);
-      const bool tiles = numbers && (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
+      const bool tiles = numbers && !(small && always_flushes<E>) &&
+                         (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
       if (large.exact > 0 && a.wide_lse == nullptr) find_exact_lse(b, h, o);
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
       Head head = head_of(b, h, share, large.biases > 0, o, partial);

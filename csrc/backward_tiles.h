@@ -126,11 +126,13 @@ class BackwardTiles {
   struct Partial {
     float *dq, *bias, *sinks;
     Range* rows;  // the query blocks of each group's dQ
+    bool* small;  // do products of the head vanish where subnormals do?
   };
   Partial lay_out_shared(Carver& carver) const {
     Partial p;
     const int64_t dqs = shares == 1 ? 0 : a.batch * a.q_heads * groups;
     p.dq = carver.take<float>(dqs * group_dq()), p.rows = carver.take<Range>(dqs);
+    p.small = carver.take<bool>(a.batch * a.q_heads);
     p.bias = carver.take<float>(a.batch * a.q_heads * shares * BiasTiles::partial_size(a));
     p.sinks = carver.take<float>(a.dsinks == nullptr ? 0 : a.batch * a.q_heads);
     return p;

@@ -70,6 +70,24 @@ class ExactRow {
     return whole;
   }
 
+  // The key that has all of the row's weight, to floats, among those as far from key `place` as whole vectors are: a
+  // lane of the row's sums. -1 if several have.
+  int64_t lone_key(int64_t place) const {
+    int64_t key = -1;
+    double top = -HUGE_VAL, next = -HUGE_VAL;
+    for (int64_t r = 0; r < a_.runs; ++r) {
+      const int64_t lo = spans_[2 * r], hi = spans_[2 * r + 1];
+      for (int64_t j = lo + ((place - lo) & (Vec::width - 1)); j < hi; j += Vec::width) {
+        const double x = exponent(j, nullptr);
+        if (x > top)
+          next = top, top = x, key = j;
+        else if (x > next)
+          next = x;
+      }
+    }
+    return std::isfinite(top) && next - top < -126.0 * 0.69314718055994530942 ? key : -1;
+  }
+
   // Of key j, for this lse.
   PairWeight weigh(int64_t j, double lse) const {
     PairWeight w{0.0f, options_.kept_weight(j), 1.0f};
@@ -134,6 +152,31 @@ class ExactRow {
 template <class T>
 [[gnu::always_inline]] inline bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse, double base) {
   return !(std::fabs(lse - base) <= most_lse_of_tiles) && ExactRow<T>(a, b, h, i).is_lost(lse, base);
+}
+
+// A row whose weight is all that of key j: a weight of 1 leaves its value as it is.
+template <class T>
+void write_value(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t j, const RowEnd& end) {
+  const T* const value = at<T>(a.v, b, h / a.group(), j);
+  const float weight = end.weight * (a.options.dropout.on() ? RowOptions(a, b, h, i, 1.0f).kept_weight(j) : 1.0f);
+  if (weight == 1.0f && !a.out.wide) {
+    std::memcpy(at<T>(a.out, b, h, i), value, static_cast<size_t>(a.v_dim) * sizeof(T));
+  } else {
+    alignas(64) float floats[max_dim];
+    widen(value, floats, a.v_dim);
+    write_row<T>(floats, weight, a.out, b, h, i, a.v_dim);
+  }
+  write_lse(a, b, h, i, end.lse);
+}
+
+// The same where one lane of the row's sums, which count from key `origin` on, has all of its weight; false if several
+// keys share it.
+template <class T>
+[[gnu::noinline, gnu::cold]] bool write_lone(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t origin,
+                                             int lane, const RowEnd& end) {
+  const int64_t key = ExactRow<T>(a, b, h, i).lone_key(origin + lane);
+  if (key >= 0) write_value<T>(a, b, h, i, key, end);
+  return key >= 0;
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -180,7 +180,6 @@ class FewQueries : FewTiles<E> {
     const int64_t together = max(1, 64 * count / max(1, this->records)),
                   parts = (this->most_rows + together - 1) / together;
     parallel(count * parts, [&](int64_t item, int) {
-      const FlushSubnormals flush;
       const Unit& u = unit(item / parts);
       const int64_t first = item % parts * together;
       for (int64_t m = first; m < min(first + together, u.rows); ++m) merge(u, m, records);
@@ -196,6 +195,7 @@ class FewQueries : FewTiles<E> {
     const KeyValues<T> x{at<T>(a.k, u.b, u.hk, 0), at<T>(a.v, u.b, u.hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
     for (int64_t m = 0; changes && m < u.rows; ++m)
       o.options[m] = RowOptions(a, u.b, this->row_of(u, m).h, this->row_of(u, m).i, magnitude_of(a.scale));
+    const FlushSubnormals flush(!keeps_subnormals(u));
     pack_queries(u, o);
     const int64_t last_key = u.sequence.key + u.sequence.keys;
     for (int64_t n = begin; n < end; ++n) {
@@ -204,25 +204,43 @@ class FewQueries : FewTiles<E> {
       by_blocks(u, x, first, last, o);
       float* to = records + (u.record + n * u.rows) * this->record();
       for (int64_t m = 0; m < u.rows; ++m, to += this->record()) {
-        // 0 * inf may have come from a key that the row does not see.
-        if (!finite(o.out + m * v_cols, 0, 1, v_cols)) by_itself(u, x, m, first, last, o);
+        // 0 * inf may have come from a key that the row does not see, and products of small values may have vanished.
+        const float* out = o.out + m * v_cols;
+        const float size = reduce_add(squares(out, v_cols));
+        const bool small =
+            o.maximum[m] > -infinity && may_vanish(sized(size, x.value(first), x.v_stride, last - first, a.v_dim));
+        if (!finite(out, 0, 1, v_cols) || small || (always_flushes<E> && keeps_subnormals(u)))
+          by_itself(u, x, m, first, last, o);
         this->write_record(o, m, to);
       }
     }
   }
 
+  // Are the queries so large or so small that a subnormal key counts?
+  bool keeps_subnormals(const Unit& u) const {
+    float norm = 0.0f;
+    for (int64_t g = 0; g < a.group(); ++g)
+      norm = larger_or_nan(norm, largest_norm(at<T>(a.q, u.b, u.hk * a.group() + g, u.sequence.row), a.q.row,
+                                              u.sequence.rows, a.head_dim));
+    return may_vanish(norm) || std::sqrt(norm) * std::fabs(a.scale) > 0x1p90f;
+  }
+
   // Row m straight from the arrays.
   void by_itself(const Unit& u, const KeyValues<T>& x, int64_t m, int64_t first, int64_t last, const Own& o) const {
+    const FlushSubnormals flush(false);
     const Row row = this->row_of(u, m);
     alignas(64) float query[max_dim], out[max_dim] = {};
     const float c = prepare_query(at<T>(a.q, u.b, row.h, row.i), a.head_dim, a.scale, query);
-    RowSums sums{-infinity, 0.0f, out};
+    RowSums sums{.v = out};
     for (int64_t r = 0; r < a.runs; ++r)
       for (int64_t j = max(row.spans[2 * r], first), hi = min(row.spans[2 * r + 1], last); j < hi; j += row_keys)
         add_keys(query, x, j, min(row_keys, hi - j), c, changes ? o.options + m : nullptr, &sums);
     std::memcpy(o.out + m * v_cols, out, static_cast<size_t>(v_cols) * sizeof(float));
     std::memset(o.sums + m * sum_lanes, 0, static_cast<size_t>(sum_lanes) * sizeof(float));
-    o.sums[m * sum_lanes] = sums.total;
+    // The lane of the only weight; several have two, see `lone_lane`.
+    const int64_t lane = (sums.key - u.sequence.key) & (weight_lanes - 1), other = (lane + 1) % weight_lanes;
+    o.sums[m * sum_lanes + lane] = sums.weights > 1 ? 0.5f * sums.total : sums.total;
+    o.sums[m * sum_lanes + other] = sums.weights > 1 ? 0.5f * sums.total : 0.0f;
     if constexpr (rounds_weights<E>) o.sums[m * sum_lanes + weight_lanes] = sums.total;
     o.maximum[m] = std::isnan(sums.total) ? sums.total : sums.top + E::exponent_offset;
   }
@@ -270,9 +288,12 @@ class FewQueries : FewTiles<E> {
   void merge(const Unit& u, int64_t m, const float* records) const {
     const Row row = this->row_of(u, m);
     alignas(64) float out[max_dim] = {}, sums[sum_lanes] = {};
-    float top = -infinity;
+    const auto record = [&](int64_t n) { return records + (u.record + n * u.rows + m) * this->record(); };
+    float top = -infinity, size = 0.0f;
+    for (int64_t n = 0; n < u.sums(); ++n) size = larger_or_nan(size, reduce_add(squares(record(n), v_cols)));
+    const FlushSubnormals flush(!may_vanish(size));
     for (int64_t n = 0; n < u.sums(); ++n) {
-      const float *from = records + (u.record + n * u.rows + m) * this->record(), *lanes = from + v_cols;
+      const float *from = record(n), *lanes = from + v_cols;
       const float maximum = from[v_cols + sum_lanes], now = larger_or_nan(top, maximum);
       if (now == -infinity) continue;  // saw no key
       const Vec old = set(top == -infinity ? 0.0f : power_of_two(top - now)),
@@ -291,6 +312,9 @@ class FewQueries : FewTiles<E> {
     end.factor *= correction_of<E>(sums, sum);
     if (sees && is_lost<T>(a, u.b, row.h, row.i, end.lse, base))
       end = {1.0f, ExactRow<T>(a, u.b, row.h, row.i).forward(out)};
+    else if (const int lane = sees ? lone_lane(sums, sum) : -1;
+             lane >= 0 && write_lone<T>(a, u.b, row.h, row.i, u.sequence.key, lane, end))
+      return;
     write_row<T>(out, end.factor, a.out, u.b, row.h, row.i, a.v_dim);
     write_lse(a, u.b, row.h, row.i, end.lse);
   }

@@ -136,8 +136,14 @@ class Forward : ForwardTiles<E> {
     const T* q = at<T>(a.q, packed.b, h, rows.first);
     const float q_norm = largest_norm(q, a.q.row, rows.count, a.head_dim);
     const Norms norms = this->norms_of(packed, plan.sequences[block.sequence].places_of(rows.all));
+    const int64_t first = min(rows.all.lo, rows.all.hi), seen = rows.all.hi - first;
+    const bool small = may_vanish(sized(q_norm, q, a.q.row, rows.count, a.head_dim)) ||
+                       may_vanish(sized(norms.k, at<T>(a.k, packed.b, packed.hk, first), a.k.row, seen, a.head_dim)) ||
+                       may_vanish(sized(norms.v, at<T>(a.v, packed.b, packed.hk, first), a.v.row, seen, a.v_dim));
+    const FlushSubnormals flush(!small);
     // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers.
-    if (!std::isfinite(norms.v) || (E::pieces > 1 && !(std::isfinite(norms.k) && std::isfinite(q_norm)))) {
+    if (!std::isfinite(norms.v) || (E::pieces > 1 && !(std::isfinite(norms.k) && std::isfinite(q_norm))) ||
+        (small && always_flushes<E>)) {
       for (int64_t i = rows.first; i < rows.first + rows.count; ++i) row(packed.b, h, i);
       return;
     }
@@ -150,15 +156,19 @@ class Forward : ForwardTiles<E> {
         static_cast<char*>(a.out.data) + result * (packed.b * a.out.batch + h * a.out.head + rows.first * a.out.row),
         a.out.row * result, rows.count, a.v_dim * result);
     this->attend(packed, h, rows, q_norm, norms, ahead, o);
-    for (int64_t r = 0; r < rows.count; ++r) finish(packed.b, h, rows.first + r, o, r, rows.spans + r * a.runs * 2);
+    for (int64_t r = 0; r < rows.count; ++r) finish(packed.b, h, rows, o, r);
   }
 
-  void finish(int64_t b, int64_t h, int64_t i, const Own& o, int64_t r, const int32_t* spans) const {
-    const bool sees = sees_any(spans, a.runs);
+  void finish(int64_t b, int64_t h, const Rows& rows, const Own& o, int64_t r) const {
+    const int64_t i = rows.first + r;
+    const bool sees = sees_any(rows.spans + r * a.runs * 2, a.runs);
     const float sum = sees ? whole_sum(o.sums + r * sum_lanes) : 0.0f;
     const double base = changes ? HeadBias::value_of_base(a, b, h, o.base[r]) : 0.0;
     const RowEnd end = end_of_row(o.maximum[r] - E::exponent_offset, sum, sink_of(a, h), kept_weight_of(a), base);
     if (sees && is_lost<T>(a, b, h, i, end.lse, base)) return exact_row(b, h, i);
+    if (const int lane = sees ? lone_lane(o.sums + r * sum_lanes, sum) : -1;
+        lane >= 0 && write_lone<T>(a, b, h, i, rows.origin, lane, end))
+      return;
     if (!sees) std::memset(o.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
     const float factor = end.factor * correction_of<E>(o.sums + r * sum_lanes, sum);
     write_row<T>(o.out + r * v_cols, factor, a.out, b, h, i, a.v_dim);
@@ -171,9 +181,11 @@ class Forward : ForwardTiles<E> {
     std::optional<RowOptions> options;
     if (changes) options.emplace(a, b, h, i, magnitude_of(a.scale));
     alignas(64) float sum_v[max_dim] = {};
+    RowSums sums{.v = sum_v};
     const RowEnd end = forward_row(at<T>(a.q, b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale,
-                                   options ? &*options : nullptr, sink_of(a, h), kept_weight_of(a), sum_v);
+                                   options ? &*options : nullptr, sink_of(a, h), kept_weight_of(a), sums);
     if (is_lost<T>(a, b, h, i, end.lse, options ? options->base() : 0.0)) return exact_row(b, h, i);
+    if (sums.weights == 1) return write_value<T>(a, b, h, i, sums.key, end);
     write_row<T>(sum_v, end.factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);
   }

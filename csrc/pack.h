@@ -308,6 +308,13 @@ template <class T>
   return reduce_add(a + b) == 0.0f;
 }
 
+// Given sums of squares of arrays that are multiplied with each other, may what counts of their products be subnormal?
+// Not in tiles that flush then, nor while this thread does.
+template <class... Squares>
+inline bool may_vanish(Squares... squares) {
+  return ((squares < 1.0f ? static_cast<double>(squares) : 1.0) * ...) < 0x1p-100;
+}
+
 inline float larger_or_nan(float x, float y) { return y > x || y != y ? y : x; }
 
 template <class T>
@@ -318,6 +325,32 @@ inline Vec squares(const T* p, int64_t dim) {
     sum = fma(x, x, sum);
   }
   return sum;
+}
+
+// A squared norm as `may_vanish` takes it: 1 for an array of zeros, which makes no product smaller.
+template <class T>
+inline float sized(float squares, const T* p, int64_t stride, int64_t rows, int64_t dim) {
+  if (squares != 0.0f) return squares;
+  unsigned char any = 0;
+  for (int64_t i = 0; i < rows && any == 0; ++i) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(p + i * stride);
+    for (int64_t j = 0; j < dim * static_cast<int64_t>(sizeof(T)); ++j)
+      any = static_cast<unsigned char>(any | bytes[j]);
+  }
+  return any == 0 ? 1.0f : 0.0f;
+}
+
+// The sum of all squares, 1 for zeros, and whether all elements are finite.
+struct Magnitude {
+  float squares;
+  bool finite;
+};
+template <class T>
+inline Magnitude measure(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+  Vec sum = zero();
+  for (int64_t i = 0; i < rows; ++i) sum = sum + squares(p + i * stride, dim);
+  const float whole = reduce_add(sum);
+  return {sized(whole, p, stride, rows, dim), std::isfinite(whole) || finite(p, stride, rows, dim)};
 }
 
 // The largest squared norm of the rows; not finite if an element is not.

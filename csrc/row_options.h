@@ -75,18 +75,18 @@ template <class T>
   for (int64_t j = 0; j < n; ++j) s[j] = dot(query, x.key(first + j), x.dim);
   const float factor = options == nullptr ? c : options->exponents(s, n, first, c);
   row_softmax(s, n, round_up(x.v_dim, Vec::width), factor, sums);
+  for (int64_t j = 0; j < n; ++j)
+    if (s[j] != 0.0f) ++sums->weights, sums->key = first + j;
   if (options != nullptr) options->drop(s, n, first);
   for (int64_t j = 0; j < n; ++j) add_scaled(s[j], x.value(first + j), sums->v, x.v_dim);
 }
 
-// One query row over the keys of its spans. What it has of the values goes into sum_v: round_up(v_dim, Vec::width)
-// floats, zero at first.
+// One query row over the keys of its spans.
 template <class T>
 RowEnd forward_row(const T* q, const KeyValues<T>& x, const int32_t* spans, int64_t runs, float scale,
-                   const RowOptions* options, const float* sink, float kept_weight, float* sum_v) {
+                   const RowOptions* options, const float* sink, float kept_weight, RowSums& sums) {
   alignas(64) float query[max_dim];
   const float c = prepare_query(q, x.dim, scale, query);
-  RowSums sums{-infinity, 0.0f, sum_v};
   for (int64_t r = 0; r < runs; ++r)
     for (int64_t at = spans[2 * r], hi = spans[2 * r + 1]; at < hi; at += row_keys)
       add_keys(query, x, at, min(row_keys, hi - at), c, options, &sums);

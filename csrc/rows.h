@@ -65,7 +65,8 @@ inline constexpr int64_t row_keys = 256;
 // What one row has seen so far: sums relative to its running maximum (in units of log2).
 struct RowSums {
   float top = -infinity, total = 0.0f;
-  float* v;  // round_up(v_dim, Vec::width) floats, zero at first
+  float* v;                      // round_up(v_dim, Vec::width) floats, zero at first
+  int64_t weights = 0, key = 0;  // how many are not 0, and the key of the last of them
 };
 
 // Keys and values of one head, as they lie in memory.
@@ -92,6 +93,7 @@ inline void prefetch_row(const T* p, int64_t n) {
     const float factor = sums->top == -infinity ? 0.0f : power_of_two(sums->top - now);
     if (sums->top != -infinity) scale_row(sums->v, v_cols, factor);
     sums->total *= factor;
+    if (factor == 0.0f) sums->weights = 0;
     sums->top = now;
   }
   alignas(64) float lanes[sum_lanes] = {};

@@ -38,28 +38,32 @@ struct f16 {
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
-// Takes float subnormals for zero while it lives. Far below the softmax's maximum, probabilities and their gradients
-// are subnormal, and processors take a hundred cycles for each: a trained model's step was twice as long as an
-// untrained one's.
+// Takes float subnormals for zero while it lives, or as they are. Far below the softmax's maximum, probabilities and
+// their gradients are subnormal, and processors take a hundred cycles for each: a trained model's step was twice as
+// long as an untrained one's.
 class FlushSubnormals {
  public:
 #if defined(__SSE2__)
-  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
+  explicit FlushSubnormals(bool flush = true) : before_(_mm_getcsr()) {
+    _mm_setcsr(flush ? before_ | bits : before_ & ~bits);
+  }
   ~FlushSubnormals() { _mm_setcsr(before_); }
 
  private:
+  static constexpr unsigned bits = 0x8040u;
   unsigned before_;
 #elif defined(__aarch64__)
-  FlushSubnormals() {
+  explicit FlushSubnormals(bool flush = true) {
     asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" : : "r"(before_ | (uint64_t{1} << 24)));
+    asm volatile("msr fpcr, %0" : : "r"(flush ? before_ | bits : before_ & ~bits));
   }
   ~FlushSubnormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
 
  private:
+  static constexpr uint64_t bits = uint64_t{1} << 24;
   uint64_t before_;
 #else
-  FlushSubnormals() {}
+  explicit FlushSubnormals(bool = true) {}
   ~FlushSubnormals() {}
 
  private:

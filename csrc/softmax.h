@@ -116,7 +116,17 @@ inline bool within_range(float exponent, float v_norm) {
 struct RowEnd {
   float factor;
   double lse;
+  float weight = 1.0f;  // of all keys: less than 1 with a sink
 };
+
+// Which lane of a row's sums has all of its weight, to floats: those of one key, or of several of its lane. -1: none.
+inline int lone_lane(const float* sums, float sum) {
+  const auto least = static_cast<uint32_t>(max(1, as_bits(sum * 0x1p-126f)));  // positive floats ascend as their bits
+  uint32_t lanes = 0;
+  for (int i = 0; i < weight_lanes; i += Vec::width)
+    lanes |= bits_at_least(load_ints(reinterpret_cast<const int32_t*>(sums + i)), least) << i;
+  return std::has_single_bit(lanes) ? std::countr_zero(lanes) : -1;
+}
 
 // From the row's maximum (in units of log2) and the sum of its weights relative to that, with a sink, which is one more
 // logit without a value (null: none), where exponents are less `base`. A sum of 0 saw nothing.
@@ -129,15 +139,17 @@ struct RowEnd {
   sum = std::frexp(sum, &exponent);
   const double given = static_cast<double>(maximum) + exponent;
   double top = given;
-  float seen = 1.0f;
+  float seen = 1.0f, weight = 1.0f;
   if (sink != nullptr) {
     const double s = (static_cast<double>(*sink) - base) * 1.44269504088896340736;
     top = s > given ? s : given;
     seen = static_cast<float>(std::exp2(given - top));
-    sum = sum * seen + static_cast<float>(std::exp2(s - top));
+    const float keys = sum * seen;
+    sum = keys + static_cast<float>(std::exp2(s - top));
+    weight = keys / sum;
   }
   return {std::ldexp(seen / sum * kept_weight, -exponent),
-          top * 0.69314718055994530942 + static_cast<double>(std::log(sum)) + base};
+          top * 0.69314718055994530942 + static_cast<double>(std::log(sum)) + base, weight};
 }
 
 inline Vec row_maximum(const float* s, int64_t cols) {

@@ -34,6 +34,11 @@ inline constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 // sums, and they are added in one order.
 inline constexpr int64_t key_sums = 1024;
 
+// Products of bfloat16 take subnormals for zero, whatever the processor's mode. So do pieces, of which the last is
+// 2^-16 of a number.
+template <class E>
+inline constexpr bool always_flushes = sizeof(typename E::Element) == 2;
+
 // One side of a product: `stride` elements between rows of A or panels of B, `plane` between pieces.
 template <class C>
 struct Side {

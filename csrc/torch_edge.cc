@@ -38,6 +38,8 @@ struct Torch {
   int32_t (*get_sizes)(Handle, int64_t**);
   int32_t (*get_strides)(Handle, int64_t**);
   int32_t (*get_dtype)(Handle, int32_t*);
+  int32_t (*get_storage_size)(Handle, int64_t*);  // in bytes
+  int32_t (*get_storage_offset)(Handle, int64_t*);
   int32_t (*empty_strided)(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device,
                            int32_t index, Handle*);
   int32_t (*copy)(Handle to, Handle from, int32_t non_blocking);
@@ -90,9 +92,10 @@ bool look_up(Torch& t) {
          in.find("torch_library_impl", t.implement) && in.find("torch_get_num_threads", t.get_num_threads) &&
          in.find("aoti_torch_get_data_ptr", t.get_data_ptr) && in.find("aoti_torch_get_dim", t.get_dim) &&
          in.find("aoti_torch_get_sizes", t.get_sizes) && in.find("aoti_torch_get_strides", t.get_strides) &&
-         in.find("aoti_torch_get_dtype", t.get_dtype) && in.find("aoti_torch_empty_strided", t.empty_strided) &&
-         in.find("aoti_torch_copy_", t.copy) && in.find("aoti_torch_zero_", t.zero) &&
-         in.find("aoti_torch_delete_tensor_object", t.delete_tensor);
+         in.find("aoti_torch_get_dtype", t.get_dtype) && in.find("aoti_torch_get_storage_size", t.get_storage_size) &&
+         in.find("aoti_torch_get_storage_offset", t.get_storage_offset) &&
+         in.find("aoti_torch_empty_strided", t.empty_strided) && in.find("aoti_torch_copy_", t.copy) &&
+         in.find("aoti_torch_zero_", t.zero) && in.find("aoti_torch_delete_tensor_object", t.delete_tensor);
 }
 
 // A tensor that is deleted with this.
@@ -119,6 +122,14 @@ class Held {
   Handle handle_;
 };
 
+// Tensors promise nothing of their storage: it may have been freed since they were made.
+void check_storage(Handle x, const Array& a) {
+  int64_t offset = 0, bytes = 0;
+  check(torch.get_storage_offset(x, &offset), "get_storage_offset");
+  check(torch.get_storage_size(x, &bytes), "get_storage_size");
+  check_within(a, offset, bytes);
+}
+
 Array array_of(const Held& x) {
   Array a;
   int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
@@ -134,6 +145,7 @@ Array array_of(const Held& x) {
   a.ndim = static_cast<int>(dims);
   std::copy_n(sizes, dims, a.shape.begin());
   std::copy_n(strides, dims, a.strides.begin());
+  check_storage(x.get(), a);
   return a;
 }
 
@@ -236,7 +248,7 @@ class CallOptions {
     if (bias_) given.bias = keep(kind_ == dense ? rows(std::move(*bias_)) : contiguous(std::move(*bias_)));
     given.sinks = packed(sinks_), given.dropout_seed = packed(seed_);
     given.q_index = packed(q_index_), given.k_index = packed(k_index_);
-    if (dropout_ != 0.0) given.dropout_threshold = std::clamp<int64_t>(std::llrint(dropout_ * 65536), 1, 65535);
+    if (dropout_ != 0.0) given.dropout_threshold = std::min<int64_t>(std::llrint(dropout_ * 65536), 65535);
     p.options = options_of(given, p);
     bias_array_ = given.bias, sinks_array_ = given.sinks;
   }
@@ -337,6 +349,12 @@ void backward_kernel(Value* stack, uint64_t, uint64_t) {
 }
 
 }  // namespace
+
+void check_torch_storage(void* impl, const Array& a) {
+  static const bool found = torch.get_storage_size != nullptr || look_up(torch);
+  // A tensor is a pointer to its TensorImpl, and a handle points to a tensor.
+  if (found) check_storage(reinterpret_cast<Handle>(&impl), a);
+}
 
 bool register_torch_operators() {
   Torch found{};

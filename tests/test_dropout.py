@@ -10,6 +10,7 @@ from attnspan import reference
 from attnspan._dropout import dropout_seeds, kept, philox, scale_of_kept, split_seeds, threshold
 from attnspan.kernels import math as math_kernel
 from attnspan.options import Options
+from attnspan.torch import attention
 
 WORD = 2**32 - 1
 
@@ -39,7 +40,7 @@ def _keeps(p, seed, q_index, k_index):
     x = (x * 0x846CA68B) & WORD
     x ^= x >> 16
     number = x >> 16 if key & 16 else x & 0xFFFF
-    return number >= min(65535, max(1, round(p * 65536)))
+    return number >= min(65535, round(p * 65536))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_definition(seed, dtype, convert):
 
 @pytest.mark.parametrize("p", [1e-9, 2**-16, 0.01, 0.1, 0.25, 0.5, 0.9, 1 - 2**-16, 1 - 1e-9])
 def test_rates_are_multiples_of_two_to_the_minus_16(p):
-    assert threshold(p) == min(65535, max(1, round(p * 65536)))
+    assert threshold(p) == min(65535, round(p * 65536))
     assert scale_of_kept(p) * (1 - threshold(p) / 65536) == pytest.approx(1, abs=1e-15)
 
 
@@ -197,3 +198,10 @@ def test_the_oracle_and_the_math_backend_drop_the_same(seed):
     np.testing.assert_array_equal(exact > 0, want)
     for got in (weights, torch.from_numpy(exact)):
         torch.testing.assert_close(got, torch.tensor(want) * plain * scale_of_kept(0.4), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+def test_a_rate_below_2_to_the_minus_17_drops_nothing(backend):
+    x = torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(1))
+    out = attention(x, x, x, dropout_p=7e-6, dropout_seed=torch.tensor(3), backend=backend)
+    assert torch.equal(out, attention(x, x, x, backend=backend))

@@ -60,13 +60,13 @@ def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
 
 
 def threshold(p: float) -> int:
-    """How many of 65,536 equally likely numbers are dropped: p in (0, 1) as a multiple of 2**-16, not 0 or 1.
+    """How many of 65,536 equally likely numbers are dropped: p in (0, 1) as a multiple of 2**-16, not 1.
 
     Example:
         >>> threshold(0.1), threshold(1e-9)
-        (6554, 1)
+        (6554, 0)
     """
-    return min(65535, max(1, round(p * 65536)))
+    return min(65535, round(p * 65536))
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:

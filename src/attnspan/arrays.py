@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DeviceError, DtypeError
+from .errors import DeviceError, DtypeError, ShapeError, expect
 
 __all__ = [
     "INT32_MAX",
@@ -31,6 +31,7 @@ __all__ = [
     "outside_inference_mode",
     "own",
     "read_only",
+    "stored",
 ]
 
 Array = Any
@@ -324,7 +325,7 @@ class TorchArrays(Arrays):
         functions = self.xp._C._are_functorch_transforms_active()
         # torch.func would wrap what is read, though this is a plain tensor.
         with self.xp._C._DisableFuncTorch() if functions else nullcontext():
-            return np.asarray(x.detach().cpu().numpy())
+            return np.asarray(stored(x).detach().cpu().numpy())
 
     def contiguous(self, x: Array) -> Array:
         return x.contiguous()
@@ -409,6 +410,17 @@ def read_only(x: Any) -> Any:
     compiling = torch is not None and torch.compiler.is_compiling()
     if isinstance(x, np.ndarray) and not compiling:
         x.flags.writeable = False
+    return x
+
+
+def stored(x: Any) -> Any:
+    """The torch tensor itself; raises if its storage was freed or shrunk, so that it cannot be read."""
+    if x.is_cpu and x.numel():
+        end = x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        held, needed = x.untyped_storage().nbytes(), end * x.itemsize
+        remedy = "Restore it first: untyped_storage().resize_() freed or shrank it"
+        wanted, got = "a storage of {} bytes for its shape {}", f"{held} bytes"
+        expect(held >= needed, "array", wanted, got, remedy, needed, tuple(x.shape), error=ShapeError)
     return x
 
 

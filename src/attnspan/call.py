@@ -278,6 +278,19 @@ class Call:
         return cls(q, k, v, bounds, scale, options, given, problem, layout, unread, band)
 
 
+def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any, Any, bool]:
+    """q, k and v with a zero where their last dim has no elements, and whether that of v has none.
+
+    Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
+    ``pad`` appends a zero along the last dim.
+    """
+    q_dim, k_dim, v_dim = (tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v))
+    if q_dim == k_dim == (0,):
+        q, k = pad(q), pad(k)
+    empty = v_dim == (0,)
+    return q, k, pad(v) if empty else v, empty
+
+
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
     """Lower a mask for q and k in (B, H, S, D) order: the one place that does.
 

@@ -127,3 +127,14 @@ def test_layouts(layout: str) -> None:
     for x, y in zip(ours, theirs, strict=True):
         assert x.shape == tuple(y.shape)
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=no_kernel)])
+def test_queries_without_elements_have_scores_of_0(backend: str) -> None:
+    x, v = jnp.zeros((1, 5, 2, 0)), jnp.asarray(_normal(1, 1, 5, 2, 4))
+    mask = a.causal() & a.segments(np.array([[0, 0, 0, 1, 1]]))
+    out, lse = attention(x, x, v, mask=mask, layout="bshd", return_lse=True, backend=backend)
+    for row, (start, stop) in enumerate([(0, 1), (0, 2), (0, 3), (3, 4), (3, 5)]):
+        np.testing.assert_allclose(out[0, row], v[0, start:stop].mean(0), atol=1e-6)
+        np.testing.assert_allclose(lse[0, :, row], np.log(stop - start), atol=1e-6)
+    assert attention(x, x, x, mask=mask, layout="bshd").shape == x.shape

@@ -332,3 +332,65 @@ def test_a_gradient_that_is_not_wanted_is_not_made() -> None:
     given = (problem.dout, problem.dlse, *inputs, wanted["out"], wanted["lse"], problem.bounds)
     cpu.backward(*given, *grads, scale=SMALL.factor, num_threads=2, options=problem.options)
     assert all(torch.equal(wanted[name], x) for name, x in zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+LONE = {"plain": (), "sinks": ("sinks",), "dropout": ("dropout",), "dense": ("dense, float32",)}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("options", LONE.values(), ids=LONE)
+@pytest.mark.parametrize("q_len", [3, 12, 70])
+@pytest.mark.parametrize("hidden", [1.0, torch.nan], ids=["", "next to nan"])
+def test_a_lone_key_has_a_weight_of_1(
+    hidden: float, q_len: int, options: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    # Rows see one key, two of which one has all weight, or many of which one has.
+    problem = make(Case(q_len=q_len, k_len=90, scale=-1e4, mask="full", options=options, dtype=dtype))
+    bounds = problem.bounds.clone()
+    bounds[:, :, ::3, 0] = torch.tensor([40, 41], dtype=torch.int32)
+    bounds[:, :, 1::3, 0] = torch.tensor([17, 82], dtype=torch.int32)
+    bounds[:, :, 2::3, 0] = torch.tensor([17, 19], dtype=torch.int32)
+    problem.bounds = bounds
+    if problem.options is not None and problem.options.sinks is not None:
+        problem.options.sinks[:] = -1e6
+    problem.v[:, :, 89] = hidden
+    scores = problem.q.double() @ problem.k.double().transpose(2, 3) * -1e4
+    if options == LONE["dense"]:
+        scores = scores + problem.options.bias.double()
+    keys = torch.arange(90)
+    scores = scores.masked_fill((keys < bounds[..., :1, 0]) | (keys >= bounds[..., :1, 1]), -torch.inf)
+    top = scores.topk(2, -1)
+    lone = top.values[..., 0] - top.values[..., 1] > 200
+    assert lone.double().mean() > 0.9
+    value = problem.v.gather(2, top.indices[..., :1].expand(*scores.shape[:3], problem.v.shape[3]))
+    out = forward(problem)[0]
+    if options == LONE["dropout"]:
+        kept = out.ne(0).any(-1, keepdim=True)
+        assert not kept.all()
+        rate = round(problem.options.dropout_p * 65536)
+        value = (value.float() * (65536 / (65536 - rate)) * kept).to(dtype)
+    assert torch.equal(out[lone], value[lone])
+
+
+SMALL_NUMBERS = {
+    "v": {"v": -112},
+    "smaller v": {"v": -118},
+    "k": {"q": 120, "k": -120},
+    "q": {"q": -120, "k": 120},
+    "dout": {"dout": -118},
+}
+
+
+@pytest.mark.parametrize("powers", SMALL_NUMBERS.values(), ids=SMALL_NUMBERS)
+@pytest.mark.parametrize(("q_len", "k_len"), [(3, 1100), (70, 90), (250, 1000)])
+def test_small_normal_numbers_keep_their_precision(q_len: int, k_len: int, powers: dict[str, int]) -> None:
+    problem = make(Case(q_len=q_len, k_len=k_len, heads=2, kv_heads=1, mask="full"))
+    problem.dlse[:] = 0
+    usual = run(problem)
+    for name, power in powers.items():
+        getattr(problem, name).mul_(2.0**power)
+    got = run(problem)
+    of = {"out": {"v"}, "dv": {"dout"}, "dq": {"k", "v", "dout"}, "dk": {"q", "v", "dout"}}
+    for name, factors in of.items():
+        power = sum(powers.get(factor, 0) for factor in factors)
+        assert relative_error(got[name].double() * 2.0**-power, usual[name].double()) < 1e-6, name

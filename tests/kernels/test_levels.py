@@ -17,7 +17,9 @@ TESTS = [
 ]
 #: In the ordinary run the lowest level alone: every option and dtype, numbers of any size, the same bits.
 SHORT = (
-    () if everything() else ("-k", "options_against_the_oracle or end_of_floats or packed_or_alone or chunks")
+    ()
+    if everything()
+    else ("-k", "options_against_the_oracle or end_of_floats or packed_or_alone or chunks or lone or small")
 )
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 LEVELS = OTHERS if everything() else OTHERS[:1]

@@ -61,7 +61,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"q": _z(2, 3, 7, 16)}, "heads: expected a multiple of the key heads"),
     "no heads": ({"q": _z(2, 0, 7, 16)}, "expected at least one query and one key head"),
     "no key heads": ({"k": _z(2, 0, 9, 16)}, "at least one query and one key head"),
-    "no head_dim": ({"q": _z(2, 4, 7, 0), "k": _z(2, 2, 9, 0)}, "head_dim: expected at least one element"),
+    "no head_dim": ({"q": _z(2, 4, 7, 0)}, "head_dim: expected at least one element"),
     "devices": ({"k": K.to(META), "v": K}, "expected one device, got cpu, meta, cpu"),
     "length beyond the kernels": (
         {"q": _z(1, 1, 1, 8, device=META), "k": _z(1, device=META).expand(1, 1, 2**31 - 64, 8)},

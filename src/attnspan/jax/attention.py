@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from .._backend import asked as asked_for
 from .._mistakes import refuse_keywords
-from ..call import Call, check_keywords, forwards_to
+from ..call import Call, check_keywords, forwards_to, widened
 from ..errors import DtypeError, expect
 from ..kernels import Explanation
 from ..masks import Mask, Prepared, full
@@ -120,9 +121,14 @@ def _lowered(
     return call, static_of(call, words, want_lse)
 
 
+def _pad_last(x: Any) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+
+
 def _run(
     q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
 ) -> Any:
+    q, k, v, empty = widened(q, k, v, _pad_last)
     front = JaxFront()
     call, static = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
     if backend is not None and not is_traced(*front.inputs):
@@ -132,6 +138,7 @@ def _run(
     static = static_for([branch.backend for branch in branches], static)
     how = How(static, branches, "bhsd" if layout == "bhsd" else "bshd")
     out, lse = attend(*front.inputs, operands_of(call), how)
+    out = out[..., :0] if empty else out
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
@@ -168,6 +175,7 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     remedy, single = "Call explain() of the mask", not isinstance(mask, ShardedMask)
     expect(single, "explain: mask", wanted, got, remedy, error=DtypeError)
     mask = _FULL if mask is None else mask
+    q, k, v, _ = widened(q, k, v, _pad_last)
     call, static = _lowered(JaxFront(), q, k, v, mask, Given(**asked), scale, layout, return_lse)
     p, bounds = call.problem, call.bounds
     remedy, got = "Call it outside of jit, with arrays of the same shapes", "ones that are being traced"

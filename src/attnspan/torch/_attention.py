@@ -7,13 +7,13 @@ from torch import Tensor
 
 from .._backend import asked as asked_for
 from .._mistakes import refuse_keywords
-from ..call import Call
+from ..call import Call, widened
 from ..masks import Mask, Prepared, full
 from ..options import NO_OPTIONS, Bias, Given, Keywords
 from ..spans import Spans
 from . import _eager
 from ._backends import MODULES, choose_backend, warn_if_slow
-from ._front import TorchFront, from_bhsd
+from ._front import TorchFront, from_bhsd, pad_last
 from ._vendor import attend as vendor_attend
 from .dtensor import ShardedMask, on_mesh
 from .ops import forward_op
@@ -130,12 +130,14 @@ def attention(
         found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
         if found is not None:
             return found  # type: ignore[no-any-return]
+    q, k, v, empty = widened(q, k, v, pad_last)
     front = TorchFront()
     front.return_lse = bool(return_lse)
     call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
     choice = choose_backend(call.problem, backend)
     warn_if_slow(choice)
     out, lse = _run(call, choice.name)
+    out = out[..., :0] if empty else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
 
 

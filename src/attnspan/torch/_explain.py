@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from .._backend import asked as asked_for
-from ..call import Call, check_keywords, forwards_to
+from ..call import Call, check_keywords, forwards_to, widened
 from ..errors import DtypeError, expect
 from ..kernels import Explanation
 from ..options import Given
 from ._attention import attention
 from ._backends import candidates, choose_backend
-from ._front import TorchFront
+from ._front import TorchFront, pad_last
 from ._vendor import kernel_of
 from .dtensor import ShardedMask
 from .ops import visible_pairs
@@ -46,6 +46,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     )
     one = not isinstance(mask, ShardedMask)
     expect(one, "explain: mask", wanted, got, "Call its own explain()", error=DtypeError)
+    q, k, v, _ = widened(q, k, v, pad_last)
     call = Call.of(front, q, k, v, Given(**asked), mask=mask, scale=scale, layout=layout)
     chosen, pairs = choose_backend(call.problem, backend).name, visible_pairs(call.q, call.k, call.bounds)
     more: dict[str, Any] = {"threads": torch.get_num_threads() if call.q.is_cpu else None}

@@ -208,6 +208,11 @@ def to_bhsd(x: Tensor, layout: str) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
 
 
+def pad_last(x: Tensor) -> Tensor:
+    """x with a zero appended along its last dim."""
+    return torch.nn.functional.pad(x, (0, 1))
+
+
 def from_bhsd(out: Tensor, lse: Tensor, layout: str, return_lse: bool) -> Any:
     """The output as a view in the layout, and if asked lse as (B, H, S), or (H, T) in "thd"."""
     if layout != "bhsd":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._pytrees import Node, static_key
-from ..arrays import NUMPY
+from ..arrays import NUMPY, stored
 from ..call import lower_mask
 from ..expression import Mask, Prepared
 from ..lowering import begin
@@ -143,7 +143,7 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
         return tuple([_twin(part, sources) for part in x])
     if type(x) is Tensor or type(x) is np.ndarray:
         if id(x) not in sources:
-            host: Any = x if isinstance(x, np.ndarray) else x.numpy() if x.is_cpu else None
+            host: Any = x if isinstance(x, np.ndarray) else stored(x).numpy() if x.is_cpu else None
             sources[id(x)] = x, None if host is None else np.array(host)
         return sources[id(x)][1]
     if not isinstance(x, Node):

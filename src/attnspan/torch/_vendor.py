@@ -115,8 +115,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::vendor_attention: expected first ones, which the kernel has; got "
-            "a derivative of its backward operator. Run both passes "
+            "second derivatives of attnspan::vendor_attention: expected first ones, which the kernel has; "
+            "got a derivative of its backward operator. Run both passes "
             '`with attnspan.backend("math"):` for higher ones.'
         )
 

@@ -1,0 +1,88 @@
+"""An array whose storage was freed or shrunk since it was made is refused, and not read."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnspan import causal, segments
+from attnspan.kernels import cpu
+from attnspan.options import Options
+from attnspan.torch import attention
+
+pytestmark = pytest.mark.compiled_module("what is refused would end the process")
+REFUSED = r"storage of at least \d+ bytes, got \d+: it was freed or shrunk"
+INPUTS = ("q", "k", "v", "bounds", "bias", "sinks", "dropout_seed", "q_index", "k_index")
+GIVEN = (*INPUTS, "dout", "dlse", "out", "lse")
+
+
+def _arrays() -> dict[str, Tensor]:
+    x = {name: torch.randn(1, 2, 20, 16) for name in ("q", "k", "v", "out", "dout")}
+    x |= {name: torch.randn(1, 2, 20) for name in ("lse", "dlse")}
+    x["bounds"] = causal().prepare(20, 20, like=x["q"]).lowered.bounds.clone()
+    x |= {"bias": torch.randn(1, 1, 20, 20), "sinks": torch.randn(2), "dropout_seed": torch.tensor([[3, 4]])}
+    return x | {name: torch.arange(20, dtype=torch.int32)[None] for name in ("q_index", "k_index")}
+
+
+def _shrink(x: Tensor, part: float) -> None:
+    size = x.untyped_storage().nbytes()
+    x.untyped_storage().resize_(int(size * part))
+
+
+@pytest.mark.parametrize("part", [0, 0.5])
+@pytest.mark.parametrize("name", GIVEN)
+def test_operators_refuse_it(name: str, part: float) -> None:
+    x = _arrays()
+    rest = (0.2, 0.0, x["bias"], 4, x["sinks"], 0.1, x["dropout_seed"], x["q_index"], x["k_index"])
+    _shrink(x[name], part)
+    if name in INPUTS:
+        with pytest.raises(ValueError, match=REFUSED):
+            torch.ops.attnspan.attention(x["q"], x["k"], x["v"], x["bounds"], *rest)
+    arrays = [x[n] for n in ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse")]
+    with pytest.raises(ValueError, match=REFUSED):
+        torch.ops.attnspan.attention_backward(*arrays, *rest)
+
+
+@pytest.mark.parametrize("name", [*GIVEN, "dq", "dsinks"])
+def test_the_kernel_refuses_it(name: str) -> None:
+    x = _arrays()
+    x |= {f"d{n}": torch.empty_like(x[n]) for n in ("q", "k", "v", "sinks")}
+    options = Options(0.0, x["bias"], 4, x["sinks"], 0.1, x["dropout_seed"], x["q_index"], x["k_index"])
+    _shrink(x[name], 0.5)
+    call = {"scale": 0.2, "num_threads": 1, "options": options}
+    arrays = [x[n] for n in ("dout", "dlse", "q", "k", "v", "out", "lse", "bounds", "dq", "dk", "dv")]
+    with pytest.raises(ValueError, match=REFUSED):
+        cpu.backward(*arrays, dsinks=x["dsinks"], **call)
+    if name in ("out", "lse"):
+        with pytest.raises(ValueError, match=REFUSED):
+            cpu.forward(*(x[n] for n in ("q", "k", "v", "bounds", "out", "lse")), **call)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["read in place", "copied"])
+def test_eager_calls_and_saved_tensors(strided: bool) -> None:
+    q, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    k = torch.randn(1, 2, 20, 32)[..., ::2] if strided else torch.randn(1, 2, 20, 16)
+    out = attention(q, k.requires_grad_(), v, mask=causal())
+    _shrink(k, 0)
+    with pytest.raises(ValueError, match=REFUSED):
+        attention(q, k, v, mask=causal())
+    with pytest.raises(ValueError, match=REFUSED):
+        out.sum().backward()
+
+
+def test_ids_of_a_mask() -> None:
+    q, ids = torch.randn(1, 2, 20, 16), (torch.arange(20) // 7)[None]
+    mask = segments(ids)
+    _shrink(ids, 0)
+    with pytest.raises(ValueError, match=r"expected a storage of 160 bytes .* got 0 bytes"):
+        attention(q, q, q, mask=mask)
+
+
+def test_views_of_a_part_are_measured_from_where_they_begin() -> None:
+    x = torch.randn(3, 1, 2, 20, 16)
+    q, k, v = x
+    whole = attention(q, k, v)
+    x.untyped_storage().resize_(2 * 4 * 640)  # q and k stay whole
+    assert torch.isfinite(attention(q, k, k)).all()
+    with pytest.raises(ValueError, match=REFUSED):
+        attention(q, k, v)
+    assert whole.isfinite().all()
