@@ -18,6 +18,7 @@ from ..spans import Spans
 from .backends import Static, branches_of, candidates, choice_of, static_for, warn_if_slow, words_of
 from .front import JaxFront, ShardedMask, operands_of, static_of
 from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
+from .promotion import own_promotion
 from .rules import How, attend
 
 __all__ = ["attention", "explain"]
@@ -98,7 +99,7 @@ def attention(
     given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
-        return mask.attention(q, k, v, **asked, **given.keywords())
+        return own_promotion(mask.attention)(q, k, v, **asked, **given.keywords())
     run: Any = partial(_run, **asked)
     sharding = explicit_sharding(q)
     if sharding is None:
@@ -108,6 +109,7 @@ def attention(
     return in_auto_mode(run, sharding, layout, return_lse)(q, k, v, mask, given)
 
 
+@own_promotion
 def _lowered(
     front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
 ) -> tuple[Call, Static]:
@@ -117,6 +119,7 @@ def _lowered(
     return call, static_of(call, words, want_lse)
 
 
+@own_promotion
 def _run(
     q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
 ) -> Any:

@@ -1,0 +1,55 @@
+"""Settings of JAX by which careful users find mistakes in their own code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnspan import Mask, alibi, causal, from_predicate, key_padding, keys, reference, segments
+from attnspan.jax import attention, dot_product_attention
+
+Q = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 6, 8)), jnp.float32)
+IDS = np.array([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2]])
+MASKS: dict[str, Mask] = {
+    "segments": causal() & segments(IDS),
+    "keys": keys(jnp.asarray(IDS) < 2),
+    "padding": key_padding(jnp.array([3, 6])),
+    "predicate": from_predicate(lambda b, h, q, k: q >= k),
+}
+SETTINGS = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_debug_nans": True,
+    "jax_enable_checks": True,
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request):
+    before = getattr(jax.config, request.param)
+    jax.config.update(request.param, SETTINGS[request.param])
+    yield request.param
+    jax.config.update(request.param, before)
+
+
+@pytest.mark.parametrize("backend", [None, "math", "xla"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_calls_have_their_values_under_each_setting(setting, mask, backend):
+    options = {"bias": alibi(jnp.ones(4)), "sinks": jnp.ones(4)}
+
+    @jax.jit
+    def loss(q):
+        out = attention(q, q, q, mask=MASKS[mask], backend=backend, **options)
+        return (out * out).sum(), out
+
+    grad, out = jax.grad(loss, has_aux=True)(Q)
+    wide = np.asarray(Q, np.float64)
+    expected = reference.attention(wide, wide, wide, mask=MASKS[mask], bias=alibi(np.ones(4)), sinks=np.ones(4))
+    assert np.abs(np.asarray(out) - expected[0]).max() < 2e-6
+    assert np.isfinite(np.asarray(grad)).all() and np.abs(np.asarray(grad)).max() > 0.1
+
+
+def test_the_drop_in_and_vmap_under_each_setting(setting):
+    x = Q.swapaxes(1, 2)
+    ours = jax.vmap(lambda x: dot_product_attention(x, x, x, is_causal=True))(x)
+    np.testing.assert_allclose(ours, dot_product_attention(x, x, x, is_causal=True), atol=2e-6)
