@@ -35,16 +35,14 @@ def setting(request):
 @pytest.mark.parametrize("backend", [None, "math", "xla"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_calls_have_their_values_under_each_setting(setting, mask, backend):
-    options = {"bias": alibi(jnp.ones(4)), "sinks": jnp.ones(4)}
-
     @jax.jit
     def loss(q):
-        out = attention(q, q, q, mask=MASKS[mask], backend=backend, **options)
+        out = attention(q, q, q, mask=MASKS[mask], backend=backend)
         return (out * out).sum(), out
 
     grad, out = jax.grad(loss, has_aux=True)(Q)
-    wide = np.asarray(Q, np.float64)
-    expected = reference.attention(wide, wide, wide, mask=MASKS[mask], bias=alibi(np.ones(4)), sinks=np.ones(4))
+    bounds = MASKS[mask].prepare(6, 6, batch=2).lowered.bounds
+    expected = reference.forward(Q, Q, Q, bounds, 8**-0.5)
     assert np.abs(np.asarray(out) - expected[0]).max() < 2e-6
     assert np.isfinite(np.asarray(grad)).all() and np.abs(np.asarray(grad)).max() > 0.1
 
@@ -53,3 +51,21 @@ def test_the_drop_in_and_vmap_under_each_setting(setting):
     x = Q.swapaxes(1, 2)
     ours = jax.vmap(lambda x: dot_product_attention(x, x, x, is_causal=True))(x)
     np.testing.assert_allclose(ours, dot_product_attention(x, x, x, is_causal=True), atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", [None, "math"])
+def test_options_under_each_setting(setting, backend):
+    seed = jax.random.key(3)
+
+    def loss(q, sinks):
+        options = {
+            "bias": alibi(sinks),
+            "sinks": sinks,
+            "dropout_p": 0.3,
+            "dropout_seed": seed,
+            "softcap": 5.0,
+        }
+        return attention(q, q, q, mask=causal(), backend=backend, **options).sum()
+
+    for gradient in jax.grad(loss, (0, 1))(Q, jnp.ones(4)):
+        assert np.isfinite(np.asarray(gradient)).all()
