@@ -14,7 +14,7 @@ MASKS: dict[str, Mask] = {
     "segments": causal() & segments(IDS),
     "keys": keys(jnp.asarray(IDS) < 2),
     "padding": key_padding(jnp.array([3, 6])),
-    "predicate": from_predicate(lambda b, h, q, k: q >= k),
+    "predicate": from_predicate(lambda _, __, q, k: q >= k),
 }
 SETTINGS = {
     "jax_numpy_rank_promotion": "raise",
@@ -44,7 +44,8 @@ def test_calls_have_their_values_under_each_setting(setting, mask, backend):
     bounds = MASKS[mask].prepare(6, 6, batch=2).lowered.bounds
     expected = reference.forward(Q, Q, Q, bounds, 8**-0.5)
     assert np.abs(np.asarray(out) - expected[0]).max() < 2e-6
-    assert np.isfinite(np.asarray(grad)).all() and np.abs(np.asarray(grad)).max() > 0.1
+    assert np.isfinite(np.asarray(grad)).all()
+    assert np.abs(np.asarray(grad)).max() > 0.1
 
 
 def test_the_drop_in_and_vmap_under_each_setting(setting):

@@ -294,7 +294,8 @@ def _expect_our_attention(model: PreTrainedModel) -> None:
     module = vars(sys.modules[type(model).__module__])
     if any(getattr(x, "__module__", "") == "transformers.masking_utils" for x in module.values()):
         _refuse_own_attention(model)
-    message = f"attnspan: {type(model).__name__} computes attention by code of its own, without masks of transformers."
+    name = type(model).__name__
+    message = f"attnspan: {name} computes attention by code of its own, without masks of transformers."
     warnings.warn(message, OwnAttentionWarning, stacklevel=4)
 
 
