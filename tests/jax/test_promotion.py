@@ -70,3 +70,8 @@ def test_options_under_each_setting(setting, backend):
 
     for gradient in jax.grad(loss, (0, 1))(Q, jnp.ones(4)):
         assert np.isfinite(np.asarray(gradient)).all()
+
+
+def test_spans_as_booleans_under_each_setting(setting):
+    found = jax.jit(lambda lengths: key_padding(lengths).spans(2, 3, batch=2).dense())(jnp.array([1, 3]))
+    assert found[:, 0, 0].tolist() == [[True, False, False], [True, True, True]]
