@@ -47,7 +47,9 @@ def _encode_in_passes(arrays: Arrays, visible: Array, runs: int) -> Array:
     k_len = visible.shape[-1]
     if 0 in visible.shape:
         return arrays.full((*visible.shape[:-1], runs, 2), 0)
-    keys, reached, ends = arrays.arange(k_len), 0, []
+    # All operands have the same number of dims: JAX can be told to refuse others.
+    lead = (1,) * (visible.ndim - 1)
+    keys, reached, ends = arrays.arange(k_len).reshape(*lead, k_len), 0, []
     for _ in range(runs):
         lo = arrays.where(visible & (keys >= reached), keys, k_len).min(-1)
         hi = arrays.where(~visible & (keys >= lo[..., None]), keys, k_len).min(-1)
@@ -55,7 +57,8 @@ def _encode_in_passes(arrays: Arrays, visible: Array, runs: int) -> Array:
         exists = lo < k_len
         ends.append(arrays.stack([arrays.where(exists, lo, 0), arrays.where(exists, hi, 0)]))
     more = arrays.any(visible & (keys >= reached))[..., None]
-    spans = [arrays.where(more[..., None], arrays.asarray([0, -1], "int32"), x[..., None, :]) for x in ends]
+    illegal = arrays.asarray([0, -1], "int32").reshape(*lead, 1, 2)
+    spans = [arrays.where(more[..., None], illegal, x[..., None, :]) for x in ends]
     return arrays.cast(arrays.xp.concatenate(spans, axis=-2), "int32")
 
 

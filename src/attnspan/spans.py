@@ -209,7 +209,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         arrays = self._arrays
         if arrays.concrete(self.bounds):
             self.validate()
-        keys = arrays.arange(self.k_len)
+        keys = arrays.arange(self.k_len)[None, None, None]  # JAX can be told to refuse fewer dims.
         lo, hi = self.bounds[..., 0], self.bounds[..., 1]
         visible: Array = False
         for r in range(self.bounds.shape[3]):

@@ -1,6 +1,8 @@
 """Kinds of models of transformers other than plain decoders, each against the eager implementation."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers_models import (  # noqa: E402
 )
 
 import attnspan.integrations.transformers as adapter  # noqa: E402
+from attnspan.errors import OptionError  # noqa: E402
 
 PADDING = {"plain": {}, "padded": {"attention_mask": RIGHT_PADDED}}
 BART = {
@@ -235,3 +238,30 @@ def test_models_that_read_their_masks_get_them_of_all_pairs(name):
     model = build(name, **READING[name])
     inputs = {"input_ids": TOKENS, "attention_mask": LEFT_PADDED, "use_cache": False}
     assert_equals_eager(model, inputs, 2, valid=LEFT_PADDED.bool())
+
+
+BOUND_FIRST = """
+from transformers.models.gemma3 import modeling_gemma3 as before
+from attnspan.integrations._transformers_masks import describe
+print(describe(before.sliding_window_overlay(4)))
+"""
+
+
+def test_mask_functions_that_a_model_imported_before_are_known():
+    found = subprocess.run([sys.executable, "-c", BOUND_FIRST], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "window(4)"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Falcon", {"num_hidden_layers": 1}),
+        ("GPTJ", {"n_layer": 1}),
+        ("GPTNeo", {"num_layers": 1, "attention_types": [[["global"], 1]]}),
+    ],
+)
+def test_models_that_choose_their_attention_from_a_table_are_refused_by_name(name, sizes):
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    config._attn_implementation = adapter.NAME
+    with pytest.raises(OptionError, match=f"got {name}.*, whose attention is its own"):
+        getattr(transformers, f"{name}Model")(config)

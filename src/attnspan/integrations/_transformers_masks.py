@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -64,7 +65,16 @@ def _say_what_they_are() -> None:
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
         if not hasattr(make, "attnspan_kind"):
-            setattr(masking_utils, name, _describing(make, kind))
+            _replace(name, make, _describing(make, kind))
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Replace a function of transformers' masks, also in modules that imported it by name before."""
+    for module in list(sys.modules.values()):
+        # Not getattr: it would make lazy modules import what they promise.
+        names = getattr(module, "__dict__", {})
+        if names.get(name) is old:
+            names[name] = new
 
 
 def _describing(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -115,7 +125,7 @@ def _see_documents_beside_a_new_cache() -> None:
         return ready, mask, packed, q_len, k_len, q_offset, *others
 
     read_documents.attnspan_documents = True  # type: ignore[attr-defined]
-    masking_utils._preprocess_mask_arguments = read_documents
+    _replace("_preprocess_mask_arguments", read, read_documents)
 
 
 class _Sizes(NamedTuple):

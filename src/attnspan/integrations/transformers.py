@@ -297,18 +297,40 @@ def _expect_our_attention(model: PreTrainedModel) -> None:
     models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     if model.config._attn_implementation != NAME or any(getattr(x, _CAN_SET)() for x in models):
         return
-    name, module = type(model).__name__, vars(sys.modules[type(model).__module__])
+    module = vars(sys.modules[type(model).__module__])
     if any(getattr(x, "__module__", "") == "transformers.masking_utils" for x in module.values()):
-        expected, remedy = "a model that calls transformers' AttentionInterface", 'Load it with "eager"'
-        expect(False, "attn_implementation", expected, f"{name}, whose attention is its own", remedy)
+        _refuse_own_attention(model)
+    name = type(model).__name__
     message = f"attnspan: {name} computes attention by code of its own, without masks of transformers."
     warnings.warn(message, OwnAttentionWarning, stacklevel=4)
 
 
-def _after_making_a_model() -> None:
-    post_init = PreTrainedModel.post_init
+def _refuse_own_attention(model: PreTrainedModel) -> None:
+    expected, remedy = "a model that calls transformers' AttentionInterface", 'Load it with "eager"'
+    got = f"{type(model).__name__}, whose attention is its own"
+    expect(False, "attn_implementation", expected, got, remedy)
+
+
+def _expect_no_table(model: PreTrainedModel) -> None:
+    """Some models choose a class of attention by the name, from a table that has transformers' own names."""
+    if model.config._attn_implementation != NAME:
+        return
+    for table in vars(sys.modules[type(model).__module__]).values():
+        if type(table) is dict and "eager" in table and NAME not in table:
+            _refuse_own_attention(model)
+
+
+def _around_making_a_model() -> None:
+    init, post_init = PreTrainedModel.__init__, PreTrainedModel.post_init
     if hasattr(post_init, "attnspan"):
         return
+
+    @functools.wraps(init)
+    def look_and_init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _expect_no_table(self)
+
+    PreTrainedModel.__init__ = look_and_init  # type: ignore[method-assign]
 
     @functools.wraps(post_init)
     def and_look(self: PreTrainedModel) -> None:
@@ -320,6 +342,6 @@ def _after_making_a_model() -> None:
     PreTrainedModel.post_init = and_look  # type: ignore[method-assign]
 
 
-_after_making_a_model()
+_around_making_a_model()
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)

@@ -20,6 +20,7 @@ from ..spans import Spans
 from .backends import Static, branches_of, candidates, choice_of, static_for, warn_if_slow, words_of
 from .front import JaxFront, ShardedMask, operands_of, static_of
 from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
+from .promotion import own_promotion
 from .rules import How, attend
 
 __all__ = ["attention", "explain"]
@@ -102,7 +103,7 @@ def attention(
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
-        return mask.attention(q, k, v, **asked, **given.keywords())
+        return own_promotion(mask.attention)(q, k, v, **asked, **given.keywords())
     run: Any = partial(_run, **asked)
     sharding = explicit_sharding(q)
     if sharding is None:
@@ -112,6 +113,7 @@ def attention(
     return in_auto_mode(run, sharding, layout, return_lse)(q, k, v, mask, given)
 
 
+@own_promotion
 def _lowered(
     front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
 ) -> tuple[Call, Static]:
@@ -125,6 +127,7 @@ def _pad_last(x: Any) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
 
 
+@own_promotion
 def _run(
     q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
 ) -> Any:

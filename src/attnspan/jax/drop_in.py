@@ -16,10 +16,12 @@ from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
 from ..spans import Spans
 from .attention import attention
+from .promotion import own_promotion
 
 __all__ = ["dot_product_attention"]
 
 
+@own_promotion
 def dot_product_attention(
     query: Any,
     key: Any,

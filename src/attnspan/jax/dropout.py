@@ -15,6 +15,7 @@ from jax import Array
 from .._dropout import threshold
 from ..arrays import check_plain, is_array, kind_of, own
 from ..errors import DtypeError, ShapeError, expect
+from .promotion import own_promotion
 
 __all__ = ["check_seed", "dropout_seeds", "keeps", "kept", "lower_seed", "philox", "row_words", "split_seeds"]
 
@@ -24,6 +25,7 @@ _HALF = np.uint32(16)
 _LOW_HALF = np.uint32(0xFFFF)
 
 
+@own_promotion
 def dropout_seeds(seed: Array, batch: int, heads: int) -> Array:
     """The seeds of every batch row and head, which `attention` makes of a single one.
 

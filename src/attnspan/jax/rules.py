@@ -22,6 +22,7 @@ from ..errors import BackendError
 from ..options import DISTANCE
 from .backends import Branch, Operands, Static, module_of
 from .partitioning import partitioned
+from .promotion import own_promotion
 from .varying import axes_of, spread
 
 __all__ = ["SAVE_NAMES", "How", "attend", "batched", "differentiable", "first_order"]
@@ -98,6 +99,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     gradient. ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
     """
 
+    @own_promotion
     def attend_forward(how: Any, *primals: Any) -> tuple[Any, Any]:
         # With symbolic zeros each argument says whether its gradient is wanted: a dense bias's is expensive.
         wanted = primals[3].bias is not None and primals[3].bias.perturbed
@@ -106,6 +108,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         out, lse = (checkpoint_name(x, name) for x, name in found)
         return (out, lse), (primals, out, lse, _Flag(wanted))
 
+    @own_promotion
     def attend_backward(how: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
         (q, k, v, given, *rest), out, lse, wanted = saved
         dout, dlse = (None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
@@ -117,7 +120,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         dgiven = Operands(None, dbias, dsinks, None, None, None)  # type: ignore[arg-type]
         return dq, dk, dv, dgiven, *(None for _ in rest)
 
-    attend = jax.custom_vjp(forward, nondiff_argnums=(0,))
+    attend = jax.custom_vjp(own_promotion(forward), nondiff_argnums=(0,))
     attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
     return attend
 
@@ -139,6 +142,7 @@ def _forward(how: How) -> Any:
     return first_order(how.branches[-1].backend, batched(parted, how.static))
 
 
+@own_promotion
 def _forward_of(how: How, backend: str, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array]:
     module = module_of(backend)
     if how.layout in getattr(module, "LAYOUTS", ()):
@@ -158,6 +162,7 @@ def _backward(how: How, want_dbias: bool) -> Any:
     return first_order(how.branches[-1].backend, mapped)
 
 
+@own_promotion
 def _backward_of(how: How, want_dbias: bool, backend: str, *args: Any) -> Any:
     module, rest = module_of(backend), (how.static, want_dbias)
     if how.layout in getattr(module, "LAYOUTS", ()):
@@ -202,6 +207,7 @@ def batched(run: Callable[..., Any], static: Static, *, sums: bool = False, want
     mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap  # type: ignore[untyped-decorator]
+    @own_promotion
     def rule(size: int, flags: list[Any], *args: Any) -> tuple[Any, Any]:
         at = next(i for i, x in enumerate(args) if isinstance(x, Operands))
         given, given_flags = args[at], flags[at]

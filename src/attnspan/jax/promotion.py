@@ -1,0 +1,35 @@
+"""The settings of JAX's type and rank promotion that attnspan's own code is written for.
+
+A process may set ``jax_numpy_rank_promotion`` or ``jax_numpy_dtype_promotion`` to find mistakes in its own
+code. They count while JAX traces, and derivatives and batching rules are traced after the call has returned.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import jax
+
+__all__ = ["own_promotion", "standard_promotion"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextmanager
+def standard_promotion() -> Iterator[None]:
+    """JAX's default promotion, in this thread, until the block ends."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def own_promotion(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn` under `standard_promotion`."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with standard_promotion():
+            return fn(*args, **kwargs)
+
+    return run

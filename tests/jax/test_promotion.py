@@ -1,0 +1,77 @@
+"""Settings of JAX by which careful users find mistakes in their own code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnspan import Mask, alibi, causal, from_predicate, key_padding, keys, reference, segments
+from attnspan.jax import attention, dot_product_attention
+
+Q = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 6, 8)), jnp.float32)
+IDS = np.array([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2]])
+MASKS: dict[str, Mask] = {
+    "segments": causal() & segments(IDS),
+    "keys": keys(jnp.asarray(IDS) < 2),
+    "padding": key_padding(jnp.array([3, 6])),
+    "predicate": from_predicate(lambda _, __, q, k: q >= k),
+}
+SETTINGS = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_debug_nans": True,
+    "jax_enable_checks": True,
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request):
+    before = getattr(jax.config, request.param)
+    jax.config.update(request.param, SETTINGS[request.param])
+    yield request.param
+    jax.config.update(request.param, before)
+
+
+@pytest.mark.parametrize("backend", [None, "math", "xla"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_calls_have_their_values_under_each_setting(setting, mask, backend):
+    @jax.jit
+    def loss(q):
+        out = attention(q, q, q, mask=MASKS[mask], backend=backend)
+        return (out * out).sum(), out
+
+    grad, out = jax.grad(loss, has_aux=True)(Q)
+    bounds = MASKS[mask].prepare(6, 6, batch=2).lowered.bounds
+    expected = reference.forward(Q, Q, Q, bounds, 8**-0.5)
+    assert np.abs(np.asarray(out) - expected[0]).max() < 2e-6
+    assert np.isfinite(np.asarray(grad)).all()
+    assert np.abs(np.asarray(grad)).max() > 0.1
+
+
+def test_the_drop_in_and_vmap_under_each_setting(setting):
+    x = Q.swapaxes(1, 2)
+    ours = jax.vmap(lambda x: dot_product_attention(x, x, x, is_causal=True))(x)
+    np.testing.assert_allclose(ours, dot_product_attention(x, x, x, is_causal=True), atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", [None, "math"])
+def test_options_under_each_setting(setting, backend):
+    seed = jax.random.key(3)
+
+    def loss(q, sinks):
+        options = {
+            "bias": alibi(sinks),
+            "sinks": sinks,
+            "dropout_p": 0.3,
+            "dropout_seed": seed,
+            "softcap": 5.0,
+        }
+        return attention(q, q, q, mask=causal(), backend=backend, **options).sum()
+
+    for gradient in jax.grad(loss, (0, 1))(Q, jnp.ones(4)):
+        assert np.isfinite(np.asarray(gradient)).all()
+
+
+def test_spans_as_booleans_under_each_setting(setting):
+    found = jax.jit(lambda lengths: key_padding(lengths).spans(2, 3, batch=2).dense())(jnp.array([1, 3]))
+    assert found[:, 0, 0].tolist() == [[True, False, False], [True, True, True]]
