@@ -116,7 +116,7 @@ def materialise(
         hi = arrays.full((1, 1, q_len), hi) if x.hi is None or isinstance(hi, int) else hi
         lo = arrays.clip(lo, 0, top)
         # A symbol of a size, which is no int to JAX, is the number of rows.
-        n, m = lo.shape[-1], hi.shape[-1]
+        n, m = arrays.size(lo.shape[-1]), arrays.size(hi.shape[-1])
         if isinstance(n, int) and isinstance(m, int) and n == 1 and m == 1:
             lo = arrays.broadcast_to(lo, (*lo.shape[:-1], q_len))
         los.append(lo)

@@ -319,6 +319,7 @@ def begin(
 ) -> Lowering:
     """Find the length of the global key sequence, and give the rows of `leaves` their indices."""
     tracing = arrays.tracing()
+    q_len, k_len, batch, heads = map(arrays.size, (q_len, k_len, batch, heads))
     if not tracing:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if type(size) is not int:
@@ -329,7 +330,7 @@ def begin(
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
         expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)
-    keys = key_len(leaves, None if k_index is not None else k_len, tracing)
+    keys = arrays.size(key_len(leaves, None if k_index is not None else k_len, tracing))
     low = Lowering(arrays, q_len, keys, batch, heads)
     low.index_rows(leaves, q_index, k_index)
     return low

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import check_plain
-from ..errors import DtypeError, ShapeError, expect, shown
+from ..errors import DtypeError, ShapeError, expect, shown, without_tracer_warnings
 from ..masks import causal, from_dense, keys
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention
@@ -61,24 +61,35 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, theirs, atol=1e-5)
         True
     """
-    options: dict[str, Any]
     if isinstance(query, Tensor) and query.is_nested:
-        options = {"dropout_p": dropout_p, "scale": scale, "backend": torchs_backend()}
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "backend": torchs_backend()}
         options["dropout_seed"] = torch.randint(2**62, (), device=query.device) if dropout_p else None
         return attend_jagged(query, key, value, attn_mask, is_causal, enable_gqa, **options)
+    with without_tracer_warnings():
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     _check(query, key, value, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
     axis = _own_axis(attn_mask, query)
-    if (
-        axis is not None
-    ):  # One call for each of its entries shares the mask; one call for all would expand it.
+    if axis is not None:  # One call for each of its entries shares the mask; one call for all would expand it.
         _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
         of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
         rest = dropout_p, is_causal, scale, enable_gqa
         inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
-        return torch.stack([scaled_dot_product_attention(*one, *rest) for one in inputs], axis)
+        return torch.stack([_attend(*one, *rest) for one in inputs], axis)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None
     bias = q_index = None
@@ -92,7 +103,7 @@ def scaled_dot_product_attention(
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
-    options = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options: dict[str, Any] = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
     options["backend"] = torchs_backend()
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
