@@ -22,6 +22,7 @@ __all__ = [
     "Arrays",
     "JaxArrays",
     "TorchArrays",
+    "agree",
     "arrays_for",
     "check_plain",
     "is_array",
@@ -32,6 +33,7 @@ __all__ = [
     "own",
     "read_only",
     "stored",
+    "sure",
 ]
 
 Array = Any
@@ -48,6 +50,36 @@ def _is_torch(x: object) -> bool:
 def _is_jax(x: object) -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.Array)
+
+
+def sure(holds: Any) -> bool:
+    """Whether a comparison of sizes holds for certain, which is not so for sizes that only data decide.
+
+    Compilers have such sizes for ``x[keep]``: they cannot be asked, in Python, whether one is 1.
+    """
+    symbols = _symbols_of_torch(holds)
+    return bool(holds) if symbols is None else symbols.guard_or_false(holds)  # type: ignore[no-any-return]
+
+
+def agree(size: Any, other: Any) -> bool:
+    """Whether two sizes are equal; the program checks those that only data decide."""
+    holds = size == other
+    if sure(holds):
+        return True
+    symbols = _symbols_of_torch(holds)
+    if symbols is None or not symbols.guard_or_true(holds):
+        return False
+    sys.modules["torch"]._check(holds)
+    return True
+
+
+def _symbols_of_torch(holds: Any) -> Any:
+    """The module for what may be a comparison of torch's symbols, else None."""
+    torch = sys.modules.get("torch")
+    # A compiler takes symbols for numbers, so it is not asked about their type.
+    if torch is None or not (torch.compiler.is_compiling() or isinstance(holds, torch.SymBool)):
+        return None
+    return torch.fx.experimental.symbolic_shapes
 
 
 def _is_recorded(torch: Any) -> bool:

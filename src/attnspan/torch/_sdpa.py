@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import check_plain
+from ..arrays import agree, check_plain, sure
 from ..errors import DtypeError, ShapeError, expect, shown, without_tracer_warnings
 from ..masks import causal, from_dense, keys
 from ..options import check_dropout_p
@@ -181,7 +181,7 @@ def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
     if query.dim() == 3:
         return values.unsqueeze(1)
     lead = values.shape[:-3]
-    if query.dim() > 4 and any(n != 1 for n in lead):  # Several batch dims become one.
+    if query.dim() > 4 and not all(sure(n == 1) for n in lead):  # Several batch dims become one.
         values = values.expand(*size[:-3], *values.shape[-3:])
     return values if query.dim() == 4 else values.flatten(0, -4)
 
@@ -190,7 +190,7 @@ def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
     # Not by catching torch's error: a compiler would end there.
     own = attn_mask.shape
     fits = len(own) <= len(size)
-    fits = fits and all(n == 1 or n == m for n, m in zip(own[::-1], size[::-1], strict=False))
+    fits = fits and all(sure(n == 1) or agree(n, m) for n, m in zip(own[::-1], size[::-1], strict=False))
     wanted, remedy = "a shape that broadcasts to {}", "Its last dims are queries and keys"
     expect(fits, "attn_mask", wanted, own, remedy, size, error=ShapeError)
     return attn_mask.expand(size)
@@ -207,7 +207,7 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     # What batch rows, heads or queries share is encoded once.
     own = attn_mask[(None,) * (len(lead) + 2 - attn_mask.dim())]
     if len(lead) > 2:
-        batch = lead[:-1] if any(n != 1 for n in own.shape[:-3]) else own.shape[:-3]
+        batch = lead[:-1] if not all(sure(n == 1) for n in own.shape[:-3]) else own.shape[:-3]
         own = own.expand(*batch, *own.shape[-3:]).flatten(0, -4)
     if own.shape[1] == 1 == own.shape[2] and not torch.compiler.is_compiling():
         return keys(own[:, 0, 0].expand(own.shape[0], k.shape[2]))
