@@ -35,7 +35,7 @@ Mask = Callable[[Tensor], Any]
 #: Masks of an array, with the array that is recorded and another one.
 MASKS: dict[str, tuple[Mask, Tensor, Tensor]] = {
     "from_dense": (from_dense, *DENSE),
-    "from_predicate": (lambda x: from_predicate(lambda b, h, q, k: x[q] == x[k]), FIRST, OTHER),
+    "from_predicate": (lambda x: from_predicate(lambda *at: x[at[2]] == x[at[3]]), FIRST, OTHER),
     "segments": (lambda x: causal() & segments(x), FIRST, OTHER),
     "keys": (keys, FIRST == 0, OTHER != 1),
     "key_padding": (key_padding, torch.tensor([4]), torch.tensor([2])),
@@ -48,13 +48,16 @@ MASKS: dict[str, tuple[Mask, Tensor, Tensor]] = {
 }
 
 
+def _call_with(mask: Mask) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda q, x: attention(q, q, q, mask=mask(x))
+
+
 def _drop_in(q: Tensor, mask: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
 CALLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
-    name: (lambda q, x, mask=mask: attention(q, q, q, mask=mask(x)), *arrays)
-    for name, (mask, *arrays) in MASKS.items()
+    name: (_call_with(mask), *arrays) for name, (mask, *arrays) in MASKS.items()
 } | {"drop-in": (_drop_in, *DENSE), "floating": (_drop_in, torch.randn(6, 6), torch.randn(6, 6))}
 
 
@@ -93,7 +96,7 @@ def _of_kept_rows(x: Tensor, lengths: Tensor, keep: Tensor) -> list[Tensor]:
         prefix(lengths),
         keys(valid),
         from_dense(valid[:, None, None].expand(-1, 1, 8, 8)),
-        from_predicate(lambda b, h, q, k: k < lengths[b]),
+        from_predicate(lambda b, _, __, k: k < lengths[b]),
         documents(torch.tensor([0, 3, 8])),
     ]
     added = lengths[:, None, None, None] * torch.ones(8, 8)

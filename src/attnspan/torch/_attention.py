@@ -132,10 +132,10 @@ def attention(
         found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
         if found is not None:
             return found  # type: ignore[no-any-return]
-    q, k, v, empty = widened(q, k, v, pad_last)
     front = TorchFront()
     front.return_lse = bool(return_lse)
     with without_tracer_warnings():
+        q, k, v, empty = widened(q, k, v, pad_last)
         call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
         choice = choose_backend(call.problem, backend)
         warn_if_slow(choice)

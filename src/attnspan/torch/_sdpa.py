@@ -84,7 +84,9 @@ def _attend(
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
     axis = _own_axis(attn_mask, query)
-    if axis is not None:  # One call for each of its entries shares the mask; one call for all would expand it.
+    if (
+        axis is not None
+    ):  # One call for each of its entries shares the mask; one call for all would expand it.
         _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
         of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
         rest = dropout_p, is_causal, scale, enable_gqa
