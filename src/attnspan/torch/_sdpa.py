@@ -211,6 +211,6 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     if len(lead) > 2:
         batch = lead[:-1] if not all(sure(n == 1) for n in own.shape[:-3]) else own.shape[:-3]
         own = own.expand(*batch, *own.shape[-3:]).flatten(0, -4)
-    if own.shape[1] == 1 == own.shape[2] and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and own.shape[1] == 1 == own.shape[2]:
         return keys(own[:, 0, 0].expand(own.shape[0], k.shape[2]))
     return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))
