@@ -11,7 +11,7 @@ import numpy as np
 from . import checks
 from ._mistakes import refuse_truth_of_bias
 from ._pytrees import Node, arrays_in
-from .arrays import NUMPY, Array, Arrays, arrays_for, check_plain, is_array, kind_of, own
+from .arrays import NUMPY, Array, Arrays, agree, arrays_for, check_plain, is_array, kind_of, own, sure
 from .errors import DtypeError, ShapeError, expect
 
 #: Kinds of lowered biases; 0 is no bias.
@@ -83,7 +83,7 @@ class alibi(Bias):
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         batch, heads, *_ = sizes
         shape = self.slopes.shape
-        fits = shape[-1] == heads and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+        fits = shape[-1] == heads and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
         wanted = "({},) or ({}, {}): a slope for each query head"
         remedy = "Pass alibi_slopes(heads), or slopes of your own"
         _fits(fits, "alibi: slopes", wanted, self.slopes, remedy, heads, batch, heads)
@@ -168,7 +168,7 @@ class dense_bias(Bias):
         given = tuple(self.values.shape)
         shape = (1,) * (4 - len(given)) + given
         # 1 first: a traced size that is known to be 1 then needs no guard against the problem's.
-        fits = all(x == 1 or x == full for x, full in zip(shape[:3], sizes[:3], strict=True))
+        fits = all(sure(x == 1) or agree(x, full) for x, full in zip(shape[:3], sizes[:3], strict=True))
         wanted = "(B|1, H|1, q_len|1, k_len) with B={}, H={}, q_len={}, k_len={}"
         remedy = "Give it that shape; axes may be missing in front, or be 1, but for the keys"
         _fits(fits and shape[3] == sizes[3], "dense bias", wanted, self.values, remedy, *sizes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, arrays_for, is_array, is_bool, kind_of
+from .arrays import Array, agree, arrays_for, is_array, is_bool, kind_of, sure
 from .errors import DtypeError, OptionError, ShapeError, expect, shown
 from .lowering import Lowering
 
@@ -68,7 +68,7 @@ def _checked(what: str, visible: Any, low: Lowering, rows: Array) -> Array:
     visible = low.arrays.asarray(visible, "bool")
     shape = tuple(visible.shape) or (1, 1, 1, 1)
     # Indices have four axes. A reduction leaves fewer, and would put rows where keys belong.
-    fits = len(shape) == 4 and all(n == 1 or n == m for n, m in zip(shape, wanted, strict=True))
+    fits = len(shape) == 4 and all(sure(n == 1) or agree(n, m) for n, m in zip(shape, wanted, strict=True))
     expected = "a function whose result broadcasts to (batch, heads, rows, keys), {}"
     remedy = f"{_ALL_AXES}, and reduce no axis"
     expect(fits, what, expected, tuple(visible.shape), remedy, wanted, error=ShapeError)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DeviceError, DtypeError, ShapeError, expect
+from .errors import DeviceError, DtypeError, ShapeError, expect, is_jit_traced
 
 __all__ = [
     "INT32_MAX",
@@ -22,6 +22,7 @@ __all__ = [
     "Arrays",
     "JaxArrays",
     "TorchArrays",
+    "agree",
     "arrays_for",
     "check_plain",
     "is_array",
@@ -32,6 +33,7 @@ __all__ = [
     "own",
     "read_only",
     "stored",
+    "sure",
 ]
 
 Array = Any
@@ -48,6 +50,47 @@ def _is_torch(x: object) -> bool:
 def _is_jax(x: object) -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.Array)
+
+
+def sure(holds: Any) -> bool:
+    """Whether a comparison of sizes holds for certain, which is not so for sizes that only data decide.
+
+    Compilers have such sizes for ``x[keep]``: they cannot be asked, in Python, whether one is 1.
+    """
+    symbols = _symbols_of_torch(holds)
+    return bool(holds) if symbols is None else symbols.guard_or_false(holds)  # type: ignore[no-any-return]
+
+
+def agree(size: Any, other: Any) -> bool:
+    """Whether two sizes are equal; the program checks those that only data decide."""
+    holds = size == other
+    if sure(holds):
+        return True
+    symbols = _symbols_of_torch(holds)
+    if symbols is None or not symbols.guard_or_true(holds):
+        return False
+    sys.modules["torch"]._check(holds)
+    return True
+
+
+def _symbols_of_torch(holds: Any) -> Any:
+    """The module for what may be a comparison of torch's symbols, else None."""
+    torch = sys.modules.get("torch")
+    # A compiler takes symbols for numbers, so it is not asked about their type.
+    if torch is None or not (torch.compiler.is_compiling() or isinstance(holds, torch.SymBool)):
+        return None
+    return torch.fx.experimental.symbolic_shapes
+
+
+def _is_recorded(torch: Any) -> bool:
+    """Whether a program is being recorded, in which values that Python reads would become constants."""
+    if torch.compiler.is_compiling():
+        return True
+    if is_jit_traced(torch):
+        return True
+    # make_fx, whose tensors may be plain.
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def is_array(x: object) -> bool:
@@ -144,6 +187,10 @@ class Arrays:
     def tracing(self) -> bool:
         """Whether a compiler is reading this code: comparing a size would make it a constant."""
         return False
+
+    def size(self, size: Any) -> Any:
+        """A size of an array as a number, or as the symbol that a compiler has for it."""
+        return size
 
     def is_static(self, size: Any) -> bool:
         """Whether a size is a number, not a symbol that a compiler would have to fix."""
@@ -299,13 +346,17 @@ class TorchArrays(Arrays):
         self._dtypes = {"int32": self.xp.int32, "int64": self.xp.int64, "bool": self.xp.bool}
 
     def tracing(self) -> bool:
-        return bool(self.xp.compiler.is_compiling())
+        return _is_recorded(self.xp)
+
+    def size(self, size: Any) -> Any:
+        # In torch.jit.trace sizes are tensors. Those of a mask are fixed: kernels refuse others.
+        return int(size) if _is_torch(size) else size
 
     def is_static(self, size: Any) -> bool:
         return bool(self.xp.fx.experimental.symbolic_shapes.has_static_value(size))
 
     def concrete(self, x: Array) -> bool:
-        if self.xp.compiler.is_compiling():
+        if _is_recorded(self.xp):
             return False
         if not _is_torch(x):
             return True

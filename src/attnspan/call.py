@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ._bands import Band
 from ._mistakes import not_a_mask, refuse_keywords
-from .arrays import check_plain
+from .arrays import agree, check_plain, sure
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Mask, Prepared, full
 from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
@@ -106,9 +106,9 @@ class Problem:
         if bounds is not None:
             shape, dtype, here = bounds.shape, _dtype(bounds), _device(q)
             # 1 first: a traced size that is known to be 1 then needs no guard against the batch.
-            fits = len(shape) == 5 and (shape[0] == 1 or shape[0] == batch)
-            fits = fits and (shape[1] == 1 or shape[1] == heads)
-            fits = fits and shape[2] == q_len and shape[3] >= 1 and shape[4] == 2
+            fits = len(shape) == 5 and (sure(shape[0] == 1) or agree(shape[0], batch))
+            fits = fits and (sure(shape[1] == 1) or agree(shape[1], heads))
+            fits = fits and agree(shape[2], q_len) and shape[3] >= 1 and shape[4] == 2
             wanted = "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}"
             remedy = "Lower the mask for these q and k"
             expect(fits, "bounds", wanted, tuple(shape), remedy, batch, heads, q_len, error=ShapeError)

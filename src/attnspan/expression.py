@@ -11,7 +11,7 @@ from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_k
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
 from .arrays import Array, arrays_for, outside_inference_mode, own, read_only
-from .errors import OptionError, ShapeError, expect
+from .errors import OptionError, ShapeError, expect, without_tracer_warnings
 from .lowering import Lowering, begin
 from .spans import Spans
 
@@ -103,7 +103,7 @@ class Mask(Node):
     def _spans(
         self, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
     ) -> Prepared:
-        with outside_inference_mode():
+        with outside_inference_mode(), without_tracer_warnings():
             arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
             low = begin(arrays, self._leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)

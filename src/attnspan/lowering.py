@@ -12,7 +12,7 @@ import numpy as np
 
 from . import checks
 from ._intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
-from .arrays import INT32_MAX, Array, Arrays, is_array, kind_of
+from .arrays import INT32_MAX, Array, Arrays, agree, is_array, kind_of, sure
 from .errors import DtypeError, ShapeError, expect
 from .spans import Spans, check_index
 
@@ -195,14 +195,13 @@ class Lowering:
             expect((kept == x).all(), what, f"ids of {kept.dtype}, as JAX has them", "larger ones", remedy)
         x = self.int32(what, x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
-        if x.shape[0] != 1:
-            self.check_axis(what, "batch", x.shape[0])
+        self.check_axis(what, "batch", x.shape[0])
         return x
 
     def check_axis(self, what: str, axis: str, size: int) -> None:
         """Raise unless an array has one entry along "batch" or "heads", or as many as the problem."""
         own = self.batch if axis == "batch" else self.heads
-        if not (size == 1 or size == own):
+        if not (sure(size == 1) or agree(size, own)):
             expected = f"{'' if isinstance(own, int) and own == 1 else '1 or '}{{}} along the {axis} axis"
             remedy = f"It must fit q; prepare() and spans() take {axis}=, or like=q"
             expect(False, what, expected, size, remedy, own, error=ShapeError)
@@ -319,6 +318,7 @@ def begin(
 ) -> Lowering:
     """Find the length of the global key sequence, and give the rows of `leaves` their indices."""
     tracing = arrays.tracing()
+    q_len, k_len, batch, heads = map(arrays.size, (q_len, k_len, batch, heads))
     if not tracing:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if type(size) is not int:
@@ -329,7 +329,7 @@ def begin(
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
         expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)
-    keys = key_len(leaves, None if k_index is not None else k_len, tracing)
+    keys = arrays.size(key_len(leaves, None if k_index is not None else k_len, tracing))
     low = Lowering(arrays, q_len, keys, batch, heads)
     low.index_rows(leaves, q_index, k_index)
     return low
@@ -352,7 +352,7 @@ def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) 
         length = None if tracing and known is not None and leaf._key_len_is_data() else leaf._key_len()
         if length is None:
             continue
-        if known is not None and length != known:
+        if known is not None and not agree(length, known):
             remedy = "They describe the whole, global sequence; pass k_index if only some keys are here"
             expected = "arrays that describe {} keys"
             expect(False, repr(leaf), expected, length, remedy, known, error=ShapeError)

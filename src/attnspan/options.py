@@ -28,7 +28,7 @@ from ._biases import (
 )
 from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
-from .arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
+from .arrays import INT32_MAX, agree, arrays_for, is_array, is_integer, kind_of, sure
 from .errors import DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Prepared
 
@@ -265,7 +265,7 @@ def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> 
     front.check_place(name, index, q)
     shape, batch = index.shape, q.shape[0]
     fits = len(shape) in (1, 2) and shape[-1] == length
-    fits = fits and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+    fits = fits and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
     wanted, remedy = "({},) or ({}, {})", "Pass one global index for each row of q or k"
     expect(fits, name, wanted, tuple(shape), remedy, length, batch, length, error=ShapeError)
     arrays = arrays_for([index])

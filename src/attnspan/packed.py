@@ -12,7 +12,7 @@ import numpy as np
 from . import checks
 from ._bands import Band
 from ._intervals import Interval, Rows, either_illegal
-from .arrays import NUMPY, Array, Arrays
+from .arrays import NUMPY, Array, Arrays, sure
 from .errors import ShapeError, expect
 from .expression import Mask
 from .lowering import DocumentRows, Lowering
@@ -103,7 +103,7 @@ def _own_runs(
 ) -> Rows:
     """Rows that see the runs of the id at their own index, and nothing where that is padding."""
     ids = low.per_batch(what, ids, "int64")
-    if ids.shape[-1] == 0:
+    if sure(ids.shape[-1] == 0):
         return Rows((Interval(0, 0),))
     own, sees_nothing, beyond = low.take(ids)
     if is_padding is not None:
@@ -121,7 +121,7 @@ def _runs(
     anchored: bool = False,
 ) -> Rows:
     """Rows that see the runs of their id; where `sees_nothing` (1|B, q_len) holds, none whatever the id."""
-    if kv_ids.shape[-1] == 0:
+    if sure(kv_ids.shape[-1] == 0):
         return Rows((Interval(0, 0),))
     arrays = low.arrays
     pairs, broken = _find_runs(arrays, q_ids, kv_ids, max_runs)

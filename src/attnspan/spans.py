@@ -54,6 +54,7 @@ class Spans(Node):
         expect(fits, "Spans", expected, shape, remedy, error=ShapeError)
         # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
         arrays, what, remedy = self._arrays, "Spans: k_len", "Pass the number of keys"
+        k_len = arrays.size(k_len)
         if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and arrays.concrete(k_len):
             k_len = int(k_len)
             object.__setattr__(self, "k_len", k_len)

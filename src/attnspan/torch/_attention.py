@@ -1,5 +1,6 @@
 """The public ``attention``: one call, the choice of its backend, the operator."""
 
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from .._backend import asked as asked_for
 from .._mistakes import refuse_keywords
 from ..call import Call, widened
+from ..errors import without_tracer_warnings
 from ..masks import Mask, Prepared, full
 from ..options import NO_OPTIONS, Bias, Given, Keywords
 from ..spans import Spans
@@ -130,19 +132,22 @@ def attention(
         found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
         if found is not None:
             return found  # type: ignore[no-any-return]
-    q, k, v, empty = widened(q, k, v, pad_last)
     front = TorchFront()
     front.return_lse = bool(return_lse)
-    call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
-    choice = choose_backend(call.problem, backend)
-    warn_if_slow(choice)
-    out, lse = _run(call, choice.name)
+    with without_tracer_warnings():
+        q, k, v, empty = widened(q, k, v, pad_last)
+        call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
+        choice = choose_backend(call.problem, backend)
+        warn_if_slow(choice)
+        out, lse = _run(call, choice.name)
     out = out[..., :0] if empty else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
 
 
 def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     arrays = call.q, call.k, call.v
+    if isinstance(call.scale, Tensor):  # of a size, in torch.jit.trace
+        call = replace(call, scale=float(call.scale))
     if backend == "vendor":
         assert call.band is not None, "vendor.supports wants one"
         return vendor_attend(*arrays, call.band, call.scale)

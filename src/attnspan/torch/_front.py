@@ -9,7 +9,7 @@ from torch import Tensor
 from .._bands import Band
 from ..arrays import arrays_for, is_array, own
 from ..call import Front, lower_mask
-from ..errors import DeviceError, DtypeError
+from ..errors import DeviceError, DtypeError, is_jit_traced
 from ..kernels import math as math_kernel
 from ..kernels import vendor
 from ..masks import Mask, Prepared
@@ -102,7 +102,8 @@ class TorchFront(Front):
         if not isinstance(bounds, Tensor):
             raise _foreign("mask", bounds)
         if not isinstance(mask, (Prepared, Spans)):
-            return bounds, None
+            # A recorded program may be given other lengths than those that its masks were lowered for.
+            return bounds, torch.as_tensor(placed.lowered.k_len) if is_jit_traced(torch) else None
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
         # To a compiler the number would be a constant; on a device it is waited for.

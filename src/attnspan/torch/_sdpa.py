@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import check_plain
-from ..errors import DtypeError, ShapeError, expect, shown
+from ..arrays import agree, check_plain, sure
+from ..errors import DtypeError, ShapeError, expect, shown, without_tracer_warnings
 from ..masks import causal, from_dense, keys
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention
@@ -61,11 +61,24 @@ def scaled_dot_product_attention(
         >>> torch.allclose(ours, theirs, atol=1e-5)
         True
     """
-    options: dict[str, Any]
     if isinstance(query, Tensor) and query.is_nested:
-        options = {"dropout_p": dropout_p, "scale": scale, "backend": torchs_backend()}
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "backend": torchs_backend()}
         options["dropout_seed"] = torch.randint(2**62, (), device=query.device) if dropout_p else None
         return attend_jagged(query, key, value, attn_mask, is_causal, enable_gqa, **options)
+    with without_tracer_warnings():
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     _check(query, key, value, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
@@ -78,7 +91,7 @@ def scaled_dot_product_attention(
         of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
         rest = dropout_p, is_causal, scale, enable_gqa
         inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
-        return torch.stack([scaled_dot_product_attention(*one, *rest) for one in inputs], axis)
+        return torch.stack([_attend(*one, *rest) for one in inputs], axis)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None
     bias = q_index = None
@@ -92,7 +105,7 @@ def scaled_dot_product_attention(
         mask, q_index = causal(), torch.arange(q.shape[2], device=q.device)
     check_dropout_p(dropout_p)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p else None
-    options = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
+    options: dict[str, Any] = {"bias": bias, "dropout_p": dropout_p, "dropout_seed": seed, "q_index": q_index}
     options["backend"] = torchs_backend()
     out: Tensor = attention(q, k, v, mask=mask, scale=scale, **options)
     return out if query.dim() == 4 else out.reshape(*query.shape[:-2], *out.shape[-2:])
@@ -170,7 +183,7 @@ def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
     if query.dim() == 3:
         return values.unsqueeze(1)
     lead = values.shape[:-3]
-    if query.dim() > 4 and any(n != 1 for n in lead):  # Several batch dims become one.
+    if query.dim() > 4 and not all(sure(n == 1) for n in lead):  # Several batch dims become one.
         values = values.expand(*size[:-3], *values.shape[-3:])
     return values if query.dim() == 4 else values.flatten(0, -4)
 
@@ -179,7 +192,7 @@ def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
     # Not by catching torch's error: a compiler would end there.
     own = attn_mask.shape
     fits = len(own) <= len(size)
-    fits = fits and all(n == 1 or n == m for n, m in zip(own[::-1], size[::-1], strict=False))
+    fits = fits and all(sure(n == 1) or agree(n, m) for n, m in zip(own[::-1], size[::-1], strict=False))
     wanted, remedy = "a shape that broadcasts to {}", "Its last dims are queries and keys"
     expect(fits, "attn_mask", wanted, own, remedy, size, error=ShapeError)
     return attn_mask.expand(size)
@@ -196,8 +209,8 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     # What batch rows, heads or queries share is encoded once.
     own = attn_mask[(None,) * (len(lead) + 2 - attn_mask.dim())]
     if len(lead) > 2:
-        batch = lead[:-1] if any(n != 1 for n in own.shape[:-3]) else own.shape[:-3]
+        batch = lead[:-1] if not all(sure(n == 1) for n in own.shape[:-3]) else own.shape[:-3]
         own = own.expand(*batch, *own.shape[-3:]).flatten(0, -4)
-    if own.shape[1] == 1 == own.shape[2] and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and own.shape[1] == 1 == own.shape[2]:
         return keys(own[:, 0, 0].expand(own.shape[0], k.shape[2]))
     return from_dense(own.expand(own.shape[0], own.shape[1], q.shape[2], k.shape[2]))
