@@ -1,7 +1,9 @@
 #include "arguments.h"
 
+#include <algorithm>
 #include <cmath>
 #include <new>
+#include <utility>
 
 namespace attnspan {
 namespace {
@@ -117,6 +119,33 @@ Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& 
   return p;
 }
 
+// The ends of the global indices of `length` rows or keys, which are [from, from + length) where none are given.
+static std::pair<int64_t, int64_t> ends_of(const Indices& given, int64_t batch, int64_t from, int64_t length) {
+  if (given.data == nullptr) return {from, from + length - 1};
+  int64_t low = INT64_MAX, high = INT64_MIN;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t index = given.of(b)[i];
+      low = std::min(low, index), high = std::max(high, index);
+    }
+  return {low, high};
+}
+
+// A bias is a slope times a distance: floats hold distances of up to 2^24, and all such products with this slope.
+static void check_slopes(const Options& o, const Problem& p) {
+  constexpr int64_t farthest = int64_t{1} << 24;
+  constexpr float steepest = 1e30f;
+  if (p.batch * p.q_len * p.k_len == 0) return;
+  const auto [first_q, last_q] = ends_of(o.q_index, p.batch, p.k_len - p.q_len, p.q_len);
+  const auto [first_k, last_k] = ends_of(o.k_index, p.batch, 0, p.k_len);
+  if (const int64_t distance = std::max(last_q - first_k, last_k - first_q); distance > farthest)
+    fail("bias: expected distances between queries and keys of at most 2^24 with slopes, got " +
+         std::to_string(distance) + ". Take the same number from q_index and k_index, or use a table by distance");
+  for (int64_t h = 0; h < p.q_heads; ++h)
+    if (const float slope = *o.bias.floats(0, h); !(std::fabs(slope) <= steepest) && !std::isnan(slope))
+      fail("bias: expected slopes of at most 1e30, got " + std::to_string(slope) + ". Scale them down");
+}
+
 Options options_of(const OptionArrays& given, const Problem& p) {
   Options o;
   // Far above all scores a cap changes none of them; far below, floats cannot hold its slopes.
@@ -131,6 +160,7 @@ Options options_of(const OptionArrays& given, const Problem& p) {
   o.dropout = dropout_of(given, p);
   o.q_index = indices_of("q_index", given.q_index, p, p.q_len);
   o.k_index = indices_of("k_index", given.k_index, p, p.k_len);
+  if (o.bias.kind == BiasKind::alibi || o.bias.kind == BiasKind::signed_alibi) check_slopes(o, p);
   return o;
 }
 
@@ -142,14 +172,22 @@ static double* wide_rows_of(const char* name, const Array& a, const Problem& p) 
   return static_cast<double*>(packed(name, a, code_f64, {p.batch, p.q_heads, p.q_len}).data);
 }
 
-void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse) {
+template <class Args>
+static void set_lse(Args& args, const Array& lse, const std::optional<Array>& low) {
+  if (lse.dtype == code_f64)
+    args.wide_lse = wide_rows_of("lse", lse, args);
+  else
+    args.lse = rows_of("lse", lse, args);
+  if (low) args.lse_low = rows_of("lse_low", *low, args);
+}
+
+void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse, const std::optional<Array>& low) {
   const int dtype = static_cast<int>(args.dtype);
   args.out = result_of("out", out, dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-  if (lse && lse->dtype == code_f64)
-    args.wide_lse = wide_rows_of("lse", *lse, args);
-  else
-    args.lse = lse ? rows_of("lse", *lse, args) : nullptr;
+  if (lse) set_lse(args, *lse, low);
 }
+
+void fill_lse(BackwardArgs& args, const Array& lse, const std::optional<Array>& low) { set_lse(args, lse, low); }
 
 void fill_option_gradients(BackwardArgs& args, const std::optional<Array>& dbias, const std::optional<Array>& dsinks) {
   args.dbias = bias_gradient_of(dbias, args);
@@ -165,10 +203,8 @@ void fill(BackwardArgs& args, const GradientArrays& given) {
   args.dq = result_of("dq", given.dq, dtype, {args.batch, args.q_heads, args.q_len, args.head_dim});
   args.dk = result_of("dk", given.dk, dtype, {args.batch, args.kv_heads, args.k_len, args.head_dim});
   args.dv = result_of("dv", given.dv, dtype, {args.batch, args.kv_heads, args.k_len, args.v_dim});
-  if (given.lse.dtype == code_f64)
-    args.wide_lse = wide_rows_of("lse", given.lse, args);
-  else
-    args.lse = rows_of("lse", given.lse, args);
+  fill_lse(args, given.lse, given.lse_low);
+  args.part = given.part;
   args.dlse = given.dlse ? rows_of("dlse", *given.dlse, args) : nullptr;
 }
 

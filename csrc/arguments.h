@@ -19,14 +19,17 @@ struct GradientArrays {
   Array dout;
   std::optional<Array> dlse;
   Array out, lse, dq, dk, dv;
-  std::optional<Array> dbias, dsinks;
+  std::optional<Array> dbias, dsinks, lse_low = {};
+  bool part = false;  // see BackwardArgs
 };
 
 // These throw std::invalid_argument, which says what was expected and what came.
 Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale);
 Options options_of(const OptionArrays& given, const Problem& p);
 float* rows_of(const char* name, const Array& a, const Problem& p);  // (batch, q_heads, q_len), float
-void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse);
+// lse may be float, with or without `low`, which has what is lost so, or double.
+void fill(ForwardArgs& args, const Array& out, const std::optional<Array>& lse, const std::optional<Array>& low = {});
+void fill_lse(BackwardArgs& args, const Array& lse, const std::optional<Array>& low);
 void fill(BackwardArgs& args, const GradientArrays& given);
 void fill_option_gradients(BackwardArgs& args, const std::optional<Array>& dbias, const std::optional<Array>& dsinks);
 

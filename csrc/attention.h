@@ -87,7 +87,8 @@ struct Problem {
 struct ForwardArgs : Problem {
   Tensor out;
   float* lse;                  // (batch, q_heads, q_len), contiguous; may be null
-  double* wide_lse = nullptr;  // the same in double, for softmaxes that are merged from several calls
+  float* lse_low = nullptr;    // what a float of it has lost; may be null
+  double* wide_lse = nullptr;  // or in double
 };
 
 // Gradient of a bias, contiguous in its shape; strides are 0 where shared.
@@ -98,12 +99,14 @@ struct BiasGradient {
 
 struct BackwardArgs : Problem {
   Tensor out, dout, dq, dk, dv;
-  const float* lse;                  // of these keys: where a float of it is too coarse, it is computed anew
-  const double* wide_lse = nullptr;  // instead: of a whole of which these keys may be a part
+  const float* lse;                  // without `lse_low`, where a float of it is too coarse, it is computed anew
+  const float* lse_low = nullptr;    // may be null
+  const double* wide_lse = nullptr;  // instead
+  bool part = false;                 // lse is of a whole of which these keys are a part
   const float* dlse;                 // may be null
   BiasGradient dbias = {};
   float* dsinks = nullptr;  // (q_heads); null without sinks
-  int64_t lse_head = 0;     // elements between heads of lse, wide_lse and dlse; 0: q_len
+  int64_t lse_head = 0;     // elements between heads of lse and dlse; 0: q_len
   int64_t lse_row(int64_t b, int64_t h) const { return (b * q_heads + h) * (lse_head == 0 ? q_len : lse_head); }
 };
 

@@ -117,6 +117,7 @@ class SequencesBackward {
     for (Tensor* x : {&p.q, &p.out, &p.dout, &p.dq}) shift(x, unit.b, h, s.row);
     for (Tensor* x : {&p.k, &p.v, &p.dk, &p.dv}) shift(x, unit.b, unit.hk, s.key);
     if (p.lse != nullptr) p.lse += lse;
+    if (p.lse_low != nullptr) p.lse_low += lse;
     if (p.wide_lse != nullptr) p.wide_lse += lse;
     if (p.dlse != nullptr) p.dlse += lse;
     p.lse_head = a_.lse_head == 0 ? a_.q_len : a_.lse_head;

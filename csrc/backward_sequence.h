@@ -80,7 +80,7 @@ class Backward : BackwardTiles<E> {
       const Large large = prepare(b, h, o);
       const bool tiles = numbers && !(small && always_flushes<E>) &&
                          (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
-      if (large.exact > 0 && a.wide_lse == nullptr) find_exact_lse(b, h, o);
+      if (large.exact > 0 && !a.part) find_exact_lse(b, h, o);
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
       Head head = head_of(b, h, share, large.biases > 0, o, partial);
       Range seen;
@@ -183,10 +183,9 @@ class Backward : BackwardTiles<E> {
     const T* dout = at<T>(a.dout, b, h, 0);
     const int64_t row = a.lse_row(b, h);
     const HeadBias bias(a, b, h);
-    const bool any_base = may_cancel(b, h);
     Large large;
     for (int64_t i = 0; i < a.q_len; ++i) {
-      prepare_lse(b, h, i, bias, any_base, o);
+      prepare_lse(b, h, i, bias, o);
       large.biases += o.base[i] != 0.0f, large.exact += o.exact[i];
       o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
@@ -203,29 +202,24 @@ class Backward : BackwardTiles<E> {
     return large;
   }
 
-  // May biases cancel scores, so that a small lse says nothing of the sizes of either? To find the base of a dense
-  // bias, a pass over it, is worth it only then; the others look for theirs in no time.
-  bool may_cancel(int64_t b, int64_t h) const {
-    if (a.options.bias.kind != BiasKind::dense) return true;
-    const float cap = a.options.softcap;
-    return !((cap > 0.0f && cap <= HeadBias::most_plain_bias) ||
-             static_cast<double>(largest_score(b, h)) <= most_lse_of_tiles - 2 * HeadBias::most_plain_bias);
+  double given_lse(int64_t row) const {
+    if (a.wide_lse != nullptr) return a.wide_lse[row];
+    return static_cast<double>(a.lse[row]) + (a.lse_low == nullptr ? 0.0 : static_cast<double>(a.lse_low[row]));
   }
 
-  // The lse of a row, less the base of its biases. A float of a large one has lost what the row's weights differ by:
-  // it is computed anew, but for that of a whole, whose other keys are elsewhere.
-  void prepare_lse(int64_t b, int64_t h, int64_t i, const HeadBias& bias, bool any_base, const Own& o) const {
-    const int64_t row = a.lse_row(b, h) + i;
-    const bool part = a.wide_lse != nullptr;
-    const double given = part ? a.wide_lse[row] : static_cast<double>(a.lse[row]);
-    const bool sees = given != -HUGE_VAL, look = any_base || std::fabs(given) > HeadBias::most_plain_bias;
-    o.base[i] = sees && look ? bias.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2) : 0.0f;
+  // The lse of a row, less the base of its biases. A float alone of a large one has lost what the row's weights differ
+  // by: it is computed anew.
+  void prepare_lse(int64_t b, int64_t h, int64_t i, const HeadBias& bias, const Own& o) const {
+    const double given = given_lse(a.lse_row(b, h) + i);
+    const bool fine = a.wide_lse != nullptr || a.lse_low != nullptr;
+    const bool sees = given != -HUGE_VAL;
+    o.base[i] = sees ? bias.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2) : 0.0f;
     const double base = bias.value_of_base(o.base[i]);
     double lse = given - base;
     const auto anew = [&] { return lse_of_row(b, h, i, RowOptions(a, b, h, i, 1.0f)); };
-    if (!part && base != 0.0 && std::fabs(given) > most_lse_of_tiles) lse = anew();
+    if (!fine && base != 0.0 && std::fabs(given) > most_lse_of_tiles) lse = anew();
     o.exact[i] = sees && std::fabs(lse) > most_lse_of_tiles;
-    if (o.exact[i] && part) {
+    if (o.exact[i] && a.part) {
       o.exact[i] = !(lse - anew() > 200.0);  // else all weight is elsewhere
       lse = !o.exact[i] ? HUGE_VAL : std::fabs(lse) > most_lse_of_parts ? NAN : lse;
     }
@@ -282,7 +276,21 @@ class Backward : BackwardTiles<E> {
                v_depth);
     Pack::dims(q, a.q.row, valid, a.head_dim, {o.q_dims, this->dim_plane()}, columns, 0, count, cols);
     Pack::dims(dout, a.dout.row, valid, a.v_dim, {o.dout_dims, this->v_dim_plane()}, columns, 0, count, v_cols);
+    for (int64_t i = 0; i < count; i += 2 * panel) find_delta(b, h, first + i, i / panel, o);
     return seen;
+  }
+
+  // The delta of two panels of packed queries from row `first` on, by the product that dP is taken by: where a row has
+  // all its weight on one key, its out is that key's value, so dP - delta is exactly 0. V's place is free meanwhile.
+  void find_delta(int64_t b, int64_t h, int64_t first, int64_t place, const Own& o) const {
+    constexpr int64_t n = 2 * panel;
+    const int64_t rows = min(n, a.q_len - first), row = a.lse_row(b, h) + first;
+    if (rows <= 0) return;
+    Pack::rows(at<T>(a.out, b, h, first), a.out.row, rows, a.v_dim, {o.v, this->v_plane()}, v_depth, n, false);
+    E::product({o.v, v_depth, this->v_plane()},
+               {o.dout_keys + place * v_depth * panel, v_depth * panel, this->v_key_plane()}, o.dp, n, n, n, v_depth,
+               false);
+    for (int64_t i = 0; i < rows; ++i) o.delta[first + i] = o.dp[i * n + i] - (a.dlse ? a.dlse[row + i] : 0.0f);
   }
 
   void pack_keys(int64_t b, int64_t hk, const KeyBlock& keys, const Own& o) const {

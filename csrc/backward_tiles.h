@@ -163,6 +163,7 @@ class BackwardTiles {
   [[gnu::noinline]] void add_tiles(const Own& o, const Head& head, const KeyBlock& block_of_keys, Range seen) const {
     const auto [first, keys, dk, dv] = block_of_keys;
     const int64_t used = block_of_keys.strips();
+    const float factor = head.bias.present() ? head.bias.factor() : 0.0f;
     for (int64_t qb = seen.begin; qb < seen.end; ++qb) {
       if (o.block_hulls[qb].lo >= first + keys || o.block_hulls[qb].hi <= first) continue;
       Range exact[most_strips], range[most_strips];
@@ -177,7 +178,7 @@ class BackwardTiles {
         hide_outside(o.ds_keys, s, all, range[s]);
         if (range[s].size() > 0)
           add_strip({o, head, qb, (qb - seen.begin) * panels() + exact[s].begin, first, s * strip,
-                     keys_of(block_of_keys, s, s + 1), range[s], exact[s]},
+                     keys_of(block_of_keys, s, s + 1), range[s], exact[s], factor},
                     dk + s * strip * cols, dv + s * strip * v_cols);
       }
       add_dq(o, block_of_keys, qb, range, all, dq_of(head, qb));
@@ -236,6 +237,7 @@ class BackwardTiles {
     const Head& head;
     int64_t query_block, at, first, key, keys;  // whole steps of the engine, at most a strip
     Range seen, exact;
+    float bias_factor = 0.0f;
   };
 
   // Keys of a key block from strip `begin` to strip `end`.
@@ -339,7 +341,7 @@ class BackwardTiles {
     const Head& head = s.head;
     const Vec product = load(o.scores + at.score);
     Vec exponent = product * c;
-    if (head.bias.present()) exponent = exponent + load(o.bias + at.score);
+    if (head.bias.present()) exponent = fma(load(o.bias + at.score), set(s.bias_factor), exponent);
     // Not -infinity, of which the exponential's two steps would make NaN; and no weight is above 1, however the scores
     // were rounded.
     exponent = vmax(set(-0x1.fffffep127f), exponent);

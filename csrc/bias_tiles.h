@@ -106,7 +106,13 @@ class BiasTiles {
   bool present() const { return kind_ != BiasKind::none; }
   bool wants_gradient() const { return a_.dbias.data != nullptr; }
 
-  // The biases of a tile, in units of log2.
+  // What the numbers of `fill` are multiplied by to be biases in units of log2. As in the forward pass, that happens in
+  // the addition to the scores, so that weights have its bits.
+  float factor() const {
+    return kind_ == BiasKind::alibi || kind_ == BiasKind::signed_alibi ? -bias_.slope_of_head() * log2_e : log2_e;
+  }
+
+  // The biases of a tile, or their distances, less those of the base.
   void fill(const Tile& t) const {
     if (kind_ == BiasKind::dense) return fill_dense(t);
     if (t.base == nullptr) return fill_by_distance(t, [](Vec x, int64_t) { return x; });
@@ -148,13 +154,11 @@ class BiasTiles {
  private:
   template <class Less>
   void fill_by_distance(const Tile& t, const Less& less) const {
-    const float slope = kind_ == BiasKind::distance ? 0.0f : bias_.slope_of_head() * log2_e;
-    const Vec factor = set(kind_ == BiasKind::distance ? log2_e : -slope);
     for_each_row(t, [&](int64_t j, int64_t key) {
       for (int64_t i = 0; i < t.queries; i += Vec::width) {
         const int64_t query = t.query + i;
         const Vec x = kind_ == BiasKind::distance ? from_table(query, key) : distance(query, key);
-        store(t.row(j) + i, factor * less(kind_ == BiasKind::alibi ? magnitude(x) : x, query));
+        store(t.row(j) + i, less(kind_ == BiasKind::alibi ? magnitude(x) : x, query));
       }
     });
   }
@@ -208,7 +212,7 @@ class BiasTiles {
       bias_.dense_row(0, t.key, max(0, min(t.keys, a_.k_len - t.key)), values);
       for (int64_t j = 0; j < t.keys; ++j)
         for (int64_t i = 0; i < t.queries; i += Vec::width)
-          store(t.row(j) + i, (set(values[j]) - load(t.base + t.query + i)) * set(log2_e));
+          store(t.row(j) + i, set(values[j]) - load(t.base + t.query + i));
       return;
     }
     Block x;
@@ -226,7 +230,7 @@ class BiasTiles {
           alignas(64) float line[16];
           x.get(r, line);
           for (int64_t lane = 0; lane < 16; lane += Vec::width)
-            store(t.row(j + r) + i + lane, (load(line + lane) - load(t.base + t.query + i + lane)) * set(log2_e));
+            store(t.row(j + r) + i + lane, load(line + lane) - load(t.base + t.query + i + lane));
         }
       }
     }

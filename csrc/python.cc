@@ -71,13 +71,22 @@ void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::h
 
 void run_backward(nb::handle dout, nb::object dlse, nb::handle q, nb::handle k, nb::handle v, nb::handle out,
                   nb::handle lse, nb::handle bounds, nb::handle dq, nb::handle dk, nb::handle dv, float scale,
-                  int threads, nb::handle config, nb::handle options, nb::handle dbias, nb::handle dsinks) {
+                  int threads, nb::handle config, nb::handle options, nb::handle dbias, nb::handle dsinks, bool part) {
   BackwardArgs args{};
   static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
   args.config = config_of(config);
   args.options = options_of(options, args);
-  fill(args, {array_of(dout), given(dlse), array_of(out), array_of(lse), array_of(dq), array_of(dk), array_of(dv),
-              given(dbias), given(dsinks)});
+  fill(args, {array_of(dout),
+              given(dlse),
+              array_of(out),
+              array_of(lse),
+              array_of(dq),
+              array_of(dk),
+              array_of(dv),
+              given(dbias),
+              given(dsinks),
+              {},
+              part});
   run(backward, args, Direction::backward, threads);
 }
 
@@ -163,10 +172,10 @@ bool set_options(Problem& p, nb::handle options) {
   return true;
 }
 
-// The whole of a small call in one: (out, lse or None), or None for arrays that the kernel cannot take as they are.
-// Whoever calls has another way to go then, which names what is wrong.
+// The whole of a small call in one: (out, lse in float, in double, or None), or None for arrays that the kernel cannot
+// take as they are. Whoever calls has another way to go then, which names what is wrong.
 nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, int64_t k_len, nb::handle scale,
-                  int threads, nb::handle empty_strided, nb::handle float32, bool want_lse, nb::handle options) {
+                  int threads, nb::handle empty_strided, nb::handle lse_dtype, nb::handle options) {
   ForwardArgs args{};
   if (!fits(args, q, k, v, bounds) || args.k_len != k_len || !set_options(args, options)) return nb::none();
   args.scale = scale.is_none() ? static_cast<float>(1.0 / std::sqrt(static_cast<double>(args.head_dim)))
@@ -174,11 +183,15 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, i
   nb::object out = new_bshd(empty_strided, q.attr("dtype"), args.batch, args.q_heads, args.q_len, args.v_dim);
   args.out = bshd(out, args.q_heads, args.q_len, args.v_dim);
   nb::object lse = nb::none();
-  if (want_lse) {
+  if (!lse_dtype.is_none()) {
     const int64_t rows = args.q_heads * args.q_len;
     lse = empty_strided(nb::make_tuple(args.batch, args.q_heads, args.q_len), nb::make_tuple(rows, args.q_len, 1),
-                        nb::arg("dtype") = float32);
-    args.lse = static_cast<float*>(array_of(lse).data);
+                        nb::arg("dtype") = lse_dtype);
+    const Array to = array_of(lse);
+    if (to.dtype == code_f64)
+      args.wide_lse = static_cast<double*>(to.data);
+    else
+      args.lse = static_cast<float*>(to.data);
   }
   run(forward, args, Direction::forward, threads);
   return nb::make_tuple(out, lse);
@@ -197,7 +210,7 @@ nb::object gradients(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, 
     const int dtype = static_cast<int>(args.dtype);
     args.dout = tensor_of("dout", array_of(dout), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
     args.out = tensor_of("out", array_of(out), dtype, {args.batch, args.q_heads, args.q_len, args.v_dim});
-    args.lse = rows_of("lse", array_of(lse), args);
+    fill_lse(args, array_of(lse), {});
   };
   if (!accepted(fill)) return nb::none();
   const nb::object type = q.attr("dtype");
@@ -295,10 +308,10 @@ NB_MODULE(_core, m) {
         nb::arg("out"), nb::arg("lse"), nb::arg("bounds"), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"),
         nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none(),
         nb::arg("options").none() = nb::none(), nb::arg("dbias").none() = nb::none(),
-        nb::arg("dsinks").none() = nb::none());
+        nb::arg("dsinks").none() = nb::none(), nb::arg("part") = false);
   m.def("attend", &attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("bounds"), nb::arg("k_len"),
-        nb::arg("scale").none(), nb::arg("num_threads"), nb::arg("empty_strided"), nb::arg("float32"),
-        nb::arg("want_lse"), nb::arg("options").none());
+        nb::arg("scale").none(), nb::arg("num_threads"), nb::arg("empty_strided"), nb::arg("lse_dtype").none(),
+        nb::arg("options").none());
   m.def("gradients", &gradients, nb::arg("dout"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"),
         nb::arg("lse"), nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("empty_strided"),
         nb::arg("options").none(), nb::arg("dbias").none(), nb::arg("dsinks").none());

@@ -57,6 +57,8 @@ template <class T>
 inline void write_lse(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, double lse) {
   const int64_t at = (b * a.q_heads + h) * a.q_len + i;
   if (a.lse != nullptr) a.lse[at] = static_cast<float>(lse);
+  if (a.lse_low != nullptr)
+    a.lse_low[at] = std::isfinite(a.lse[at]) ? static_cast<float>(lse - static_cast<double>(a.lse[at])) : 0.0f;
   if (a.wide_lse != nullptr) a.wide_lse[at] = lse;
 }
 

@@ -308,7 +308,7 @@ void forward_kernel(Value* stack, uint64_t, uint64_t) {
   static_cast<Problem&>(args) = problem_of(q.array, k.array, v.array, bounds.array, static_cast<float>(scale));
   check_k_len(own_k_len, args.k_len);
   options.apply(args);
-  Held out = empty_bshd(q.array, args.q_heads, args.q_len, args.v_dim), lse = empty(q.array.shape.data(), 3, code_f32);
+  Held out = empty_bshd(q.array, args.q_heads, args.q_len, args.v_dim), lse = empty(q.array.shape.data(), 3, code_f64);
   fill(args, array_of(out), array_of(lse));
   if (args.batch * args.q_heads * args.q_len > 0) run(forward, args, Direction::forward);
   stack[0] = out.value(), stack[1] = lse.value();
@@ -338,8 +338,17 @@ void backward_kernel(Value* stack, uint64_t, uint64_t) {
   std::optional<Array> of_bias, of_sinks;
   if (const Array x = array_of(dbias); !x.empty()) of_bias = x;
   if (const Array x = array_of(dsinks); !x.empty()) of_sinks = x;
-  fill(args, {dout.array, dlse ? std::optional(dlse->array) : std::nullopt, out.array, lse.array, array_of(dq),
-              array_of(dk), array_of(dv), of_bias, of_sinks});
+  fill(args, {dout.array,
+              dlse ? std::optional(dlse->array) : std::nullopt,
+              out.array,
+              lse.array,
+              array_of(dq),
+              array_of(dk),
+              array_of(dv),
+              of_bias,
+              of_sinks,
+              {},
+              false});
   if (lse.array.empty())  // no query, so nothing has a gradient
     for (const Held* x : {&dk, &dv, &dbias, &dsinks}) check(torch.zero(x->get()), "zero_");
   else

@@ -123,7 +123,8 @@ void run_forward(Call& call) {
   static_cast<Problem&>(args) = problem_of(q, k, v, bounds, static_cast<float>(call.number("scale")));
   args.options = options_of(call.options(), args);
   const Array out = call.result_tensor();
-  fill(args, out, call.result());
+  const Array lse = call.result();
+  fill(args, out, lse, call.result());
   if (args.batch * args.q_heads * args.q_len == 0) return;
   const Isa isa = level();
   const auto run = [&](const Parallel& parallel) { return forward(args, isa, parallel); };
@@ -132,11 +133,11 @@ void run_forward(Call& call) {
 
 void run_backward(Call& call) {
   const Array dout = call.tensor(), q = call.tensor(), k = call.tensor(), v = call.tensor(), out = call.tensor(),
-              lse = call.array(), bounds = call.array();
+              lse = call.array(), low = call.array(), bounds = call.array();
   BackwardArgs args{};
   static_cast<Problem&>(args) = problem_of(q, k, v, bounds, static_cast<float>(call.number("scale")));
   args.options = options_of(call.options(), args);
-  GradientArrays given{dout, call.optional(dlse), out, lse, {}, {}, {}, {}, {}};
+  GradientArrays given{dout, call.optional(dlse), out, lse, {}, {}, {}, {}, {}, low, call.integer("part") != 0};
   given.dq = call.result_tensor(), given.dk = call.result_tensor(), given.dv = call.result_tensor();
   if (call.has(want_dbias)) given.dbias = call.result();
   if (call.has(sinks)) given.dsinks = call.result();

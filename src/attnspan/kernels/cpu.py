@@ -78,8 +78,8 @@ def forward(
             arrays may have any strides with a unit last one.
         bounds: (B|1, Hq|1, Sq, R, 2), int32.
         out: (B, Hq, Sq, Dv), written, in the dtype of q or float32.
-        lse: (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32, or
-            float64 for a softmax that is merged from several calls.
+        lse: (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32 or
+            float64.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
         config: One of `configs`. None takes the tuned one, or else the kernel's own choice.
@@ -122,6 +122,7 @@ def backward(
     options: Options | None = None,
     dbias: Any = None,
     dsinks: Any = None,
+    part: bool = False,
 ) -> None:
     """Write the gradients of `forward` into ``dq``, ``dk`` and ``dv``.
 
@@ -130,12 +131,12 @@ def backward(
         dlse: Gradient of ``lse``, (B, Hq, Sq), float32, or None.
         q, k, v, bounds, scale, config, options: As in `forward`.
         out: As `forward` wrote it.
-        lse: As `forward` wrote it, float32: a large one is computed anew from the keys of this call. In
-            float64 it is taken as it is, and may be of a softmax of which these keys are a part, as ``out``.
+        lse: As `forward` wrote it. Weights are recomputed from it: float32 loses |lse| * 2^-24 of them.
         dq, dk, dv: The shapes of q, k and v, written, all in the dtype of q or all in float32.
         num_threads: Threads to use; the same number gives the same bits.
         dbias: The shape of the bias, written, float32 and contiguous, or None.
         dsinks: (Hq,), written, float32, or None.
+        part: ``out`` and ``lse`` are of a softmax of which these keys are a part.
 
     Raises:
         ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
@@ -156,7 +157,7 @@ def backward(
         return
     bounds, dlse = _packed(bounds), None if dlse is None else _packed(dlse)
     arrays = [_array(x) for x in (dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv)]
-    rest = scale, num_threads, _config(config), arguments(options), _array(dbias), _array(dsinks)
+    rest = scale, num_threads, _config(config), arguments(options), _array(dbias), _array(dsinks), part
     _compiled().backward(*arrays, *rest)
 
 

@@ -139,12 +139,12 @@ def attention(
         call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
         choice = choose_backend(call.problem, backend)
         warn_if_slow(choice)
-        out, lse = _run(call, choice.name)
+        out, lse = _run(call, choice.name, bool(return_lse))
     out = out[..., :0] if empty else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
 
 
-def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+def _run(call: Call, backend: str, return_lse: bool) -> tuple[Tensor, Tensor]:
     arrays = call.q, call.k, call.v
     if isinstance(call.scale, Tensor):  # of a size, in torch.jit.trace
         call = replace(call, scale=float(call.scale))
@@ -155,4 +155,5 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         numbers: Any = {"scale": call.scale, "options": call.options, "lowered_for": call.lowered_for}
         return MODULES[backend].forward(*arrays, call.bounds, **numbers)  # type: ignore[no-any-return]
     bounds, options, k_len = on_mesh(call.q, call.bounds, call.options, call.lowered_for)
-    return forward_op(*arrays, bounds, call.scale, *options, k_len=k_len)  # type: ignore[no-any-return]
+    out, lse = forward_op(*arrays, bounds, call.scale, *options, k_len=k_len)
+    return out, lse.float() if return_lse else lse

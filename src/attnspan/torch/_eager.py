@@ -65,8 +65,9 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
             return None
         wants = wants or x.requires_grad
     wants = wants and torch.is_grad_enabled()
-    make = torch.get_num_threads(), torch.empty_strided, torch.float32
-    found = core.attend(q, k, v, bounds, k_len, scale, *make, return_lse or wants, arguments)
+    lse_dtype = torch.float64 if wants else torch.float32 if return_lse else None
+    make = torch.get_num_threads(), torch.empty_strided, lse_dtype
+    found = core.attend(q, k, v, bounds, k_len, scale, *make, arguments)
     if found is None:
         return None
     if wants:
@@ -74,4 +75,4 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
         found = record_forward(found, q, k, v, bounds, scale, *(options or ()))  # type: ignore[no-untyped-call]
     out, lse = found
     out = out if layout == "bhsd" else out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse.float()) if return_lse else out

@@ -89,7 +89,7 @@ def _is_page(table: Tensor, pages: int) -> Tensor:
 def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     table, bounds, scale, *given = rest
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    out, lse = new_outputs(q, v)
+    out, lse = new_outputs(q, v, torch.float32)
     options = read_options(Options(*given))
     arrays = readable(q), k, v, bounds.contiguous(), out, lse
     triton.forward(*arrays, scale=scale, options=options, table=table.contiguous())
@@ -98,7 +98,7 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tenso
 
 def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     del keys, rest
-    return new_outputs(q, values.transpose(1, 2))
+    return new_outputs(q, values.transpose(1, 2), torch.float32)
 
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -75,9 +75,10 @@ def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
     return like.new_empty((like.shape[0], length, heads, dim)).transpose(1, 2)
 
 
-def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def new_outputs(q: Tensor, v: Tensor, lse_dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Uninitialised out and lse. Backward recomputes weights from lse, of which float32 loses |lse| * 2^-24."""
     batch, heads, q_len, _ = q.shape
-    return stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+    return stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=lse_dtype)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -235,6 +236,7 @@ class _Forward(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(needed)
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else dlse.float()
         want_dbias = needed[7:8] == (True,)
         rest = q, k, v, bounds, out, lse, scale, softcap, bias, kind, sinks, dropout_p, *rest, want_dbias
         found = None

@@ -312,11 +312,11 @@ def _differentiate_some(
     dlse = None if done.dlse is None else done.dlse.contiguous()
     # All of the row's keys are here, or some: the kernel takes float32 for its own, and may compute it anew.
     out, lse = done.out, done.lse.contiguous()
-    lse = lse if len(given.tables.stages) > 1 else lse.to(_wide(given.q))
+    part = len(given.tables.stages) > 1
     if call.k.shape[1] == dkv[0].shape[1]:
-        return differentiate(call, dout, dlse, out, lse, (dq, *dkv))
+        return differentiate(call, dout, dlse, out, lse, (dq, *dkv), part=part)
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
-    found = differentiate(call, dout, dlse, out, lse, (dq, *repeated))
+    found = differentiate(call, dout, dlse, out, lse, (dq, *repeated), part=part)
     for grad, into in zip(repeated, dkv, strict=True):
         fold_heads(grad, given.team.mine.kv_map, into)
     return found

@@ -85,7 +85,14 @@ def _plain(
 
 
 def differentiate(
-    call: Call, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, grads: Sequence[Tensor]
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grads: Sequence[Tensor],
+    *,
+    part: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradients of a call that may be a part of a whole: other keys share its rows' softmax.
 
@@ -94,8 +101,9 @@ def differentiate(
         dout: Gradient of the whole output, shape (B, H, n, Dv).
         dlse: Gradient of the whole lse, or None.
         out: The whole output, in q's dtype.
-        lse: The whole lse, float64; or that of the call, in its own dtype, where the part is the whole.
+        lse: The whole lse, float64.
         grads: dq, dk and dv, written, in q's dtype or float32.
+        part: Whether the whole has other keys.
 
     Returns:
         Gradients of the bias and of the sinks of ``call.options``, or None where there is none.
@@ -115,6 +123,7 @@ def differentiate(
             options=call.options,
             dbias=dbias,
             dsinks=dsinks,
+            **({"part": part} if backend == "cpu" else {}),  # others take lse as it is
         )
         return dbias, dsinks
     return _differentiate_plainly(backend, call, dout, dlse, out, lse, grads)
