@@ -76,7 +76,7 @@ def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
 
 
 def new_outputs(q: Tensor, v: Tensor, lse_dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Uninitialised out and lse. Backward recomputes weights from lse, of which float32 loses |lse| * 2^-24."""
+    """Uninitialised out and lse. float32 would lose |lse| * 2^-24 of the weights that backward recomputes."""
     batch, heads, q_len, _ = q.shape
     return stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=lse_dtype)
 
