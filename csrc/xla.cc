@@ -13,7 +13,16 @@ namespace attnspan {
 namespace {
 
 // How many arrays may follow the required ones, as bits of the attribute `given`, in this order.
-enum Given : int { bias = 1, sinks = 2, seeds = 4, q_index = 8, k_index = 16, dlse = 32, want_dbias = 64 };
+enum Given : int {
+  bias = 1,
+  sinks = 2,
+  seeds = 4,
+  q_index = 8,
+  k_index = 16,
+  dlse = 32,
+  want_dbias = 64,
+  lse_low = 128,  // a result of forward, an argument of backward
+};
 
 int dtype_code(int type) {
   constexpr int types[] = {ffi::f32, ffi::bf16, ffi::f16, ffi::s32, ffi::s64};  // in the order of dtype_names
@@ -124,7 +133,7 @@ void run_forward(Call& call) {
   args.options = options_of(call.options(), args);
   const Array out = call.result_tensor();
   const Array lse = call.result();
-  fill(args, out, lse, call.result());
+  fill(args, out, lse, call.has(lse_low) ? std::optional(call.result()) : std::nullopt);
   if (args.batch * args.q_heads * args.q_len == 0) return;
   const Isa isa = level();
   const auto run = [&](const Parallel& parallel) { return forward(args, isa, parallel); };
@@ -133,11 +142,12 @@ void run_forward(Call& call) {
 
 void run_backward(Call& call) {
   const Array dout = call.tensor(), q = call.tensor(), k = call.tensor(), v = call.tensor(), out = call.tensor(),
-              lse = call.array(), low = call.array(), bounds = call.array();
+              lse = call.array(), bounds = call.array();
   BackwardArgs args{};
   static_cast<Problem&>(args) = problem_of(q, k, v, bounds, static_cast<float>(call.number("scale")));
   args.options = options_of(call.options(), args);
-  GradientArrays given{dout, call.optional(dlse), out, lse, {}, {}, {}, {}, {}, low, call.integer("part") != 0};
+  GradientArrays given{dout, call.optional(dlse), out, lse, {}, {}, {}, {}, {}};
+  given.lse_low = call.optional(lse_low);
   given.dq = call.result_tensor(), given.dk = call.result_tensor(), given.dv = call.result_tensor();
   if (call.has(want_dbias)) given.dbias = call.result();
   if (call.has(sinks)) given.dsinks = call.result();

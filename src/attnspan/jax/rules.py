@@ -96,7 +96,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     """`forward` with `backward` as its derivative.
 
     ``forward(how, q, k, v, given, *rest)`` gives out and lse; `how` is hashable, and the rest has no
-    gradient. ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
+    gradient. The lse may be complex: what a float of it loses, |lse| * 2^-24 of each weight, is then its
+    imaginary part, which only the derivative sees. ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
     """
 
     @own_promotion
@@ -106,7 +107,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         primals = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
         found = zip(forward(how, *primals), SAVE_NAMES, strict=True)
         out, lse = (checkpoint_name(x, name) for x, name in found)
-        return (out, lse), (primals, out, lse, _Flag(wanted))
+        return (out, lse.real), (primals, out, lse, _Flag(wanted))
 
     @own_promotion
     def attend_backward(how: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -120,7 +121,12 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         dgiven = Operands(None, dbias, dsinks, None, None, None)  # type: ignore[arg-type]
         return dq, dk, dv, dgiven, *(None for _ in rest)
 
-    attend = jax.custom_vjp(own_promotion(forward), nondiff_argnums=(0,))
+    @own_promotion
+    def primal(how: Any, *primals: Any) -> tuple[Any, Any]:
+        out, lse = forward(how, *primals)
+        return out, lse.real
+
+    attend = jax.custom_vjp(primal, nondiff_argnums=(0,))
     attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
     return attend
 
@@ -145,11 +151,13 @@ def _forward(how: How) -> Any:
 @own_promotion
 def _forward_of(how: How, backend: str, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array]:
     module = module_of(backend)
+    fine = {"fine": True} if getattr(module, "FINE_LSE", False) else {}
     if how.layout in getattr(module, "LAYOUTS", ()):
-        return module.forward(q, k, v, given, how.static, layout=how.layout)  # type: ignore[no-any-return]
+        return module.forward(q, k, v, given, how.static, layout=how.layout, **fine)  # type: ignore[no-any-return]
     q, k, v = (_to_bhsd(x, how.layout) for x in (q, k, v))
-    out, lse = module.forward(q, k, v, given, how.static)
-    return _to_bhsd(out, how.layout), lse
+    out, lse = module.forward(q, k, v, given, how.static, **fine)
+    # Backends by platform have results of one kind.
+    return _to_bhsd(out, how.layout), lse if fine else lax.complex(lse, jnp.zeros_like(lse))
 
 
 @cache
@@ -165,6 +173,8 @@ def _backward(how: How, want_dbias: bool) -> Any:
 @own_promotion
 def _backward_of(how: How, want_dbias: bool, backend: str, *args: Any) -> Any:
     module, rest = module_of(backend), (how.static, want_dbias)
+    if not getattr(module, "FINE_LSE", False):
+        args = (*args[:-1], args[-1].real)
     if how.layout in getattr(module, "LAYOUTS", ()):
         return module.backward(*args, *rest, layout=how.layout)
     dout, dlse, q, k, v, given, out, lse = args

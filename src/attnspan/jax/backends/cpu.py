@@ -18,7 +18,9 @@ LAYOUTS = ("bhsd", "bshd")
 
 # Bits of the attribute `given`, as csrc/xla.cc reads them.
 _BITS = {"bias": 1, "sinks": 2, "seeds": 4, "q_index": 8, "k_index": 16}
-_DLSE, _WANT_DBIAS = 32, 64
+_DLSE, _WANT_DBIAS, _LSE_LOW = 32, 64, 128
+#: Keeps what a float of lse has lost, in its imaginary part (see `attnspan.jax.rules`).
+FINE_LSE = True
 
 #: 0 runs on XLA's threads; else on as many of the process's own, as torch's calls do. There is no difference
 #: that could be measured (docs/performance.md).
@@ -34,14 +36,18 @@ def supports(problem: Problem, static: Static) -> str | None:
 
 
 def forward(
-    q: Array, k: Array, v: Array, given: Operands, static: Static, layout: str = "bhsd"
+    q: Array, k: Array, v: Array, given: Operands, static: Static, layout: str = "bhsd", *, fine: bool = False
 ) -> tuple[Array, Array]:
-    """Out in the layout of q, and lse (B, H, Sq)."""
+    """Out in the layout of q, and lse (B, H, Sq), complex if it is to be `fine`."""
     batch, heads, q_len = q.shape[:3] if layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), result_dtype(q, static))
     lse = jax.ShapeDtypeStruct((batch, heads, q_len), np.float32)
     arrays, bits = _arrays(given)
-    return _call("attnspan_forward", (out, lse), (q, k, v, given.bounds, *arrays), static, layout, bits)  # type: ignore[return-value]
+    operands = (q, k, v, given.bounds, *arrays)
+    if not fine:
+        return _call("attnspan_forward", (out, lse), operands, static, layout, bits)  # type: ignore[return-value]
+    out, *parts = _call("attnspan_forward", (out, lse, lse), operands, static, layout, bits | _LSE_LOW)
+    return out, jax.lax.complex(*parts)
 
 
 def backward(*call: Any, layout: str = "bhsd") -> Gradients:
@@ -57,6 +63,9 @@ def backward(*call: Any, layout: str = "bhsd") -> Gradients:
     if dlse is not None:
         bits |= _DLSE
         arrays = (*arrays, dlse)
+    if jnp.iscomplexobj(lse):
+        bits |= _LSE_LOW
+        arrays, lse = (*arrays, lse.imag), lse.real
     operands = (dout, q, k, v, out, lse, given.bounds, *arrays)
     found = list(_call("attnspan_backward", tuple(results), operands, static, layout, bits))
     dsinks = found.pop() if given.sinks is not None else None

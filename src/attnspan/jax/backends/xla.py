@@ -49,8 +49,12 @@ def supports(problem: Problem, static: Static) -> str | None:
     return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
 
 
+#: Keeps what a float of lse has lost, in its imaginary part (see `attnspan.jax.rules`).
+FINE_LSE = True
+
+
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
+    q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static, *, fine: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """See `attnspan.jax.backends`."""
     batch, q_heads, q_len, _ = q.shape
@@ -59,6 +63,8 @@ def forward(
     lse = jnp.full(out.shape[:3], -jnp.inf, wide)
     if given.sinks is not None:
         lse = jnp.broadcast_to(given.sinks.astype(wide)[:, None], lse.shape)
+    if fine:
+        lse = lax.complex(lse, jnp.zeros_like(lse))
     if lse.size and k.shape[2]:
         loops = _Loops(q, k, v, given, static)
         body = loops.forward_rows
@@ -68,13 +74,21 @@ def forward(
     return jnp.where(illegal[..., None], jnp.nan, out), jnp.where(illegal, jnp.nan, lse)
 
 
+def _fine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a + b, with what its rounding loses as the imaginary part (Knuth 1969, TwoSum)."""
+    total = a + b
+    of_b = total - a
+    lost = (a - (total - of_b)) + (b - of_b)
+    return lax.complex(total, jnp.where(jnp.isfinite(total), lost, 0))
+
+
 def backward(*call: Any) -> Gradients:
     """See `attnspan.jax.backends`."""
     dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
     wide = _wide(q)
     alive = (given.bounds[..., 0] < given.bounds[..., 1]).any(-1)
     common = common_of(dout, out, dlse, alive, wide)
-    dsinks = sinks_gradient(given.sinks, lse, common)
+    dsinks = sinks_gradient(given.sinks, lse.real, common)
     want_dbias = want_dbias and static.bias_kind != 0
     if not (lse.size and k.shape[2]):
         dbias = jnp.zeros(given.bias.shape, wide) if want_dbias and given.bias is not None else None
@@ -168,7 +182,9 @@ class _Loops:
         )
         factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
         sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
-        logs = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
+        logs = jnp.log(total)
+        logs = _fine(top, logs) if jnp.iscomplexobj(lse) else top + logs
+        logs = jnp.where(total == 0, -jnp.inf, logs)
         return self.write_rows(out, sums, rows), self.write_rows(lse, logs[..., 0], rows)
 
     def no_keys(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -221,6 +237,7 @@ class _Loops:
 
     def normalizers(self, rows: Rows, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What makes weights of scores: the lse, or sums anew where it is too large to tell weights apart."""
+        lse, lost = lse.real, lse.imag if jnp.iscomplexobj(lse) else None
         large = rows.alive & (jnp.abs(lse) > _MOST_LSE) & jnp.isfinite(lse)
 
         def tile(t: jax.Array, state: Any) -> Any:
@@ -228,7 +245,7 @@ class _Loops:
             return self.sums_of_tile(state, rows, keys, q)[0]
 
         top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(q))
-        return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1)
+        return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1 if lost is None else jnp.exp(-lost))
 
     def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:
         """Add what one tile contributes."""
