@@ -97,7 +97,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
 
     ``forward(how, q, k, v, given, *rest)`` gives out and lse; `how` is hashable, and the rest has no
     gradient. The lse may be complex: what a float of it loses, |lse| * 2^-24 of each weight, is then its
-    imaginary part, which only the derivative sees. ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
+    imaginary part, which only the derivative sees.
+    ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
     """
 
     @own_promotion
