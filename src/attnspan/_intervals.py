@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arrays import Array, Arrays, sure
+from .arrays import Array, Arrays
 
 End = Any
 """An int32 array (B|1, H|1, q_len), an int, or None."""
@@ -116,8 +116,7 @@ def materialise(
         hi = arrays.full((1, 1, q_len), hi) if x.hi is None or isinstance(hi, int) else hi
         lo = arrays.clip(lo, 0, top)
         # A symbol of a size, which is no int to JAX, is the number of rows.
-        n, m = arrays.size(lo.shape[-1]), arrays.size(hi.shape[-1])
-        if isinstance(n, int) and isinstance(m, int) and sure(n == 1) and sure(m == 1):
+        if arrays.is_one(lo.shape[-1]) and arrays.is_one(hi.shape[-1]):
             lo = arrays.broadcast_to(lo, (*lo.shape[:-1], q_len))
         los.append(lo)
         his.append(arrays.maximum(arrays.clip(hi, 0, top), lo))

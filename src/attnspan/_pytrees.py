@@ -35,6 +35,26 @@ class Node:
         for registrar in _registrars:
             registrar(cls, _flatten, partial(_unflatten, cls))
 
+    def __eq__(self, other: object) -> Any:
+        """Equal by structure where neither has an array, else only to itself."""
+        if self is other or type(self) is not type(other):
+            return self is other
+        mine = _structure(self)
+        return mine is not None and mine == _structure(other)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        structure = _structure(self)
+        return object.__hash__(self) if structure is None else hash(structure)
+
+    def to(self, device: Any, **options: Any) -> Any:
+        """The same with its tensors on another device, as a batch is moved; what has no tensor is itself.
+
+        Args:
+            device: A torch device. NumPy arrays stay: they are moved when the mask is lowered.
+            **options: Those of `torch.Tensor.to`, such as ``non_blocking``.
+        """
+        return _moved(self, {}, device, options)
+
     def _set(self, **values: Any) -> None:
         """Set fields in `__post_init__`; instances are frozen afterwards."""
         for name, value in values.items():
@@ -116,6 +136,38 @@ def static_key(x: Node, kinds: frozenset[type]) -> tuple[Any, ...] | None:
         if several:
             parts.append((tuple, len(value)))
     return tuple(parts)
+
+
+def _structure(x: Node) -> tuple[Any, ...] | None:
+    """The class and the fields of a node without arrays, and of those in it; None with arrays."""
+    parts: list[Any] = [type(x)]
+    for field in fields(x):  # type: ignore[arg-type]
+        value = getattr(x, field.name)
+        for part in value if type(value) is tuple else (value,):
+            if is_array(part):
+                return None
+            inner = _structure(part) if isinstance(part, Node) else (type(part), part)
+            if inner is None:
+                return None
+            parts.append(inner)
+        parts.append(len(value) if type(value) is tuple else None)
+    return tuple(parts)
+
+
+def _moved(x: Any, moved: dict[int, Any], device: Any, options: dict[str, Any]) -> Any:
+    """A node with its tensors moved. A tensor in two places stays one, as masks know it by identity."""
+    if type(x) is tuple:
+        return tuple(_moved(part, moved, device, options) for part in x)
+    if isinstance(x, Node):
+        children, context = _flatten(x)
+        found = tuple(_moved(child, moved, device, options) for child in children)
+        same = all(old is new for old, new in zip(children, found, strict=True))
+        return x if same else _unflatten(type(x), found, context)
+    if not (is_array(x) and hasattr(x, "to") and hasattr(x, "requires_grad")):
+        return x
+    if id(x) not in moved:
+        moved[id(x)] = x.to(device, **options)
+    return moved[id(x)]
 
 
 def _is_child(value: object) -> bool:

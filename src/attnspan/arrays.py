@@ -57,6 +57,8 @@ def sure(holds: Any) -> bool:
 
     Compilers have such sizes for ``x[keep]``: they cannot be asked, in Python, whether one is 1.
     """
+    if holds is True or holds is False:
+        return holds
     symbols = _symbols_of_torch(holds)
     return bool(holds) if symbols is None else symbols.guard_or_false(holds)  # type: ignore[no-any-return]
 
@@ -187,6 +189,10 @@ class Arrays:
     def tracing(self) -> bool:
         """Whether a compiler is reading this code: comparing a size would make it a constant."""
         return False
+
+    def is_one(self, size: Any) -> bool:
+        """Whether a size is known to be 1; symbols are not."""
+        return isinstance(size, int) and size == 1
 
     def size(self, size: Any) -> Any:
         """A size of an array as a number, or as the symbol that a compiler has for it."""
@@ -348,6 +354,9 @@ class TorchArrays(Arrays):
     def tracing(self) -> bool:
         return _is_recorded(self.xp)
 
+    def is_one(self, size: Any) -> bool:
+        return sure(self.size(size) == 1)
+
     def size(self, size: Any) -> Any:
         # In torch.jit.trace sizes are tensors. Those of a mask are fixed: kernels refuse others.
         return int(size) if _is_torch(size) else size
@@ -467,11 +476,15 @@ def read_only(x: Any) -> Any:
 def stored(x: Any) -> Any:
     """The torch tensor itself; raises if its storage was freed or shrunk, so that it cannot be read."""
     if x.is_cpu and x.numel():
-        end = x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        held, needed = x.untyped_storage().nbytes(), end * x.itemsize
+        last = x.numel() - 1
+        if not x.is_contiguous():
+            last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        held, needed = x.untyped_storage().nbytes(), (x.storage_offset() + 1 + last) * x.itemsize
+        if held >= needed:
+            return x
         remedy = "Restore it first: untyped_storage().resize_() freed or shrank it"
         wanted, got = "a storage of {} bytes for its shape {}", f"{held} bytes"
-        expect(held >= needed, "array", wanted, got, remedy, needed, tuple(x.shape), error=ShapeError)
+        expect(False, "array", wanted, got, remedy, needed, tuple(x.shape), error=ShapeError)
     return x
 
 

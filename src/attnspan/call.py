@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from ._bands import Band
 from ._mistakes import not_a_mask, refuse_keywords
+from ._pytrees import static_key
 from .arrays import agree, check_plain, sure
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
-from .masks import Mask, Prepared, full
+from .masks import WITHOUT_DATA, Mask, Prepared, full
 from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
 from .spans import Spans
 
@@ -284,7 +285,10 @@ def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any
     Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
     ``pad`` appends a zero along the last dim.
     """
-    q_dim, k_dim, v_dim = (tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v))
+    # Those of nested tensors cannot be asked for, and are refused by name later.
+    q_dim, k_dim, v_dim = (
+        () if getattr(x, "is_nested", False) else tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v)
+    )
     if q_dim == k_dim == (0,):
         q, k = pad(q), pad(k)
     empty = v_dim == (0,)
@@ -389,7 +393,8 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_packed(mask: Mask) -> None:
-    if not mask._may_separate():
+    # Without data, a mask says nothing of documents: all tokens are one sequence.
+    if not mask._may_separate() and static_key(mask, WITHOUT_DATA) is None:
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",

@@ -195,7 +195,8 @@ class Lowering:
             expect((kept == x).all(), what, f"ids of {kept.dtype}, as JAX has them", "larger ones", remedy)
         x = self.int32(what, x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
-        self.check_axis(what, "batch", x.shape[0])
+        if not self.arrays.is_one(x.shape[0]):
+            self.check_axis(what, "batch", x.shape[0])
         return x
 
     def check_axis(self, what: str, axis: str, size: int) -> None:
@@ -318,8 +319,9 @@ def begin(
 ) -> Lowering:
     """Find the length of the global key sequence, and give the rows of `leaves` their indices."""
     tracing = arrays.tracing()
-    q_len, k_len, batch, heads = map(arrays.size, (q_len, k_len, batch, heads))
-    if not tracing:
+    if tracing:
+        q_len, k_len, batch, heads = map(arrays.size, (q_len, k_len, batch, heads))
+    else:
         for name, size in (("q_len", q_len), ("k_len", k_len), ("batch", batch), ("heads", heads)):
             if type(size) is not int:
                 _check_size(name, size)
@@ -329,7 +331,8 @@ def begin(
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
         expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)
-    keys = arrays.size(key_len(leaves, None if k_index is not None else k_len, tracing))
+    keys = key_len(leaves, None if k_index is not None else k_len, tracing)
+    keys = arrays.size(keys) if tracing else keys
     low = Lowering(arrays, q_len, keys, batch, heads)
     low.index_rows(leaves, q_index, k_index)
     return low
@@ -352,7 +355,7 @@ def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) 
         length = None if tracing and known is not None and leaf._key_len_is_data() else leaf._key_len()
         if length is None:
             continue
-        if known is not None and not agree(length, known):
+        if known is not None and length is not known and not agree(length, known):
             remedy = "They describe the whole, global sequence; pass k_index if only some keys are here"
             expected = "arrays that describe {} keys"
             expect(False, repr(leaf), expected, length, remedy, known, error=ShapeError)

@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "heads": ({"q": Q[:, :3]}, ValueError, "heads: expected a multiple of the key heads"),
     "packed": (
-        {"q": Q[0, :, :2], "k": K[0, :, :2], "v": K[0, :, :2], "layout": "thd", "mask": a.causal()},
+        {"q": Q[0, :, :2], "k": K[0, :, :2], "v": K[0, :, :2], "layout": "thd", "mask": a.key_padding(2)},
         ValueError,
         "mask with layout='thd': expected one that keeps packed documents apart",
     ),

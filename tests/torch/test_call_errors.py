@@ -131,7 +131,6 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
             rf"keeps packed documents apart, got {re.escape(repr(mask))}.*Combine it by & with documents",
         )
         for mask in (
-            a.causal(),
             a.key_padding(8) & a.causal(),
             a.keys(torch.ones(8, dtype=torch.bool)) & a.causal(),
             a.cache(8) & a.causal(),
@@ -282,7 +281,13 @@ EAGER_ONLY |= {name for name in CASES if re.match("packed, .*(cache|padding|pref
 COMPILED = [
     *("k and v length", "dtypes", "softcap", "bias", "relative", "seed", "q_index", "no mask", "ids, length"),
     *("cache, batch", "two anchors", "offsets, keys", "prefixes", "spans, rows", "dense, keys", "predicate"),
-    *("predicate, floats", "prepared, heads", "packed, causal()", "library, chosen", "sdpa, mask"),
+    *(
+        "predicate, floats",
+        "prepared, heads",
+        "packed, key_padding(8) & causal()",
+        "library, chosen",
+        "sdpa, mask",
+    ),
 ]
 
 

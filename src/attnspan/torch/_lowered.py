@@ -4,9 +4,10 @@ Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls co
 """
 
 from collections import OrderedDict
+from dataclasses import fields
 from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 import torch
@@ -29,6 +30,10 @@ _MOST_SIZES = 4
 _MOST_STATIC = 16
 
 
+_PACKAGE = __name__.partition(".")[0] + "."
+_FIXED = object()  # the value of an array of a prepared mask, which is read-only
+
+
 class _Known(NamedTuple):
     """One lowering, and what the mask's arrays held then."""
 
@@ -41,7 +46,31 @@ class _Known(NamedTuple):
     ]  # of CPU tensors a copy, of other tensors the version, of NumPy arrays shape, dtype, bytes
 
 
-_memory: WeakKeyDictionary[Mask, list[_Known]] = WeakKeyDictionary()
+class _ByIdentity:
+    """A dictionary whose keys are masks that live, by identity: others may be equal to them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[ref[Mask], list[_Known]]] = {}
+
+    def get(self, mask: Mask) -> list[_Known]:
+        entry = self._entries.get(id(mask))
+        return entry[1] if entry is not None and entry[0]() is mask else []
+
+    def set(self, mask: Mask, known: list[_Known]) -> None:
+        key, entries = id(mask), self._entries
+
+        def forget(gone: ref[Mask]) -> None:
+            # Another mask may have the number by now.
+            if (entry := entries.get(key)) is not None and entry[0] is gone:
+                del entries[key]
+
+        entries[key] = ref(mask, forget), known
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+_memory = _ByIdentity()
 _static: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
 _lock = Lock()
 
@@ -78,7 +107,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
         sizes = ()
     elif not isinstance(mask, Mask):
         return None
-    known = _memory.get(mask, ())
+    known = _memory.get(mask)
     for one in known:
         if one.sizes == sizes and one.device == q.device and all(map(_unchanged, one.arrays, one.values)):
             return one.lowered
@@ -88,7 +117,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
         return None
     # Those whose arrays were written into are of no more use.
     others = [one for one in known if one.sizes != sizes or one.device != q.device] if known else []
-    _memory[mask] = [found, *others[: _MOST_SIZES - 1]]
+    _memory.set(mask, [found, *others[: _MOST_SIZES - 1]])
     return found.lowered
 
 
@@ -98,6 +127,8 @@ def stream_of(q: Tensor) -> int:
 
 
 def _unchanged(x: Any, value: Any) -> bool:
+    if value is _FIXED:
+        return True
     if isinstance(x, np.ndarray):  # bytes compare in a tenth of the time of np.array_equal
         return bool(x.shape == value[0] and x.dtype == value[1] and x.tobytes() == value[2])
     return x.dtype == value.dtype and torch.equal(x, value) if x.is_cpu else x._version == value
@@ -118,6 +149,8 @@ def _lower(mask: Mask, q: Tensor, k: Tensor, sizes: tuple[int, ...]) -> _Known:
         arrays.append(x)
         if isinstance(x, Tensor):
             values.append(x._version if copy is None else torch.from_numpy(copy))
+        elif isinstance(mask, Prepared) and not x.flags.writeable:
+            values.append(_FIXED)
         else:
             values.append((copy.shape, copy.dtype, copy.tobytes()))
     if isinstance(twin, Prepared):
@@ -146,12 +179,14 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
             host: Any = x if isinstance(x, np.ndarray) else stored(x).numpy() if x.is_cpu else None
             sources[id(x)] = x, None if host is None else np.array(host)
         return sources[id(x)][1]
-    if not isinstance(x, Node):
+    # A mask of a class of the user is lowered as it is, anew in each call: it may want tensors, or read what is
+    # no field of it.
+    if not isinstance(x, Node) or not type(x).__module__.startswith(_PACKAGE):
         raise _UnknowableError
     twin = object.__new__(type(x))
-    for name in type(x).__dataclass_fields__:  # type: ignore[attr-defined]
-        value = getattr(x, name)
-        vars(twin)[name] = value if type(value) in _STATIC else _twin(value, sources)
+    for field in fields(x):  # type: ignore[arg-type]
+        value = getattr(x, field.name)
+        vars(twin)[field.name] = value if type(value) in _STATIC else _twin(value, sources)
     return twin
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import GetAttrKey, register_pytree_node
+from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .._encoding import CHUNK_PAIRS, encode, register_operator
 from .._pytrees import register_pytrees
-from ..errors import register_raiser
+from ..errors import expect, register_raiser
 from ..spans import Spans
 from ._vendor import vendor_op
 from ._watched import constant_when_traced
@@ -103,6 +104,25 @@ def _traced(kind: type[Exception]) -> type[Exception]:
 register_raiser(_raise)
 
 
+def _collate(batch: list[Any], **_: Any) -> Any:
+    """The masks of examples as one of their batch: equal ones, or ones whose arrays (S,) become (B, S)."""
+    first, *others = batch
+    if all(x == first for x in others):
+        return first
+    trees = [tree_flatten(x) for x in batch]
+    alike = all(spec == trees[0][1] for _, spec in trees)
+    remedy = "Make the mask of the batch from the collated arrays"
+    expect(alike, "default_collate", "masks of one structure", " and ".join(map(repr, batch[:2])), remedy)
+    columns = list(zip(*(leaves for leaves, _ in trees), strict=True))
+    for column in columns:
+        shapes = {tuple(x.shape) for x in column}
+        expected, got = "arrays (S,) of one length", " and ".join(map(str, sorted(shapes)))
+        expect(len(shapes) == 1 and column[0].ndim == 1, "default_collate", expected, got, remedy)
+    return tree_unflatten(
+        [torch.stack([torch.as_tensor(x) for x in column]) for column in columns], trees[0][1]
+    )
+
+
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     def flatten_to_list(x: Any) -> tuple[list[Any], Any]:
         if cls is Spans and x._k_len is not None:
@@ -125,6 +145,7 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
         to_dumpable_context=lambda context: context,
         from_dumpable_context=_as_tuples,
     )
+    default_collate_fn_map.setdefault(cls, _collate)
     # torch.export.load reads the example inputs of a program, which masks may be among.
     torch.serialization.add_safe_globals([cls])
 
