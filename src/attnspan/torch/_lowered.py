@@ -179,8 +179,8 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
             host: Any = x if isinstance(x, np.ndarray) else stored(x).numpy() if x.is_cpu else None
             sources[id(x)] = x, None if host is None else np.array(host)
         return sources[id(x)][1]
-    # A mask of a class of the user is lowered as it is, anew in each call: it may want tensors, or read what is
-    # no field of it.
+    # A mask of a class of the user is lowered as it is, anew in each call: it may want tensors, or read
+    # what is no field of it.
     if not isinstance(x, Node) or not type(x).__module__.startswith(_PACKAGE):
         raise _UnknowableError
     twin = object.__new__(type(x))
