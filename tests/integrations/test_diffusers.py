@@ -75,8 +75,8 @@ def test_models_compute_what_the_native_backend_does(name):
     found = adapter.enable(model)
     *got, ours = _run(model, inputs)
     # Of each two, one is the backward pass.
-    assert ours == {"forward": native["torch"] // 2, "backward": native["torch"] // 2}
-    assert len(found.layers) in (ours["forward"], ours["forward"] - model.config.get("num_layers", 0))
+    assert ours == {"attention": native["torch"] // 2, "attention_backward": native["torch"] // 2}
+    assert len(found.layers) in (ours["attention"], ours["attention"] - model.config.get("num_layers", 0))
     for x, y in zip(got, wanted, strict=True):
         assert relative_error(x, y) < 1e-6
     adapter.disable(model)
@@ -245,7 +245,7 @@ def test_copies_and_pickles_are_enabled_too(name):
     model, inputs = build(name), inputs_of(name)
     adapter.enable(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert set(_run(other, inputs)[2]) == {"forward", "backward"}
+        assert set(_run(other, inputs)[2]) == {"attention", "attention_backward"}
 
 
 @pytest.mark.parametrize("name", ["SD3", "Flux"])
@@ -258,9 +258,11 @@ def test_diffusers_own_switch(name):
     model.reset_attention_backend()
     diffusers.models.attention_dispatch._AttentionBackendRegistry.set_active_backend("native")
     seen.append(set(_run(model, inputs)[2]))
-    assert seen == [{"forward", "backward"}, {"torch"}] * 2
+    assert seen == [{"attention", "attention_backward"}, {"torch"}] * 2
     with diffusers.attention_backend("attnspan") if name == "Flux" else torch.enable_grad():
-        assert set(_run(model, inputs)[2]) == ({"forward", "backward"} if name == "Flux" else {"torch"})
+        assert set(_run(model, inputs)[2]) == (
+            {"attention", "attention_backward"} if name == "Flux" else {"torch"}
+        )
 
 
 class Several:
@@ -311,7 +313,7 @@ def test_a_pipeline_but_not_its_autoencoder():
     assert str(adapter.enable(pipeline)) == "attnspan in 2 attention layers"
     got, ours = images()
     assert relative_error(got, wanted) < 1e-6
-    assert ours == {"forward": 4, "torch": native["torch"] - 4}
+    assert ours == {"attention": 4, "torch": native["torch"] - 4}
     assert adapter.enable(pipeline, ["vae"]).layers == (
         "vae.encoder.mid_block.attentions.0",
         "vae.decoder.mid_block.attentions.0",
@@ -341,7 +343,7 @@ def test_processors_of_ones_own(kind):
     *wanted, _ = _run(model, inputs)
     adapter.enable(model)
     *got, ours = _run(model, inputs)
-    assert set(ours) == {"forward", "backward"}
+    assert set(ours) == {"attention", "attention_backward"}
     assert (attn.processor is processor) == (kind is Learned)
     for x, y in zip(got, wanted, strict=True):
         assert relative_error(x, y) < 1e-6

@@ -106,7 +106,7 @@ def refusal(axes, jit, axis):
     (x,) = put(mesh_of(axes), P(*spec), np.ones((4, 4, 32, 8), "float32"))
     run = jax.jit(lambda x: attention(x, x, x)) if jit else lambda x: attention(x, x, x)
     with pytest.raises(
-        Exception, match=rf"got axis {axis} over 'x'.*layout.plan\(\.\.\.\).on\(mesh, sequence="
+        Exception, match=rf"got axis {axis} over 'x'.*layout.plan\(\.\.\.\).on\(mesh, rows=rows, sequence="
     ):
         run(x).block_until_ready()
 

@@ -136,7 +136,7 @@ def test_ranks_share_the_rows_of_one(strategy: str, method: str) -> None:
     for rank, batch in enumerate(batches):
         [part] = batch.parts
         sent = pickle.loads(pickle.dumps(part))
-        assert sent.mask.layout == sent.shared.layout == part.shared.layout
+        assert sent.mask.layout == sent.shared.marks.layout == part.shared.marks.layout
         rows = sent.shared["q_index"][0]
         for mine, theirs in zip(part[:3], whole.parts[0][:3], strict=True):
             assert torch.equal(mine[0][rows >= 0], theirs[rank // 2][rows[rows >= 0]])
