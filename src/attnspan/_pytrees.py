@@ -44,7 +44,11 @@ class Node:
 
     def __hash__(self) -> int:
         structure = _structure(self)
-        return object.__hash__(self) if structure is None else hash(structure)
+        # A field of a user's class may have no hash: equal masks then share that of the class.
+        try:
+            return object.__hash__(self) if structure is None else hash(structure)
+        except TypeError:
+            return hash(type(self))
 
     def to(self, device: Any, **options: Any) -> Any:
         """The same with its tensors on another device, as a batch is moved; what has no tensor is itself.

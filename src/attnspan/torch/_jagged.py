@@ -24,7 +24,7 @@ def attend_jagged(
     remedy = "Pass enable_gqa=True to share key heads"
     expect(enable_gqa or q.shape[1] == k.shape[1], "heads", "as many key as query heads", k.shape[1], remedy)
     expect(_alike(k, v), "value", "the offsets of key", "others", "Make both of one batch", error=ShapeError)
-    cu_q, cu_k, q_index = q.offsets(), k.offsets(), None
+    cu_q, cu_k, q_index = q.offsets(), k.offsets(), None  # type: ignore[attr-defined]
     fits, remedy = cu_q.shape == cu_k.shape, "Give an absent sequence no keys"
     expect(fits, "key", "as many sequences as query", cu_k.shape[0] - 1, remedy, error=ShapeError)
     alike = _alike(q, k)

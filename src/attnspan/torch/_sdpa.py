@@ -84,14 +84,12 @@ def _attend(
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
     axis = _own_axis(attn_mask, query)
-    if (
-        axis is not None
-    ):  # One call for each of its entries shares the mask; one call for all would expand it.
+    if axis is not None:  # One call for each of its entries: one for all would expand the mask.
         _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
         of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
-        rest = dropout_p, is_causal, scale, enable_gqa
         inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
-        return torch.stack([_attend(*one, *rest) for one in inputs], axis)
+        found = [_attend(q, k, v, m, dropout_p, is_causal, scale, enable_gqa) for q, k, v, m in inputs]
+        return torch.stack(found, axis)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None
     bias = q_index = None

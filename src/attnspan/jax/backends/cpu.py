@@ -46,8 +46,8 @@ def forward(
     operands = (q, k, v, given.bounds, *arrays)
     if not fine:
         return _call("attnspan_forward", (out, lse), operands, static, layout, bits)  # type: ignore[return-value]
-    out, *parts = _call("attnspan_forward", (out, lse, lse), operands, static, layout, bits | _LSE_LOW)
-    return out, jax.lax.complex(*parts)
+    found = _call("attnspan_forward", (out, lse, lse), operands, static, layout, bits | _LSE_LOW)
+    return found[0], jax.lax.complex(found[1], found[2])
 
 
 def backward(*call: Any, layout: str = "bhsd") -> Gradients:
