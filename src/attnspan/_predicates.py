@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array, agree, arrays_for, is_array, is_bool, kind_of, sure
-from .errors import DtypeError, OptionError, ShapeError, expect, shown
+from .errors import DtypeError, OptionError, ShapeError, UsageError, expect, shown
 from .lowering import Lowering
 
 Function = Callable[[Any, Any, Any, Any], Any]
@@ -31,10 +32,56 @@ def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
     """
     indices = _indices(low, rows)
     try:
-        visible = fn(*indices)
+        try:
+            visible = fn(*indices)
+        except IndexError:
+            visible = _of_pairs(what, fn, low.arrays.name)(*indices)
+        if _is_in_steps(visible):
+            visible = _of_pairs(what, fn, arrays_for([visible]).name)(*indices)
+    except UsageError:
+        raise
     except Exception as error:
         raise _failed(what, indices, error) from error
     return _checked(what, visible, low, rows)
+
+
+def _is_in_steps(visible: Any) -> bool:
+    """Whether a function has indexed an array axis by axis, as in ``ids[b][q]``: each step adds axes."""
+    return is_array(visible) and visible.ndim > 4  # type: ignore[attr-defined]
+
+
+def _of_pairs(what: str, fn: Function, framework: str) -> Function:
+    """`fn` called with the numbers of each pair, as FlexAttention does: by vmap, or in NumPy one by one."""
+    if framework == "numpy":
+        return _one_by_one(what, fn)
+    jax = framework == "jax"
+    vmap = sys.modules["jax"].vmap if jax else sys.modules["torch"].vmap  # type: ignore[attr-defined]
+
+    def over(run: Function, *axes: int | None) -> Function:
+        return vmap(run, in_axes=axes) if jax else vmap(run, in_dims=axes)  # type: ignore[no-any-return]
+
+    def run(b: Array, h: Array, q: Array, k: Array) -> Array:
+        shared = q.shape[0] == 1
+        of_batch = over(over(over(fn, None, None, None, 0), None, None, 0, None), None, 0, None, None)
+        of_all = over(of_batch, 0, None, None if shared else 0, None)
+        return of_all(b[:, 0, 0, 0], h[0, :, 0, 0], q[0, 0, :, 0] if shared else q[:, 0, :, 0], k[0, 0, 0])
+
+    return run
+
+
+#: Pairs for which a function of Python is called one by one, about a second.
+_MOST_CALLS = 1 << 20
+
+
+def _one_by_one(what: str, fn: Function) -> Function:
+    def run(*indices: Array) -> Array:
+        pairs = int(np.prod(np.broadcast_shapes(*(x.shape for x in indices))))
+        wanted, remedy = "a function that NumPy can call on arrays, or at most {} pairs", _ALL_AXES
+        expect(pairs <= _MOST_CALLS, what, wanted, pairs, remedy, _MOST_CALLS, error=UsageError)
+        found = np.frompyfunc(lambda *at: bool(fn(*at)), 4, 1)(*(np.asarray(x) for x in indices))
+        return np.asarray(found, bool)
+
+    return run
 
 
 def call_traced(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
@@ -44,6 +91,8 @@ def call_traced(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
     b, h, q, k = _indices(low, rows)
     # Compilers quote the next line in their errors, with its comment.
     visible = fn(b, h, q, k)  # A mask function is traced: write it with &, | and where, not and, or, if
+    if _is_in_steps(visible):
+        visible = _of_pairs(what, fn, low.arrays.name)(b, h, q, k)
     return _checked(what, visible, low, rows)
 
 
