@@ -86,6 +86,8 @@ class alibi(Bias):
         fits = shape[-1] == heads and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
         wanted = "({},) or ({}, {}): a slope for each query head"
         remedy = "Pass alibi_slopes(heads), or slopes of your own"
+        if len(shape) == 2:
+            remedy += "; those of packed documents are not taken: pad the documents to batch rows"
         _fits(fits, "alibi: slopes", wanted, self.slopes, remedy, heads, batch, heads)
         slopes = to_float(arrays, self.slopes, wide)
         return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI

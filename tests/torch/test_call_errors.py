@@ -139,6 +139,10 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
         )
     },
     # Options.
+    "slopes of documents": (
+        {**_PACKED, "mask": a.documents(_CU), "bias": a.alibi(torch.ones(2, 2))},
+        r"alibi: slopes: expected \(2,\) or \(1, 2\).*those of packed documents are not taken: pad",
+    ),
     "softcap 0": ({"softcap": 0.0}, "softcap: expected a positive, finite number .* got 0.0"),
     "softcap": ({"softcap": -1.0}, "softcap: expected a positive, finite number .* got -1.0"),
     "softcap tiny": ({"softcap": 1e-40}, "softcap: expected a positive, finite .*1e-30.* got 1e-40"),

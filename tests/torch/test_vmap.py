@@ -1,21 +1,20 @@
-"""Masks whose arrays are mapped over by torch.func.vmap, against a loop."""
+"""torch.func.vmap over queries, masks, options and modules: equal to a loop, in one call of the kernel."""
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
 
 import attnspan as a
-from attnspan.torch import StaticCache, attention
+from attnspan.kernels import cpu
+from attnspan.torch import Attention, StaticCache, attention, dropout_seeds
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
 
 CALLS, BATCH, HEADS, LENGTH, DIM = 3, 2, 2, 6, 8
 _generator = torch.Generator().manual_seed(0)
@@ -87,3 +86,109 @@ def test_stacked_masks_name_what_can_be_mapped_over(lowered: bool) -> None:
     bounds = stacked.bounds if lowered else stacked.lowered.bounds
     found = vmap(lambda q, bounds: attention(q, q, q, mask=a.spans(bounds)))(q, bounds)
     torch.testing.assert_close(found, torch.stack([attention(*[q[0]] * 3, mask=x) for x in masks]))
+
+
+def _calls() -> float:
+    return sum(x["calls"] for x in cpu.counters().values())
+
+
+def _assert_as_a_loop(function: Callable[..., Any], arrays: list[Tensor], dims: list[int | None]) -> None:
+    """One call of the kernel, and one for all gradients; both as those of a loop."""
+
+    def loss(*arrays: Tensor) -> Tensor:
+        out, lse = function(*arrays)
+        return out.square().sum() + lse.sin().sum()
+
+    floating = tuple(i for i, x in enumerate(arrays) if x.is_floating_point())
+    for mapped, calls in ((function, 1), (grad(loss, floating), 2)):
+        start = _calls()
+        found = vmap(mapped, in_dims=tuple(dims))(*arrays)
+        assert cpu.core is None or _calls() - start == calls
+        each = [
+            mapped(*(x if at is None else x.select(at, i) for x, at in zip(arrays, dims, strict=True)))
+            for i in range(CALLS)
+        ]
+        for got, *want in zip(found, *each, strict=True):
+            torch.testing.assert_close(got, torch.stack(want), rtol=1e-5, atol=1e-5)
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(CALLS, *shape, generator=_generator)
+
+
+#: What is mapped over, or shared, and the options that each call makes of it.
+OPTIONS: dict[str, tuple[Tensor, Callable[[Tensor], dict[str, Any]]]] = {
+    "nothing": (_randn(1), lambda x: {}),
+    "sinks": (_randn(HEADS), lambda x: {"sinks": x}),
+    "slopes": (_randn(HEADS), lambda x: {"bias": a.alibi(x)}),
+    "slopes of rows": (_randn(BATCH, HEADS), lambda x: {"bias": a.alibi(x)}),
+    "table": (_randn(HEADS, 7), lambda x: {"bias": a.relative(x)}),
+    "dense": (_randn(BATCH, HEADS, LENGTH, LENGTH), lambda x: {"bias": x}),
+    "dense of heads": (_randn(HEADS, 1, LENGTH), lambda x: {"bias": x}),
+    "dense of all": (_randn(LENGTH, LENGTH), lambda x: {"bias": x}),
+    "seed": (torch.arange(CALLS), lambda x: {"dropout_p": 0.4, "dropout_seed": x}),
+    "seeds": (
+        torch.stack([dropout_seeds(torch.tensor(i), BATCH, HEADS) for i in range(CALLS)]),
+        lambda x: {"dropout_p": 0.4, "dropout_seed": x},
+    ),
+    "indices": (
+        torch.arange(CALLS)[:, None] + torch.arange(LENGTH),
+        lambda x: {"q_index": x, "bias": a.alibi([0.5, 0.25]), "softcap": 5.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_those_of_each_call(name: str, shared: bool) -> None:
+    array, make = OPTIONS[name]
+    q, kv = _randn(BATCH, HEADS, LENGTH, DIM), _randn(BATCH, 1, LENGTH, DIM)
+
+    def attend(q: Tensor, kv: Tensor, array: Tensor) -> Any:
+        return attention(q, kv, kv, mask=a.causal(), return_lse=True, **make(array))
+
+    array = array[1] if shared else array.movedim(0, -1)
+    # A shared axis of queries or keys, and mapped axes in other places.
+    _assert_as_a_loop(attend, [q.movedim(0, 2), kv[0], array], [2, None, None if shared else -1])
+
+
+def test_indices_and_sinks_of_each_call_go_one_after_the_other() -> None:
+    q, sinks = _randn(BATCH, HEADS, LENGTH, DIM), _randn(HEADS)
+    index = OPTIONS["indices"][0]
+
+    def attend(q: Tensor, sinks: Tensor, index: Tensor) -> Tensor:
+        return attention(q, q, q, mask=a.causal(), sinks=sinks, q_index=index, bias=a.alibi([0.5, 0.25]))
+
+    want = torch.stack([attend(*x) for x in zip(q, sinks, index, strict=True)])
+    torch.testing.assert_close(vmap(attend)(q, sinks, index), want)
+
+
+def test_transforms_nest() -> None:
+    q, bias = torch.randn(2, CALLS, 1, HEADS, LENGTH, DIM, generator=_generator), _randn(LENGTH)[0]
+
+    def attend(q: Tensor, bias: Tensor) -> Tensor:
+        return attention(q, q, q, mask=a.window(3), bias=bias[None])
+
+    nested = vmap(vmap(attend, (0, None)), (0, None))
+    want = torch.stack([torch.stack([attend(x, bias) for x in each]) for each in q])
+    torch.testing.assert_close(nested(q, bias), want)
+    loss = lambda q, bias: nested(q, bias).square().sum()  # noqa: E731
+    looped = lambda q, bias: sum(attend(x, bias).square().sum() for x in q.flatten(0, 1))  # noqa: E731
+    for got, wanted in zip(grad(loss, (0, 1))(q, bias), grad(looped, (0, 1))(q, bias), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_ensemble_is_one_call() -> None:
+    models = [Attention(mask=a.causal(), sinks=torch.nn.Parameter(x)) for x in _randn(HEADS)]
+    state, q = stack_module_state(models), _randn(BATCH, HEADS, LENGTH, DIM)[0]
+    start = _calls()
+    found = vmap(lambda *state: functional_call(models[0], state, (q, q, q)))(*state)
+    assert cpu.core is None or _calls() - start == 1
+    torch.testing.assert_close(found, torch.stack([m(q, q, q) for m in models]))
+
+
+def test_a_compiled_program_encodes_mapped_masks() -> None:
+    q, visible = _randn(BATCH, HEADS, LENGTH, DIM), _DENSE
+    function = vmap(lambda q, visible: attention(q, q, q, mask=a.from_dense(visible, max_runs=3)))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, visible), function(q, visible))

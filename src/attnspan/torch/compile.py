@@ -19,6 +19,7 @@ from .._pytrees import register_pytrees
 from ..errors import expect, register_raiser
 from ..spans import Spans
 from ._vendor import vendor_op
+from ._vmap import encode_rule
 from ._watched import constant_when_traced
 from .ops import forward_op
 
@@ -74,6 +75,7 @@ _library.impl("encode", _encode_device, "CUDA")  # type: ignore[no-untyped-call]
 torch.library.register_fake("attnspan::encode", _new_bounds, lib=_library)
 
 encode_op = torch.ops.attnspan.encode.default
+torch.library.register_vmap(encode_op, encode_rule(encode_op), lib=_library)
 register_operator("torch", encode_op)
 
 

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..call import check_k_len
 from ..kernels import cpu, triton
 from ..options import DENSE, Options
+from . import _vmap
 from ._watched import is_watched
 
 __all__ = [
@@ -329,6 +330,12 @@ record_forward = super(torch.autograd.Function, _Forward).apply  # type: ignore[
 
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
     _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+for _op, _rule in (
+    (forward_op, _vmap.rule(forward_op, backward=False)),
+    (backward_op, _vmap.rule(backward_op, backward=True)),
+):
+    torch.library.register_vmap(_op, _rule, lib=_library)
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
