@@ -65,6 +65,7 @@ def rule(op: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
 
 def _axes(by_head: bool, table: bool) -> dict[str, int]:
     """The axis that the mapped one joins, by name of an argument; without those that have no such axis."""
+    names: tuple[str, ...]
     if not by_head:
         names = ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "dropout_seed", "q_index", "k_index")
         return dict.fromkeys(names if table else (*names, "bias"), 0)
@@ -95,7 +96,9 @@ def _split_seed(given: dict[str, Any], mapped: dict[str, int], batch: int, heads
         given["dropout_seed"] = split_seeds(seed[..., None, None], rows[:, None], columns[None])
 
 
-def _in_turn(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: tuple[Any, ...]) -> Any:
+def _in_turn(
+    op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
     """One call after the other."""
     found = [
         op(*(x if at is None else x.select(at, i) for x, at in zip(args, in_dims, strict=True)))
