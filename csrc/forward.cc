@@ -185,7 +185,7 @@ class Forward : ForwardTiles<E> {
     const RowEnd end = forward_row(at<T>(a.q, b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale,
                                    options ? &*options : nullptr, sink_of(a, h), kept_weight_of(a), sums);
     if (is_lost<T>(a, b, h, i, end.lse, options ? options->base() : 0.0)) return exact_row(b, h, i);
-    if (sums.weights == 1) return write_value<T>(a, b, h, i, sums.key, end);
+    if (sums.weights == 1 && std::isfinite(sums.total)) return write_value<T>(a, b, h, i, sums.key, end);
     write_row<T>(sum_v, end.factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);
   }

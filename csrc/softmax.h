@@ -121,6 +121,7 @@ struct RowEnd {
 
 // Which lane of a row's sums has all of its weight, to floats: those of one key, or of several of its lane. -1: none.
 inline int lone_lane(const float* sums, float sum) {
+  if (!(sum < infinity)) return -1;  // a key with NaN or infinity is no lone one
   const auto least = static_cast<uint32_t>(max(1, as_bits(sum * 0x1p-126f)));  // positive floats ascend as their bits
   uint32_t lanes = 0;
   for (int i = 0; i < weight_lanes; i += Vec::width)

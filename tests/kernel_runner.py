@@ -68,7 +68,9 @@ class Runner:
         options: tuple[Any, ...] | None = None,
         dbias: Any = None,
         dsinks: Any = None,
+        part: bool = False,
     ) -> None:
+        assert not part, "the program takes no parts of a softmax"
         q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
         grads = [_described(x) for x in (dq, dk, dv)]
         header = _header(True, q, k, v, bounds, scale, num_threads, config)

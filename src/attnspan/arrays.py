@@ -475,7 +475,8 @@ def read_only(x: Any) -> Any:
 
 def stored(x: Any) -> Any:
     """The torch tensor itself; raises if its storage was freed or shrunk, so that it cannot be read."""
-    if x.is_cpu and x.numel():
+    wrapped = sys.modules["torch"]._C._are_functorch_transforms_active()  # then it may have no storage
+    if x.is_cpu and x.numel() and not wrapped:
         last = x.numel() - 1
         if not x.is_contiguous():
             last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

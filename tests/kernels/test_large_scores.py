@@ -201,7 +201,7 @@ def test_parts_of_a_softmax_merge_by_a_wide_lse(bias: str, depth: float, rows: s
     for part in parts:
         grad = [torch.full_like(x, torch.nan) for x in part.inputs.values()]
         given = (part.dout, part.dlse, *part.inputs.values(), out, lse, part.bounds)
-        cpu.backward(*given, *grad, scale=0.125, num_threads=2, options=part.options)
+        cpu.backward(*given, *grad, scale=0.125, num_threads=2, options=part.options, part=True)
         grads.append(grad)
     (dq, *first), (other, *second) = grads
     dk, dv = (torch.cat(pair, 2) for pair in zip(first, second, strict=True))

@@ -288,6 +288,6 @@ def test_calls_look_up_what_was_tuned(real_table: Any) -> None:
     for name in ("dq", "dk", "dv"):
         assert torch.equal(looked_up[name], explicit[name]), name
         assert torch.equal(own_choice[name], plain[name]), "an explicit configuration overrides the table"
-    # Tiles go on with the sums that they load: no block shows in their results.
-    if not cpu.isa().startswith("amx"):
+    # Tiles go on with the sums that they load, and floats have sums that are cut at 96: no block shows there.
+    if cpu.isa() == "avx512bf16":
         assert any(not torch.equal(looked_up[name], plain[name]) for name in ("dq", "dk", "dv"))

@@ -142,7 +142,7 @@ def test_the_program_copies_nothing_and_stores_no_scores() -> None:
     assert max(map(prod, buffers)) < length**2
     for program in programs:
         assert not re.search(r"aten\.(clone|copy|constant_pad_nd)|contiguous", program)
-    (call,) = re.findall(r"torch\.ops\.attnspan\.forward\.default\((.*)\)", programs[0])
+    (call,) = re.findall(r"torch\.ops\.attnspan\.attention\.default\((.*)\)", programs[0])
     views = re.findall(r"reinterpret_tensor\((buf\d+), \(2, [42], 331, 8\), \(\d+, 8, 64, 1\), (\d+)\)", call)
     assert [int(offset) for _, offset in views] == [0, HEADS * DIM, (HEADS + KV_HEADS) * DIM]
     assert len({buffer for buffer, _ in views}) == 1
