@@ -14,7 +14,7 @@ ROOMS = [
     {"files", "console"},
     {"arrays"},
     {"_mistakes"},
-    {"_bands", "_intervals", "_pytrees"},
+    {"_backend", "_bands", "_intervals", "_pytrees"},
     {"spans", "checks"},
     {"picture"},
     {"_encoding", "lowering"},
