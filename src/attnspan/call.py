@@ -32,6 +32,7 @@ __all__ = [
     "check_layout",
     "forwards_to",
     "lower_mask",
+    "widened",
 ]
 
 #: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
