@@ -60,6 +60,8 @@ struct EmptyCall {
                          lse.data(),
                          nullptr,
                          nullptr,
+                         false,
+                         nullptr,
                          {},
                          dsinks.data()};
     expect(backward(b, isa_active(), parallel).status == Status::ok, "an empty call runs backward");

@@ -206,7 +206,7 @@ bool run_one(Isa level) {
   if (pick({0, 1})) options.fill(p);
   if (pick({0, 1})) options.gradient = {};  // not wanted
   const Parallel parallel = make_parallel(static_cast<int>(pick({1, 2, 5})));
-  ForwardArgs f{p, out.tensor, wide ? nullptr : lse.data(), wide ? wide_lse.data() : nullptr};
+  ForwardArgs f{p, out.tensor, wide ? nullptr : lse.data(), nullptr, wide ? wide_lse.data() : nullptr};
   BackwardArgs b{p,
                  out.tensor,
                  dout.tensor,
@@ -214,7 +214,9 @@ bool run_one(Isa level) {
                  dk.tensor,
                  dv.tensor,
                  f.lse,
+                 f.lse_low,
                  f.wide_lse,
+                 wide && pick({0, 1}) != 0,
                  nullptr,
                  options.gradient,
                  p.options.sinks == nullptr ? nullptr : options.dsinks.data()};
