@@ -10,7 +10,9 @@ PACKAGE = Path(attnspan.__file__).parent
 # Lower rooms first. A module may import from its own room and from those below; what is not listed is a
 # new room, which must be given its place here.
 ROOMS = [
+    {"_recorded"},
     {"errors", "_errors", "_installed"},
+    {"_plain"},
     {"files", "console"},
     {"arrays"},
     {"_mistakes"},

@@ -10,8 +10,10 @@ import numpy as np
 
 from . import checks
 from ._mistakes import refuse_truth_of_bias
+from ._plain import check_plain
 from ._pytrees import Node, arrays_in
-from .arrays import NUMPY, Array, Arrays, agree, arrays_for, check_plain, is_array, kind_of, own, sure
+from ._recorded import agree, sure
+from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
 from .errors import DtypeError, ShapeError, expect
 
 #: Kinds of lowered biases; 0 is no bias.

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from .arrays import check_plain, is_array, is_bool
+from ._plain import check_plain
+from .arrays import is_array, is_bool
 from .errors import DtypeError, UsageError, shown
 
 _REMEDIES = {

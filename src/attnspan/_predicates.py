@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, agree, arrays_for, is_array, is_bool, kind_of, sure
+from ._recorded import agree, sure
+from .arrays import Array, arrays_for, is_array, is_bool, kind_of
 from .errors import DtypeError, OptionError, ShapeError, UsageError, expect, shown
 from .lowering import Lowering
 

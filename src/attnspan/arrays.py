@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .errors import DeviceError, DtypeError, ShapeError, expect, is_jit_traced
+from ._plain import check_plain
+from ._recorded import is_recorded, sure
+from .errors import DeviceError, DtypeError, ShapeError, expect
 
 __all__ = [
     "INT32_MAX",
@@ -22,9 +24,7 @@ __all__ = [
     "Arrays",
     "JaxArrays",
     "TorchArrays",
-    "agree",
     "arrays_for",
-    "check_plain",
     "is_array",
     "is_bool",
     "is_integer",
@@ -33,7 +33,6 @@ __all__ = [
     "own",
     "read_only",
     "stored",
-    "sure",
 ]
 
 Array = Any
@@ -52,93 +51,9 @@ def _is_jax(x: object) -> bool:
     return jax is not None and isinstance(x, jax.Array)
 
 
-def sure(holds: Any) -> bool:
-    """Whether a comparison of sizes holds for certain, which is not so for sizes that only data decide.
-
-    Compilers have such sizes for ``x[keep]``: they cannot be asked, in Python, whether one is 1.
-    """
-    if holds is True or holds is False:
-        return holds
-    symbols = _symbols_of_torch(holds)
-    return bool(holds) if symbols is None else symbols.guard_or_false(holds)  # type: ignore[no-any-return]
-
-
-def agree(size: Any, other: Any) -> bool:
-    """Whether two sizes are equal; the program checks those that only data decide."""
-    holds = size == other
-    if sure(holds):
-        return True
-    symbols = _symbols_of_torch(holds)
-    if symbols is None or not symbols.guard_or_true(holds):
-        return False
-    sys.modules["torch"]._check(holds)
-    return True
-
-
-def _symbols_of_torch(holds: Any) -> Any:
-    """The module for what may be a comparison of torch's symbols, else None."""
-    torch = sys.modules.get("torch")
-    # A compiler takes symbols for numbers, so it is not asked about their type.
-    if torch is None or not (torch.compiler.is_compiling() or isinstance(holds, torch.SymBool)):
-        return None
-    return torch.fx.experimental.symbolic_shapes
-
-
-def _is_recorded(torch: Any) -> bool:
-    """Whether a program is being recorded, in which values that Python reads would become constants."""
-    if torch.compiler.is_compiling():
-        return True
-    if is_jit_traced(torch):
-        return True
-    # make_fx, whose tensors may be plain.
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return proxies is not None and proxies.get_proxy_mode() is not None
-
-
 def is_array(x: object) -> bool:
     """Whether `x` is an array of one of the three frameworks."""
     return isinstance(x, np.ndarray) or _is_torch(x) or _is_jax(x)
-
-
-#: Subclasses that torch and NumPy read as what they are, by module and name: asking loads nothing.
-_PLAIN = frozenset(
-    {
-        "numpy.memmap",
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-        "torch.distributed.tensor.DTensor",
-        "torch.nested._internal.nested_tensor.NestedTensor",
-        "torch.nn.parameter.Parameter",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.functional_tensor.FunctionalTensor",
-    }
-)
-
-
-def check_plain(what: str, x: object) -> None:
-    """Raise for an array of a subclass that is not known: its storage may not hold what it stands for.
-
-    Example:
-        >>> check_plain("ids", np.ma.array([1, 2], mask=[False, True]))
-        Traceback (most recent call last):
-        attnspan.errors.DtypeError: ids: expected a plain array or tensor, got a numpy.ma.MaskedArray, whose \
-storage may not hold what it stands for. Convert it to a plain one.
-    """
-    kind = type(x)
-    tensor = _is_torch(x)
-    if kind is np.ndarray or not (tensor or isinstance(x, np.ndarray)):
-        return
-    if tensor and kind is sys.modules["torch"].Tensor:
-        return
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if name not in _PLAIN:
-        got = f"a {name}, whose storage may not hold what it stands for"
-        remedy = "Convert it to a plain one"
-        if kind.__name__ == "CausalBias":
-            remedy = (
-                "Pass mask=causal() for a lower right one, and q_index=torch.arange(q_len) with it for an"
-            )
-            remedy += " upper left one; scaled_dot_product_attention takes both"
-        raise DtypeError(what, expected="a plain array or tensor", got=got, remedy=remedy)
 
 
 def is_integer(x: Array) -> bool:
@@ -352,7 +267,7 @@ class TorchArrays(Arrays):
         self._dtypes = {"int32": self.xp.int32, "int64": self.xp.int64, "bool": self.xp.bool}
 
     def tracing(self) -> bool:
-        return _is_recorded(self.xp)
+        return is_recorded()
 
     def is_one(self, size: Any) -> bool:
         return sure(self.size(size) == 1)
@@ -365,7 +280,7 @@ class TorchArrays(Arrays):
         return bool(self.xp.fx.experimental.symbolic_shapes.has_static_value(size))
 
     def concrete(self, x: Array) -> bool:
-        if _is_recorded(self.xp):
+        if is_recorded():
             return False
         if not _is_torch(x):
             return True

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from ._bands import Band
 from ._mistakes import not_a_mask, refuse_keywords
+from ._plain import check_plain
 from ._pytrees import static_key
-from .arrays import agree, check_plain, sure
+from ._recorded import agree, sure
 from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
 from .masks import WITHOUT_DATA, Mask, Prepared, full
 from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import INT32_MAX, Array, check_plain, is_array, is_bool, is_integer, kind_of
+from ._plain import check_plain
+from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
 from .errors import DtypeError, ShapeError, expect
 
 __all__ = [

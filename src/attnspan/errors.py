@@ -1,10 +1,9 @@
 """One error style for every front end: what was expected, what came, how to mend it."""
 
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, ClassVar
+
+from ._recorded import without_tracer_warnings
 
 __all__ = [
     "BackendError",
@@ -14,10 +13,8 @@ __all__ = [
     "ShapeError",
     "UsageError",
     "expect",
-    "is_jit_traced",
     "register_raiser",
     "shown",
-    "without_tracer_warnings",
 ]
 
 _raisers: list[Callable[[type[Exception], str], None]] = []
@@ -125,21 +122,3 @@ def expect(
     if not holds:
         text = expected.format(*map(shown, values)) if values else expected
         raise error(what, expected=text, got=shown(got), remedy=remedy)
-
-
-def is_jit_traced(torch: Any) -> bool:
-    """Whether `torch.jit.trace` records: values that Python reads then become constants."""
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-
-
-def without_tracer_warnings() -> AbstractContextManager[Any]:
-    """Let our checks compare sizes under `torch.jit.trace`, which would warn of each of them."""
-    torch = sys.modules.get("torch")
-    return nullcontext() if torch is None or not is_jit_traced(torch) else _ours_silenced(torch)
-
-
-@contextmanager
-def _ours_silenced(torch: Any) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"attnspan\.")
-        yield

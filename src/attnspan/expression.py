@@ -10,8 +10,9 @@ from ._bands import Band
 from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from ._mistakes import refuse_operand, refuse_operator, refuse_truth
 from ._pytrees import Node, arrays_in
+from ._recorded import without_tracer_warnings
 from .arrays import Array, arrays_for, outside_inference_mode, own, read_only
-from .errors import OptionError, ShapeError, expect, without_tracer_warnings
+from .errors import OptionError, ShapeError, expect
 from .lowering import Lowering, begin
 from .spans import Spans
 

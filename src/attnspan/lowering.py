@@ -12,7 +12,8 @@ import numpy as np
 
 from . import checks
 from ._intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
-from .arrays import INT32_MAX, Array, Arrays, agree, is_array, kind_of, sure
+from ._recorded import agree, sure
+from .arrays import INT32_MAX, Array, Arrays, is_array, kind_of
 from .errors import DtypeError, ShapeError, expect
 from .spans import Spans, check_index
 

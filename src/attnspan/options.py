@@ -28,7 +28,8 @@ from ._biases import (
 )
 from ._dropout import dropout_seeds
 from ._dropout import threshold as dropout_threshold
-from .arrays import INT32_MAX, agree, arrays_for, is_array, is_integer, kind_of, sure
+from ._recorded import agree, sure
+from .arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
 from .errors import DtypeError, OptionError, ShapeError, expect, shown
 from .masks import Prepared
 

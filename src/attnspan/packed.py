@@ -12,7 +12,8 @@ import numpy as np
 from . import checks
 from ._bands import Band
 from ._intervals import Interval, Rows, either_illegal
-from .arrays import NUMPY, Array, Arrays, sure
+from ._recorded import sure
+from .arrays import NUMPY, Array, Arrays
 from .errors import ShapeError, expect
 from .expression import Mask
 from .lowering import DocumentRows, Lowering

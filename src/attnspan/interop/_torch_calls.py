@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from ..arrays import check_plain
+from .._plain import check_plain
 from ..errors import DtypeError, ShapeError, expect
 from ..jax.backends.cpu import register as register_targets
 from ..jax.varying import axes_of, axes_of_types, spread

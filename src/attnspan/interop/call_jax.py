@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .._installed import require
-from ..arrays import check_plain
+from .._plain import check_plain
 from ..errors import expect
 from ..torch._watched import constant_when_traced, is_watched
 from ..torch.ops import below_autograd

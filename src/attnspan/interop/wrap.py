@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..arrays import check_plain
+from .._plain import check_plain
 from ..errors import DtypeError, UsageError, expect
 from ..kernels.math import has_autocast
 from ..masks import Mask

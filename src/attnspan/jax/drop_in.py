@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import check_plain, is_bool
+from .._plain import check_plain
+from ..arrays import is_bool
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
 from ..spans import Spans

@@ -13,7 +13,8 @@ import numpy as np
 from jax import Array
 
 from .._dropout import threshold
-from ..arrays import check_plain, is_array, kind_of, own
+from .._plain import check_plain
+from ..arrays import is_array, kind_of, own
 from ..errors import DtypeError, ShapeError, expect
 from .promotion import own_promotion
 

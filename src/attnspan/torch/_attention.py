@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .._backend import asked as asked_for
 from .._mistakes import refuse_keywords
+from .._recorded import without_tracer_warnings
 from ..call import Call, widened
-from ..errors import without_tracer_warnings
 from ..masks import Mask, Prepared, full
 from ..options import NO_OPTIONS, Bias, Given, Keywords
 from ..spans import Spans

@@ -6,7 +6,8 @@ from typing import Any, Literal, Self, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ..arrays import INT32_MAX, arrays_for, check_plain
+from .._plain import check_plain
+from ..arrays import INT32_MAX, arrays_for
 from ..checks import count, number
 from ..errors import DeviceError, DtypeError, ShapeError, expect
 from ._cache_write import INTEGERS, LOST

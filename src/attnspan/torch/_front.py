@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from .._bands import Band
+from .._recorded import is_jit_traced
 from ..arrays import arrays_for, is_array, own
 from ..call import Front, lower_mask
-from ..errors import DeviceError, DtypeError, is_jit_traced
+from ..errors import DeviceError, DtypeError
 from ..kernels import math as math_kernel
 from ..kernels import vendor
 from ..masks import Mask, Prepared
@@ -103,7 +104,7 @@ class TorchFront(Front):
             raise _foreign("mask", bounds)
         if not isinstance(mask, (Prepared, Spans)):
             # A recorded program may be given other lengths than those that its masks were lowered for.
-            return bounds, torch.as_tensor(placed.lowered.k_len) if is_jit_traced(torch) else None
+            return bounds, torch.as_tensor(placed.lowered.k_len) if is_jit_traced() else None
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
         # To a compiler the number would be a constant; on a device it is waited for.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .._dropout import split_seeds
-from ..arrays import check_plain, kind_of
+from .._plain import check_plain
+from ..arrays import kind_of
 from ..errors import DtypeError, ShapeError, expect
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import agree, check_plain, sure
-from ..errors import DtypeError, ShapeError, expect, shown, without_tracer_warnings
+from .._plain import check_plain
+from .._recorded import agree, sure, without_tracer_warnings
+from ..errors import DtypeError, ShapeError, expect, shown
 from ..masks import causal, from_dense, keys
 from ..options import check_dropout_p
 from ._attention import AnyMask, attention

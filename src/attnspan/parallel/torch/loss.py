@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...arrays import check_plain
+from ..._plain import check_plain
 from ...errors import DtypeError, expect
 from .comm import compare
 

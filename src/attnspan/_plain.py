@@ -1,0 +1,50 @@
+"""Which arrays are what they seem: a subclass may stand for other values than its storage holds."""
+
+import sys
+
+import numpy as np
+
+from .errors import DtypeError
+
+__all__ = ["check_plain"]
+
+#: Subclasses that torch and NumPy read as what they are, by module and name: asking loads nothing.
+_PLAIN = frozenset(
+    {
+        "numpy.memmap",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+        "torch.distributed.tensor.DTensor",
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nn.parameter.Parameter",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+    }
+)
+
+
+def check_plain(what: str, x: object) -> None:
+    """Raise for an array of a subclass that is not known: its storage may not hold what it stands for.
+
+    Example:
+        >>> check_plain("ids", np.ma.array([1, 2], mask=[False, True]))
+        Traceback (most recent call last):
+        attnspan.errors.DtypeError: ids: expected a plain array or tensor, got a numpy.ma.MaskedArray, whose \
+storage may not hold what it stands for. Convert it to a plain one.
+    """
+    kind = type(x)
+    torch = sys.modules.get("torch")
+    tensor = torch is not None and isinstance(x, torch.Tensor)
+    if kind is np.ndarray or not (tensor or isinstance(x, np.ndarray)):
+        return
+    if torch is not None and kind is torch.Tensor:
+        return
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name not in _PLAIN:
+        got = f"a {name}, whose storage may not hold what it stands for"
+        remedy = "Convert it to a plain one"
+        if kind.__name__ == "CausalBias":
+            remedy = (
+                "Pass mask=causal() for a lower right one, and q_index=torch.arange(q_len) with it for an"
+            )
+            remedy += " upper left one; scaled_dot_product_attention takes both"
+        raise DtypeError(what, expected="a plain array or tensor", got=got, remedy=remedy)
