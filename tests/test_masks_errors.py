@@ -289,6 +289,21 @@ def test_large_unsigned_ids_are_not_negative(convert):
     assert padded.cost()[0, 0].tolist() == [2, 2, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("number", "seen"), [(2**32 - 1, [2, 2, 0, 0]), (-1, [2, 2, 2, 2]), (2**40, [2, 2, 2, 2])]
+)
+def test_padding_of_the_largest_id_in_32_bits(number, seen):
+    """JAX compares ids as int32, where 2^32 - 1 is -1."""
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("attnspan.jax")
+    ids = np.array([5, 5, 2**32 - 1, 2**32 - 1], np.uint32)
+    for given in (ids, jax.numpy.asarray(ids), torch.from_numpy(ids)):
+        bounds = np.asarray(low(a.segments(given, padding_id=number)).bounds)
+        assert (bounds[0, 0, :, 0, 1] - bounds[0, 0, :, 0, 0]).tolist() == seen
+    traced = jax.jit(lambda x: low(a.segments(x, padding_id=number), like=x).bounds)(jax.numpy.asarray(ids))
+    assert (traced[0, 0, :, 0, 1] - traced[0, 0, :, 0, 0]).tolist() == seen
+
+
 def test_explicit_rows_settle_what_two_defaults_cannot():
     both = a.cache(2) & a.cache(3)
     assert both.spans(1, 4, q_index=np.array([1])).bounds.tolist() == [[[[[0, 2]]]]]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ._recorded import agree, sure
+from ._recorded import agree, is_jit_traced, sure
 from .arrays import Array, arrays_for, is_array, is_bool, kind_of
 from .errors import DtypeError, OptionError, ShapeError, UsageError, expect, shown
 from .lowering import Lowering
@@ -39,11 +40,44 @@ def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
             visible = _of_pairs(what, fn, low.arrays.name)(*indices)
         if _is_in_steps(visible):
             visible = _of_pairs(what, fn, arrays_for([visible]).name)(*indices)
-    except UsageError:
+        elif not _holds_for_pairs(fn, indices, visible):
+            visible = _of_pairs(what, fn, low.arrays.name)(*indices)
+    except (UsageError, DtypeError):
         raise
     except Exception as error:
         raise _failed(what, indices, error) from error
     return _checked(what, visible, low, rows)
+
+
+#: Pairs that are tried one by one.
+_TRIED = 24
+
+
+def _holds_for_pairs(fn: Function, indices: tuple[Array, ...], visible: Any) -> bool:
+    """Whether `fn` returns for single pairs what it returned for the whole batch.
+
+    A reduction, such as ``ids[b].sum()``, sums over all batch entries when it is given all of them at once.
+    A result that is no mask, or has no values to read, passes: `_checked` follows.
+    """
+    if not is_array(visible) or not is_bool(visible) or visible.ndim not in (0, 4):
+        return True
+    found = arrays_for([visible])
+    if found.tracing() or not found.concrete(visible):
+        return True
+    pairs = np.broadcast_shapes(*(tuple(x.shape) for x in indices))
+    values = found.to_numpy(visible)
+    if not all(n in (1, m) for n, m in zip(values.shape, pairs, strict=False)) or 0 in pairs:
+        return True
+    values, draw = np.broadcast_to(values, pairs), np.random.default_rng(0)
+    for at in zip(*(draw.integers(n, size=min(_TRIED, math.prod(pairs))) for n in pairs), strict=True):
+        numbers = (x[tuple(np.minimum(at, np.array(x.shape) - 1))] for x in indices)
+        try:
+            one = fn(*numbers)
+        except Exception:
+            return True  # It needs arrays, as in `q[..., 0]`.
+        if getattr(one, "ndim", 0) == 0 and bool(one) != values[at]:
+            return False
+    return True
 
 
 def _is_in_steps(visible: Any) -> bool:
@@ -75,19 +109,24 @@ _MOST_CALLS = 1 << 20
 
 
 def _one_by_one(what: str, fn: Function) -> Function:
+    def of_one(*at: Any) -> bool:
+        one = fn(*at)
+        if not (isinstance(one, (bool, np.bool_)) or (is_array(one) and is_bool(one))):
+            raise _no_booleans(what, one)
+        return bool(one)
+
     def run(*indices: Array) -> Array:
         pairs = int(np.prod(np.broadcast_shapes(*(x.shape for x in indices))))
         wanted, remedy = "a function that NumPy can call on arrays, or at most {} pairs", _ALL_AXES
         expect(pairs <= _MOST_CALLS, what, wanted, pairs, remedy, _MOST_CALLS, error=UsageError)
-        found = np.frompyfunc(lambda *at: bool(fn(*at)), 4, 1)(*(np.asarray(x) for x in indices))
-        return np.asarray(found, bool)
+        return np.frompyfunc(of_one, 4, 1)(*(np.asarray(x) for x in indices)).astype(bool)
 
     return run
 
 
 def call_traced(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
     """`call` in a program that is being traced. What `fn` raises comes as the compiler words it."""
-    if low.arrays.name == "jax":
+    if low.arrays.name == "jax" or is_jit_traced():
         return call(what, fn, low, rows)
     b, h, q, k = _indices(low, rows)
     # Compilers quote the next line in their errors, with its comment.

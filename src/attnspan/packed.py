@@ -56,10 +56,7 @@ class segments(Mask):
         return None if self.kv_ids is None else self.q_ids.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
-        padding = self.padding_id
-        if padding is not None and padding >= 1 << 63:  # Ids of uint64 are compared as int64.
-            padding -= 1 << 64
-        is_padding = None if padding is None else lambda ids: ids == padding
+        is_padding = None if self.padding_id is None else _equal_to(low, self.q_ids, self.padding_id)
         if self.kv_ids is None:
             return _own_runs(low, "segments: q_ids", self.q_ids, is_padding, self.max_runs)
         q_ids = low.per_batch("segments: q_ids", self.q_ids, "int64")
@@ -93,6 +90,20 @@ class groups(Mask):
         # Large unsigned ids are negative where they are compared, as signed ones.
         unsigned = "uint" in str(self.ids.dtype)
         return _own_runs(low, "groups: ids", self.ids, None if unsigned else lambda ids: ids < 0)
+
+
+def _equal_to(low: Lowering, ids: Array, number: int) -> Callable[[Array], Array]:
+    """Which ids are a number, as they are compared: as int64, or as int32 where JAX has 32 bits.
+
+    A number that the dtype of the ids does not have is none of them.
+    """
+    dtype, size = str(ids.dtype), 8 * ids.dtype.itemsize
+    wide = 64 if "64" in str(low.arrays._dtypes["int64"]) else 32
+    least, most = (0, 1 << size) if "uint" in dtype else (-1 << (size - 1), 1 << (size - 1))
+    if not least <= number < most:
+        return lambda ids: ids != ids
+    number -= 1 << wide if number >= 1 << (wide - 1) else 0  # as the cast wraps
+    return lambda ids: ids == number
 
 
 def _own_runs(

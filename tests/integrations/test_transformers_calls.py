@@ -1,8 +1,11 @@
 """What `attend` and `make_mask` take and refuse, masks of users, and dropout."""
 
+import warnings
+
 import pytest
 import torch
 from closeness import relative_error
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -304,3 +307,23 @@ def test_compiled_recomputation_draws_the_same_seeds(backend):
         found.append(_step(model, torch.compile(model, backend=backend), 0))
     assert relative_error(found[1][0], found[0][0]) < 1e-6
     assert relative_error(found[1][1], found[0][1]) < 1e-6
+
+
+@pytest.mark.parametrize("recorder", ["jit", "make_fx"])
+def test_a_recorded_model_meets_other_padding(recorder):
+    """A mask that is lowered from the values of its array would be a constant of the program."""
+    model = build("llama").requires_grad_(False)  # jit takes weights for constants
+    left, right = LEFT_PADDED, LEFT_PADDED.flip(1)
+
+    def run(mask):
+        return model(input_ids=TOKENS, attention_mask=mask, use_cache=False).logits
+
+    model.set_attn_implementation("eager")
+    wanted = run(right)[right.bool()]
+    model.set_attn_implementation("attnspan")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # transformers' own, of sizes
+        recorded = (
+            torch.jit.trace(run, (left,), check_trace=False) if recorder == "jit" else make_fx(run)(left)
+        )
+    assert relative_error(recorded(right)[right.bool()], wanted) < 3e-6

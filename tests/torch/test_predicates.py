@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from operator import and_, or_
 
+import numpy as np
 import pytest
 import torch
 from checkpointing import checkpointed
@@ -320,3 +321,28 @@ def test_functions_that_index_in_steps(batch: int) -> None:
     assert (found.dense() == at_once.spans(6, 6, batch=batch, like=q).dense().numpy()).all()
     with pytest.raises(TypeError, match=r"at most 1048576 pairs.*Index with all axes at once"):
         from_predicate(lambda b, _, q, k: host[b][q % 6] == host[b][k % 6]).spans(1500, 1500, batch=batch)
+
+
+@pytest.mark.parametrize("array", ["torch", "numpy", "jax"])
+def test_functions_that_reduce_are_asked_for_single_pairs(array: str) -> None:
+    """FlexAttention calls a mask function with the numbers of one pair, so that ``ids[b].sum()`` is one sum."""
+    lengths = torch.tensor([[2, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 1]])
+    given, mean = lengths, lengths.float()
+    if array != "torch":
+        convert = np.asarray if array == "numpy" else pytest.importorskip("jax.numpy").asarray
+        given, mean = convert(lengths.numpy()), convert(mean.numpy())
+    exact = torch.arange(4) < lengths.sum(-1)[:, None]
+    functions = {
+        "sum of a row": lambda b, h, q, k: k < given[b].sum(),
+        "beside others": lambda b, h, q, k: k < given[b].sum() - 0 * q,
+        "largest of all": lambda b, h, q, k: (
+            (q >= k) & (k <= 3 * (mean[b].max() >= 1)) & (k < given[b].sum())
+        ),
+    }
+    for name, function in functions.items():
+        like = None if array == "numpy" else given
+        found = from_predicate(function).spans(4, 4, batch=3, heads=2, like=like).dense()
+        wanted = exact[:, None, None].expand(3, 2, 4, 4)
+        if name == "largest of all":
+            wanted = wanted & torch.ones(4, 4, dtype=torch.bool).tril()
+        assert (np.broadcast_to(np.asarray(found), (3, 2, 4, 4)) == wanted.numpy()).all(), name

@@ -39,7 +39,6 @@ MASKS: dict[str, tuple[Mask, Tensor, Tensor]] = {
     "segments": (lambda x: causal() & segments(x), FIRST, OTHER),
     "keys": (keys, FIRST == 0, OTHER != 1),
     "key_padding": (key_padding, torch.tensor([4]), torch.tensor([2])),
-    "cache": (cache, torch.tensor([6]), torch.tensor([6])),
     "documents": (documents, torch.tensor([0, 3, 6]), torch.tensor([0, 2, 6])),
     "groups": (lambda x: causal() | groups(x), FIRST, torch.tensor([0, 1, 1, 1, 2, 2])),
     "prefix": (prefix, torch.tensor([4]), torch.tensor([2])),
@@ -52,13 +51,26 @@ def _call_with(mask: Mask) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda q, x: attention(q, q, q, mask=mask(x))
 
 
+def _decode(q: Tensor, lengths: Tensor) -> Tensor:
+    return attention(q[:, :, :2], q, q, mask=cache(lengths) & causal())
+
+
+def _prefill(q: Tensor, lengths: Tensor) -> Tensor:
+    return attention(q, q, q, mask=cache(lengths) & causal())
+
+
 def _drop_in(q: Tensor, mask: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
 CALLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
     name: (_call_with(mask), *arrays) for name, (mask, *arrays) in MASKS.items()
-} | {"drop-in": (_drop_in, *DENSE), "floating": (_drop_in, torch.randn(6, 6), torch.randn(6, 6))}
+} | {
+    "decode": (_decode, torch.tensor([6]), torch.tensor([3])),
+    "prefill": (_prefill, torch.tensor([6]), torch.tensor([6])),
+    "drop-in": (_drop_in, *DENSE),
+    "floating": (_drop_in, torch.randn(6, 6), torch.randn(6, 6)),
+}
 
 
 @pytest.mark.parametrize("recorder", ["jit", "real", "symbolic"])

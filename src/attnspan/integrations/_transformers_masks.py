@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from .._installed import require_names
+from .._recorded import is_recorded
 from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from ..torch._watched import constant_when_traced
 
@@ -195,7 +196,7 @@ def make_mask(
     mask = _lower(mask_function, sizes)
     if attention_mask is not None:
         mask = mask & keys(_local(attention_mask.to(torch.bool), sizes, fill=False))
-    lower = mask.spans if torch.compiler.is_compiling() else mask.prepare
+    lower = mask.spans if is_recorded() else mask.prepare
     like = torch.empty(0, device=device)
     found = lower(q_length, kv_length, batch=batch_size, q_index=q_index, like=like).lowered.bounds
     return write(torch.as_tensor(found, device=device), kv_length)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._installed import require, require_names
+from .._recorded import is_recorded
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
 from ..options import dense_bias
@@ -214,7 +215,7 @@ def _spans(written: Tensor, k_len: int) -> Spans:
     if not written.numel():
         return spans
     lowered_for = written[0, 0, 0, -1, 1]
-    if torch.compiler.is_compiling():
+    if is_recorded():
         spans._set(_k_len=lowered_for.to(torch.int64))  # The kernel looks.
     elif written.is_cpu:
         remedy = "Load the model with another attn_implementation: it puts masks together"
@@ -248,7 +249,7 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
     """One mask for all layers that are given one tensor: a mask remembers how it was lowered."""
     if cu_k is not None and cu_k is not cu_q:
         return documents(cu_q, cu_k)
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return documents(cu_q)
     found = _known.get(id(cu_q))
     if found is None:

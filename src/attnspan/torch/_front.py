@@ -104,7 +104,8 @@ class TorchFront(Front):
             raise _foreign("mask", bounds)
         if not isinstance(mask, (Prepared, Spans)):
             # A recorded program may be given other lengths than those that its masks were lowered for.
-            return bounds, torch.as_tensor(placed.lowered.k_len) if is_jit_traced() else None
+            recorded = torch.full((), placed.lowered.k_len, dtype=torch.int64) if is_jit_traced() else None
+            return bounds, recorded
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
         # To a compiler the number would be a constant; on a device it is waited for.
