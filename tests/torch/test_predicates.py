@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from functools import partial, reduce
 from operator import and_, or_
+from typing import Any
 
 import numpy as np
 import pytest
@@ -325,9 +326,10 @@ def test_functions_that_index_in_steps(batch: int) -> None:
 
 @pytest.mark.parametrize("array", ["torch", "numpy", "jax"])
 def test_functions_that_reduce_are_asked_for_single_pairs(array: str) -> None:
-    """FlexAttention calls a mask function with the numbers of one pair, so that ``ids[b].sum()`` is one sum."""
+    """FlexAttention calls a mask function with numbers of one pair, so that ``ids[b].sum()`` is one sum."""
     lengths = torch.tensor([[2, 1, 1, 0], [1, 1, 1, 0], [0, 1, 0, 1]])
-    given, mean = lengths, lengths.float()
+    given: Any = lengths
+    mean: Any = lengths.float()
     if array != "torch":
         convert = np.asarray if array == "numpy" else pytest.importorskip("jax.numpy").asarray
         given, mean = convert(lengths.numpy()), convert(mean.numpy())
