@@ -176,10 +176,15 @@ def _bias(options: Options, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tens
         bias = fold(options.bias[:, column].transpose(0, 1))
         return bias - largest(bias), largest(bias)
     assert kind in (ALIBI, SIGNED_ALIBI), kind
-    factor = fold((distance if kind == SIGNED_ALIBI else -distance.abs())[:, None])
+    factor = (distance if kind == SIGNED_ALIBI else -distance.abs())[:, None]
+    factor = _fold(factor, k.shape[1], q.shape[1], q.shape[2])
     slope = fold(options.bias[:, :, None, None])
-    origin = torch.where(slope < 0, -largest(-factor), largest(factor))
-    base = torch.where(visible.any(-1, keepdim=True), slope * origin, 0.0)  # whatever the slope of no key is
+    # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
+    up = torch.where(slope < 0, -factor, factor)
+    top = torch.where(visible, up, torch.iinfo(up.dtype).min).amax(-1, keepdim=True)
+    seen = visible.any(-1, keepdim=True)
+    origin = torch.where(seen, torch.where(slope < 0, -top, top), 0)
+    base = torch.where(seen, slope * origin, 0.0)  # whatever the slope of no key is
     return slope * (factor - origin), base
 
 

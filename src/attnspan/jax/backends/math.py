@@ -119,8 +119,12 @@ def _bias(
         return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
     assert kind in (ALIBI, SIGNED_ALIBI), kind
     distance = keys[:, None, :] - queries[:, :, None]
-    factor = fold((distance if kind == SIGNED_ALIBI else -jnp.abs(distance))[:, None].astype(wide))
+    factor = fold((distance if kind == SIGNED_ALIBI else -jnp.abs(distance))[:, None])
     slope = fold(bias[:, :, None, None].astype(wide))
-    origin = jnp.where(slope < 0, -largest(-factor), largest(factor))
-    base = jnp.where(visible.any(-1, keepdims=True), slope * origin, 0)  # whatever the slope of no key is
-    return slope * (factor - origin), base, visible
+    # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
+    up = jnp.where(slope < 0, -factor, factor)
+    top = jnp.where(visible, up, jnp.iinfo(up.dtype).min).max(-1, keepdims=True)
+    seen = visible.any(-1, keepdims=True)
+    origin = jnp.where(seen, jnp.where(slope < 0, -top, top), 0)
+    base = jnp.where(seen, slope * origin.astype(wide), 0)  # whatever the slope of no key is
+    return slope * (factor - origin).astype(wide), base, visible

@@ -148,6 +148,11 @@ class _Loops:
         """A loop over blocks; all that it carries varies, inside `shard_map`, as the arguments do."""
         return lax.fori_loop(jnp.int32(0), jnp.int32(blocks), body, spread(start, self.axes))
 
+    def rows(self, i: jax.Array) -> Rows:
+        """The i-th block of queries."""
+        rows = rows_of(i, self.given, self.static, self.sizes)
+        return rows if self.bias is None else self.bias.placed(rows, self.given)
+
     def product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """A product of two tiles, summed in float32 or wider."""
         precision = lax.Precision.DEFAULT if self.narrow == jnp.bfloat16 else lax.Precision.HIGHEST
@@ -155,7 +160,7 @@ class _Loops:
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.wide)
 
     def scores(self, q: jax.Array, rows: Rows, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The scores of a tile, which pairs it sees, and the derivative of the softcap."""
+        """The scores of a tile less the rows' bases, which pairs it sees, and the derivative of the softcap."""
         raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
         x, slope = capped(raw, self.static.softcap)
         visible = keys.visible
@@ -174,25 +179,28 @@ class _Loops:
     def forward_rows(self, i: jax.Array, state: Any) -> Any:
         """Attend from the i-th block of queries."""
         out, lse = state
-        rows = rows_of(i, self.given, self.static, self.sizes)
+        rows = self.rows(i)
         q = lax.dynamic_slice_in_dim(self.q, rows.start, self.sizes.block_q, 3)
         sums = jnp.zeros((*q.shape[:4], self.v.shape[3]), self.wide)
         top, total, sums = self.run(
-            rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (*self.no_keys(q), sums)
+            rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (*self.no_keys(rows, q), sums)
         )
         factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
         sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
         logs = jnp.log(total)
         logs = _fine(top, logs) if jnp.iscomplexobj(lse) else top + logs
+        if rows.base is not None:
+            logs = _fine(rows.base, logs.real) + 1j * logs.imag if jnp.iscomplexobj(lse) else rows.base + logs
         logs = jnp.where(total == 0, -jnp.inf, logs)
         return self.write_rows(out, sums, rows), self.write_rows(lse, logs[..., 0], rows)
 
-    def no_keys(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def no_keys(self, rows: Rows, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The maximum and the sum of a block's rows before the first key: those of the sink."""
         top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
         if self.given.sinks is None:
             return top, total
         sinks = self.given.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
+        sinks = sinks if rows.base is None else sinks - rows.base
         return jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
 
     def sums_of_tile(self, state: Any, rows: Rows, keys: Keys, q: jax.Array) -> Any:
@@ -221,7 +229,7 @@ class _Loops:
     ) -> Any:
         """Add what the i-th block of queries contributes to every gradient."""
         dq, *rest = state
-        rows = rows_of(i, self.given, self.static, self.sizes)
+        rows = self.rows(i)
         q, dout, lse, common = (
             lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
             for x in (self.q, dout, lse[..., None], common[..., None])
@@ -238,13 +246,16 @@ class _Loops:
     def normalizers(self, rows: Rows, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What makes weights of scores: the lse, or sums anew where it is too large to tell weights apart."""
         lse, lost = lse.real, lse.imag if jnp.iscomplexobj(lse) else None
-        large = rows.alive & (jnp.abs(lse) > _MOST_LSE) & jnp.isfinite(lse)
+        large = jnp.abs(lse) > _MOST_LSE
+        if rows.base is not None:
+            large = large | (rows.base != 0)
+        large = large & rows.alive & jnp.isfinite(lse)
 
         def tile(t: jax.Array, state: Any) -> Any:
             keys = keys_of(t, rows, self.given, self.sizes)
             return self.sums_of_tile(state, rows, keys, q)[0]
 
-        top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(q))
+        top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(rows, q))
         return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1 if lost is None else jnp.exp(-lost))
 
     def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:

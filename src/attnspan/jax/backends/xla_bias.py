@@ -1,8 +1,8 @@
 """Biases of the blockwise backend, tile by tile, and their gradients.
 
-A `Bias` has `tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty
-gradient, which `add(gradient, rows, keys, dx)` adds a tile to; and `finish(gradient)`, which has the shape of
-the parameter.
+A `Bias` has `placed(rows, given)`, the rows with the base that is subtracted from their biases;
+`tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty gradient, to which
+`add(gradient, rows, keys, dx)` adds a tile; and `finish(gradient)`, which has the shape of the parameter.
 """
 
 from __future__ import annotations
@@ -39,9 +39,39 @@ def _distance(rows: Rows, keys: Keys) -> jax.Array:
     return keys.indices[:, None, :] - rows.indices[:, :, None]
 
 
+def _places(queries: jax.Array, k_index: jax.Array | None) -> jax.Array:
+    """How many keys come before each query (B|1, m), which any of them may be."""
+    if k_index is None:
+        return queries
+    batch = max(queries.shape[0], k_index.shape[0])
+    keys, queries = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (k_index, queries))
+    return jax.vmap(jnp.searchsorted)(keys, queries).astype(jnp.int32)
+
+
+def _index_at(places: jax.Array, k_index: jax.Array | None) -> jax.Array:
+    """The indices of the keys at places (B|1, H, G, m, R)."""
+    if k_index is None:
+        return places
+    flat = places.reshape(*places.shape[:3], -1)
+    found = jnp.take_along_axis(k_index[:, None, None], flat, -1, mode="clip")
+    return found.reshape(found.shape[0], *places.shape[1:])
+
+
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The sum over the axes that have one element in `shape`."""
     return x.sum([axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+
+
+class _Plain:
+    """Biases that are added as they are."""
+
+    def placed(self, rows: Rows, given: Operands) -> Rows:
+        del given
+        return rows
+
+
+#: Slopes times distances up to this are added as they are: floats of such scores are fine enough.
+_MOST_PLAIN = 64.0
 
 
 class _Slopes:
@@ -53,22 +83,40 @@ class _Slopes:
 
     def _factor(self, rows: Rows, keys: Keys) -> jax.Array:
         distance = _distance(rows, keys)[:, None, None]
-        return (distance if self.signed else -jnp.abs(distance)).astype(self.slopes.dtype)
+        return distance if self.signed else -jnp.abs(distance)
+
+    def placed(self, rows: Rows, given: Operands) -> Rows:
+        """`rows` with the largest bias of each as its base, where all of its keys are far away."""
+        lo, hi = rows.lo, rows.hi
+        queries = rows.indices[:, None, None, :, None]
+        place = _places(rows.indices, given.k_index)[:, None, None, :, None]
+        ends = [lo, hi - 1, jnp.clip(place - 1, lo, hi - 1), jnp.clip(place, lo, hi - 1)]
+        near = jnp.concatenate([_index_at(at, given.k_index) - queries for at in ends], -1)
+        near = near if self.signed else -jnp.abs(near)
+        seen = jnp.concatenate([lo < hi] * 4, -1)
+        up = jnp.where(seen, jnp.where(self.slopes < 0, -near, near), jnp.iinfo(near.dtype).min)
+        top = up.max(-1, keepdims=True)
+        origin = jnp.where(self.slopes < 0, -top, top)
+        base = self.slopes * origin.astype(self.slopes.dtype)
+        far = rows.alive & (jnp.abs(base) > _MOST_PLAIN)
+        return rows._replace(origin=jnp.where(far, origin, 0), base=jnp.where(far, base, 0))
 
     def tile(self, rows: Rows, keys: Keys) -> jax.Array:
-        return self.slopes * self._factor(rows, keys)
+        # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
+        return self.slopes * (self._factor(rows, keys) - rows.origin).astype(self.slopes.dtype)
 
     def zeros(self) -> jax.Array:
         return jnp.zeros_like(self.slopes)
 
     def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
-        return gradient + _sum_to(dx * self._factor(rows, keys), gradient.shape)
+        factor = self._factor(rows, keys).astype(self.slopes.dtype)
+        return gradient + _sum_to(dx * factor, gradient.shape)
 
     def finish(self, gradient: jax.Array) -> jax.Array:
         return gradient.reshape(self.shape)
 
 
-class _Dense:
+class _Dense(_Plain):
     """Values (B|1, Hkv|1, G|1, Sq|1, Sk)."""
 
     def __init__(self, values: jax.Array, sizes: Sizes, wide: Any) -> None:
@@ -93,7 +141,7 @@ class _Dense:
         return gradient.reshape(self.shape)
 
 
-class _Table:
+class _Table(_Plain):
     """Values by distance (Hq, 2L + 1) where indices are given: every pair looks up its own."""
 
     def __init__(self, table: jax.Array, sizes: Sizes, wide: Any) -> None:
@@ -115,7 +163,7 @@ class _Table:
         return gradient
 
 
-class _Diagonals:
+class _Diagonals(_Plain):
     """Values by distance where indices count: a diagonal of a tile has one value, and nothing is looked up.
 
     Distances run from 1 - k_len to q_len - 1. A vector of period m + n, laid out in rows of m + n - 1, moves

@@ -52,6 +52,10 @@ class Rows(NamedTuple):
     words: Any  # two of uint32 (B, Hkv, G, m, 1) with dropout
     order: jax.Array  # the blocks of keys that some row touches, ascending
     blocks: jax.Array  # how many those are
+    # The largest bias of a row where it is far from 0, as a distance and as a bias (B|1, Hkv, G, m, 1). It is
+    # subtracted from the scores and added to the lse.
+    origin: Any = 0
+    base: Any = None
 
     @property
     def alive(self) -> jax.Array:
