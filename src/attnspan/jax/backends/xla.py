@@ -160,7 +160,7 @@ class _Loops:
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.wide)
 
     def scores(self, q: jax.Array, rows: Rows, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The scores of a tile less the rows' bases, which pairs it sees, and the derivative of the softcap."""
+        """A tile's scores less the rows' bases, which pairs it sees, and the derivative of the softcap."""
         raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
         x, slope = capped(raw, self.static.softcap)
         visible = keys.visible

@@ -1,8 +1,8 @@
 """Biases of the blockwise backend, tile by tile, and their gradients.
 
 A `Bias` has `placed(rows, given)`, the rows with the base that is subtracted from their biases;
-`tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty gradient, to which
-`add(gradient, rows, keys, dx)` adds a tile; and `finish(gradient)`, which has the shape of the parameter.
+`tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty gradient, to
+which `add(gradient, rows, keys, dx)` adds a tile; and `finish(gradient)`, in the shape of the parameter.
 """
 
 from __future__ import annotations
