@@ -123,7 +123,7 @@ def _bias(
     slope = fold(bias[:, :, None, None].astype(wide))
     # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
     up = jnp.where(slope < 0, -factor, factor)
-    top = jnp.where(visible, up, jnp.iinfo(up.dtype).min).max(-1, keepdims=True)
+    top = jnp.where(visible, up, np.iinfo(np.int32).min).max(-1, keepdims=True)
     seen = visible.any(-1, keepdims=True)
     origin = jnp.where(seen, jnp.where(slope < 0, -top, top), 0)
     base = jnp.where(seen, slope * origin.astype(wide), 0)  # whatever the slope of no key is

@@ -54,7 +54,7 @@ def _index_at(places: jax.Array, k_index: jax.Array | None) -> jax.Array:
         return places
     flat = places.reshape(*places.shape[:3], -1)
     found = jnp.take_along_axis(k_index[:, None, None], flat, -1, mode="clip")
-    return found.reshape(found.shape[0], *places.shape[1:])
+    return found.reshape(found.shape[0], *places.shape[1:])  # type: ignore[no-any-return]
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -94,7 +94,7 @@ class _Slopes:
         near = jnp.concatenate([_index_at(at, given.k_index) - queries for at in ends], -1)
         near = near if self.signed else -jnp.abs(near)
         seen = jnp.concatenate([lo < hi] * 4, -1)
-        up = jnp.where(seen, jnp.where(self.slopes < 0, -near, near), jnp.iinfo(near.dtype).min)
+        up = jnp.where(seen, jnp.where(self.slopes < 0, -near, near), np.iinfo(np.int32).min)
         top = up.max(-1, keepdims=True)
         origin = jnp.where(self.slopes < 0, -top, top)
         base = self.slopes * origin.astype(self.slopes.dtype)
