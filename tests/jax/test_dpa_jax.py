@@ -225,3 +225,13 @@ def test_what_does_not_fit_is_named(case: str) -> None:
     inputs, keywords, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         dot_product_attention(*inputs, **keywords)
+
+
+def test_an_array_that_is_no_argument_is_encoded_while_jit_traces():
+    """With any number of runs, and without a program that XLA would fold for seconds."""
+    q = jax.random.normal(jax.random.key(0), (1, 40, 2, 8))
+    mask = (jnp.arange(40)[:, None] + jnp.arange(40)) % 2 == 0  # 20 runs in each row
+    wanted = jax.nn.dot_product_attention(q, q, q, mask=mask[None, None])
+    step = jax.jit(lambda q: dot_product_attention(q, q, q, mask=mask))
+    np.testing.assert_allclose(step(q), wanted, atol=2e-6)
+    assert "reduce_min" not in str(jax.make_jaxpr(step)(q))

@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text(encoding="utf-8
 
 def test_the_examples_run_one_after_the_other() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "docs/jax.md", "exec"), names)

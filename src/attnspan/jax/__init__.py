@@ -9,6 +9,7 @@ from .attention import attention as attention
 from .attention import explain as explain
 from .drop_in import dot_product_attention as dot_product_attention
 from .dropout import dropout_seeds as dropout_seeds
+from .flax import attention_fn as attention_fn
 from .rules import SAVE_NAMES as SAVE_NAMES
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "Explanation",
     "SlowPathWarning",
     "attention",
+    "attention_fn",
     "dot_product_attention",
     "dropout_seeds",
     "explain",

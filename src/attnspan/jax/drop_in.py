@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._plain import check_plain
-from ..arrays import is_bool
+from ..arrays import arrays_for, is_bool
 from ..errors import DtypeError, ShapeError, expect
 from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
 from ..spans import Spans
 from .attention import attention
 from .promotion import own_promotion
 
-__all__ = ["dot_product_attention"]
+__all__ = ["aligned_masks", "bias_of", "dot_product_attention", "joined", "masks_of", "read"]
 
 
 @own_promotion
@@ -48,8 +48,8 @@ def dot_product_attention(
             its key, but that work is done nevertheless: prefer a mask there.
         mask: Boolean, broadcasts to (B, N, T, S), True where a query may see a key; or a mask of attnspan. A
             boolean array is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
-            Under ``jit`` its rows may have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)``
-            for more.
+            One that ``jit`` traces may have 8 runs of visible keys in a row: pass
+            ``from_dense(mask, max_runs=...)`` for more.
         scale: Factor of the scores; 1/sqrt(H) by default.
         is_causal: Query i sees keys 0..i, also where T != S.
         query_seq_lengths: int32 (B,): queries from there on are padding; their output is 0.
@@ -84,18 +84,18 @@ def dot_product_attention(
     """
     q, k, v = (_four_dims(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    aligned = _aligned(is_causal, local_window_size)
+    aligned = aligned_masks(is_causal, local_window_size)
     wanted = "no is_causal and no local_window_size with a mask of attnspan"
     remedy = "Combine masks with causal() & mask, and pass the result as mask"
     expect(not (aligned and isinstance(mask, Mask | Spans)), "mask", wanted, "both", remedy)
     padding = _padding(query_seq_lengths, key_value_seq_lengths, shape)
-    options: dict[str, Any] = {} if bias is None else {"bias": _bias(bias, shape)}
+    options: dict[str, Any] = {} if bias is None else {"bias": bias_of(bias, shape)}
     if aligned and shape[2] != shape[3]:
         options["q_index"] = jnp.arange(shape[2], dtype=jnp.int32)
     out: jax.Array
     found = attention(
         *(q, k, v),
-        mask=_joined([*_given(mask, shape), *aligned, *padding]),
+        mask=joined([*masks_of(mask, shape), *aligned, *padding]),
         scale=scale,
         layout="bshd",
         return_lse=return_residual,
@@ -120,7 +120,7 @@ def _four_dims(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x if x.ndim == 4 else x[None])
 
 
-def _aligned(is_causal: bool, local_window_size: int | tuple[int, int] | None) -> list[Mask]:
+def aligned_masks(is_causal: bool, local_window_size: int | tuple[int, int] | None) -> list[Mask]:
     """The masks that compare row numbers with key numbers, both counted from 0."""
     masks: list[Mask] = [causal()] if is_causal else []
     if local_window_size is not None:
@@ -151,7 +151,7 @@ def _lengths(name: str, given: Any, batch: int) -> jax.Array:
     return x
 
 
-def _given(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
+def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
     if mask is None:
         return []
     if isinstance(mask, Mask | Spans):
@@ -166,16 +166,16 @@ def _given(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
     return [from_dense(_whole("mask", mask, shape, (2, 3)))]
 
 
-def _bias(bias: Any, shape: tuple[int, ...]) -> jax.Array:
+def bias_of(bias: Any, shape: tuple[int, ...]) -> jax.Array:
     known = isinstance(bias, jax.Array | np.ndarray)
     expect(known, "bias", "an array", type(bias).__name__, "Convert it first", error=DtypeError)
-    return _whole("bias", bias, shape, (3,))
+    return jnp.asarray(_whole("bias", bias, shape, (3,)))
 
 
 def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
     """`x` in four axes, those of `axes` in full, the others as they are."""
     check_plain(name, x)
-    x = jnp.asarray(x)
+    x = read(x)
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
     fits = x.ndim == 4 and all(a in (1, b) for a, b in zip(x.shape, shape, strict=True))
     wanted, remedy = (
@@ -184,10 +184,15 @@ def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
     )
     expect(fits, name, wanted, f"{x.shape}", remedy, error=ShapeError)
     size = tuple(full if i in axes else own for i, (own, full) in enumerate(zip(x.shape, shape, strict=True)))
-    return jnp.broadcast_to(x, size)
+    return (np if isinstance(x, np.ndarray) else jnp).broadcast_to(x, size)  # type: ignore[no-any-return]
 
 
-def _joined(masks: list[Mask | Spans]) -> Mask | Spans:
+def read(x: Any) -> Any:
+    """`x` in NumPy where it has values on the host, so that a mask is encoded once, while jit traces."""
+    return np.asarray(x) if arrays_for([x]).concrete(x) else jnp.asarray(x)
+
+
+def joined(masks: list[Mask | Spans]) -> Mask | Spans:
     if len(masks) == 1:
         return masks[0]
     return reduce(and_, (spans(mask) if isinstance(mask, Spans) else mask for mask in masks), full())

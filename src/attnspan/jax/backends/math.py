@@ -9,6 +9,7 @@ Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ..._biases import HIDES

@@ -53,8 +53,8 @@ def _index_at(places: jax.Array, k_index: jax.Array | None) -> jax.Array:
     if k_index is None:
         return places
     flat = places.reshape(*places.shape[:3], -1)
-    found = jnp.take_along_axis(k_index[:, None, None], flat, -1, mode="clip")
-    return found.reshape(found.shape[0], *places.shape[1:])  # type: ignore[no-any-return]
+    found: jax.Array = jnp.take_along_axis(k_index[:, None, None], flat, -1, mode="clip")
+    return found.reshape(found.shape[0], *places.shape[1:])
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -86,7 +86,10 @@ class _Slopes:
         return distance if self.signed else -jnp.abs(distance)
 
     def placed(self, rows: Rows, given: Operands) -> Rows:
-        """`rows` with the largest bias of each as its base, where all of its keys are far away."""
+        """`rows` with the largest bias of each as its base, where all of its keys are far away.
+
+        Of keys that do not ascend the base may be another one, which is as right and less precise.
+        """
         lo, hi = rows.lo, rows.hi
         queries = rows.indices[:, None, None, :, None]
         place = _places(rows.indices, given.k_index)[:, None, None, :, None]

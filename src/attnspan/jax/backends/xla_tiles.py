@@ -54,8 +54,8 @@ class Rows(NamedTuple):
     blocks: jax.Array  # how many those are
     # The largest bias of a row where it is far from 0, as a distance and as a bias (B|1, Hkv, G, m, 1). It is
     # subtracted from the scores and added to the lse.
-    origin: Any = 0
-    base: Any = None
+    origin: jax.Array | int = 0
+    base: jax.Array | None = None
 
     @property
     def alive(self) -> jax.Array:

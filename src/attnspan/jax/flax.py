@@ -1,0 +1,136 @@
+"""The `attention_fn` of flax's modules: `nnx.MultiHeadAttention` and linen's `MultiHeadDotProductAttention`.
+
+Axes as there: any batch axes, T queries, S keys, N query heads, K key heads, H head dim.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._plain import check_plain
+from ..errors import OptionError, ShapeError, expect
+from ..masks import Mask
+from ..spans import Spans
+from .attention import attention
+from .drop_in import aligned_masks, bias_of, joined, masks_of, read
+from .dropout import split_seeds
+from .promotion import own_promotion
+
+__all__ = ["attention_fn"]
+
+
+@own_promotion
+def attention_fn(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+) -> jax.Array:
+    """flax's `dot_product_attention` on attnspan's kernels, for ``nnx.MultiHeadAttention(attention_fn=...)``.
+
+    Args:
+        query: Shape (..., T, N, H); floating.
+        key: Shape (..., S, K, H) with K a divisor of N.
+        value: As ``key``; its head dim may be another one.
+        bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores; differentiable.
+        mask: Broadcasts to (..., N, T, S), True or nonzero where a query may see a key, as flax's
+            ``make_attention_mask`` makes it; or a mask of attnspan, which costs less. The rows of an
+            array that ``jit`` traces may have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)``
+            for more.
+        broadcast_dropout: Drop the same weights in all batch rows and heads.
+        dropout_rng: A key of `jax.random`, typed or raw; needed for dropout.
+        dropout_rate: Python number in [0, 1), the share of weights that are dropped.
+        deterministic: Drop nothing.
+        dtype: Of the computation; by default the one that the inputs promote to.
+        precision: At least that of products. Products of float32 are never rounded to fewer bits here.
+        module: None. flax passes the module where weights shall be sown, which are not stored here.
+        is_causal: Query i sees keys 0..i, also where T != S.
+        force_fp32_for_softmax: The softmax is of float32 at least, whatever this says.
+        qk_attn_weights_einsum, attn_weights_value_einsum: None. Linen's replacements of products.
+
+    Returns:
+        Shape (..., T, N, head dim of ``value``). A row that sees nothing is 0; in flax it is the mean of all
+        values.
+
+    Raises:
+        ValueError: Sizes or options do not fit, or an option asks for stored weights.
+        TypeError: Element types do not fit.
+
+    Example:
+        >>> from flax import nnx
+        >>> layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn)
+        >>> layer(jnp.ones((2, 6, 32)), is_causal=True).shape
+        (2, 6, 32)
+    """
+    del precision, force_fp32_for_softmax  # Both are lower bounds, which hold.
+    remedy = "Call the module without sow_weights=True, or leave this layer to flax's own attention_fn"
+    expect(module is None, "module", "None", "a module to sow weights in", remedy, error=OptionError)
+    products = {"qk": qk_attn_weights_einsum, "value": attn_weights_value_einsum}
+    replaced = [name for name, einsum in products.items() if einsum is not None]
+    remedy = "Leave quantised layers to flax's own attention_fn"
+    expect(not replaced, "attention_fn", "no einsum of one's own", replaced, remedy, error=OptionError)
+    lead = np.shape(query)[:-3]
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_plain(name, x)
+        fits, wanted = np.ndim(x) >= 3 and np.shape(x)[:-3] == lead, f"(*{lead}, length, heads, head_dim)"
+        expect(fits, name, wanted, f"shape {np.shape(x)}", "Add or drop axes", error=ShapeError)
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    q, k, v = (_in_one_row(jnp.asarray(x, dtype), lead) for x in (query, key, value))
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    options: dict[str, Any] = {} if bias is None else {"bias": bias_of(_in_one_row(bias, lead), shape)}
+    if dropout_rate and not deterministic:
+        options["dropout_p"] = dropout_rate
+        options["dropout_seed"] = _seeds(dropout_rng, shape[0], shape[1], shared=broadcast_dropout)
+    aligned = aligned_masks(is_causal, None)
+    if aligned and shape[2] != shape[3]:
+        options["q_index"] = jnp.arange(shape[2], dtype=jnp.int32)
+    mask = joined([*masks_of(_booleans(mask, lead), shape), *aligned])
+    out: jax.Array = attention(q, k, v, mask=mask, layout="bshd", **options)
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def _in_one_row(x: Any, lead: tuple[int, ...]) -> Any:
+    """`x` (..., a, b, c) with its batch axes, which broadcast to `lead`, as one; fewer axes stay."""
+    own, rest = np.shape(x)[:-3], np.shape(x)[-3:]
+    if len(rest) < 3:
+        return x
+    xp: Any = np if isinstance(x, np.ndarray) else jnp
+    if any(n != 1 for n in own):
+        fits = len(own) <= len(lead) and all(n in (1, m) for n, m in zip(own[::-1], lead[::-1], strict=False))
+        wanted = f"batch axes that broadcast to {lead}, those of query"
+        expect(fits, "attention_fn", wanted, f"{own}", "Add or drop axes", error=ShapeError)
+        x = xp.broadcast_to(x, (*lead, *rest))
+    return xp.reshape(x, (math.prod(np.shape(x)[:-3]), *rest))
+
+
+def _booleans(mask: Any, lead: tuple[int, ...]) -> Any:
+    if mask is None or isinstance(mask, Mask | Spans):
+        return mask
+    check_plain("mask", mask)
+    return _in_one_row(read(mask) != 0, lead)
+
+
+def _seeds(rng: Any, batch: int, heads: int, *, shared: bool) -> jax.Array:
+    """Seeds of dropout (B, N, 2) from a key of any kind."""
+    remedy = "Pass a key of jax.random, or deterministic=True; modules of nnx take it from rngs"
+    expect(rng is not None, "dropout_rng", "a key where dropout_rate > 0", "None", remedy, error=OptionError)
+    words = jax.random.bits(rng, (2,), "uint32")
+    if shared:
+        return jnp.broadcast_to(words, (batch, heads, 2))
+    return split_seeds(words[0], words[1], batch, heads)
