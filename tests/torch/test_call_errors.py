@@ -199,7 +199,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
         "expected no attn_mask with it",
     ),
     "sdpa, heads": ({**_SDPA, "k": _EIGHT[:, :1]}, "enable_gqa=True"),
-    "sdpa, dims": ({**_SDPA, "k": _EIGHT[0]}, "the same number of dims, at least 3"),
+    "sdpa, dims": ({**_SDPA, "k": _EIGHT[0, 0, 0]}, "at least 2 dims, .*, got .*, 16"),
     "sdpa, batch": (
         {**_SDPA, "q": _EIGHT.expand(3, 2, 8, 16), "k": _EIGHT.expand(2, 2, 8, 16)},
         "expected batch dims that broadcast",

@@ -32,6 +32,7 @@ def scaled_dot_product_attention(
     Args:
         query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims. Or jagged
             (B, Hq, j, E), as all three then are: sequences of any lengths, without padding and attn_mask.
+            Of the three, those with fewer dims get leading ones of size 1.
         key: Shape (..., H, S, E); batch dims of the three broadcast.
         value: Shape (..., H, S, Ev).
         attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
@@ -80,7 +81,13 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    _check(query, key, value, enable_gqa)
+    _check(query, key, value)
+    dims = max(x.dim() for x in (query, key, value))
+    if dims == 2:
+        lone = query[None], key[None], value[None]
+        return _attend(*lone, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+    query, key, value = (x[(None,) * (dims - x.dim())] for x in (query, key, value))
+    _check_heads(query, key, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
@@ -127,14 +134,15 @@ def of_causal_bias(x: Any, q: Tensor, k_len: int) -> Any:
     return causal().spans(q_len, k_len, q_index=torch.arange(q_len, device=q.device), like=q)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def _check(*inputs: Tensor) -> None:
+    for name, x in zip(("query", "key", "value"), inputs, strict=True):
         PLAIN.check_taken(name, x, PLAIN.expected)
-    inputs, remedy = "query, key and value", "Add the missing batch or heads dim"
-    fits = query.dim() >= 3 and key.dim() == query.dim() and value.dim() == query.dim()
-    if not fits:
-        got = f"{shown(query.shape)}, {shown(key.shape)}, {shown(value.shape)}"
-        raise ShapeError(inputs, expected="the same number of dims, at least 3", got=got, remedy=remedy)
+    got, remedy = ", ".join(shown(x.shape) for x in inputs), "Add the missing dims"
+    wanted = "at least 2 dims, (..., heads, length, head_dim)"
+    expect(min(x.dim() for x in inputs) >= 2, "query, key and value", wanted, got, remedy, error=ShapeError)
+
+
+def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     if query.dim() > 3 and not enable_gqa and query.shape[-3] != key.shape[-3]:
         got, remedy = f"{query.shape[-3]} and {key.shape[-3]}", "Pass enable_gqa=True to share key heads"
         raise ShapeError("heads", expected="as many key as query heads", got=got, remedy=remedy)

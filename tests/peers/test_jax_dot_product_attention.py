@@ -1,0 +1,153 @@
+"""The cases of JAX's own tests of `jax.nn.dot_product_attention`, written anew: ours beside theirs.
+
+Theirs vary the dtype, groups of heads, vmap, masks alone and combined, batch axes, and gradients of a bias of
+every shape that broadcasts. Each case compares the output and the gradients of all inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from attnspan.jax import dot_product_attention  # noqa: E402
+
+theirs = jax.nn.dot_product_attention
+BATCH, QUERIES, KEYS, HEADS, WIDTH = 4, 32, 48, 4, 16
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+def _normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _inputs(
+    dtype: Any = jnp.float32, group: int = 1, keys: int = KEYS, lead: tuple[int, ...] = (BATCH,)
+) -> Any:
+    lengths, heads = (QUERIES, keys, keys), (HEADS, HEADS // group, HEADS // group)
+    return [
+        _normal(i, *lead, n, h, WIDTH, dtype=dtype)
+        for i, (n, h) in enumerate(zip(lengths, heads, strict=True))
+    ]
+
+
+def _run(fn: Any, arrays: Any, dtype: Any = jnp.float32, **options: Any) -> Any:
+    """The output and the gradients, in float32 as JAX's test of low precisions reads them."""
+    arrays = [x.astype(dtype) for x in arrays]
+    out, back = jax.jit(lambda *x: jax.vjp(lambda *y: fn(*y, **options), *x))(*arrays)
+    return [x.astype(jnp.float32) for x in (out, *back(jnp.ones_like(out)))]
+
+
+def _compare(
+    arrays: Any,
+    dtype: Any = jnp.float32,
+    ours: Any = dot_product_attention,
+    peer: Any = theirs,
+    **options: Any,
+) -> None:
+    found = _run(ours, arrays, dtype, **options)
+    exact = _run(peer, arrays, jnp.float32, **options)
+    # JAX's function does not run in float16 on a CPU.
+    peers = _run(peer, arrays, jnp.bfloat16 if dtype == jnp.float16 else dtype, **options)
+    size = max(float(jnp.linalg.norm(x)) for x in exact)  # the gradient of a bias that all keys share is 0
+    for got, other, wanted in zip(found, peers, exact, strict=True):
+        error, of_peer = (float(jnp.linalg.norm(x - wanted)) for x in (got, other))
+        of_peer /= 8 if dtype == jnp.float16 else 1
+        assert error <= max(1.5 * of_peer, 1e-6 * size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("implementation", [None, "cpu", "xla", "math"])
+def test_groups_of_heads(dtype: Any, group: int, mapped: bool, implementation: str | None) -> None:
+    def ours(*x: Any) -> Any:
+        return dot_product_attention(*x, implementation=implementation)
+
+    fns = [jax.vmap(fn) if mapped else fn for fn in (ours, theirs)]
+    _compare(_inputs(dtype, group), dtype, *fns)
+
+
+LENGTHS = {
+    "query_seq_lengths": jnp.asarray([32, 5, 17, 1]),
+    "key_value_seq_lengths": jnp.asarray([48, 9, 31, 2]),
+}
+CUSTOM = jax.random.bernoulli(jax.random.key(9), 0.5, (BATCH, HEADS, QUERIES, KEYS)).at[..., 0].set(True)
+MODES: dict[str, dict[str, Any]] = {
+    "bias": {"bias": _normal(5, BATCH, HEADS, QUERIES, KEYS)},
+    "causal": {"is_causal": True},
+    "padding": LENGTHS,
+    "custom": {"mask": CUSTOM},
+    "sliding window": {"local_window_size": (5, 3)},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("second", [None, *MODES])
+@pytest.mark.parametrize("first", MODES)
+def test_masks_alone_and_combined(first: str, second: str | None) -> None:
+    """Rows that are padding, or that two masks leave nothing, are left out: theirs are means there."""
+    options = {**MODES[first], **MODES.get(second or first, {})}
+    arrays = _inputs()
+    keep = np.asarray(dot_product_attention(*arrays, **options, return_residual=True)[1] > -jnp.inf)
+    kept = jnp.where(jnp.asarray(keep)[..., None], 1.0, 0.0)
+
+    def seen(fn: Any) -> Any:
+        return lambda *x, **more: fn(*x, **more) * kept
+
+    _compare(arrays, jnp.float32, seen(dot_product_attention), seen(theirs), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_a_batch_axis(dtype: Any, causal: bool) -> None:
+    _compare(_inputs(dtype, lead=()), dtype, is_causal=causal)
+
+
+BIASES = [(b, h, q, k) for b in (1, BATCH) for h in (1, HEADS) for q in (1, QUERIES) for k in (1, KEYS)]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_gradients_of_a_bias_that_broadcasts(shape: tuple[int, ...], mapped: bool) -> None:
+    bias = _normal(6, *shape)
+
+    def call(fn: Any) -> Any:
+        return lambda q, k, v, b: fn(q, k, v, b, is_causal=True)
+
+    fns = [call(fn) for fn in (dot_product_attention, theirs)]
+    arrays = [*_inputs(), bias]
+    if mapped:  # over heads of the bias and the queries, with shared keys
+        arrays = (
+            [jnp.stack([x, 2 * x, -x]) for x in arrays[:1]]
+            + arrays[1:3]
+            + [jnp.stack([bias, -bias, bias / 2])]
+        )
+        fns = [jax.vmap(fn, (0, None, None, 0)) for fn in fns]
+    _compare(arrays, jnp.float32, *fns)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 4.0])
+def test_scales(scale: float) -> None:
+    _compare(_inputs(), scale=scale)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 48), (33, 1), (130, 257)], ids=str)
+def test_odd_lengths(lengths: tuple[int, int]) -> None:
+    q, k = _normal(0, 2, lengths[0], 2, 8), _normal(1, 2, lengths[1], 2, 8)
+    _compare([q, k, k])
+    _compare([q, k, k], is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_residuals(dtype: Any) -> None:
+    arrays = _inputs(dtype, 2)
+    ours = dot_product_attention(*arrays, return_residual=True)[1]
+    peer = theirs(*(x.astype(jnp.float32) for x in arrays), return_residual=True)[1]
+    assert (ours.dtype, ours.shape) == (dtype, peer.shape)
+    np.testing.assert_allclose(ours.astype(jnp.float32), peer, rtol=2e-2, atol=1e-4)
