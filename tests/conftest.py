@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +69,17 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(
         os.environ.get("HYPOTHESIS_PROFILE", "long" if everything() else "short")
     )
+
+
+@pytest.fixture(autouse=True)
+def _strict_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """JAX refuses to broadcast shapes of different ranks, which careful users let it do."""
+    jax = sys.modules.get("jax")
+    if jax is None or request.node.get_closest_marker("below_promotion"):
+        yield
+        return
+    with jax.numpy_rank_promotion("raise"):
+        yield
 
 
 def pytest_report_header() -> str:

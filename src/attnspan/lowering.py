@@ -305,7 +305,7 @@ class Lowering:
         # Not by slices of n - 1 elements: a compiler would make n a constant where they have one element.
         place = self.arrays.arange(x.shape[-1])
         before = self.arrays.take_along(x, self.arrays.maximum(place - 1, 0)[None])
-        return self.arrays.any(x < before if repeats else (x <= before) & (place > 0))
+        return self.arrays.any(x < before if repeats else (x <= before) & (place > 0)[None])
 
 
 def begin(

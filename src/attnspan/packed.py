@@ -311,7 +311,7 @@ def _look_up(
     place = arrays.arange(n)
     before = arrays.maximum(place - 1, 0)
     opens = (ids != arrays.take_along(ids, before)) | (start != arrays.take_along(end, before))
-    run = arrays.cast(arrays.cumsum(arrays.cast(opens & (place > 0), "int32")), "int32")
+    run = arrays.cast(arrays.cumsum(arrays.cast(opens & (place > 0)[None], "int32")), "int32")
     first = arrays.searchsorted(ids, q_ids)
     last = arrays.searchsorted(ids, q_ids, right=True) - 1
     known = last >= first

@@ -265,11 +265,11 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             self.validate()
         batch, heads, q_len = self.bounds.shape[:3]
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
-        row_block = (arrays.arange(q_len) // q_block)[:, None, None]
+        row_block = (arrays.arange(q_len) // q_block)[None, None, :, None, None]
         plane = arrays.arange(batch * heads).reshape(batch, heads, 1, 1, 1)
         # The keys below an end x fill the tiles before x // k_block and x % k_block keys of that one.
         at = (plane * nq + row_block) * (nk + 1) + self.bounds // k_block
-        sign = arrays.asarray(np.array([-1, 1]), "int64")
+        sign = arrays.asarray(np.array([-1, 1]), "int64").reshape(1, 1, 1, 1, 2)
 
         def per_tile(x: Array) -> Array:
             sums = arrays.scatter_add(batch * heads * nq * (nk + 1), at.reshape(-1), x.reshape(-1))
@@ -292,7 +292,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         nq, nk = pairs.shape[2:]
         rows = arrays.minimum(q_len - arrays.arange(nq) * q_block, q_block)
         keys = arrays.minimum(self.k_len - arrays.arange(nk) * k_block, k_block)
-        whole = arrays.cast(rows[:, None], "int64") * keys
+        whole = (arrays.cast(rows[:, None], "int64") * keys[None])[None, None]
         return arrays.cast(pairs > 0, "int32") + arrays.cast((pairs == whole) & (pairs > 0), "int32")
 
     def compact(self) -> Spans:

@@ -17,6 +17,8 @@ from oracle_cases import Case, Problem, causal_window, check, make, oracle, rand
 from attnspan.jax.backends import Operands, Static, module_of, pallas_gpu, pallas_tpu, xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted
 
+pytestmark = pytest.mark.below_promotion
+
 #: A problem of several tiles, the last ones ragged.
 BASE = {
     "xla": Case(),

@@ -139,7 +139,7 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
 
 def test_masks_of_attnspan() -> None:
     ids = jnp.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
-    same = (ids[:, None, :, None] == ids[:, None, None, :]) & np.tri(T, dtype=bool)
+    same = (ids[:, None, :, None] == ids[:, None, None, :]) & np.tri(T, dtype=bool)[None, None]
     other = theirs(*SQUARE, mask=same)
     mask = causal() & segments(ids)
     _close(dot_product_attention(*SQUARE, mask=mask), other)
@@ -147,7 +147,7 @@ def test_masks_of_attnspan() -> None:
     _close(dot_product_attention(*SQUARE, mask=prepared), other)
     _close(dot_product_attention(*SQUARE, mask=prepared.lowered), other)
     lengths = jnp.array([4, 6])
-    both = same & (jnp.arange(T) < lengths[:, None, None, None])
+    both = same & (jnp.arange(T)[None, None, None] < lengths[:, None, None, None])
     limited = dot_product_attention(*SQUARE, mask=prepared.lowered, key_value_seq_lengths=lengths)
     _close(limited[:, :4], theirs(*SQUARE, mask=both)[:, :4])
     _close(limited, dot_product_attention(*SQUARE, mask=mask & key_padding(lengths)))
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_named(case: str) -> None:
 def test_an_array_that_is_no_argument_is_encoded_while_jit_traces():
     """With any number of runs, and without a program that XLA would fold for seconds."""
     q = jax.random.normal(jax.random.key(0), (1, 40, 2, 8))
-    mask = (jnp.arange(40)[:, None] + jnp.arange(40)) % 2 == 0  # 20 runs in each row
+    mask = (jnp.arange(40)[:, None] + jnp.arange(40)[None]) % 2 == 0  # 20 runs in each row
     wanted = jax.nn.dot_product_attention(q, q, q, mask=mask[None, None])
     step = jax.jit(lambda q: dot_product_attention(q, q, q, mask=mask))
     np.testing.assert_allclose(step(q), wanted, atol=2e-6)

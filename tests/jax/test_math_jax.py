@@ -14,6 +14,8 @@ from test_backends import QUICKLY, run
 
 from attnspan.jax.backends import Operands, Static, math, products
 
+pytestmark = pytest.mark.below_promotion
+
 B, H, S, K = 2, 4, 21, 37
 
 

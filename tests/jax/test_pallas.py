@@ -22,6 +22,8 @@ from attnspan.jax.backends.tiles import legal
 from attnspan.jax.backends.visits import key_visits, query_visits
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
+pytestmark = pytest.mark.below_promotion
+
 PROBLEM = Problem(1, 2, 1, 8, 8, 64, 64, 1, "bfloat16", "gpu")
 REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str | None]] = [
     (pallas_gpu, {}, {}, None),
