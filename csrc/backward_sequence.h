@@ -284,13 +284,21 @@ class Backward : BackwardTiles<E> {
   // all its weight on one key, its out is that key's value, so dP - delta is exactly 0. V's place is free meanwhile.
   void find_delta(int64_t b, int64_t h, int64_t first, int64_t place, const Own& o) const {
     constexpr int64_t n = 2 * panel;
-    const int64_t rows = min(n, a.q_len - first), row = a.lse_row(b, h) + first;
+    const int64_t rows = min(n, a.q_len - first), row = a.lse_row(b, h) + first, size = v_depth * panel;
     if (rows <= 0) return;
-    Pack::rows(at<T>(a.out, b, h, first), a.out.row, rows, a.v_dim, {o.v, this->v_plane()}, v_depth, n, false);
-    E::product({o.v, v_depth, this->v_plane()},
-               {o.dout_keys + place * v_depth * panel, v_depth * panel, this->v_key_plane()}, o.dp, n, n, n, v_depth,
-               false);
-    for (int64_t i = 0; i < rows; ++i) o.delta[first + i] = o.dp[i * n + i] - (a.dlse ? a.dlse[row + i] : 0.0f);
+    const T* out = at<T>(a.out, b, h, first);
+    const C* dout = o.dout_keys + place * size;
+    float products[n];
+    if constexpr (requires { &E::diagonal; }) {
+      Pack::keys(out, a.out.row, rows, a.v_dim, {o.v, this->v_plane()}, size, 0, n, v_depth);
+      for (int64_t p = 0; p < n / panel; ++p)
+        E::diagonal(o.v + p * size, dout + p * size, products + p * panel, v_depth);
+    } else {
+      Pack::rows(out, a.out.row, rows, a.v_dim, {o.v, this->v_plane()}, v_depth, n, false);
+      E::product({o.v, v_depth, this->v_plane()}, {dout, size, this->v_key_plane()}, o.dp, n, n, n, v_depth, false);
+      for (int64_t i = 0; i < n; ++i) products[i] = o.dp[i * n + i];
+    }
+    for (int64_t i = 0; i < rows; ++i) o.delta[first + i] = products[i] - (a.dlse ? a.dlse[row + i] : 0.0f);
   }
 
   void pack_keys(int64_t b, int64_t hk, const KeyBlock& keys, const Own& o) const {

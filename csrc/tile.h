@@ -155,6 +155,18 @@ struct VectorEngine {
       }
   }
 
+  // Products of 16 rows, packed in a panel as B is, with the columns of a panel, each row with its own: the diagonal of
+  // their product, bit for bit.
+  static void diagonal(const C* a, const C* b, float* to, int64_t k) {
+    for (int64_t lane = 0; lane < panel; lane += Vec::width) {
+      Vec sum = zero();
+      for (int64_t s = 0; s < k; s += pair)
+        sum = Step<C>::multiply_add(Step<C>::line(a + s * panel + lane * pair),
+                                    Step<C>::line(b + s * panel + lane * pair), sum);
+      store(to + lane, sum);
+    }
+  }
+
   // `add`: the sums of this product, each from 0 on, are added to C.
   static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k, bool add,
                       Ahead* ahead = nullptr) {
