@@ -287,7 +287,7 @@ class Backward : BackwardTiles<E> {
     const int64_t rows = min(n, a.q_len - first), row = a.lse_row(b, h) + first, size = v_depth * panel;
     if (rows <= 0) return;
     const T* out = at<T>(a.out, b, h, first);
-    const C* dout = o.dout_keys + place * size;
+    const auto* dout = o.dout_keys + place * size;
     float products[n];
     if constexpr (requires { &E::diagonal; }) {
       Pack::keys(out, a.out.row, rows, a.v_dim, {o.v, this->v_plane()}, size, 0, n, v_depth);
