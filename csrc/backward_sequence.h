@@ -81,6 +81,8 @@ class Backward : BackwardTiles<E> {
       const bool tiles = numbers && !(small && always_flushes<E>) &&
                          (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
       if (large.exact > 0 && !a.part) find_exact_lse(b, h, o);
+      // On the tiles, `find_delta` has them while queries are packed: a pass over out less.
+      if (!tiles || a.dsinks != nullptr) find_deltas(b, h, o);
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
       Head head = head_of(b, h, share, large.biases > 0, o, partial);
       Range seen;
@@ -180,14 +182,11 @@ class Backward : BackwardTiles<E> {
   }
 
   Large prepare(int64_t b, int64_t h, const Own& o) const {
-    const T* dout = at<T>(a.dout, b, h, 0);
-    const int64_t row = a.lse_row(b, h);
     const HeadBias bias(a, b, h);
     Large large;
     for (int64_t i = 0; i < a.q_len; ++i) {
       prepare_lse(b, h, i, bias, o);
       large.biases += o.base[i] != 0.0f, large.exact += o.exact[i];
-      o.delta[i] = product_of_rows(dout + i * a.dout.row, at<T>(a.out, b, h, i)) - (a.dlse ? a.dlse[row + i] : 0.0f);
     }
     for (int64_t i = a.q_len; i < this->queries(); ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = o.base[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
@@ -278,6 +277,13 @@ class Backward : BackwardTiles<E> {
     Pack::dims(dout, a.dout.row, valid, a.v_dim, {o.dout_dims, this->v_dim_plane()}, columns, 0, count, v_cols);
     for (int64_t i = 0; i < count; i += 2 * panel) find_delta(b, h, first + i, i / panel, o);
     return seen;
+  }
+
+  void find_deltas(int64_t b, int64_t h, const Own& o) const {
+    const T *dout = at<T>(a.dout, b, h, 0), *out = at<T>(a.out, b, h, 0);
+    const int64_t row = a.lse_row(b, h);
+    for (int64_t i = 0; i < a.q_len; ++i)
+      o.delta[i] = product_of_rows(dout + i * a.dout.row, out + i * a.out.row) - (a.dlse ? a.dlse[row + i] : 0.0f);
   }
 
   // The delta of two panels of packed queries from row `first` on, by the product that dP is taken by: where a row has
