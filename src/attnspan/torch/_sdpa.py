@@ -137,9 +137,11 @@ def of_causal_bias(x: Any, q: Tensor, k_len: int) -> Any:
 def _check(*inputs: Tensor) -> None:
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
         PLAIN.check_taken(name, x, PLAIN.expected)
-    got, remedy = ", ".join(shown(x.shape) for x in inputs), "Add the missing dims"
-    wanted = "at least 2 dims, (..., heads, length, head_dim)"
-    expect(min(x.dim() for x in inputs) >= 2, "query, key and value", wanted, got, remedy, error=ShapeError)
+    if min(x.dim() for x in inputs) < 2:
+        # Only here: shapes that a tracer records, or whose sizes data decide, cannot be written out.
+        got, remedy = ", ".join(shown(x.shape) for x in inputs), "Add the missing dims"
+        wanted = "at least 2 dims, (..., heads, length, head_dim)"
+        raise ShapeError("query, key and value", expected=wanted, got=got, remedy=remedy)
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
