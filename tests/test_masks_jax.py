@@ -153,3 +153,21 @@ def test_arrays_that_a_jitted_function_closes_over(wide):
         want = mask.spans(4, 4, batch=2, like=like)
         got = jax.jit(lambda like: mask.spans(4, 4, batch=2, like=like).bounds)(like)
     np.testing.assert_array_equal(a.Spans(got, 4).dense(), want.dense())
+
+
+@pytest.mark.parametrize("how", ["jit", "vmap", "grad"])
+def test_only_what_a_predicate_holds_is_traced(how):
+    from attnspan.jax import attention
+
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 6, 8)), jnp.float32)
+
+    def attend(ids):
+        return attention(q, q, q, mask=a.from_predicate(lambda b, h, i, j: ids[i] == ids[j]))
+
+    ids = jnp.array([[0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 2]])
+    want = [attention(q, q, q, mask=a.from_dense(x[:, None] == x[None])) for x in ids]
+    if how == "grad":
+        assert jax.grad(lambda w: attend(w * ids[0]).sum())(1.0) == 0
+        return
+    found = jax.vmap(attend)(ids) if how == "vmap" else [jax.jit(attend)(x) for x in ids]
+    np.testing.assert_array_equal(jnp.stack(want), jnp.stack(list(found)))

@@ -172,8 +172,8 @@ class Lowering:
         q_index = checks.integers("q_index", q_index)
         expected, n = "one global index per query row, {}", q_index.shape[-1]
         expect(n == self.q_len, "q_index", expected, n, "Pass as many", self.q_len, error=ShapeError)
-        if self.arrays.concrete(q_index) and self.q_len > 0:
-            largest = self.arrays.to_numpy(q_index).max()
+        if self.arrays.concrete(q_index):
+            largest = self.arrays.to_numpy(q_index).max(initial=0)
             # The key after a row's own is an int32 too.
             expect(largest < INT32_MAX, "q_index", "int32 indices", str(largest), "Use smaller ones")
         return self.per_batch("q_index", q_index)[:, None]

@@ -261,3 +261,13 @@ def test_explain_names_the_options() -> None:
     assert "bias dense_bias(float32[24, 24])" in str(explain(q, k, v, bias=torch.zeros(S, S)))
     with pytest.raises(ValueError, match="softcap"):
         explain(q, k, v, softcap=-1.0)
+
+
+@pytest.mark.parametrize("q_index", [None, torch.zeros(0, 3, dtype=torch.int64)], ids=["none", "per row"])
+def test_no_batch(q_index: Tensor | None) -> None:
+    q, k = torch.randn(0, H, 3, 8, requires_grad=True), torch.randn(0, H, S, 8)
+    out = attention(q, k, k, mask=causal(), q_index=q_index)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape

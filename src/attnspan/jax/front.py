@@ -18,7 +18,7 @@ from .._pytrees import register_pytrees
 from ..arrays import own
 from ..call import Call, Front, lower_mask
 from ..errors import DtypeError
-from ..masks import Prepared
+from ..masks import Mask, Prepared, from_predicate
 from ..options import Given, Options
 from ..spans import Spans
 from . import dropout
@@ -125,12 +125,17 @@ class JaxFront(Front):
             return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
         # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
         # program, where a constant of the size of the bounds would be copied into it.
-        like = self.inputs[0] if is_traced(self.inputs[0]) else None
+        like = self.inputs[0] if is_traced(self.inputs[0]) or _calls_functions(mask) else None
         return lower_mask(mask, q, k, given, like), given
 
     def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Array, None]:
         del mask, q
         return jnp.asarray(own(placed.lowered.bounds)), None
+
+
+def _calls_functions(mask: Any) -> bool:
+    """Whether a mask calls a function, which may close over what is traced while q is not."""
+    return isinstance(mask, Mask) and any(isinstance(leaf, from_predicate) for leaf in mask._leaves())
 
 
 def _refuse_tensors(mask: Any, given: Given) -> None:
