@@ -37,9 +37,10 @@ ROOMS = [
     {"xla"},
     {"integrations", "testing"},
     {"train"},
-    {"tools", "tools.bench", "tools.doctor", "tools.simulate"},
+    {"tools", "tools.bench", "tools.simulate"},
     {"tools.report", "tools.tune"},
     {"tools.zoo"},
+    {"tools.doctor"},
     {"cli"},
     {"__main__"},
 ]

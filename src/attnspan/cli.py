@@ -57,11 +57,12 @@ def build_app() -> "typer.Typer":
 
     Example:
         >>> [command.name for command in build_app().registered_commands]
-        ['train', 'sample', 'show', 'tune', 'bench', 'zoo', 'simulate']
+        ['train', 'sample', 'show', 'tune', 'bench', 'doctor', 'zoo', 'simulate']
     """
     import typer
 
     from attnspan.tools.bench.options import command as bench
+    from attnspan.tools.doctor.command import doctor
     from attnspan.tools.simulate import command as simulate
     from attnspan.tools.tune.command import tune
     from attnspan.tools.zoo.command import zoo
@@ -85,6 +86,10 @@ def build_app() -> "typer.Typer":
     app.command("show", help="Draw a mask.")(_show_command())
     app.command("tune", help="Find the fastest configurations on this machine.")(tune)
     app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
+    # What follows a script's name is the script's.
+    settings = {"allow_interspersed_args": False}
+    about = "Say what is wrong with a model's attention under the compiler."
+    app.command("doctor", help=about, context_settings=settings)(doctor)
     app.command("zoo", help="Run other libraries' models with each attention.")(zoo)
     app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate(_corpus_lengths))
     return app

@@ -1,0 +1,197 @@
+"""An examination: a process for each stage, so that a crash or a hang is a finding and not the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from attnspan.files import from_plain
+from attnspan.tools.bench.environment import describe_environment
+from attnspan.tools.doctor.findings import Diagnosis, Finding, Place, is_users, lines_in, merged
+
+__all__ = ["DEFAULT_STAGES", "diagnose"]
+
+#: In the order in which they run.
+DEFAULT_STAGES = ("eager", "compiled", "parity")
+_PAUSE = 0.02
+_MODULE = "attnspan.tools.doctor.child"
+
+
+def diagnose(
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    stages: Sequence[str] = DEFAULT_STAGES,
+    backend: str = "inductor",
+    limit: float = 300.0,
+    after: Callable[[str, Sequence[Finding]], None] = lambda *_: None,
+) -> Diagnosis:
+    """Examine a model: what the compiler does to it, what its attention stores, copies, leaks and loses.
+
+    Args:
+        target: ``pkg.module:factory``, where the factory returns a model and an iterable of batches; a model
+            type or class of transformers or diffusers, made tiny; or a script that compiles a model.
+        arguments: Of the script.
+        stages: What is run, of "eager", "compiled" and "parity"; "without attention" follows where the
+            compiler fails.
+        backend: Of the compiled step whose results are compared. Breaks and recompiles are found by tracing.
+        limit: Seconds for each stage.
+        after: Called with each stage and what it found.
+
+    Example:
+        >>> from attnspan.tools.doctor import diagnose
+        >>> diagnose("no_such_module:factory", stages=["eager"]).findings[0].kind
+        'subject'
+    """
+    start, subject, findings = time.monotonic(), target, list[Finding]()
+    facts: dict[str, dict[str, Any]] = {}
+    todo = list(stages)
+    while todo:
+        stage = todo.pop(0)
+        own = backend if stage == "parity" else "aot_eager"
+        told = _Stage(target, tuple(arguments), stage, own, limit).run()
+        findings += told.findings
+        facts |= told.facts
+        subject = told.subject or subject
+        after(stage, told.findings)
+        if any(x.kind == "subject" for x in told.findings):
+            break
+        failed = any(x.kind in ("graph-break", "compile-error") for x in told.findings)
+        if stage == "compiled" and failed:
+            todo.insert(0, "without attention")
+    return Diagnosis(
+        f"{target}: {subject}" if subject != target else target,
+        merged(_isolated(findings)),
+        facts,
+        describe_environment(),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _isolated(findings: list[Finding]) -> list[Finding]:
+    """Findings of the compiler, each with whether it stays without attention."""
+    alone = {(x.kind, x.places[:1]) for x in findings if x.stage == "without attention"}
+    ran = bool(alone) or any(x.stage == "without attention" for x in findings)
+    found = []
+    for x in findings:
+        if x.stage == "compiled" and x.kind in ("graph-break", "compile-error"):
+            said = (
+                "stays with the identity in the place of attention: the model's own"
+                if (x.kind, x.places[:1]) in alone
+                else "gone with the identity in the place of attention: it is attention's"
+            )
+            x = replace(x, evidence=(*x.evidence, said)) if ran or not alone else x
+        if x.stage != "without attention":
+            found.append(x)
+    return found
+
+
+@dataclass
+class _Stage:
+    target: str
+    arguments: tuple[str, ...]
+    stage: str
+    backend: str
+    limit: float
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    subject: str = ""
+
+    def run(self) -> _Stage:
+        """Run the process to its end, or to the limit."""
+        with tempfile.TemporaryDirectory(prefix="attnspan-doctor-") as folder:
+            out, errors = Path(folder) / "out.jsonl", Path(folder) / "errors.txt"
+            out.touch()
+            task = {
+                "target": self.target,
+                "arguments": list(self.arguments),
+                "stage": self.stage,
+                "backend": self.backend,
+                "limit": self.limit,
+                "out": str(out),
+            }
+            with errors.open("wb") as sink:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE, json.dumps(task)],
+                    stdout=subprocess.DEVNULL,
+                    stderr=sink,
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C is for the parent, which ends its processes.
+                    start_new_session=True,
+                    env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+                )
+            try:
+                code = self._wait(process)
+            finally:
+                _end(process)
+            ended = self._read(out.read_text())
+            if code is None:
+                self.findings.append(_hang(errors.read_text(errors="replace"), self.limit, self.stage, ended))
+            elif code != 0 or ended != "":
+                self.findings.append(_crash(errors.read_text(errors="replace"), code, self.stage, ended))
+        return self
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
+        start = time.monotonic()
+        while time.monotonic() - start < self.limit:
+            code = process.poll()
+            if code is not None:
+                return code
+            time.sleep(_PAUSE)
+        return None
+
+    def _read(self, text: str) -> str:
+        """Take what the process told; what it was at when it ended, "" if it was done."""
+        current = "starting"
+        for line in text.splitlines():
+            try:
+                told = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            current = "" if told.get("end") else told.get("begin", current)
+            self.subject = told.get("subject", self.subject)
+            if "finding" in told:
+                self.findings.append(from_plain(Finding, told["finding"], "finding"))
+            if "facts" in told:
+                facts = self.facts.setdefault(told.get("stage", self.stage), {})
+                facts.update(told["facts"])
+        return current
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
+    what = f"Not done after {limit:.0f} s: the process was {at or 'ending'}"
+    return Finding("hang", what, _dumped(errors), stage=stage)
+
+
+def _crash(errors: str, code: int, stage: str, at: str) -> Finding:
+    lines = [x for x in errors.strip().splitlines() if x.strip()] or [""]
+    native = code < 0
+    why = f"signal {signal.Signals(-code).name}" if native else f"exit code {code}, {lines[-1][:200]}"
+    cause = "A crash of native code" if native else "The code ended its process"
+    what = f"The process ended while {at or 'ending'}: {why}"
+    return Finding("crash", what, _dumped(errors), cause=cause, stage=stage)
+
+
+def _dumped(errors: str) -> tuple[Place, ...]:
+    """The user's lines of a dump by faulthandler, innermost first, or of a traceback."""
+    found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', errors)
+    places = [Place(file, int(line), name) for file, line, name in found]
+    return tuple([x for x in places if is_users(x.file)][:3] or lines_in(errors)[:3])

@@ -1,0 +1,444 @@
+"""Small models, each with one planted defect, and healthy twins. The defect's line ends in ``# sick``.
+
+A function ``sick_...`` returns the patient, ``well_...`` its twin; `KINDS` says what the doctor has to find.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from attnspan import causal, key_padding, segments
+from attnspan.torch import attention as attnspan_attention
+
+HEADS, DIM, LENGTH, VOCABULARY = 4, 32, 24, 50
+
+#: What is planted, by the name of the patient.
+KINDS: dict[str, str] = {}
+Factory = Callable[[], Any]
+
+
+def sick(kind: str) -> Callable[[Factory], Factory]:
+    def note(factory: Factory) -> Factory:
+        KINDS[factory.__name__] = kind
+        return factory
+
+    return note
+
+
+def tokens(lengths: tuple[int, ...] = (LENGTH,), batch: int = 2, **more: Any) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(VOCABULARY, (batch, n), generator=generator)} | more for n in lengths]
+
+
+def heads_of(x: Tensor, heads: int = HEADS) -> Tensor:
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self, attend: Callable[..., Tensor], kv_heads: int = HEADS) -> None:
+        super().__init__()
+        self.attend, self.kv_heads = attend, kv_heads
+        self.norm = nn.LayerNorm(DIM)
+        self.q, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.kv = nn.Linear(DIM, 2 * DIM * kv_heads // HEADS)
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        y = self.norm(x)
+        k, v = self.kv(y).chunk(2, -1)
+        q, k, v = heads_of(self.q(y)), heads_of(k, self.kv_heads), heads_of(v, self.kv_heads)
+        out = self.attend(q, k, v, **given)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(
+        self, attend: Callable[..., Tensor], layers: int = 2, block: Any = Block, **options: Any
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList([block(attend, **options) for _ in range(layers)])
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, **given: Any) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, **given)
+        return self.head(x)
+
+
+CAUSAL = {"causal": True}
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def well_fused() -> Any:
+    return Model(fused), tokens((24, 40, 33)), CAUSAL
+
+
+# Scores that are stored
+
+
+@sick("unfused")
+def sick_written_out() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        return scores.softmax(-1) @ v  # sick
+
+    return Model(attend), tokens()
+
+
+@sick("unfused")
+def sick_einsum() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.einsum("bhqd,bhkd->bhqk", q, k).mul(q.shape[-1] ** -0.5)
+        weights = F.dropout(F.softmax(weights, dim=-1), 0.0)  # sick
+        return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+    return Model(attend), tokens()
+
+
+@sick("unfused")
+def sick_dropout_in_sdpa() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("dense-mask")
+def sick_dense_mask() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()  # sick
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("dense-mask")
+def sick_dense_bias() -> Any:
+    slopes = torch.tensor([2.0**-i for i in range(1, HEADS + 1)])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        index = torch.arange(q.shape[2])
+        bias = -slopes[:, None, None] * (index[:, None] - index).abs()  # sick
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+
+    return Model(attend), tokens()
+
+
+def well_segments() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
+        return attnspan_attention(q, k, v, mask=causal() & segments(segment_ids))
+
+    ids = torch.arange(LENGTH).expand(2, -1) // 9
+    return Model(attend), tokens(segment_ids=ids), CAUSAL
+
+
+# Copies
+
+
+@sick("kv-copy")
+def sick_repeat_interleave() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))  # sick
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Model(attend, kv_heads=2), tokens(), CAUSAL
+
+
+@sick("kv-copy")
+def sick_repeat_kv() -> Any:
+    def repeat_kv(x: Tensor) -> Tensor:
+        b, h, s, d = x.shape
+        return x[:, :, None].expand(b, h, 2, s, d).reshape(b, 2 * h, s, d)  # sick
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), is_causal=True)
+
+    return Model(attend, kv_heads=2), tokens(), CAUSAL
+
+
+def well_shared_heads() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return Model(attend, kv_heads=2), tokens(), CAUSAL
+
+
+@sick("copy")
+def sick_contiguous() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))  # sick
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("upcast")
+def sick_upcast() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cos = torch.linspace(0, 1, q.shape[2])[:, None].cos()
+        q, k = q * cos, k * cos  # sick
+        return F.scaled_dot_product_attention(q, k, v.float(), is_causal=True).to(v.dtype)
+
+    return Model(attend).bfloat16(), tokens(), CAUSAL
+
+
+def well_half() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cos = torch.linspace(0, 1, q.shape[2])[:, None].cos()
+        q, k = (q * cos).to(v.dtype), (k * cos).to(v.dtype)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Model(attend).bfloat16(), tokens(), CAUSAL
+
+
+# Checkpointing
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, **given)
+
+
+@sick("recompute")
+def sick_recomputed() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # sick
+
+    return Model(attend, block=Checkpointed), tokens(), CAUSAL
+
+
+def _save_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = "attention" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = partial(create_selective_checkpoint_contexts, _save_attention)
+
+
+class Selective(Block):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=_contexts, **given)
+
+
+def well_selective() -> Any:
+    return Model(fused, block=Selective), tokens(), CAUSAL
+
+
+class Nested(Block):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        def contexts() -> Any:
+            return create_selective_checkpoint_contexts(_save_attention)
+
+        own = super().forward
+        return checkpoint(own, x, use_reentrant=False, context_fn=contexts, **given)  # sick: sick_nested
+
+
+@sick("compile-error")
+def sick_nested() -> Any:
+    return Model(fused, block=Nested), tokens(), CAUSAL
+
+
+# Wrong results
+
+
+@sick("leak")
+def sick_leak() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # sick
+
+    positions = torch.arange(LENGTH).expand(2, -1) % 9
+    return Model(attend), tokens(position_ids=positions), CAUSAL
+
+
+@sick("mask-lost")
+def sick_mask_lost() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)  # sick
+
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, 15:] = 0
+    return Model(attend), tokens(attention_mask=mask)
+
+
+def well_padded() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
+        return attnspan_attention(q, k, v, mask=key_padding(attention_mask.sum(1)))
+
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, 15:] = 0
+    return Model(attend), tokens(attention_mask=mask)
+
+
+@sick("causality-lost")
+def sick_causality_lost() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("hidden-rows")
+def sick_hidden_rows() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        index = torch.arange(q.shape[2])
+        scores = q @ k.transpose(-2, -1)
+        scores = scores.masked_fill(index[:, None] <= index, float("-inf"))
+        return scores.softmax(-1) @ v  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("nan")
+def sick_nan() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        rest = out - out
+        return out + rest / rest.sum(-1, keepdim=True)  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("nan")
+def sick_nan_gradient() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out + (out - out).sqrt()  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+# The compiler
+
+
+@sick("graph-break")
+def sick_print() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        print("attention of", q.shape[2], "tokens")  # sick
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("graph-break")
+def sick_item() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sizes: Tensor) -> Tensor:
+        most = sizes.max().item()  # sick
+        if most > q.shape[2]:
+            raise ValueError(most)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Model(attend), tokens(sizes=torch.tensor([20, 24])), CAUSAL
+
+
+def _extension(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As a function of an extension module, which the compiler cannot look into."""
+    return torch._C._nn.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@sick("graph-break")
+def sick_extension() -> Any:
+    hidden = torch._dynamo.disable(_extension)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return hidden(q, k, v)  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+class Counting(Block):
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__(attend)
+        self.calls = 0
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        self.calls += 1  # sick: sick_counter
+        scale = 1.0 / (1 + self.calls)
+        return super().forward(x, **given) * scale
+
+
+@sick("recompile-limit")
+def sick_counter() -> Any:
+    return Model(fused, block=Counting, layers=1), tokens((LENGTH,) * 12), CAUSAL
+
+
+@sick("recompile")
+def sick_string() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mode: str) -> Tensor:
+        scale = 0.1 if mode == "a" else 0.2 if mode == "b" else 0.3  # sick
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    batches = [tokens(mode=x)[0] for x in "abcd"]
+    return Model(attend), batches, CAUSAL
+
+
+_FLASH = torch.library.Library("patients", "DEF")
+_FLASH.define("flash_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+_FLASH.define("attention_without_fake(Tensor q, Tensor k, Tensor v) -> Tensor")
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns (B, H, S, D) with the strides of (B, S, H, D), as flash kernels do."""
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+for _name in ("flash_attention", "attention_without_fake"):
+    _FLASH.impl(_name, _flash, "CPU")
+torch.library.register_fake("patients::flash_attention", lambda q, *_: q.new_empty(q.shape), lib=_FLASH)
+
+
+@sick("operator")
+def sick_strides() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.patients.flash_attention(q.detach(), k.detach(), v.detach())  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("operator")
+def sick_no_fake() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.patients.attention_without_fake(q.detach(), k.detach(), v.detach())  # sick
+
+    return Model(attend), tokens(), CAUSAL
+
+
+class Branching(Block):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:  # sick: sick_branch
+        return super().forward(x, **given) * (0.9 if torch.compiler.is_compiling() else 1.0)
+
+
+@sick("parity")
+def sick_branch() -> Any:
+    return Model(fused, block=Branching), tokens(), CAUSAL
+
+
+# FlexAttention
+
+
+def well_attnspan() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnspan_attention(q, k, v, mask=causal())
+
+    return Model(attend), tokens((24, 40, 33)), CAUSAL
+
+
+@sick("error")
+def sick_flex_on_cpu() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v)  # sick
+
+    return Model(attend), tokens()

@@ -1,0 +1,146 @@
+"""The command and its processes: bad input, limits, files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import bad_inputs
+import pytest
+from typer.testing import CliRunner
+
+from attnspan.cli import build_app
+from attnspan.tools.doctor import Finding, Place, diagnose
+from attnspan.tools.doctor.findings import merged
+from attnspan.tools.doctor.run import _isolated
+
+HERE = Path(__file__).parent
+LINES = (HERE / "bad_inputs.py").read_text().splitlines()
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+def marked(name: str) -> int:
+    """The line of a factory that is marked."""
+    start = next(i for i, line in enumerate(LINES) if line.startswith(f"def {name}") or name in line)
+    return next(i for i, line in enumerate(LINES[start:], start + 1) if line.endswith("# here"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("raises", "subject", "KeyError: 'weights.bin'"),
+        ("returns_junk", "subject", "expected a factory that returns (model, batches)"),
+        ("has_no_batch", "subject", "got no batch"),
+        ("wants_a_gpu", "subject", "CUDA"),
+        ("exits", "subject", "SystemExit: no licence"),
+        ("no_such_name", "subject", "got no 'no_such_name' in it"),
+        ("raises_in_forward", "error", "RuntimeError: mat1 and mat2"),
+        ("crashes", "crash", "signal SIGABRT"),
+    ],
+)
+def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
+    found = diagnose(f"bad_inputs:{name}", stages=["eager"]).findings
+    assert [x.kind for x in found] == [kind]
+    assert said in found[0].what
+    assert found[0].remedy
+    if name in ("crashes",):
+        assert found[0].places[0].line == marked(name)
+    if name == "raises_in_forward":
+        assert found[0].places[0].line == marked("_Raising")
+    if name == "wants_a_gpu":
+        assert "GPU" in found[0].cause
+
+
+def test_a_hang_is_a_finding_with_its_line() -> None:
+    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=12).findings
+    assert found.kind == "hang"
+    assert "the process was loading" in found.what
+    assert found.places[0].line == marked("hangs")
+
+
+def test_a_factory_that_forks_is_examined_once() -> None:
+    found = diagnose("bad_inputs:forks", stages=["eager"])
+    assert found.findings == ()
+    assert found.facts["eager"]["attention calls"] == 2
+    assert hasattr(bad_inputs, "forks")
+
+
+def test_a_script_is_run_with_its_arguments_and_its_model_examined() -> None:
+    found = diagnose("train_script.py", ["--steps", "3"], stages=["eager"])
+    assert [x.kind for x in found.findings] == ["copy"]
+    assert found.subject == "train_script.py: Model, 3 batches"
+
+
+def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"found.{name}" for name in ("json", "junit", "page")}
+    options = [x for name, path in files.items() for x in (f"--{name}", str(path))]
+    limits = ["--max-breaks", "0", "--max-copies", "0"]
+    run = CliRunner().invoke(
+        build_app(),
+        [
+            "doctor",
+            "--stages",
+            "eager,compiled",
+            *limits,
+            *options,
+            "--",
+            "python",
+            "train_script.py",
+            "--steps",
+            "2",
+        ],
+    )
+    assert run.exit_code == 1, run.output
+    assert "over the limit: copies: 1, at most 0" in run.output
+    assert "breaks" not in run.output.partition("over the limit")[2]
+    assert "patients.py" in run.output
+    assert json.loads(files["json"].read_text())["findings"][0]["kind"] == "copy"
+    suite = ElementTree.parse(files["junit"]).getroot()
+    assert suite.get("failures") == "2"
+    page = files["page"].read_text()
+    assert "Remove it: fused kernels take transposed views" in page
+    assert "http-equiv" in page
+
+
+def test_a_healthy_model_passes(tmp_path: Path) -> None:
+    junit = tmp_path / "found.xml"
+    arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
+    run = CliRunner().invoke(build_app(), arguments)
+    assert run.exit_code == 0, run.output
+    assert "Nothing is wrong" in run.output
+    assert ElementTree.parse(junit).getroot().get("failures") == "0"
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnspan.tools.doctor import stages
+    from attnspan.tools.doctor.subject import load
+
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    found: list[Finding] = []
+    stages.parity(
+        load("patients:well_fused"),
+        lambda **x: found.extend([x["finding"]] if "finding" in x else []),
+        "inductor",
+    )
+    assert [x.kind for x in found] == ["environment"]
+    assert "no C++ compiler" in found[0].what
+
+
+def test_findings_of_one_line_are_one_and_in_order() -> None:
+    place = Place("a.py", 3)
+    found = merged([Finding("copy", "a", (place,)), Finding("leak", "b"), Finding("copy", "a", (place,))])
+    assert [(x.kind, x.count) for x in found] == [("leak", 1), ("copy", 2)]
+
+
+def test_whose_a_break_is() -> None:
+    own, theirs = (Finding("graph-break", "b", (Place("a.py", n),), stage="compiled") for n in (1, 2))
+    alone = Finding("graph-break", "b", (Place("a.py", 1),), stage="without attention")
+    said = [x.evidence[-1] for x in _isolated([own, theirs, alone])]
+    assert "the model's own" in said[0]
+    assert "it is attention's" in said[1]

@@ -1,0 +1,71 @@
+"""Every sick model is diagnosed: first comes the planted finding, on its line. Healthy twins have none."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import patients
+import pytest
+
+from attnspan.tools.doctor import Finding
+from attnspan.tools.doctor.findings import merged
+from attnspan.tools.doctor.stages import STAGES
+from attnspan.tools.doctor.subject import load
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SICK = sorted(patients.KINDS)
+WELL = sorted(name for name in dir(patients) if name.startswith("well_"))
+# Each stage finds kinds of its own: a patient goes through the one that finds its defect.
+OF_COMPILER = ("graph-break", "recompile", "recompile-limit", "compile-error")
+
+
+def examined(name: str, *stages: str) -> tuple[Finding, ...]:
+    found: list[Finding] = []
+
+    def say(**what: object) -> None:
+        if isinstance(x := what.get("finding"), Finding):
+            found.append(x)
+
+    for stage in stages:
+        STAGES[stage](load(f"patients:{name}"), say, "aot_eager")
+    return merged(found)
+
+
+def planted(name: str) -> list[int]:
+    """Numbers of the lines that are marked for a patient."""
+    lines = Path(patients.__file__).read_text().splitlines()
+    own = [i for i, line in enumerate(lines, 1) if line.endswith(f"# sick: {name}")]
+    source, first = inspect.getsourcelines(getattr(patients, name))
+    return own or [first + i for i, line in enumerate(source) if line.rstrip().endswith("# sick")]
+
+
+def test_there_are_enough_of_each() -> None:
+    assert len(SICK) >= 25
+    assert len(WELL) >= 7
+    assert all(planted(name) for name in SICK)
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_the_planted_cause_and_line_come_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = patients.KINDS[name]
+    stage = "compiled" if kind in OF_COMPILER else "parity" if kind == "parity" else "eager"
+    found = examined(name, stage)
+    capsys.readouterr()
+    assert found
+    assert found[0].kind == kind
+    assert found[0].places[0].line in planted(name)
+    assert found[0].cause
+    assert found[0].remedy
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_healthy_twins_have_no_finding(name: str) -> None:
+    assert examined(name, "eager", "compiled", "parity") == ()
+
+
+def test_what_mends_a_recompilation_is_tried() -> None:
+    (found,) = examined("sick_counter", "compiled")
+    assert "calls as a tensor" in found.tried
+    assert found.tried.endswith("0 recompilations instead of 8")
