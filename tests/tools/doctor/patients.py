@@ -3,6 +3,7 @@
 A function ``sick_...`` returns the patient, ``well_...`` its twin; `KINDS` says what the doctor has to find.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -321,6 +322,35 @@ def sick_nan_gradient() -> Any:
 # The compiler
 
 
+@sick("nan")
+def sick_overflow() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q * 3000) @ (k * 3000).transpose(-2, -1)  # sick
+        return scores.softmax(-1) @ v
+
+    return Model(attend).half(), tokens(), {}
+
+
+@sick("upcast")
+def sick_double() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        turn = torch.arange(q.shape[2], dtype=torch.float64)[:, None].cos()
+        q, k, v = q * turn, k * turn, v.double()  # sick
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("sync")
+def sick_reads() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.abs().max().item() > 1e4:  # sick
+            raise ValueError("q is too large")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return Model(attend), tokens(), CAUSAL
+
+
 @sick("graph-break")
 def sick_print() -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -425,6 +455,24 @@ def sick_branch() -> Any:
 
 
 # FlexAttention
+
+
+@sick("graph-break")
+def sick_mask_function() -> Any:
+    """A trainer that looks at the signature of its mask function, as `create_block_mask` once did itself."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        def document_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return documents[b, i] == documents[b, j]
+
+        if len(inspect.signature(document_mask).parameters) != 4:  # sick
+            raise TypeError("a mask function takes b, h, q_idx and kv_idx")
+        mask = create_block_mask(document_mask, len(q), None, q.shape[2], q.shape[2], device="cpu")
+        return flex_attention(q, k, v, block_mask=mask)
+
+    documents = torch.arange(LENGTH).expand(2, -1) // 9
+    return Model(attend).requires_grad_(False), tokens(documents=documents)
 
 
 def well_attnspan() -> Any:

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from attnspan.cli import build_app
-from attnspan.tools.doctor import Finding, Place, diagnose
+from attnspan.tools.doctor import Finding, Place, diagnose, run
 from attnspan.tools.doctor.findings import merged
-from attnspan.tools.doctor.run import _isolated
+from attnspan.tools.doctor.run import _isolated, _with_known_issues
 
 HERE = Path(__file__).parent
 LINES = (HERE / "bad_inputs.py").read_text().splitlines()
@@ -81,7 +81,7 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
     files = {name: tmp_path / f"found.{name}" for name in ("json", "junit", "page")}
     options = [x for name, path in files.items() for x in (f"--{name}", str(path))]
     limits = ["--max-breaks", "0", "--max-copies", "0"]
-    run = CliRunner().invoke(
+    made = CliRunner().invoke(
         build_app(),
         [
             "doctor",
@@ -96,10 +96,10 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
             "2",
         ],
     )
-    assert run.exit_code == 1, run.output
-    assert "over the limit: copies: 1, at most 0" in run.output
-    assert "breaks" not in run.output.partition("over the limit")[2]
-    assert "patients.py" in run.output
+    assert made.exit_code == 1, made.output
+    assert "over the limit: copies: 1, at most 0" in made.output
+    assert "breaks" not in made.output.partition("over the limit")[2]
+    assert "patients.py" in made.output
     assert json.loads(files["json"].read_text())["findings"][0]["kind"] == "copy"
     suite = ElementTree.parse(files["junit"]).getroot()
     assert suite.get("failures") == "2"
@@ -111,9 +111,9 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
 def test_a_healthy_model_passes(tmp_path: Path) -> None:
     junit = tmp_path / "found.xml"
     arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
-    run = CliRunner().invoke(build_app(), arguments)
-    assert run.exit_code == 0, run.output
-    assert "Nothing is wrong" in run.output
+    made = CliRunner().invoke(build_app(), arguments)
+    assert made.exit_code == 0, made.output
+    assert "Nothing is wrong" in made.output
     assert ElementTree.parse(junit).getroot().get("failures") == "0"
 
 
@@ -144,3 +144,15 @@ def test_whose_a_break_is() -> None:
     said = [x.evidence[-1] for x in _isolated([own, theirs, alone])]
     assert "the model's own" in said[0]
     assert "it is attention's" in said[1]
+
+
+def test_known_issues_are_matched_by_kind_words_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = Finding("error", "NotImplementedError: FlexAttention does not support backward on CPU")
+    (found,) = _with_known_issues([error])
+    assert "148752" in found.known[0]
+    assert _with_known_issues([Finding("error", "another")])[0].known == ()
+    assert _with_known_issues([Finding("crash", error.what)])[0].known == ()
+    old = Finding("graph-break", "call_id with args (NestedUserFunctionVariable(),)")
+    assert _with_known_issues([old])[0].known == ()
+    monkeypatch.setattr(run, "version", lambda _: "2.7.1+cpu")
+    assert "attention-gym/issues/94" in _with_known_issues([old])[0].known[0]

@@ -16,7 +16,7 @@ from attnspan.errors import ShapeError
 from attnspan.testing import probe
 from attnspan.tools.doctor.findings import Finding, Place
 from attnspan.tools.doctor.subject import Subject
-from attnspan.tools.doctor.watch import HALF, Attention, Watcher
+from attnspan.tools.doctor.watch import Attention, Watcher
 
 __all__ = ["findings_of"]
 
@@ -33,6 +33,8 @@ def findings_of(watcher: Watcher, subject: Subject, batch: Any, seconds: float) 
     yield from _hidden(watcher, subject, batch)
     yield from _seen(watcher.calls, subject, batch)
     yield from _operators(watcher)
+    for place, count in watcher.reads.items():
+        yield Finding("sync", "A value of a tensor is read on the host here", _at(place), count=count)
 
 
 def _at(*places: Place | None) -> tuple[Place, ...]:
@@ -62,9 +64,12 @@ def _costs(site: list[Attention], subject: Subject, seconds: float) -> Iterator[
         what = "An operand of attention is copied here only to be contiguous"
         evidence = f"{bytes_text(copied[1])} for each copy, {many} calls"
         yield Finding("copy", what, _at(copied[0], call.place), (evidence,), count=many)
-    upcast = next((x.upcast for x in site if x.upcast and x.dtype == torch.float32), None)
-    if upcast is not None and any(x.dtype in HALF for x in subject.model.parameters()):
-        what = "Attention runs in float32 though its inputs were half precision"
+    narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
+    upcast = next((x.upcast for x in site if x.upcast and x.dtype.itemsize > narrow), None)
+    if upcast is not None:
+        what = (
+            f"Attention runs in {str(call.dtype).removeprefix('torch.')}, wider than the model's parameters"
+        )
         yield Finding("upcast", what, _at(upcast, call.place), count=many)
     if again := sum(x.recomputed for x in site):
         first = many - again
@@ -106,8 +111,10 @@ def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]
     if nan is not None and not found:
         name, shape, place, backward = nan
         where = "the backward pass of this line" if backward else "this line"
-        what = f"The first NaN comes from {where}: operator {name}, result {shape}"
-        yield Finding("nan", what, _at(place))
+        what, cause = f"The first NaN comes from {where}: operator {name}, result {shape}", ""
+        if watcher.first_overflow is not None:
+            cause = f"{watcher.first_overflow} overflows to inf, and inf - inf or 0 * inf is NaN"
+        yield Finding("nan", what, _at(watcher.first_overflow, place), (), cause)
 
 
 def _seen(calls: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:

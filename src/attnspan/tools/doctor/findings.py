@@ -130,6 +130,11 @@ KINDS = {
         "The backward pass repeats the forward pass of the checkpointed part, attention included",
         "Save attention's output: create_selective_checkpoint_contexts with its operator",
     ),
+    "sync": Kind(
+        "slow",
+        ".item(), bool(x), or a size that data decide: a device finishes all work before the host goes on",
+        "Keep the value in a tensor, or compute it once per step where the batch is made",
+    ),
     "environment": Kind("note"),
 }
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def diagnose(
             todo.insert(0, "without attention")
     return Diagnosis(
         f"{target}: {subject}" if subject != target else target,
-        merged(_isolated(findings)),
+        merged(_with_known_issues(_isolated(findings))),
         facts,
         describe_environment(),
         seconds=time.monotonic() - start,
@@ -95,6 +96,34 @@ def _isolated(findings: list[Finding]) -> list[Finding]:
         if x.stage != "without attention":
             found.append(x)
     return found
+
+
+def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings with the reports upstream of their kind and words, for the versions that are installed."""
+    issues = json.loads((Path(__file__).parent / "known.json").read_text())
+    found = []
+    for x in findings:
+        words = " ".join((x.what, x.cause, *x.evidence, *(place.text for place in x.places)))
+        known = [
+            f"{issue['says']} ({issue['issue']})"
+            for issue in issues
+            if issue["kind"] == x.kind and re.search(issue["match"], words) and _is_installed(issue)
+        ]
+        found.append(replace(x, known=tuple(known)))
+    return found
+
+
+def _is_installed(issue: dict[str, str]) -> bool:
+    """Whether the version of a package that is installed is in the range of an issue."""
+    try:
+        own = _numbers(version(issue["package"]))
+    except PackageNotFoundError:
+        return False
+    return _numbers(issue["from"]) <= own and (not issue["below"] or own < _numbers(issue["below"]))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 @dataclass

@@ -24,14 +24,13 @@ from torch.utils._pytree import tree_leaves
 from attnspan import Spans
 from attnspan.tools.doctor.findings import Place, lines_in, place_here
 
-__all__ = ["HALF", "Attention", "Watcher", "watching"]
+__all__ = ["Attention", "Watcher", "watching"]
 
 # Scores at or below this are hidden: -inf, the smallest numbers of dtypes, and the -1e4 of half precision.
 _HIDDEN = -9e3
 _PRODUCTS = ("bmm", "matmul", "baddbmm")
 _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
-HALF = (torch.float16, torch.bfloat16)
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _PAIRS = 2**24  # most pairs of which the visible ones are kept
 
@@ -53,7 +52,7 @@ class Attention:
         hidden: (batch row, query) without a visible key.
         repeated: Where keys or values were copied for more heads, and to how many bytes.
         copied: Where q, k or v were copied to become contiguous, and the bytes.
-        upcast: Where half precision became float32.
+        upcast: Where numbers became wider.
         softmax: Its softmax was seen.
         reason: Why torch's fused kernels refuse the call.
     """
@@ -113,7 +112,7 @@ class _Function(TorchFunctionMode):
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects calls of attention, the first NaN, and operators whose fake kernels lie; see `watching`."""
+    """Collects calls of attention, the first NaN and overflow, reads of values, and custom operators."""
 
     supports_higher_order_operators = True
 
@@ -122,6 +121,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.batch, self.function = batch, _Function()
         self.calls: list[Attention] = []
         self.first_nan: tuple[str, tuple[int, ...], Place | None, bool] | None = None
+        self.first_overflow: Place | None = None
+        self.reads: dict[Place | None, int] = {}
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
         self._tags: dict[int, _Tag] = {}
@@ -149,6 +150,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = {_storage(x) for x in inputs}
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
         self._look_for_nan(name, inputs, outs, place)
+        if name == "_local_scalar_dense" and place is not None:
+            self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
         if kind:
             self._fused(kind, op, args, kwargs, place)
@@ -172,10 +175,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         # What made the operands of a mask is the time that the mask takes.
         tag = _Tag(place, spent + sum(t.seconds for t in like))
-        if x.dtype == torch.float32 and x.dim() > 1:
-            half = any(y.dtype in HALF and y.dim() > 1 for y in inputs)
+        if x.is_floating_point() and x.dim() > 1:
+            floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
             same = next((t.upcast for t in known if t.upcast is not None), None)
-            tag.upcast = place if half else same
+            narrow, wide = min(floats, default=0), max(floats, default=0)
+            tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
         if name in _COPIES and inputs:
             size, source = x.numel() * x.element_size(), inputs[0]
             tag.repeated = next((t.repeated for t in known if t.repeated), None)
@@ -231,7 +235,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._mask(call, x)
         if name in _SOFTMAX and not call.softmax and not _in_gradient(name):
             call.softmax = True
-            self._see(call, (own[0].detach() > _HIDDEN) if name != "exp" else None, own[0])
+            self._see(call, ~(own[0].detach() <= _HIDDEN) if name != "exp" else None, own[0])
             if call.kind == "written out" and place is not None:
                 call.place = place
         for x in outs:
@@ -325,8 +329,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_for_nan(self, name: str, inputs: list[Tensor], outs: list[Tensor], place: Place | None) -> None:
         if self.first_nan is not None or name.startswith(("empty", "_empty", "new_empty")):
             return
-        bad = [x for x in outs if x.is_floating_point() and x.numel() and bool(x.detach().isnan().any())]
-        if bad and not any(x.is_floating_point() and bool(x.detach().isnan().any()) for x in inputs):
+        floats = [x.detach() for x in outs if x.is_floating_point() and x.numel()]
+        given = [x.detach() for x in inputs if x.is_floating_point()]
+        # A mask puts -inf where it hides; what overflows is positive, too.
+        if any(bool(x.isposinf().any()) for x in floats) and not any(bool(x.isinf().any()) for x in given):
+            self.first_overflow = self.first_overflow or place
+        bad = [x for x in floats if bool(x.isnan().any())]
+        if bad and not any(bool(x.isnan().any()) for x in given):
             self.first_nan = name, tuple(bad[0].shape), place, _in_backward()
 
 
