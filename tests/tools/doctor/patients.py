@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import causal, key_padding, segments
+from attnspan.parallel import Layout
 from attnspan.torch import attention as attnspan_attention
 
 HEADS, DIM, LENGTH, VOCABULARY = 4, 32, 24, 50
@@ -490,3 +492,85 @@ def sick_flex_on_cpu() -> Any:
         return flex_attention(q, k, v)  # sick
 
     return Model(attend), tokens()
+
+
+# Ranks
+
+
+class Sharded:
+    """A step on one rank, or on two with half of the rows each. ``ids_of`` says whose ids a rank takes."""
+
+    def __init__(self, ids_of: Callable[[Any, Tensor, int], Tensor], attend: Callable[..., Tensor]) -> None:
+        self.ids_of, self.attend = ids_of, attend
+
+    def __call__(self, batch: Any, mesh: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        embed, ids = nn.Embedding(VOCABULARY, DIM), batch["segment_ids"]
+        if mesh is None:
+            x = heads_of(embed(batch["input_ids"]))
+            out = self.attend(x, x, x, causal() & segments(ids), None)
+            return {"out": out.transpose(1, 2)}
+        layout = Layout.of(causal() & segments(ids), q_len=LENGTH, ranks=2, batch=len(ids), method="zigzag")
+        rows = layout.shard({"input_ids": batch["input_ids"]}, mesh.get_rank())
+        own = self.ids_of(layout, ids, mesh.get_rank())
+        x = heads_of(embed(rows["input_ids"]))
+        keys = layout.gather(x, mesh, dim=2)
+        mask = causal() & segments(own, ids)
+        out = self.attend(x, keys, keys, mask, rows["q_index"])
+        return {"q_index": rows["q_index"], "out": out.transpose(1, 2)}
+
+
+def _shared(ids_of: Callable[[Any, Tensor, int], Tensor], attend: Callable[..., Tensor]) -> Any:
+    ids = torch.arange(LENGTH).expand(2, -1) // 5
+    return Model(fused), tokens(segment_ids=ids), {"step": Sharded(ids_of, attend)}
+
+
+def _own_rows(layout: Any, ids: Tensor, rank: int) -> Tensor:
+    return layout.shard(ids, rank)
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, index: Any) -> Tensor:
+    return attnspan_attention(q, k, v, mask=mask, q_index=index)
+
+
+def well_shared() -> Any:
+    return _shared(_own_rows, _attend_rows)
+
+
+@sick("rank-rows")
+def sick_ids_of_other_rows() -> Any:
+    """Ids are cut into contiguous halves, rows in a zigzag: all shapes fit."""
+
+    def halves(layout: Any, ids: Tensor, rank: int) -> Tensor:
+        del layout
+        return ids.chunk(2, 1)[rank]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, index: Any) -> Tensor:
+        return attnspan_attention(q, k, v, mask=mask, q_index=index)  # sick
+
+    return _shared(halves, attend)
+
+
+@sick("rank-rows")
+def sick_causality_of_ranks() -> Any:
+    """A rank counts its rows from 0, as if they were the first ones."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, index: Any) -> Tensor:
+        index = None if index is None else torch.arange(q.shape[2])
+        return attnspan_attention(q, k, v, mask=mask, q_index=index)  # sick
+
+    return _shared(_own_rows, attend)
+
+
+@sick("rank-graphs")
+def sick_branch_on_rank() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, index: Any) -> Tensor:
+        rank = 0 if index is None else dist.get_rank()
+
+        def scaled(x: Tensor) -> Tensor:  # sick
+            return x * 1.0 if rank else (x * 2.0) * 0.5
+
+        q = torch.compile(scaled, backend="eager")(q)
+        return attnspan_attention(q, k, v, mask=mask, q_index=index)
+
+    return _shared(_own_rows, attend)

@@ -13,7 +13,7 @@ from attnspan.console import stdout, words
 from attnspan.errors import expect
 from attnspan.files import check_writable, write_json
 from attnspan.tools.doctor.findings import Diagnosis, Finding
-from attnspan.tools.doctor.run import DEFAULT_STAGES, diagnose
+from attnspan.tools.doctor.run import DEFAULT_STAGES, MORE_STAGES, diagnose
 
 __all__ = ["doctor"]
 
@@ -29,7 +29,7 @@ def doctor(
         ),
     ],
     stages: Annotated[
-        str, Option(help=f"some of {', '.join(DEFAULT_STAGES)}", rich_help_panel=_WHAT)
+        str, Option(help=f"some of {', '.join((*DEFAULT_STAGES, *MORE_STAGES))}", rich_help_panel=_WHAT)
     ] = ",".join(DEFAULT_STAGES),
     backend: Annotated[
         str, Option(help="of the compiled step that is compared with eager", rich_help_panel=_WHAT)
@@ -64,8 +64,14 @@ def doctor(
             check_writable(path)
     chosen = words(stages)
     for stage in chosen:
-        known = ", ".join(DEFAULT_STAGES)
-        expect(stage in DEFAULT_STAGES, "--stages", f"some of {known}", repr(stage), "Name one of these")
+        known = ", ".join((*DEFAULT_STAGES, *MORE_STAGES))
+        expect(
+            stage in (*DEFAULT_STAGES, *MORE_STAGES),
+            "--stages",
+            f"some of {known}",
+            repr(stage),
+            "Name one of these",
+        )
     name, *arguments = (
         target[1:] if target[0].rpartition("/")[2].startswith("python") and target[1:] else target
     )

@@ -79,6 +79,11 @@ KINDS = {
         "What a rank's rows may see was sharded by other rules than the rows",
         "Shard everything by one Layout: layout.shard(batch, rank), mask=plan.on(mesh, rows=batch)",
     ),
+    "rank-placement": Kind(
+        "wrong",
+        "q, k, v and the mask are sharded along different dimensions",
+        "Place the mask as the rows are, or let a plan make it: mask=plan.on(mesh, rows=batch)",
+    ),
     "rank-graphs": Kind(
         "wrong",
         "Ranks compile different programs, so that a collective can wait for one that never comes",
@@ -94,6 +99,11 @@ KINDS = {
         "Compiled code computes something else than the module does in eager mode",
         "Look for what the compiler cannot see: hidden mutation, a branch on is_compiling(), an operator "
         "whose declared mutations or gradients are wrong",
+    ),
+    "combination": Kind(
+        "compile",
+        "Each of these features works; together they do not",
+        "Leave one of them out, or change their order",
     ),
     "compile-error": Kind("compile", remedy="Compile the parts around this line, or replace it"),
     "recompile-limit": Kind("compile"),

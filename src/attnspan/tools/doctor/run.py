@@ -21,10 +21,12 @@ from attnspan.files import from_plain
 from attnspan.tools.bench.environment import describe_environment
 from attnspan.tools.doctor.findings import Diagnosis, Finding, Place, is_users, lines_in, merged
 
-__all__ = ["DEFAULT_STAGES", "diagnose"]
+__all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
 
 #: In the order in which they run.
 DEFAULT_STAGES = ("eager", "compiled", "parity")
+#: What can be asked for besides.
+MORE_STAGES = ("features", "ranks")
 _PAUSE = 0.02
 _MODULE = "attnspan.tools.doctor.child"
 
@@ -44,8 +46,9 @@ def diagnose(
         target: ``pkg.module:factory``, where the factory returns a model and an iterable of batches; a model
             type or class of transformers or diffusers, made tiny; or a script that compiles a model.
         arguments: Of the script.
-        stages: What is run, of "eager", "compiled" and "parity"; "without attention" follows where the
-            compiler fails.
+        stages: What is run, of "eager", "compiled", "parity", "features" (compiler and checkpointing
+            combined, and the smallest combination that fails) and "ranks" (a step on two against one);
+            "without attention" follows where the compiler fails.
         backend: Of the compiled step whose results are compared. Breaks and recompiles are found by tracing.
         limit: Seconds for each stage.
         after: Called with each stage and what it found.
@@ -57,6 +60,7 @@ def diagnose(
     """
     start, subject, findings = time.monotonic(), target, list[Finding]()
     facts: dict[str, dict[str, Any]] = {}
+    cells: list[dict[str, str]] = []
     todo = list(stages)
     while todo:
         stage = todo.pop(0)
@@ -64,6 +68,7 @@ def diagnose(
         told = _Stage(target, tuple(arguments), stage, own, limit).run()
         findings += told.findings
         facts |= told.facts
+        cells += told.cells
         subject = told.subject or subject
         after(stage, told.findings)
         if any(x.kind == "subject" for x in told.findings):
@@ -76,6 +81,7 @@ def diagnose(
         merged(_with_known_issues(_isolated(findings))),
         facts,
         describe_environment(),
+        tuple(cells),
         seconds=time.monotonic() - start,
     )
 
@@ -103,7 +109,7 @@ def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
     issues = json.loads((Path(__file__).parent / "known.json").read_text())
     found = []
     for x in findings:
-        words = " ".join((x.what, x.cause, *x.evidence, *(place.text for place in x.places)))
+        words = " ".join((x.what, x.cause, *x.evidence, *(f"{y} {y.text}" for y in x.places)))
         known = [
             f"{issue['says']} ({issue['issue']})"
             for issue in issues
@@ -136,6 +142,7 @@ class _Stage:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     subject: str = ""
+    cells: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> _Stage:
         """Run the process to its end, or to the limit."""
@@ -192,6 +199,8 @@ class _Stage:
             self.subject = told.get("subject", self.subject)
             if "finding" in told:
                 self.findings.append(from_plain(Finding, told["finding"], "finding"))
+            if "cell" in told:
+                self.cells.append(told["cell"])
             if "facts" in told:
                 facts = self.facts.setdefault(told.get("stage", self.stage), {})
                 facts.update(told["facts"])

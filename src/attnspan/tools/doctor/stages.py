@@ -8,7 +8,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_map
 from attnspan.tools.doctor.attention import findings_of
 from attnspan.tools.doctor.compiler import CompilerLog, Recompile, compile_error
 from attnspan.tools.doctor.findings import Finding, Place, lines_in
+from attnspan.tools.doctor.matrix import Cell, all_cells, covering, run_cells, smallest
+from attnspan.tools.doctor.ranks import compare_ranks
 from attnspan.tools.doctor.subject import Subject
 from attnspan.tools.doctor.swap import swapped
 from attnspan.tools.doctor.watch import watching
 from attnspan.tools.zoo.step import Outcome, differences, in_float64
 
-__all__ = ["STAGES", "Say", "compiled", "eager", "parity"]
+__all__ = ["STAGES", "Say", "compiled", "eager", "features", "parity", "ranks"]
 
 Say = Callable[..., None]
 #: Recompilations of one frame that are torch's own design: the second size makes a dimension dynamic.
@@ -379,10 +381,43 @@ _NO_COMPILER = Finding(
 )
 
 
+def features(subject: Subject, say: Say, backend: str) -> None:
+    """Run the model with the compiler and checkpointing combined, and find the smallest that fails."""
+    cells = all_cells(("own",), ("one",))
+    known: dict[Cell, str] = {}
+
+    def failure(cell: Cell) -> str:
+        if cell not in known:
+            known[cell] = next(run_cells([cell], backend=backend, subject=subject))[1]
+            say(cell={**{k: v for k, v in asdict(cell).items() if k != "mask"}, "result": known[cell]})
+        return known[cell]
+
+    failing = next((x for x in covering(cells) if failure(x)), None)
+    if failing is not None:
+        least = smallest(failing, lambda x: bool(failure(x)))
+        what = f"Fails with {least}" if least != Cell("own") else "Fails without any feature"
+        places = (failure(least),)
+        say(finding=Finding("combination", f"{what}, and with no part of it", (), places, stage="features"))
+
+
+def ranks(subject: Subject, say: Say, backend: str) -> None:
+    """Run the model's step on two ranks and on one, and compare."""
+    del backend
+    step = subject.expected.get("step")
+    if step is None:
+        what = "There is no step to compare: the factory's expectations have no 'step'"
+        say(finding=Finding("environment", what, remedy="Return one: step(batch, mesh) of named tensors"))
+        return
+    for finding in compare_ranks(subject):
+        say(finding=replace(finding, stage="ranks"))
+
+
 #: What can be run, by name.
 STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
     "eager": eager,
     "compiled": compiled,
     "without attention": partial(compiled, attention="identity"),
     "parity": parity,
+    "features": features,
+    "ranks": ranks,
 }

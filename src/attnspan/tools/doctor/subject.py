@@ -38,11 +38,13 @@ class Subject:
         expected: What the factory says of the model: "causal", a bool; "documents", a function from a batch
             to the number of each token's document, integer (B, S); "step", as for
             `attnspan.testing.assert_same_as_one_rank`.
+        target: The name that it was loaded by.
     """
 
     model: nn.Module
     batches: list[Any]
     expected: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """The model's result for a copy of a batch."""
@@ -222,7 +224,7 @@ def _subject(made: Any, what: str) -> Subject:
     for batch in taken:
         fits = isinstance(batch, (Mapping, tuple, list, Tensor))
         expect(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
-    return Subject(model, taken, dict(expected))
+    return Subject(model, taken, dict(expected), what)
 
 
 def _of_library(name: str) -> Subject:
