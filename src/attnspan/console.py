@@ -100,7 +100,8 @@ def stdout() -> Console:
     """The terminal; where output goes into a file and COLUMNS does not say otherwise, 160 columns."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # Names such as a.py:factory are no emoji.
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_WIDTH
     return console

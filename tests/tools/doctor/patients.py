@@ -138,12 +138,13 @@ def sick_dense_bias() -> Any:
     return Model(attend), tokens()
 
 
-def well_segments() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
-        return attnspan_attention(q, k, v, mask=causal() & segments(segment_ids))
+def of_segments(q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
+    return attnspan_attention(q, k, v, mask=causal() & segments(segment_ids))
 
+
+def well_segments() -> Any:
     ids = torch.arange(LENGTH).expand(2, -1) // 9
-    return Model(attend), tokens(segment_ids=ids), CAUSAL
+    return Model(of_segments), tokens(segment_ids=ids), CAUSAL
 
 
 # Copies
@@ -494,6 +495,26 @@ def sick_flex_on_cpu() -> Any:
     return Model(attend), tokens()
 
 
+# Features together
+
+
+class Noting(Block):
+    """Keeps a length: the compiler takes that, and checkpoints do; together they do not."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__(attend)
+        self.length = 0
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        self.length = x.shape[1]
+        return super().forward(x, **given)
+
+
+@sick("combination")
+def sick_note() -> Any:
+    return Model(fused, block=Noting), tokens(), CAUSAL
+
+
 # Ranks
 
 
@@ -522,7 +543,7 @@ class Sharded:
 
 def _shared(ids_of: Callable[[Any, Tensor, int], Tensor], attend: Callable[..., Tensor]) -> Any:
     ids = torch.arange(LENGTH).expand(2, -1) // 5
-    return Model(fused), tokens(segment_ids=ids), {"step": Sharded(ids_of, attend)}
+    return Model(of_segments), tokens(segment_ids=ids), {"step": Sharded(ids_of, attend)}
 
 
 def _own_rows(layout: Any, ids: Tensor, rank: int) -> Tensor:

@@ -47,6 +47,9 @@ def doctor(
     max_copies: Annotated[
         int | None, Option(min=0, help="most lines that copy q, k or v", rich_help_panel=_LIMITS)
     ] = None,
+    try_: Annotated[
+        str, Option("--try", help="attnspan: also run the model with its attention", rich_help_panel=_WHAT)
+    ] = "",
     parity: Annotated[
         bool, Option("--parity", help="compiled results have to equal eager ones", rich_help_panel=_LIMITS)
     ] = False,
@@ -62,7 +65,8 @@ def doctor(
     for path in (json, junit, page):
         if path is not None:
             check_writable(path)
-    chosen = words(stages)
+    expect(try_ in ("", "attnspan"), "--try", "attnspan", repr(try_), "There is one cure")
+    chosen = (*words(stages), *(["cure"] if try_ else []))
     for stage in chosen:
         known = ", ".join((*DEFAULT_STAGES, *MORE_STAGES))
         expect(

@@ -115,8 +115,8 @@ def run_cells(
 ) -> Iterator[tuple[Cell, str]]:
     """Run combinations; of each "" or what failed.
 
-    A cell asserts results and gradients, that the kernel ran as often as checkpointing says, and that another
-    mask compiles nothing again.
+    A cell asserts results and gradients, that no graph breaks, that another mask compiles nothing again, and
+    that the kernel ran as often as checkpointing says.
 
     Args:
         cells: In this order; those of two ranks are run together, in two processes.
@@ -160,7 +160,7 @@ def _run(cell: Cell, attention: str, backend: str, subject: Subject | None) -> s
     torch._dynamo.reset()
     try:
         if subject is not None:
-            exact = Given(subject)
+            exact = Given(subject.copy())
             return _compared(cell, Given(subject.copy()), exact.outcome(exact.model, 0), backend)
         written = Trial("written out", cell.mask)
         written.model.double()
@@ -174,7 +174,10 @@ def _run(cell: Cell, attention: str, backend: str, subject: Subject | None) -> s
 def _compared(cell: Cell, trial: Trial | Given, want: Outcome, backend: str) -> str:
     blocks = [x for part in trial.model.modules() if isinstance(part, nn.ModuleList) for x in part]
     call = _with_features(cell, trial.model, blocks, backend)
-    found = trial.outcome(call, 0, cell.ranks)
+    with CompilerLog() as first:
+        found = trial.outcome(call, 0, cell.ranks)
+    if first.breaks:
+        return f"the graph breaks {len(first.breaks)} times: {first.breaks[0].what.partition(': ')[2]}"
     output, gradient = differences(found, want)
     if not max(output, gradient) <= _WITHIN:
         return f"results are {output:.1e} away from eager float64, gradients {gradient:.1e}"

@@ -26,7 +26,7 @@ __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
 #: In the order in which they run.
 DEFAULT_STAGES = ("eager", "compiled", "parity")
 #: What can be asked for besides.
-MORE_STAGES = ("features", "ranks")
+MORE_STAGES = ("cure", "features", "ranks")
 _PAUSE = 0.02
 _MODULE = "attnspan.tools.doctor.child"
 
@@ -46,9 +46,9 @@ def diagnose(
         target: ``pkg.module:factory``, where the factory returns a model and an iterable of batches; a model
             type or class of transformers or diffusers, made tiny; or a script that compiles a model.
         arguments: Of the script.
-        stages: What is run, of "eager", "compiled", "parity", "features" (compiler and checkpointing
-            combined, and the smallest combination that fails) and "ranks" (a step on two against one);
-            "without attention" follows where the compiler fails.
+        stages: What is run, of "eager", "compiled", "parity", "cure" (the same with attnspan's attention),
+            "features" (compiler and checkpointing combined, and the smallest combination that fails) and
+            "ranks" (a step on two against one); "without attention" follows where the compiler fails.
         backend: Of the compiled step whose results are compared. Breaks and recompiles are found by tracing.
         limit: Seconds for each stage.
         after: Called with each stage and what it found.

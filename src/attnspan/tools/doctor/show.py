@@ -61,7 +61,19 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         (results, gradients), (like, likes) = parity["errors"], parity["eager errors"]
         text = f"results {results:.1e} (eager {like:.1e}), gradients {gradients:.1e} (eager {likes:.1e})"
         found.append((f"error of {parity['backend']}", text))
+    cure = diagnosis.facts.get("cure", {})
+    found += [(f"with {name}", _cured(cure[name])) for name in ("own", "attnspan") if name in cure]
+    if "difference" in cure:
+        output, gradient = cure["difference"]
+        found.append(("they differ by", f"results {output:.1e}, gradients {gradient:.1e}"))
     return found
+
+
+def _cured(facts: dict[str, Any]) -> str:
+    if facts["error"]:
+        return f"fails: {facts['error'].splitlines()[0]}"
+    counts = ", ".join(f"{facts[x]} {x}" for x in ("graphs", "breaks", "recompiles"))
+    return f"{counts}, step {seconds_text(facts['step seconds'])}, peak {bytes_text(facts['peak bytes'])}"
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
@@ -69,7 +81,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     from rich.padding import Padding
     from rich.table import Table as Grid
 
-    console.print(f"\n[bold]{diagnosis.subject}[/bold]", soft_wrap=False)
+    console.print(f"\n{diagnosis.subject}", style="bold", markup=False)
     if not diagnosis.findings:
         console.print("Nothing is wrong: no finding.")
     for number, finding in enumerate(diagnosis.findings, 1):
@@ -111,7 +123,11 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
     """
     sections = [_section(i, x) for i, x in enumerate(diagnosis.findings, 1)]
-    sections += [x for x in (_timeline(diagnosis), _mask(diagnosis), _matrix(diagnosis)) if x is not None]
+    sections += [
+        x
+        for x in (_measured(diagnosis), _timeline(diagnosis), _mask(diagnosis), _matrix(diagnosis))
+        if x is not None
+    ]
     counts: dict[str, int] = {}
     for x in diagnosis.findings:
         counts[x.severity] = counts.get(x.severity, 0) + 1
@@ -125,7 +141,6 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
     cards: list[tuple[str, str, list[str]]] = [(words[k], str(n), []) for k, n in counts.items()] or [
         ("findings", "none", ["nothing is wrong"])
     ]
-    cards += [(k, v, []) for k, v in facts_of(diagnosis)]
     Page(
         title=f"attnspan doctor: {diagnosis.subject.rpartition(': ')[0] or diagnosis.subject}",
         lead=_LEAD,
@@ -144,19 +159,25 @@ def _section(number: int, finding: Finding) -> Section:
     return Section(f"finding-{number}", f"{number}. {finding.kind}", finding.what, table=table)
 
 
+def _measured(diagnosis: Diagnosis) -> Section | None:
+    rows = tuple((Entry(k), Entry(v)) for k, v in facts_of(diagnosis))
+    table = Table("Of the steps that were run", ("", "measured"), rows, frozenset({"", "measured"}))
+    return Section("measured", "Measured", "What ran, and how often.", table=table) if rows else None
+
+
 def _timeline(diagnosis: Diagnosis) -> Section | None:
     """When what was compiled, and how long the steps took."""
     facts = diagnosis.facts.get("compiled", {})
     events = facts.get("timeline", [])
     if not events:
         return None
-    first = min(x[1] for x in events)
+    first, names = min(x[1] for x in events), [plain(f"{i}. {x[0]}") for i, x in enumerate(events, 1)]
     bars = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
-            "y": [plain(f"{i}. {x[0]}") for i, x in enumerate(events, 1) if x[3] == forward],
+            "y": [y for y, x in zip(names, events, strict=True) if x[3] == forward],
             "base": [x[1] - first for x in events if x[3] == forward],
             "x": [x[2] - x[1] for x in events if x[3] == forward],
             "marker": {"color": color},
@@ -166,7 +187,7 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
     steps = facts.get("step seconds", [])
     layout = {
         "xaxis": axis("seconds"),
-        "yaxis": {"autorange": "reversed", "type": "category"},
+        "yaxis": {"autorange": "reversed", "categoryarray": names},
         "barmode": "overlay",
     }
     chart = Chart(
@@ -199,7 +220,7 @@ def _mask(diagnosis: Diagnosis) -> Section | None:
             "type": "heatmap",
             "z": [[int(x) for x in row] for row in rows],
             "showscale": False,
-            "colorscale": [[0, "@panel"], [1, "@ours"]],
+            "colorscale": [[0, "#80808033"], [1, "#2f86c5"]],
             "xgap": 0,
             "ygap": 0,
         }

@@ -22,17 +22,19 @@ from attnspan.tools.doctor.findings import Finding, Place, lines_in
 from attnspan.tools.doctor.matrix import Cell, all_cells, covering, run_cells, smallest
 from attnspan.tools.doctor.ranks import compare_ranks
 from attnspan.tools.doctor.subject import Subject
-from attnspan.tools.doctor.swap import swapped
+from attnspan.tools.doctor.swap import attnspan_in, swapped
 from attnspan.tools.doctor.watch import watching
 from attnspan.tools.zoo.step import Outcome, differences, in_float64
+from attnspan.tools.zoo.watch import profiled
 
-__all__ = ["STAGES", "Say", "compiled", "eager", "features", "parity", "ranks"]
+__all__ = ["STAGES", "Say", "compiled", "cure", "eager", "features", "parity", "ranks"]
 
 Say = Callable[..., None]
 #: Recompilations of one frame that are torch's own design: the second size makes a dimension dynamic.
 _ALLOWED = 1
 # A compiled step may err so many times as much as eager does; fused kernels add in another order.
 _FACTOR, _FLOOR = 16.0, 128
+_OPERATOR = "attnspan::attention"
 _REMEDIES = {
     "size": "Mark the dimension: torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
@@ -82,7 +84,7 @@ def _picture(calls: list[Any]) -> list[str] | None:
 def _distinct(subject: Subject) -> list[Any]:
     """One batch of each shape."""
     found: dict[Any, Any] = {}
-    for batch in subject.batches:
+    for batch in [*subject.more, *subject.batches]:
         found.setdefault(tuple((k, tuple(x.shape)) for k, x in subject.named(batch).items()), batch)
     return list(found.values())
 
@@ -381,6 +383,39 @@ _NO_COMPILER = Finding(
 )
 
 
+def cure(subject: Subject, say: Say, backend: str) -> None:
+    """Run compiled steps with the model's own attention and with attnspan's, and compare."""
+    after = _copied(subject)
+    before, want = _measured(subject, backend)
+    with swapped("attnspan"), attnspan_in(after.model):
+        found, out = _measured(after, backend)
+    say(facts={"own": before, "attnspan": found}, stage="cure")
+    if want is None or out is None:
+        return
+    output, gradient = differences(out, want)
+    say(facts={"difference": [output, gradient]}, stage="cure")
+
+
+def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None]:
+    """Breaks, recompilations and graphs of all batches; seconds and bytes of the last step."""
+    log, error, _ = _run_compiled(subject, backend)
+    found: dict[str, Any] = {"graphs": log.forward_graphs, "breaks": len(log.breaks)}
+    found |= {"recompiles": len(log.recompiles), "error": str(error)[:200] if error else ""}
+    if error is not None:
+        return found, None
+    model, batch = _compile(subject.model, backend), subject.batches[-1]
+    with torch.set_grad_enabled(_step_runs(subject, batch)):
+        outcome = _outcome(subject, model, batch)
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subject.step(model, batch)
+            seconds.append(time.perf_counter() - start)
+        _, calls, peak = profiled(lambda: subject.step(model, batch))
+    found |= {"step seconds": min(seconds), "peak bytes": peak, "attnspan calls": calls.get(_OPERATOR, 0)}
+    return found, outcome
+
+
 def features(subject: Subject, say: Say, backend: str) -> None:
     """Run the model with the compiler and checkpointing combined, and find the smallest that fails."""
     cells = all_cells(("own",), ("one",))
@@ -418,6 +453,7 @@ STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
     "compiled": compiled,
     "without attention": partial(compiled, attention="identity"),
     "parity": parity,
+    "cure": cure,
     "features": features,
     "ranks": ranks,
 }

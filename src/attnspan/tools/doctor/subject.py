@@ -39,12 +39,14 @@ class Subject:
             to the number of each token's document, integer (B, S); "step", as for
             `attnspan.testing.assert_same_as_one_rank`.
         target: The name that it was loaded by.
+        more: Batches of other kinds, which only eager steps see.
     """
 
     model: nn.Module
     batches: list[Any]
     expected: dict[str, Any] = field(default_factory=dict)
     target: str = ""
+    more: list[Any] = field(default_factory=list)
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """The model's result for a copy of a batch."""
@@ -243,10 +245,9 @@ def _of_library(name: str) -> Subject:
                 model = candidate if type(candidate).__name__ == name else None
             if model is not None:
                 batches = [architecture.batch("plain", n, "tiny") for n in TOKENS]
-                batches += [
-                    b for x in ("packed", "padded") if (b := architecture.batch(x, TOKENS[0], "tiny"))
-                ]
-                return Subject(model, [x for x in batches if x is not None][:MOST_BATCHES])
+                more = [architecture.batch(x, TOKENS[0], "tiny") for x in ("packed", "padded")]
+                given = [[x for x in some if x is not None] for some in (batches, more)]
+                return Subject(model, given[0] or given[1][:1], target=name, more=given[1])
     remedy = "See attnspan zoo --list, or write pkg.module:factory"
     expect(False, "attnspan doctor", "a class or model type that the zoo knows", repr(name), remedy)
     raise AssertionError

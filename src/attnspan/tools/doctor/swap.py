@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnspan import from_block_mask, full
 from attnspan.tools.zoo._torch_attention import identity
 from attnspan.torch import attention, scaled_dot_product_attention
 
-__all__ = ["SWAPS", "swapped"]
+__all__ = ["SWAPS", "attnspan_in", "swapped"]
 
 
 def _flex() -> Callable[..., Any]:
@@ -92,3 +93,19 @@ def swapped(name: str) -> Iterator[None]:
         torch._dynamo.reset()
         for names, key, value in bound:
             names[key] = value
+
+
+@contextmanager
+def attnspan_in(model: nn.Module) -> Iterator[None]:
+    """Set attnspan as the attention of a model of transformers; any other model is left as it is."""
+    choose = getattr(model, "set_attn_implementation", None)
+    if choose is None:
+        yield
+        return
+    importlib.import_module("attnspan.integrations.transformers")  # Registers the name.
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    choose("attnspan")
+    try:
+        yield
+    finally:
+        choose(before)

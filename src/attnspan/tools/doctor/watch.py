@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attnspan
 from attnspan import Spans
 from attnspan.tools.doctor.findings import Place, lines_in, place_here
 
@@ -32,6 +34,7 @@ _PRODUCTS = ("bmm", "matmul", "baddbmm")
 _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
 _CHECKPOINT = torch.utils.checkpoint.__file__
+_ATTNSPAN = str(Path(attnspan.__file__).parent)
 _PAIRS = 2**24  # most pairs of which the visible ones are kept
 
 
@@ -150,7 +153,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = {_storage(x) for x in inputs}
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
         self._look_for_nan(name, inputs, outs, place)
-        if name == "_local_scalar_dense" and place is not None:
+        # attnspan reads arrays of masks that are no parameters of a compiled program, and only there.
+        if name == "_local_scalar_dense" and place is not None and not _on_stack(_ATTNSPAN, place.file):
             self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
         if kind:
@@ -421,7 +425,7 @@ def _is_custom(op: Any) -> bool:
 
 def _place() -> Place | None:
     """The user's line: on the stack or, in a backward pass, of the operator whose gradient is computed."""
-    if not _in_backward() or _in_checkpoint():
+    if not _in_backward() or _on_stack(_CHECKPOINT):
         return place_here()
     node = torch._C._current_autograd_node()
     about: Any = {} if node is None else node.metadata
@@ -429,11 +433,12 @@ def _place() -> Place | None:
     return forward[0] if forward else None
 
 
-def _in_checkpoint() -> bool:
-    """Whether a backward pass repeats a forward pass."""
+def _on_stack(path: str, until: str = "") -> bool:
+    """Whether a file of this path, or of this folder, is on the stack, above a file where the search ends."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT:
+    while frame is not None and frame.f_code.co_filename != until:
+        file = frame.f_code.co_filename
+        if file.startswith(path) and "/tools/doctor/" not in file:
             return True
         frame = frame.f_back
     return False
