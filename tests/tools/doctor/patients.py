@@ -265,6 +265,30 @@ def sick_leak() -> Any:
     return Model(attend), tokens(position_ids=positions), CAUSAL
 
 
+class Shifting(Block):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:  # sick: sick_shift
+        return super().forward(x + 0.1 * x.roll(1, 1), **given)
+
+
+@sick("leak")
+def sick_shift() -> Any:
+    """A token shift that knows nothing of documents, before attention that does."""
+    ids = torch.arange(LENGTH).expand(2, -1) // 9
+    return Model(of_segments, block=Shifting), tokens(segment_ids=ids)
+
+
+def well_multihead() -> Any:
+    class Attention(nn.Module):
+        def __init__(self, _: Any) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x, x, x, need_weights=False)[0]
+
+    return Model(fused, block=Attention), tokens()
+
+
 @sick("mask-lost")
 def sick_mask_lost() -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from attnspan.console import bytes_text, seconds_text
 from attnspan.errors import ShapeError
 from attnspan.testing import probe
-from attnspan.tools.doctor.findings import Finding, Place
+from attnspan.tools.doctor.findings import Finding, Place, is_users
 from attnspan.tools.doctor.subject import Subject
 from attnspan.tools.doctor.watch import Attention, Watcher
 
@@ -177,7 +177,23 @@ class _Visible:
             most = f"{max(pairs.values())} pairs of tokens that should not see each other"
             yield Finding(kind, what, _at(place, mask), (most, changed))
         if not guilty:
-            yield Finding(kind, f"{what.replace(' here', '')}, by another way than attention", (), (changed,))
+            what, cause = what.replace(" here", ""), "Something else than attention mixes tokens"
+            yield Finding(
+                kind, f"{what}, by another way than attention", self._first(groups), (changed,), cause
+            )
+
+    def _first(self, groups: Tensor) -> tuple[Place, ...]:
+        """Where the first module is written whose results change, if the batch can be probed module by module."""
+        if not isinstance(self.batch, dict) or self.name not in ("input_ids", "inputs_embeds", "x"):
+            return ()
+        leaks = probe(self.subject.model, self.batch, groups).leaks
+        modules, name = dict(self.subject.model.named_modules()), leaks[0].module if leaks else ""
+        while name in modules:
+            code = type(modules[name]).forward.__code__
+            if is_users(code.co_filename):
+                return (Place(code.co_filename, code.co_firstlineno, code.co_qualname),)
+            name = name.rpartition(".")[0]  # A module of torch's: what it got was already mixed.
+        return ()
 
     def _changed(self, groups: Tensor, only: int | None) -> str | None:
         """Whose results change with other tokens of a group: a sentence, or None."""

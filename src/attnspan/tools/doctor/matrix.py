@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attnspan.kernels.cpu import counters
@@ -45,7 +46,9 @@ class Cell:
         compile: "none", "block" (each block by itself) or "whole".
         checkpoint: "none", "selective" (attention is saved) or "full".
         order: Of the two: checkpoints "inside" compiled code, or "around" it.
-        ranks: "one"; "data", two with parts of the batch; "context", two with parts of the sequence.
+        ranks: "one"; "data", two with parts of the batch (FSDP,
+            or summed gradients where the whole is compiled); "context", two with parts of the
+            sequence.
     """
 
     mask: str = "causal"
@@ -205,11 +208,9 @@ def _with_features(cell: Cell, model: nn.Module, blocks: list[nn.Module], backen
             block.forward = torch.compile(block.forward, backend=backend)
             if around:
                 block.forward = partial(_checkpointed, block.forward, cell.checkpoint)
-    if cell.ranks == "data":
-        from torch.distributed.fsdp import fully_shard
-
-        for part in (*blocks, model):
-            fully_shard(part)
+    # The hooks of fully_shard break graphs, and are meant to lie between compiled blocks.
+    for part in (*blocks, model) if cell.ranks == "data" and not whole else ():
+        fully_shard(part)
     call: Callable[..., Any] = torch.compile(model, backend=backend) if whole else model
     return partial(_checkpointed, call, cell.checkpoint) if whole and around else call
 

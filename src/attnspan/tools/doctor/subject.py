@@ -230,27 +230,27 @@ def _subject(made: Any, what: str) -> Subject:
 
 
 def _of_library(name: str) -> Subject:
-    """A class of transformers or diffusers with the zoo's tiny configuration."""
+    """A class of transformers or diffusers, or a model type, with the zoo's tiny configuration."""
     from attnspan.tools.zoo.measure import SOURCES, TOKENS, collect
 
-    for source in SOURCES:
-        for architecture in collect({source: SOURCES[source]}):
-            model = architecture.make("sdpa", "tiny") if architecture.name == name else None
-            if (
-                model is None
-                and source == "transformers"
-                and name.lower().startswith(architecture.name.replace("_", "").replace("-", ""))
-            ):
-                candidate = architecture.make("sdpa", "tiny")
-                model = candidate if type(candidate).__name__ == name else None
-            if model is not None:
-                batches = [architecture.batch("plain", n, "tiny") for n in TOKENS]
-                more = [architecture.batch(x, TOKENS[0], "tiny") for x in ("packed", "padded")]
-                given = [[x for x in some if x is not None] for some in (batches, more)]
-                return Subject(model, given[0] or given[1][:1], target=name, more=given[1])
+    plain = name.lower().replace("_", "").replace("-", "")
+    for architecture in collect(SOURCES):
+        own = architecture.name.lower().replace("_", "").replace("-", "")
+        if not plain.startswith(own):
+            continue
+        try:
+            model = architecture.make("sdpa", "tiny")
+        except ValueError:  # It has no attention by torch's function.
+            model = architecture.make("eager", "tiny")
+        if name in (architecture.name, type(model).__name__):
+            batches, more = (
+                [x for kind, n in some if (x := architecture.batch(kind, n, "tiny")) is not None]
+                for some in ([("plain", n) for n in TOKENS], [(x, TOKENS[0]) for x in ("packed", "padded")])
+            )
+            return Subject(model, batches or more[:1], target=name, more=more)
     remedy = "See attnspan zoo --list, or write pkg.module:factory"
-    expect(False, "attnspan doctor", "a class or model type that the zoo knows", repr(name), remedy)
-    raise AssertionError
+    got = repr(name)
+    raise OptionError("attnspan doctor", expected="a class or model type of the zoo", got=got, remedy=remedy)
 
 
 class _Found(BaseException):

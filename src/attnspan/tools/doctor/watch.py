@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import attnspan
 from attnspan import Spans
-from attnspan.tools.doctor.findings import Place, lines_in, place_here
+from attnspan.tools.doctor.findings import Place, is_users, lines_in, place_here
 
 __all__ = ["Attention", "Watcher", "watching"]
 
@@ -35,6 +35,15 @@ _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _ATTNSPAN = str(Path(attnspan.__file__).parent)
+# What stands on the stack between a line and an operator that is watched.
+_MACHINERY = (
+    "doctor/watch.py",
+    "_python_dispatch.py",
+    "_compile.py",
+    "eval_frame.py",
+    "overrides.py",
+    "_stats.py",
+)
 _PAIRS = 2**24  # most pairs of which the visible ones are kept
 
 
@@ -190,7 +199,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             twice = name == "cat" and len({_storage(y) for y in inputs}) < len(inputs)
             if (name != "cat" and x.numel() >= 2 * max(_distinct(source), 1)) or twice:
                 tag.repeated = (place, size)
-            elif name in ("clone", "contiguous") and not source.is_contiguous() and x.is_contiguous():
+            elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and _is_direct():
                 tag.copied = (place, size)
         return tag
 
@@ -431,6 +440,14 @@ def _place() -> Place | None:
     about: Any = {} if node is None else node.metadata
     forward = lines_in("".join(about.get("traceback_", ())))
     return forward[0] if forward else None
+
+
+def _is_direct() -> bool:
+    """Whether the user's line itself calls the operator, and not Python code of torch between them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_MACHINERY):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def _on_stack(path: str, until: str = "") -> bool:
