@@ -183,7 +183,7 @@ class _Visible:
             )
 
     def _first(self, groups: Tensor) -> tuple[Place, ...]:
-        """Where the first module is written whose results change, if the batch can be probed module by module."""
+        """Where the first module whose results change is written, if the batch can be probed by module."""
         if not isinstance(self.batch, dict) or self.name not in ("input_ids", "inputs_embeds", "x"):
             return ()
         leaks = probe(self.subject.model, self.batch, groups).leaks
