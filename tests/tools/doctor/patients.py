@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import causal, key_padding, segments
@@ -388,6 +389,15 @@ def sick_print() -> Any:
 
 
 @sick("graph-break")
+def sick_written_and_printed() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        print(end="")  # sick
+        return (q @ k.mT).softmax(-1) @ v
+
+    return Model(attend), tokens()
+
+
+@sick("graph-break")
 def sick_item() -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor, sizes: Tensor) -> Tensor:
         most = sizes.max().item()  # sick
@@ -619,3 +629,19 @@ def sick_branch_on_rank() -> Any:
         return attnspan_attention(q, k, v, mask=mask, q_index=index)
 
     return _shared(_own_rows, attend)
+
+
+@sick("rank-placement")
+def sick_placements() -> Any:
+    """q is sharded over heads, k and v are whole on each rank."""
+
+    def step(batch: Any, mesh: Any) -> dict[str, Tensor]:
+        x = torch.arange(2 * HEADS * 8 * 8.0).sin().reshape(2, HEADS, 8, 8)
+        if mesh is None:
+            return {"out": F.scaled_dot_product_attention(x, x, x).transpose(1, 2)}
+        q, k = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(x, mesh, [Replicate()])
+        out = F.scaled_dot_product_attention(q, k, k)  # sick
+        index, whole = torch.arange(8).chunk(2)[mesh.get_rank()], out.full_tensor().transpose(1, 2)
+        return {"q_index": index, "out": whole[:, index]}
+
+    return Model(fused), tokens(), {"step": step}

@@ -71,8 +71,9 @@ def test_a_factory_that_forks_is_examined_once() -> None:
     assert hasattr(bad_inputs, "forks")
 
 
-def test_a_script_is_run_with_its_arguments_and_its_model_examined() -> None:
-    found = diagnose("train_script.py", ["--steps", "3"], stages=["eager"])
+@pytest.mark.parametrize("how", [[], ["--in-place"]], ids=["torch.compile(model)", "model.compile()"])
+def test_a_script_is_run_with_its_arguments_and_its_model_examined(how: list[str]) -> None:
+    found = diagnose("train_script.py", ["--steps", "3", *how], stages=["eager"])
     assert [x.kind for x in found.findings] == ["copy"]
     assert found.subject == "train_script.py: Model, 3 batches"
 
@@ -102,7 +103,8 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
     assert "patients.py" in made.output
     assert json.loads(files["json"].read_text())["findings"][0]["kind"] == "copy"
     suite = ElementTree.parse(files["junit"]).getroot()
-    assert suite.get("failures") == "2"
+    # The finding only costs; the limit makes it a failure.
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     page = files["page"].read_text()
     assert "Remove it: fused kernels take transposed views" in page
     assert "http-equiv" in page
@@ -141,9 +143,37 @@ def test_findings_of_one_line_are_one_and_in_order() -> None:
 def test_whose_a_break_is() -> None:
     own, theirs = (Finding("graph-break", "b", (Place("a.py", n),), stage="compiled") for n in (1, 2))
     alone = Finding("graph-break", "b", (Place("a.py", 1),), stage="without attention")
-    said = [x.evidence[-1] for x in _isolated([own, theirs, alone])]
-    assert "the model's own" in said[0]
+    said = [x.evidence[-1] for x in _isolated([own, theirs, alone], {"graphs": 1})]
+    assert "code around it" in said[0]
     assert "it is attention's" in said[1]
+    # Nothing is said of a stage that did not end, and no verdict where attention stayed.
+    assert [x.evidence for x in _isolated([own], None)] == [()]
+    assert "cannot be taken out (flash)" in _isolated([own], {"left": "flash"})[0].evidence[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sick_extension", "this line calls attention"),
+        ("sick_print", "code around it"),
+        ("sick_written_and_printed", "cannot be taken out (written out)"),
+    ],
+)
+def test_attention_is_blamed_only_where_it_was_taken_out(name: str, said: str) -> None:
+    found = diagnose(f"patients:{name}", stages=["compiled"]).findings
+    assert found[0].kind == "graph-break"
+    assert said in found[0].evidence[-1]
+
+
+def test_what_was_found_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: run._Stage) -> None:
+        self.findings.append(Finding("copy", "seen before"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Stage, "run", interrupted)
+    found = diagnose("patients:well_fused")
+    assert not found.complete
+    assert [x.kind for x in found.findings] == ["copy"]
 
 
 def test_known_issues_are_matched_by_kind_words_and_version(monkeypatch: pytest.MonkeyPatch) -> None:

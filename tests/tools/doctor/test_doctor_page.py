@@ -21,7 +21,12 @@ HOSTILE = "<script>alert(1)</script> & [bold]"
 def diagnosis() -> Diagnosis:
     place = Place(__file__, 1, "forward")
     facts = {
-        "eager": {"attention calls": 2, "kernels": ["sdpa"], "largest tensor": 4096, "mask": ["10", "11"]},
+        "eager": {
+            "attention calls": 2,
+            "sites": [["m.py:3", "aten.sdpa", "2"]],
+            "largest tensor": 4096,
+            "mask": ["10", "11"],
+        },
         "compiled": {
             "graphs": 1,
             "breaks": 1,
@@ -35,7 +40,8 @@ def diagnosis() -> Diagnosis:
         Finding("leak", f"Documents see each other {HOSTILE}", (place,), (HOSTILE,)),
         Finding("graph-break", "A break", (place,), tried=HOSTILE, count=3),
     )
-    cells = ({"compile": "none", "result": ""}, {"compile": "whole", "result": HOSTILE})
+    plain = {"compile": "none", "checkpoint": "none", "order": "inside", "result": ""}
+    cells = (plain, {**plain, "compile": "whole", "checkpoint": "full", "result": HOSTILE})
     return Diagnosis(f"m.py:factory: {HOSTILE}", findings, facts, {"cpu": "one"}, cells, 3.0)
 
 
@@ -65,6 +71,7 @@ def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
         ]
         assert "test_doctor_page.py:1" in page.locator("#finding-1").inner_text()
         assert HOSTILE in page.locator("#finding-1").inner_text()
+        assert "m.py:3" in page.locator("#measured").inner_text()
         for chart in page.locator(".chart").all():
             chart.scroll_into_view_if_needed()
             chart.locator("svg.main-svg").first.wait_for()

@@ -20,6 +20,7 @@ WELL = sorted(name for name in dir(patients) if name.startswith("well_"))
 # Each stage finds kinds of its own: a patient goes through the one that finds its defect.
 STAGE_OF = dict.fromkeys(("graph-break", "recompile", "recompile-limit", "compile-error"), "compiled")
 STAGE_OF |= {"parity": "parity", "combination": "features", "rank-rows": "ranks", "rank-graphs": "ranks"}
+STAGE_OF["rank-placement"] = "ranks"
 
 
 def examined(name: str, *stages: str) -> tuple[Finding, ...]:

@@ -9,9 +9,16 @@ import torch
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int)
-    steps = parser.parse_args().steps
+    parser.add_argument("--in-place", action="store_true")
+    options = parser.parse_args()
+    steps = options.steps
     model, batches, _ = patients.sick_contiguous()
-    step = torch.compile(model)
+    step = model
+    if options.in_place:
+        model.compile()
+    else:
+        step = torch.compile(model)
+        step._orig_mod.state_dict()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(steps):
         step(**batches[0]).square().mean().backward()

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan.testing import assert_isolated
 from attnspan.tools.zoo import diffusers, transformers
-from attnspan.tools.zoo._torch_attention import eager
 from attnspan.tools.zoo.architecture import IMPLEMENTATIONS, LAYOUTS
+from attnspan.tools.zoo.torch_attention import eager
 
 # Of the other libraries' own code.
 pytestmark = [

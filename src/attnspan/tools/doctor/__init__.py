@@ -2,7 +2,7 @@
 
 from .findings import Diagnosis as Diagnosis
 from .findings import Finding as Finding
-from .findings import Place as Place
+from .places import Place as Place
 from .run import diagnose as diagnose
 
 __all__ = ["Diagnosis", "Finding", "Place", "diagnose"]

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from attnspan.console import bytes_text, seconds_text
 from attnspan.errors import ShapeError
 from attnspan.testing import probe
-from attnspan.tools.doctor.findings import Finding, Place, is_users
+from attnspan.tools.doctor.findings import Finding
+from attnspan.tools.doctor.places import Place, is_users
 from attnspan.tools.doctor.subject import Subject
 from attnspan.tools.doctor.watch import Attention, Watcher
 
@@ -58,11 +59,11 @@ def _costs(site: list[Attention], subject: Subject, seconds: float) -> Iterator[
         yield _mask(masked, masked.mask, many, seconds)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
-        evidence = f"{bytes_text(repeated[1])} for each copy, {many} calls"
+        evidence = f"{bytes_text(repeated[1])} a tensor, at least {bytes_text(repeated[1] * many)} a step"
         yield Finding("kv-copy", what, _at(repeated[0], call.place), (evidence,), count=many)
     if copied := next((x.copied for x in site if x.copied and x.kernel), None):
         what = "An operand of attention is copied here only to be contiguous"
-        evidence = f"{bytes_text(copied[1])} for each copy, {many} calls"
+        evidence = f"{bytes_text(copied[1])} a tensor, at least {bytes_text(copied[1] * many)} a step"
         yield Finding("copy", what, _at(copied[0], call.place), (evidence,), count=many)
     narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
     upcast = next((x.upcast for x in site if x.upcast and x.dtype.itemsize > narrow), None)

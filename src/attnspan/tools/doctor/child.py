@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from attnspan.files import to_plain
-from attnspan.tools.doctor.findings import Finding, lines_in
+from attnspan.tools.doctor.findings import Finding
+from attnspan.tools.doctor.places import lines_in
 
 __all__: list[str] = []
 
@@ -54,7 +55,7 @@ def _unloadable(error: BaseException, target: str) -> Finding:
     cause = "The factory, or the import of its module, raises"
     if any(x in str(error) for x in ("CUDA", "NVIDIA", "cuda")):
         cause, remedy = (
-            "It wants a GPU, and there is none here",
+            "It needs a GPU, and this machine has none",
             "Choose the device by torch.cuda.is_available()",
         )
     if type(error).__module__.startswith("attnspan."):

@@ -67,18 +67,13 @@ def doctor(
             check_writable(path)
     expect(try_ in ("", "attnspan"), "--try", "attnspan", repr(try_), "There is one cure")
     chosen = (*words(stages), *(["cure"] if try_ else []))
+    known = (*DEFAULT_STAGES, *MORE_STAGES)
+    wanted = f"some of {', '.join(known)}"
+    expect(chosen, "--stages", wanted, "none", "Name one of these")
     for stage in chosen:
-        known = ", ".join((*DEFAULT_STAGES, *MORE_STAGES))
-        expect(
-            stage in (*DEFAULT_STAGES, *MORE_STAGES),
-            "--stages",
-            f"some of {known}",
-            repr(stage),
-            "Name one of these",
-        )
-    name, *arguments = (
-        target[1:] if target[0].rpartition("/")[2].startswith("python") and target[1:] else target
-    )
+        expect(stage in known, "--stages", wanted, repr(stage), "Name one of these")
+    is_python = target[0].rpartition("/")[2].startswith("python") and len(target) > 1
+    name, *arguments = target[1:] if is_python else target
     console = stdout()
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -107,8 +102,8 @@ def doctor(
         console.print(f"page: {page}")
     given = parity or any(x is not None for x in limits.values())
     stopped = any(x.severity == "stops" for x in found.findings)
-    bad = any(x.severity in ("stops", "wrong", "compile") for x in found.findings)
-    raise Exit(1 if exceeded or stopped or (bad and not given) else 0)
+    bad = any(x.fails for x in found.findings)
+    raise Exit(130 if not found.complete else 1 if exceeded or stopped or (bad and not given) else 0)
 
 
 def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) -> list[str]:

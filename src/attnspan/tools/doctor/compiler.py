@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from attnspan.tools.doctor.findings import KINDS, Finding, Place, is_users, lines_in
+from attnspan.tools.doctor.findings import KINDS, Finding
+from attnspan.tools.doctor.places import Place, is_users, lines_in
 
 __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 
@@ -153,7 +154,7 @@ class CompilerLog(logging.Handler):
 
     @property
     def compile_seconds(self) -> float:
-        """Of all compilations, forward and backward."""
+        """The sum over all compilations, forward and backward."""
         return sum(max(x.end - x.start, 0.0) for x in self.graphs)
 
 

@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnspan import Mask, causal, from_predicate, segments
 from attnspan.parallel import Layout
+from attnspan.tools.doctor.steps import outcome_of
 from attnspan.tools.doctor.subject import Subject
-from attnspan.tools.zoo.step import Outcome, objective
+from attnspan.tools.zoo.step import Outcome
 from attnspan.torch import attention
 
 __all__ = ["ATTENTIONS", "MASKS", "Given", "Trial"]
@@ -25,12 +26,10 @@ __all__ = ["ATTENTIONS", "MASKS", "Given", "Trial"]
 MASKS: tuple[str, ...] = ("causal", "function", "spans")
 #: Attentions of the example, and the masks that each can have.
 ATTENTIONS: dict[str, tuple[str, ...]] = {
-    "attnspan": ("causal", "function", "spans"),
-    "flex": ("causal", "function"),
-    "sdpa": ("causal",),
+    "attnspan": MASKS,
+    "flex": MASKS[:2],
+    "sdpa": MASKS[:1],
 }
-#: "causal"; "function", causal within documents, by a mask function; "spans", the same by ids.
-MASKS = ATTENTIONS["attnspan"]
 _HEADS, _DIM, _VOCABULARY, _BATCH, _LENGTH, _LAYERS = 2, 32, 40, 2, 32, 2
 
 
@@ -54,9 +53,8 @@ def _attend(
 
     n = q.shape[2]
     if kind == "flex":
-        return flex_attention(
-            q, k, v, block_mask=create_block_mask(visible, len(q), None, n, n, device="cpu")
-        )  # type: ignore[return-value]
+        blocks = create_block_mask(visible, len(q), None, n, n, device="cpu")
+        return flex_attention(q, k, v, block_mask=blocks)  # type: ignore[return-value]
     seen = torch.ones(n, n, dtype=torch.bool).tril()
     seen = seen if mask == "causal" else seen & (ids[:, None, :, None] == ids[:, None, None])
     scores: Tensor = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
@@ -98,6 +96,8 @@ class Trial:
         kind: One of `ATTENTIONS`, or "written out".
         mask: One of `MASKS`.
     """
+
+    against = "eager float64"
 
     def __init__(self, kind: str, mask: str) -> None:
         self.mask, self.model = mask, _Model(kind, mask)
@@ -161,21 +161,16 @@ def _whole(gradient: Tensor, ranks: str) -> Tensor:
 
 
 class Given:
-    """A model that was given, as a `Trial`: its own batches, on one rank."""
+    """A model that was given, as a `Trial`: its own batches, in evaluation mode, on one rank."""
 
     kernel_calls = 0  # Not known.
+    against = "plain eager mode"
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.model = subject, subject.model
+        self.subject, self.model = subject, subject.model.eval()
         self.batches = subject.batches[:1] * 2
 
     def outcome(self, call: Callable[..., Any], number: int, ranks: str = "one") -> Outcome:
         """A step of a batch."""
         assert ranks == "one"
-        subject, batch = self.subject, self.batches[number]
-        subject.model.zero_grad(set_to_none=True)
-        torch.manual_seed(0)
-        results = subject.results(subject.call(call, batch), batch)
-        if any(x.requires_grad for x in results.values()):
-            objective(results).backward()  # type: ignore[no-untyped-call]
-        return Outcome({k: x.detach().double() for k, x in results.items()}, subject.gradients())
+        return outcome_of(self.subject, call, self.batches[number])

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
-import re
-import sys
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
+
+from attnspan.tools.doctor.places import Place
 
 __all__ = [
     "KINDS",
     "Diagnosis",
     "Finding",
     "Kind",
-    "Place",
-    "is_users",
-    "lines_in",
     "merged",
-    "place_here",
 ]
 
 
@@ -81,8 +73,8 @@ KINDS = {
     ),
     "rank-placement": Kind(
         "wrong",
-        "q, k, v and the mask are sharded along different dimensions",
-        "Place the mask as the rows are, or let a plan make it: mask=plan.on(mesh, rows=batch)",
+        "They are sharded along different dimensions: attention cannot be computed on the parts of one rank",
+        "Shard q, k and v alike, or share rows by a plan: mask=plan.on(mesh, rows=batch)",
     ),
     "rank-graphs": Kind(
         "wrong",
@@ -149,32 +141,6 @@ KINDS = {
 }
 
 
-_FILE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of source.
-
-    Args:
-        file: Its path.
-        line: From 1.
-        function: That it is in.
-    """
-
-    file: str
-    line: int
-    function: str = ""
-
-    @property
-    def text(self) -> str:
-        """The line itself, "" if the file cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong.
@@ -212,6 +178,11 @@ class Finding:
         """ "stops", "wrong", "compile", "slow" or "note"."""
         return KINDS[self.kind].severity
 
+    @property
+    def fails(self) -> bool:
+        """Whether it is more than a cost."""
+        return self.severity in ("stops", "wrong", "compile")
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -235,10 +206,6 @@ class Diagnosis:
     seconds: float = 0.0
     complete: bool = True
 
-    def total(self, stage: str, name: str) -> int:
-        """A count of a stage, 0 if the stage did not get to it."""
-        return int(self.facts.get(stage, {}).get(name, 0))
-
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """One finding for each kind, cause and line, the most severe first; of equals, the one seen first."""
@@ -249,33 +216,3 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         found[key] = replace(same, count=same.count + x.count) if same else x
     order = list(KINDS)
     return tuple(sorted(found.values(), key=lambda x: order.index(x.kind)))
-
-
-def _folder(module: str) -> str:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return str(Path(file).parent) + "/" if file else ""
-
-
-def is_users(file: str) -> bool:
-    """Whether a file is neither Python's, nor torch's, nor attnspan's own."""
-    own = [x for x in map(_folder, ("attnspan", "torch", "functorch", "numpy", "jaxtyping")) if x]
-    if file.startswith("<") or any(file.startswith(x) for x in own):
-        return False
-    python = sysconfig.get_paths()["stdlib"] + "/"
-    return not file.startswith(python) or "site-packages" in file
-
-
-def place_here() -> Place | None:
-    """The innermost line of the user's on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return None
-
-
-def lines_in(text: str) -> list[Place]:
-    """The user's lines of a traceback as text, the innermost first."""
-    found = [Place(x["file"], int(x["line"]), x["function"]) for x in _FILE_LINE.finditer(text)]
-    return [x for x in reversed(found) if is_users(x.file)]

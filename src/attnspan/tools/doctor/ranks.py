@@ -6,6 +6,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan.testing import assert_same_as_one_rank
 from attnspan.tools.doctor.compiler import CompilerLog
-from attnspan.tools.doctor.findings import Finding, Place, lines_in, place_here
+from attnspan.tools.doctor.findings import Finding
+from attnspan.tools.doctor.places import Place, lines_in, place_here
 from attnspan.tools.doctor.subject import Subject, load
 
 __all__ = ["compare_ranks"]
@@ -41,7 +43,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(op)
         if ("attention" in name or "_softmax" in name) and "backward" not in name:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]
-            placed = [str(x.placements) for x in given if isinstance(x, DTensor)]
+            # Of q, k and v: a mask that all share may be replicated.
+            placed = [str(x.placements) for x in given[:3] if isinstance(x, DTensor)]
             self.seen.append((place_here(), [tuple(x.shape) for x in given], placed))
         return op(*args, **(kwargs or {}))
 
@@ -58,20 +61,29 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
             process.start()
         for process in processes:
             process.join(_SECONDS)
+            process.kill()
         files = [Path(folder) / f"{rank}.pickle" for rank in range(_RANKS)]
         if not all(x.exists() for x in files):
             what = "The ranks did not end: one waits for a collective that another never calls"
             yield Finding("hang", what, remedy="Call the same collectives in the same order on all ranks")
             return
         told = [pickle.loads(x.read_bytes()) for x in files]  # Written by this module.
-    yield from _alike([x["calls"] for x in told], [x["graphs"] for x in told])
-    failed, places = told[0]["failed"], tuple(told[0]["places"])
-    if failed:
-        first, *rest = failed.splitlines()
-        where = tuple(x[0] for x in told[0]["calls"] if x[0] is not None)[:1]
-        kind = "rank-rows" if told[0]["compared"] else "error"
+    alike = list(_alike([x["calls"] for x in told], [x["graphs"] for x in told]))
+    wrong = next((x for x in told if x["failed"]), None)
+    if wrong is None:
+        yield from alike
+        return
+    first, *rest = wrong["failed"].splitlines()
+    for finding in alike:  # What explains the failure comes before it.
+        yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first[:200]}"))
+    where = tuple(x[0] for x in wrong["calls"] if x[0] is not None)[:1]
+    if wrong["compared"]:
+        what = f"Two ranks do not give what one gives: {first[:300]}"
+        yield Finding("rank-rows", what, where, tuple(rest))
+    elif not alike:
+        what = f"The step raises on two ranks: {first[:300]}"
         yield Finding(
-            kind, f"Two ranks do not give what one gives: {first[:300]}", where or places, tuple(rest)
+            "error", what, tuple(wrong["places"]), cause="On one rank it may not", evidence=tuple(rest)
         )
 
 
@@ -90,7 +102,7 @@ def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]
             yield Finding("rank-graphs", "Attention has other shapes on each rank", at, evidence)
             return
         if len(set(placed)) > 1:
-            what = "Attention gets tensors that are placed by different rules"
+            what = "q, k and v are placed by different rules"
             yield Finding("rank-placement", what, at, tuple(placed))
             return
 
@@ -104,11 +116,10 @@ def _rank(rank: int, folder: str, target: str) -> None:
         subject = load(target)
         mesh = init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("cp",))
         step, batch = subject.expected["step"], subject.batches[0]
-        with CompilerLog() as log:  # Under a mode nothing is compiled.
-            step(batch, mesh)
         with calls, torch.compiler.set_stance("force_eager"):
             step(batch, mesh)
-        told["calls"] = calls.seen
+        with CompilerLog() as log:  # Under a mode nothing is compiled.
+            step(batch, mesh)
         told["graphs"] = [(x.place, x.operators) for x in log.graphs if x.operators]
         told["compared"] = True
         assert_same_as_one_rank(step, batch, mesh)
@@ -117,6 +128,7 @@ def _rank(rank: int, folder: str, target: str) -> None:
             f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
         )
         told["places"] = lines_in("".join(traceback.format_exception(error)))[:3]
+    told["calls"] = calls.seen
     (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))
     (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.pickle")
     dist.barrier()

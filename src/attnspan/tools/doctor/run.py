@@ -19,7 +19,8 @@ from typing import Any
 
 from attnspan.files import from_plain
 from attnspan.tools.bench.environment import describe_environment
-from attnspan.tools.doctor.findings import Diagnosis, Finding, Place, is_users, lines_in, merged
+from attnspan.tools.doctor.findings import Diagnosis, Finding, merged
+from attnspan.tools.doctor.places import Place, is_users, lines_in
 
 __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
 
@@ -61,11 +62,15 @@ def diagnose(
     start, subject, findings = time.monotonic(), target, list[Finding]()
     facts: dict[str, dict[str, Any]] = {}
     cells: list[dict[str, str]] = []
-    todo = list(stages)
+    todo, complete = list(stages), True
     while todo:
         stage = todo.pop(0)
         own = backend if stage == "parity" else "aot_eager"
-        told = _Stage(target, tuple(arguments), stage, own, limit).run()
+        told = _Stage(target, tuple(arguments), stage, own, limit)
+        try:
+            told.run()
+        except KeyboardInterrupt:
+            todo, complete = [], False
         findings += told.findings
         facts |= told.facts
         cells += told.cells
@@ -74,31 +79,39 @@ def diagnose(
         if any(x.kind == "subject" for x in told.findings):
             break
         failed = any(x.kind in ("graph-break", "compile-error") for x in told.findings)
-        if stage == "compiled" and failed:
+        if stage == "compiled" and failed and complete:
             todo.insert(0, "without attention")
     return Diagnosis(
         f"{target}: {subject}" if subject != target else target,
-        merged(_with_known_issues(_isolated(findings))),
+        merged(_with_known_issues(_isolated(findings, facts.get("without attention")))),
         facts,
         describe_environment(),
         tuple(cells),
         seconds=time.monotonic() - start,
+        complete=complete,
     )
 
 
-def _isolated(findings: list[Finding]) -> list[Finding]:
-    """Findings of the compiler, each with whether it stays without attention."""
-    alone = {(x.kind, x.places[:1]) for x in findings if x.stage == "without attention"}
-    ran = bool(alone) or any(x.stage == "without attention" for x in findings)
+def _isolated(findings: list[Finding], alone: dict[str, Any] | None) -> list[Finding]:
+    """Findings of the compiler, each with whether it stays without attention.
+
+    Args:
+        findings: Of all stages.
+        alone: Facts of the stage without attention; None if it did not end.
+    """
+    stays = {(x.kind, x.places[:1]) for x in findings if x.stage == "without attention"}
     found = []
     for x in findings:
-        if x.stage == "compiled" and x.kind in ("graph-break", "compile-error"):
-            said = (
-                "stays with the identity in the place of attention: the model's own"
-                if (x.kind, x.places[:1]) in alone
-                else "gone with the identity in the place of attention: it is attention's"
-            )
-            x = replace(x, evidence=(*x.evidence, said)) if ran or not alone else x
+        if x.stage == "compiled" and x.kind in ("graph-break", "compile-error") and alone is not None:
+            if x.places and str(x.places[0]) in alone.get("lines", ()):
+                said = "this line calls attention: the call itself is what fails"
+            elif "left" in alone:
+                said = f"whose it is was not tried: attention cannot be taken out ({alone['left']})"
+            elif (x.kind, x.places[:1]) in stays:
+                said = "stays with the identity in the place of attention: code around it"
+            else:
+                said = "gone with the identity in the place of attention: it is attention's"
+            x = replace(x, evidence=(*x.evidence, said))
         if x.stage != "without attention":
             found.append(x)
     return found
@@ -144,7 +157,7 @@ class _Stage:
     subject: str = ""
     cells: list[dict[str, str]] = field(default_factory=list)
 
-    def run(self) -> _Stage:
+    def run(self) -> None:
         """Run the process to its end, or to the limit."""
         with tempfile.TemporaryDirectory(prefix="attnspan-doctor-") as folder:
             out, errors = Path(folder) / "out.jsonl", Path(folder) / "errors.txt"
@@ -176,7 +189,6 @@ class _Stage:
                 self.findings.append(_hang(errors.read_text(errors="replace"), self.limit, self.stage, ended))
             elif code != 0 or ended != "":
                 self.findings.append(_crash(errors.read_text(errors="replace"), code, self.stage, ended))
-        return self
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
         start = time.monotonic()

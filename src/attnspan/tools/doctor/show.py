@@ -46,12 +46,14 @@ def _relative(file: str) -> str:
 
 
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """What was measured beside the findings, in words."""
+    """What was measured, as headings and texts."""
     eager, compiled = diagnosis.facts.get("eager", {}), diagnosis.facts.get("compiled", {})
     found = []
     if eager:
-        kernels = ", ".join(eager.get("kernels", ())) or "none"
-        found.append(("attention", f"{eager.get('attention calls', 0)} calls a step: {kernels}"))
+        found.append(("attention", f"{eager.get('attention calls', 0)} calls a step"))
+        for place, kernel, count in eager.get("sites", ()):
+            file, _, line = place.rpartition(":")
+            found.append(("  kernel", f"{_relative(file)}:{line}  {kernel} x{count}"))
         found.append(("largest tensor", bytes_text(eager.get("largest tensor"))))
     if compiled:
         counts = ", ".join(f"{compiled[x]} {x}" for x in ("graphs", "breaks", "recompiles"))
@@ -102,17 +104,25 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path) -> None:
-    """One test case for each finding and each limit that was exceeded; all of them failures."""
-    failures = [(x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x))) for x in diagnosis.findings]
-    failures += [("limit", x, x) for x in exceeded]
+    """One test case for each finding and each limit that was exceeded.
+
+    Findings that only cost time or memory pass, with their text as output: a limit makes them fail.
+    """
+    cases = [
+        (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails) for x in diagnosis.findings
+    ]
+    cases += [("limit", x, x, True) for x in exceeded]
+    cases = cases or [("healthy", "no finding", "", False)]
+    failures = sum(fails for *_, fails in cases)
     suite = ElementTree.Element(
-        "testsuite", name="attnspan doctor", tests=str(max(len(failures), 1)), failures=str(len(failures))
+        "testsuite", name="attnspan doctor", tests=str(len(cases)), failures=str(failures)
     )
-    for kind, what, text in failures:
+    for kind, what, text, fails in cases:
         case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"{kind}: {what}")
-        ElementTree.SubElement(case, "failure", message=what).text = text
-    if not failures:
-        ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name="healthy")
+        if fails:
+            ElementTree.SubElement(case, "failure", message=what).text = text
+        else:
+            ElementTree.SubElement(case, "system-out").text = text
     write_whole(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True))
 
 
@@ -239,13 +249,39 @@ def _mask(diagnosis: Diagnosis) -> Section | None:
 
 
 def _matrix(diagnosis: Diagnosis) -> Section | None:
-    """The matrix of features as a table, a row for each combination."""
-    if not diagnosis.cells:
+    """The combinations of features as a heat map, and a row for each."""
+    cells = diagnosis.cells
+    if not cells:
         return None
-    names = tuple(diagnosis.cells[0])
+    across = list(dict.fromkeys(_checkpointing(x) for x in cells))
+    down = list(dict.fromkeys(x["compile"] for x in cells))
+    results = {(x["compile"], _checkpointing(x)): float(not x["result"]) for x in cells}
+    data = [
+        {
+            "type": "heatmap",
+            "x": [plain(x) for x in across],
+            "y": [plain(y) for y in down],
+            "z": [[results.get((y, x)) for x in across] for y in down],
+            "zmin": 0,
+            "zmax": 1,
+            "showscale": False,
+            "colorscale": [[0, "#c44601"], [1, "#009e73"]],
+            "xgap": 3,
+            "ygap": 3,
+        }
+    ]
+    names, failed = tuple(cells[0]), sum(bool(x["result"]) for x in cells)
+    layout = {"xaxis": axis("checkpointing"), "yaxis": axis("compile", autorange="reversed")}
+    note = "Green passes, red fails, empty was not run"
+    chart = Chart("Combinations", note, f"{failed} of {len(cells)} combinations fail", data, layout)
     rows = tuple(
         tuple(Entry(x[name] or "ok", badge="fails" if name == "result" and x[name] else "") for name in names)
-        for x in diagnosis.cells
+        for x in cells
     )
     table = Table("A row for each combination", names, rows, frozenset(names))
-    return Section("matrix", "Features", "Combinations that were run, and what failed.", table=table)
+    lead = f"{failed} of {len(cells)} combinations fail."
+    return Section("matrix", "Features", lead, (chart,), table, layout="single")
+
+
+def _checkpointing(cell: dict[str, str]) -> str:
+    return cell["checkpoint"] if cell["checkpoint"] == "none" else f"{cell['checkpoint']}, {cell['order']}"

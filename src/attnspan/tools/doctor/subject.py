@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import os
 import runpy
 import sys
@@ -260,56 +261,43 @@ class _Found(BaseException):
 def _of_script(path: str, arguments: Sequence[str]) -> Subject:
     """Run a script until the first model that it compiles was called with enough batches, or it ends."""
     expect(Path(path).is_file(), path, "a script", "no such file", "Name it as you would for python")
-    compile_, seen = torch.compile, Subject(nn.Identity(), [])
+    seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
+
+    def record(model: nn.Module, args: Any, kwargs: Any) -> None:
+        batch = dict(kwargs) if kwargs and not args else _bound(model, args, kwargs)
+        seen.batches.append(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, batch))
+        if len(seen.batches) >= MOST_BATCHES:
+            raise _Found
 
     def watched(model: Any = None, **options: Any) -> Any:
-        if model is None or not isinstance(model, nn.Module) or seen.batches:
-            return compile_(model, **options)
+        """The model itself, uncompiled: what it is called with is noted."""
+        if not isinstance(model, nn.Module) or seen.model is model or hooks:
+            return before[0](model, **options)
         seen.model = model
+        # What torch.compile returns has the model under this name.
+        model.__dict__["_orig_mod"] = model
+        hooks.append(model.register_forward_pre_hook(record, with_kwargs=True))
+        return model
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            batch = dict(kwargs) if kwargs and not args else _bound(model, args, kwargs)
-            seen.batches.append(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, batch))
-            if len(seen.batches) >= MOST_BATCHES:
-                raise _Found
-            return model(*args, **kwargs)
-
-        return _Recorded(model, forward)
-
-    torch.compile = watched
-    before, sys.argv = sys.argv, [path, *arguments]
+    hooks: list[Any] = []
+    torch.compile, sys.argv = watched, [path, *arguments]
+    nn.Module.compile = lambda self, **options: watched(self, **options) and None  # type: ignore[method-assign]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         runpy.run_path(path, run_name="__main__")
     except (_Found, SystemExit):
         pass
     finally:
-        torch.compile, sys.argv = compile_, before
+        torch.compile, nn.Module.compile, sys.argv = before  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+        seen.model.__dict__.pop("_orig_mod", None)
     got, remedy = "none that was called", "Compile it by torch.compile(model), or name a factory"
-    expect(seen.batches, path, "a script that calls torch.compile on a model", got, remedy)
+    expect(seen.batches, path, "a script that compiles a model", got, remedy)
     return seen
 
 
 def _bound(model: nn.Module, args: Any, kwargs: Any) -> Any:
     if not kwargs:
         return args
-    import inspect
-
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
-
-
-class _Recorded(nn.Module):
-    """What a script gets in place of its compiled model."""
-
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self._orig_mod, self.run = model, run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("_orig_mod"), name)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnspan import from_block_mask, full
-from attnspan.tools.zoo._torch_attention import identity
+from attnspan.tools.zoo.torch_attention import identity
 from attnspan.torch import attention, scaled_dot_product_attention
 
 __all__ = ["SWAPS", "attnspan_in", "swapped"]
@@ -28,11 +28,9 @@ def _flex() -> Callable[..., Any]:
 def _identity_of_attnspan(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bhsd", **_: Any) -> Tensor:
     if layout == "bhsd":
         return identity(q, k, v)
-    return (
-        v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)
-        if v.shape[1] == q.shape[1]
-        else q[..., : v.shape[-1]]
-    )
+    if v.shape[1] == q.shape[1]:
+        return v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)
+    return q[..., : v.shape[-1]]
 
 
 def _flex_as_attnspan(
@@ -78,9 +76,13 @@ def swapped(name: str) -> Iterator[None]:
     instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
     own = {id(x) for x in SWAPS[name]}
     bound: list[tuple[dict[str, Any], str, Any]] = []
-    for module in [
-        x for key, x in list(sys.modules.items()) if not key.startswith(("attnspan", "torch._dynamo"))
-    ]:
+    # Of attnspan, only the name that users call: its own modules call each other.
+    modules = [
+        x
+        for key, x in list(sys.modules.items())
+        if key == "attnspan.torch" or not key.startswith(("attnspan", "torch._dynamo"))
+    ]
+    for module in modules:
         names = getattr(module, "__dict__", None)
         for key, value in list(names.items()) if isinstance(names, dict) else ():
             if id(value) in instead and id(value) not in own:

@@ -5,14 +5,12 @@ Attention that is written out is found by its data: a product of two tensors who
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import attnspan
 from attnspan import Spans
-from attnspan.tools.doctor.findings import Place, is_users, lines_in, place_here
+from attnspan.tools.doctor.places import Place, is_direct, lines_here, lines_in, on_stack, place_here
 
 __all__ = ["Attention", "Watcher", "watching"]
 
@@ -35,15 +33,6 @@ _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _ATTNSPAN = str(Path(attnspan.__file__).parent)
-# What stands on the stack between a line and an operator that is watched.
-_MACHINERY = (
-    "doctor/watch.py",
-    "_python_dispatch.py",
-    "_compile.py",
-    "eval_frame.py",
-    "overrides.py",
-    "_stats.py",
-)
 _PAIRS = 2**24  # most pairs of which the visible ones are kept
 
 
@@ -67,6 +56,7 @@ class Attention:
         upcast: Where numbers became wider.
         softmax: Its softmax was seen.
         reason: Why torch's fused kernels refuse the call.
+        lines: All lines of the user's that lead to the call, "file:line".
     """
 
     kind: str
@@ -86,6 +76,7 @@ class Attention:
     upcast: Place | None = None
     softmax: bool = False
     reason: str = ""
+    lines: list[str] = field(default_factory=lines_here)
 
     @property
     def stores_scores(self) -> bool:
@@ -138,7 +129,6 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
         self._tags: dict[int, _Tag] = {}
-        self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, start = kwargs or {}, time.perf_counter()
@@ -162,8 +152,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = {_storage(x) for x in inputs}
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
         self._look_for_nan(name, inputs, outs, place)
-        # attnspan reads arrays of masks that are no parameters of a compiled program, and only there.
-        if name == "_local_scalar_dense" and place is not None and not _on_stack(_ATTNSPAN, place.file):
+        # attnspan reads masks' arrays in eager mode only: compiled code has no such read.
+        if name == "_local_scalar_dense" and place is not None and not on_stack(_ATTNSPAN, place.file):
             self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
         if kind:
@@ -199,7 +189,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             twice = name == "cat" and len({_storage(y) for y in inputs}) < len(inputs)
             if (name != "cat" and x.numel() >= 2 * max(_distinct(source), 1)) or twice:
                 tag.repeated = (place, size)
-            elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and _is_direct():
+            elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and is_direct():
                 tag.copied = (place, size)
         return tag
 
@@ -246,7 +236,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
             if two and not any(x is y for y in own) and not call.softmax:
                 self._mask(call, x)
-        if name in _SOFTMAX and not call.softmax and not _in_gradient(name):
+        if name in _SOFTMAX and not call.softmax:
             call.softmax = True
             self._see(call, ~(own[0].detach() <= _HIDDEN) if name != "exp" else None, own[0])
             if call.kind == "written out" and place is not None:
@@ -418,10 +408,6 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _in_gradient(name: str) -> bool:
-    return "backward" in name
-
-
 def _is_custom(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and op.namespace not in (
         "aten",
@@ -434,28 +420,9 @@ def _is_custom(op: Any) -> bool:
 
 def _place() -> Place | None:
     """The user's line: on the stack or, in a backward pass, of the operator whose gradient is computed."""
-    if not _in_backward() or _on_stack(_CHECKPOINT):
+    if not _in_backward() or on_stack(_CHECKPOINT):
         return place_here()
     node = torch._C._current_autograd_node()
     about: Any = {} if node is None else node.metadata
     forward = lines_in("".join(about.get("traceback_", ())))
     return forward[0] if forward else None
-
-
-def _is_direct() -> bool:
-    """Whether the user's line itself calls the operator, and not Python code of torch between them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.endswith(_MACHINERY):
-        frame = frame.f_back
-    return frame is not None and is_users(frame.f_code.co_filename)
-
-
-def _on_stack(path: str, until: str = "") -> bool:
-    """Whether a file of this path, or of this folder, is on the stack, above a file where the search ends."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != until:
-        file = frame.f_code.co_filename
-        if file.startswith(path) and "/tools/doctor/" not in file:
-            return True
-        frame = frame.f_back
-    return False

@@ -11,9 +11,9 @@ from attnspan.errors import UsageError, expect
 from attnspan.integrations.diffusers import enable
 from attnspan.tools.zoo import _diffusion_images, _diffusion_videos
 from attnspan.tools.zoo._diffusion import BENCH, TINY, valid_text
-from attnspan.tools.zoo._torch_attention import eager, identity, instead_of_sdpa
 from attnspan.tools.zoo._weights import draw_weights
 from attnspan.tools.zoo.architecture import Architecture
+from attnspan.tools.zoo.torch_attention import eager, identity, instead_of_sdpa
 
 __all__ = ["architectures", "left_out"]
 
