@@ -86,10 +86,7 @@ def build_app() -> "typer.Typer":
     app.command("show", help="Draw a mask.")(_show_command())
     app.command("tune", help="Find the fastest configurations on this machine.")(tune)
     app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
-    # What follows a script's name is the script's.
-    settings = {"allow_interspersed_args": False}
-    about = "Say what is wrong with a model's attention under the compiler."
-    app.command("doctor", help=about, context_settings=settings)(doctor)
+    app.command("doctor", help="Say what is wrong with a model's attention under the compiler.")(doctor)
     app.command("zoo", help="Run other libraries' models with each attention.")(zoo)
     app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate(_corpus_lengths))
     return app

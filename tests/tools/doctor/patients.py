@@ -110,6 +110,33 @@ def sick_einsum() -> Any:
     return Model(attend), tokens()
 
 
+def with_sinks(scores: Tensor, v: Tensor) -> Tensor:
+    sinks = torch.zeros(HEADS, 1, 1).expand(*scores.shape[:-1], 1)
+    both = torch.cat([sinks, scores], -1)
+    both = both - both.max(-1, keepdim=True).values
+    return F.softmax(both, -1)[..., 1:] @ v  # sick: sick_sinks, sick_future_beside_sinks
+
+
+@sick("unfused")
+def sick_sinks() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        later = torch.ones(q.shape[2], q.shape[2]).triu(1) * -1e9
+        return with_sinks(q @ k.mT + later, v)
+
+    return Model(attend), tokens(), CAUSAL
+
+
+@sick("causality-lost")
+def sick_future_beside_sinks() -> Any:
+    """The first column is a sink: the diagonal above the main one is seen."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        later = torch.ones(q.shape[2], q.shape[2]).triu(2) * -1e9
+        return with_sinks(q @ k.mT + later, v)
+
+    return Model(attend), tokens(), CAUSAL
+
+
 @sick("unfused")
 def sick_dropout_in_sdpa() -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -266,6 +293,26 @@ def sick_leak() -> Any:
     return Model(attend), tokens(position_ids=positions), CAUSAL
 
 
+class Particular(Model):
+    """It takes the tokens that it knows, and no others."""
+
+    def forward(self, input_ids: Tensor, **given: Any) -> Tensor:
+        if int(input_ids.sum()) != self.known:
+            raise ValueError("unknown tokens")
+        return super().forward(input_ids, **given)
+
+
+@sick("leak")
+def sick_particular() -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # sick
+
+    batches = tokens(position_ids=torch.arange(LENGTH).expand(2, -1) % 9)
+    model = Particular(attend)
+    model.known = int(batches[0]["input_ids"].sum())
+    return model, batches, CAUSAL
+
+
 class Shifting(Block):
     def forward(self, x: Tensor, **given: Any) -> Tensor:  # sick: sick_shift
         return super().forward(x + 0.1 * x.roll(1, 1), **given)
@@ -307,6 +354,24 @@ def well_padded() -> Any:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, 15:] = 0
     return Model(attend), tokens(attention_mask=mask)
+
+
+def padded_decoder() -> Any:
+    """Only rows of padding see nothing, in a batch whose tokens are of another length."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, decoder_attention_mask: Tensor) -> Tensor:
+        valid = decoder_attention_mask.bool()
+        pairs = valid[:, None, :, None] & valid[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.where(pairs, 0.0, -1e9))
+
+    class Decoder(Model):
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, **given: Any) -> Tensor:
+            return super().forward(decoder_input_ids, **given) + self.embed(input_ids).mean()
+
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, 11:] = 0
+    more = {"decoder_input_ids": tokens((16,))[0]["input_ids"], "decoder_attention_mask": mask}
+    return Decoder(attend), tokens((24,), **more)
 
 
 @sick("causality-lost")

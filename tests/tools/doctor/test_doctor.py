@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnspan.cli import build_app
+from attnspan.errors import OptionError
 from attnspan.tools.doctor import Finding, Place, diagnose, run
 from attnspan.tools.doctor.findings import merged
 from attnspan.tools.doctor.run import _isolated, _with_known_issues
@@ -108,6 +109,24 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
     page = files["page"].read_text()
     assert "Remove it: fused kernels take transposed views" in page
     assert "http-equiv" in page
+
+
+def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None:
+    made = CliRunner().invoke(build_app(), ["doctor", "patients:sick_contiguous", "--stages", "eager"])
+    assert made.exit_code == 0, made.output
+    assert "1. copy" in made.output
+    assert "compiler" not in made.output
+    made = CliRunner().invoke(build_app(), ["doctor", "patients:well_fused", "--", "--steps", "3"])
+    assert isinstance(made.exception, OptionError)
+    assert "Only a script has arguments" in str(made.exception)
+
+
+def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
+    found = diagnose("patients:well_fused", stages=["compiled", "cure"])
+    own, cure = found.facts["compiled"], found.facts["cure"]
+    assert [cure["own"][x] for x in ("graphs", "breaks")] == [own["graphs"], own["breaks"]]
+    assert cure["attnspan"]["attnspan calls"] > 0
+    assert found.findings == ()
 
 
 def test_a_healthy_model_passes(tmp_path: Path) -> None:

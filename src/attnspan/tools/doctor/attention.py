@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan.console import bytes_text, seconds_text
-from attnspan.errors import ShapeError
 from attnspan.testing import probe
 from attnspan.tools.doctor.findings import Finding
 from attnspan.tools.doctor.places import Place, is_users
@@ -96,11 +95,13 @@ def _mask(
 
 def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
     """Rows without a visible key, and the first NaN that is not theirs."""
-    valid, nan, found = subject.valid(batch), watcher.first_nan, False
+    nan, found = watcher.first_nan, False
     for call in watcher.calls:
         rows = call.hidden
-        if valid is not None and call.visible is not None and call.visible.shape[1] == valid.shape[1]:
-            rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]
+        # Of an encoder and a decoder of one length either may be meant.
+        for valid in subject.masks(batch) if call.visible is not None else ():
+            if valid.shape[1] == call.visible.shape[1]:  # type: ignore[union-attr]
+                rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]
         rows = rows or (call.hidden if nan else [])
         if rows and not call.recomputed:
             found = True
@@ -170,7 +171,7 @@ class _Visible:
         guilty = [x for x in self.calls if pairs[id(x)]]
         try:
             changed = self._changed(groups, only)
-        except (ShapeError, RuntimeError) as error:
+        except Exception as error:  # The model's own: it may not take other tokens.
             changed = f"not confirmed by changing tokens: {str(error)[:120]}" if guilty else None
         if changed is None:
             return

@@ -24,7 +24,7 @@ def doctor(
     target: Annotated[
         list[str],
         Argument(
-            help="pkg.module:factory, a class of transformers or diffusers, or python train.py ...",
+            help="pkg.module:factory, a class of transformers or diffusers, or -- python train.py ...",
             metavar="TARGET",
         ),
     ],
@@ -74,6 +74,9 @@ def doctor(
         expect(stage in known, "--stages", wanted, repr(stage), "Name one of these")
     is_python = target[0].rpartition("/")[2].startswith("python") and len(target) > 1
     name, *arguments = target[1:] if is_python else target
+    is_script = ":" not in name and name.endswith(".py")
+    got, remedy = " ".join(target), "Only a script has arguments; write them after --"
+    expect(is_script or not arguments, "attnspan doctor", "one target", got, remedy)
     console = stdout()
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

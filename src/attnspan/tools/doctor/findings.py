@@ -179,6 +179,11 @@ class Finding:
         return KINDS[self.kind].severity
 
     @property
+    def label(self) -> tuple[str, str]:
+        """Its kind and line; where no line is known, what happens."""
+        return self.kind, str(self.places[0]) if self.places else self.what
+
+    @property
     def fails(self) -> bool:
         """Whether it is more than a cost."""
         return self.severity in ("stops", "wrong", "compile")

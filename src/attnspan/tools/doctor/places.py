@@ -57,8 +57,8 @@ def _libraries() -> tuple[str, ...]:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither Python's, nor torch's, nor attnspan's own."""
-    if file.startswith(("<", *_libraries())):
+    """Whether a file is neither Python's, nor torch's or written by it, nor attnspan's own."""
+    if file.startswith(("<", *_libraries())) or "/torchinductor_" in file:
         return False
     python = sysconfig.get_paths()["stdlib"] + "/"
     return not file.startswith(python) or "site-packages" in file

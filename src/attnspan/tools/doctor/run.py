@@ -29,6 +29,14 @@ DEFAULT_STAGES = ("eager", "compiled", "parity")
 #: What can be asked for besides.
 MORE_STAGES = ("cure", "features", "ranks")
 _PAUSE = 0.02
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+#: What the user of a library changes, whose lines are not theirs.
+_SWITCHES = {
+    "transformers": 'The line is transformers\' own. Make the model with attn_implementation="attnspan", '
+    "after import attnspan.integrations.transformers",
+    "diffusers": "The line is diffusers' own. Call attnspan.integrations.diffusers.enable(model)",
+}
+_OF_ATTENTION = ("unfused", "dense-mask", "kv-copy", "copy", "upcast", "leak", "mask-lost", "causality-lost")
 _MODULE = "attnspan.tools.doctor.child"
 
 
@@ -83,13 +91,53 @@ def diagnose(
             todo.insert(0, "without attention")
     return Diagnosis(
         f"{target}: {subject}" if subject != target else target,
-        merged(_with_known_issues(_isolated(findings, facts.get("without attention")))),
+        merged(_completed(findings, facts)),
         facts,
         describe_environment(),
         tuple(cells),
         seconds=time.monotonic() - start,
         complete=complete,
     )
+
+
+def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Findings with what other stages and other people say of them."""
+    isolated = _isolated(findings, facts.get("without attention"))
+    ran = facts.get("parity", {})
+    if "errors" in ran and ran["backend"] != "aot_eager":
+        said = f"backend {ran['backend']} runs the first batch: perhaps only aot_eager, which traces, fails"
+        isolated = [
+            replace(x, evidence=(*x.evidence, said)) if x.kind == "compile-error" else x for x in isolated
+        ]
+    return _with_known_issues(_cured([_in_library(x) for x in isolated], facts.get("cure", {}).get("left")))
+
+
+def _in_library(finding: Finding) -> Finding:
+    """A finding in a library's attention, which its user does not edit, with the library's own switch."""
+    file = finding.places[0].file if finding.places else ""
+    remedy = next((text for name, text in _SWITCHES.items() if f"/site-packages/{name}/" in file), "")
+    of_attention = finding.kind in _OF_ATTENTION or "flex_attention" in file
+    return replace(finding, remedy=remedy) if remedy and of_attention else finding
+
+
+def _cured(findings: list[Finding], left: Sequence[Sequence[str]] | None) -> list[Finding]:
+    """Findings, each with whether it stays with attnspan's attention.
+
+    Args:
+        findings: Of all stages.
+        left: Kind and line of those that stay; None if it was not tried.
+    """
+    if left is None:
+        return findings
+    stays = {tuple(x) for x in left}
+
+    def marked(x: Finding) -> Finding:
+        said = f"{'stays' if x.label in stays else 'gone'} with attnspan's attention"
+        # A switch that does not help is no remedy: the kind's own comes back.
+        remedy = "" if said.startswith("stays") and x.remedy in _SWITCHES.values() else x.remedy
+        return replace(x, tried="; ".join(filter(None, (x.tried, said))), remedy=remedy)
+
+    return [marked(x) if x.stage in ("eager", "compiled") else x for x in findings]
 
 
 def _isolated(findings: list[Finding], alone: dict[str, Any] | None) -> list[Finding]:
@@ -156,6 +204,7 @@ class _Stage:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     subject: str = ""
     cells: list[dict[str, str]] = field(default_factory=list)
+    threads: int | None = None
 
     def run(self) -> None:
         """Run the process to its end, or to the limit."""
@@ -178,7 +227,9 @@ class _Stage:
                     stdin=subprocess.DEVNULL,
                     # Ctrl-C is for the parent, which ends its processes.
                     start_new_session=True,
-                    env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+                    env=os.environ
+                    | _QUIET
+                    | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}),
                 )
             try:
                 code = self._wait(process)
@@ -188,7 +239,14 @@ class _Stage:
             if code is None:
                 self.findings.append(_hang(errors.read_text(errors="replace"), self.limit, self.stage, ended))
             elif code != 0 or ended != "":
-                self.findings.append(_crash(errors.read_text(errors="replace"), code, self.stage, ended))
+                crash = _crash(errors.read_text(errors="replace"), code, self.stage, ended)
+                self.findings.append(self._located(crash) if code < 0 and not self.threads else crash)
+
+    def _located(self, crash: Finding) -> Finding:
+        """A crash with the line where one thread alone crashes: dumps of several mix."""
+        again = replace(self, threads=1, findings=[], facts={}, cells=[])
+        again.run()
+        return next((x for x in again.findings if x.kind == "crash" and x.places), crash)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
         start = time.monotonic()
@@ -236,12 +294,19 @@ def _crash(errors: str, code: int, stage: str, at: str) -> Finding:
     native = code < 0
     why = f"signal {signal.Signals(-code).name}" if native else f"exit code {code}, {lines[-1][:200]}"
     cause = "A crash of native code" if native else "The code ended its process"
+    remedy = ""
+    if native and "in flex_attention" in errors:
+        cause = "FlexAttention's compiled kernel; it loses its way in score_mods like s + x[b][h][i][j]"
+        remedy = "Index what score_mod captures in one step, x[b, h, i, j], or try without it"
     what = f"The process ended while {at or 'ending'}: {why}"
-    return Finding("crash", what, _dumped(errors), cause=cause, stage=stage)
+    return Finding("crash", what, _dumped(errors), cause=cause, remedy=remedy, stage=stage)
 
 
 def _dumped(errors: str) -> tuple[Place, ...]:
     """The user's lines of a dump by faulthandler, innermost first, or of a traceback."""
-    found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', errors)
+    # Of threads, the one that failed; the main one, dumped last, where that has no Python code.
+    threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", errors, flags=re.MULTILINE)
+    failed = next((x for x in threads if x.startswith("Current") and 'File "' in x), threads[-1])
+    found = re.findall(r'File "([^"\n]+)", line (\d+) in (\S+)', failed)
     places = [Place(file, int(line), name) for file, line, name in found]
     return tuple([x for x in places if is_users(x.file)][:3] or lines_in(errors)[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -41,8 +42,10 @@ def rows_of(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _relative(file: str) -> str:
+    """A path as short as it is clear: below the folder of packages, or below this one."""
+    package = file.rpartition("/site-packages/")[2]
     short = os.path.relpath(file)
-    return short if not short.startswith("../..") else file
+    return package if package != file else short if not short.startswith("../..") else file
 
 
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -67,7 +70,8 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     found += [(f"with {name}", _cured(cure[name])) for name in ("own", "attnspan") if name in cure]
     if "difference" in cure:
         output, gradient = cure["difference"]
-        found.append(("they differ by", f"results {output:.1e}, gradients {gradient:.1e}"))
+        text = f"gradients {gradient:.1e}" if isfinite(gradient) else "one has no gradients"
+        found.append(("they differ by", f"results {output:.1e}, {text}"))
     return found
 
 

@@ -28,7 +28,7 @@ from attnspan.tools.doctor.steps import (
     step_runs,
 )
 from attnspan.tools.doctor.subject import Subject
-from attnspan.tools.doctor.swap import attnspan_in, swapped
+from attnspan.tools.doctor.swap import implementation, swapped
 from attnspan.tools.doctor.trials import recompiles_in, tried
 from attnspan.tools.doctor.watch import Attention, watching
 from attnspan.tools.zoo.step import Outcome, differences
@@ -111,7 +111,7 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
     """
     stage, before = ("compiled", copied(subject)) if attention == "own" else ("without attention", subject)
     seen = [] if attention == "own" else _attention_in(subject)
-    with swapped(attention):
+    with swapped(attention), implementation(subject.model, attention):
         left = [] if attention == "own" else _attention_in(subject)
         if attention != "own":
             say(facts={"lines": sorted({line for x in seen for line in x.lines})}, stage=stage)
@@ -151,24 +151,28 @@ def _facts(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
 
 def cure(subject: Subject, say: Say, backend: str) -> None:
     """Run compiled steps with the model's own attention and with attnspan's, and compare."""
-    after = copied(subject)
-    before, want = _measured(subject, backend)
-    with swapped("attnspan"), attnspan_in(after.model):
-        found, out = _measured(after, backend)
-    say(facts={"own": before, "attnspan": found}, stage="cure")
+    after, left = copied(subject), list[Finding]()
+    with swapped("attnspan"), implementation(after.model, "attnspan"):
+        eager(after, lambda **what: left.append(what["finding"]) if "finding" in what else None, backend)
+        found, out, failures = _measured(after, backend)
+    # What the model's own attention does may end the process: this is said before.
+    say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]}, stage="cure")
+    before, want, _ = _measured(subject, backend)
+    say(facts={"own": before}, stage="cure")
     if want is None or out is None:
         return
     output, gradient = differences(out, want)
     say(facts={"difference": [output, gradient]}, stage="cure")
 
 
-def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None]:
-    """Breaks, recompilations and graphs of all batches; seconds and bytes of the last step."""
+def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
+    """Breaks, recompilations and graphs of all batches; seconds and bytes of the last step; what fails."""
     log, error, _ = run_compiled(subject, backend)
     found: dict[str, Any] = {"graphs": log.forward_graphs, "breaks": len(log.breaks)}
     found |= {"recompiles": len(log.recompiles), "error": str(error)[:200] if error else ""}
+    failures = [*log.breaks, *recompiles_in(log)]
     if error is not None:
-        return found, None
+        return found, None, [compile_error(error, "cure"), *failures]
     model, batch = compiled_form(subject.model, backend), subject.batches[-1]
     with torch.set_grad_enabled(step_runs(subject, batch)):
         outcome = outcome_of(subject, model, batch)
@@ -179,7 +183,7 @@ def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome |
             seconds.append(time.perf_counter() - start)
         _, calls, peak = profiled(lambda: subject.step(model, batch))
     found |= {"step seconds": min(seconds), "peak bytes": peak, "attnspan calls": calls.get(_OPERATOR, 0)}
-    return found, outcome
+    return found, outcome, failures
 
 
 def features(subject: Subject, say: Say, backend: str) -> None:

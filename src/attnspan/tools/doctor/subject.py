@@ -132,14 +132,16 @@ class Subject:
     def valid(self, batch: Any) -> Tensor | None:
         """Bool (B, S): tokens that are no padding, where the batch has a mask that says so."""
         tokens = self.tokens(batch)
-        for name, x in self.named(batch).items():
-            fits = (
-                tokens is not None and x.dim() == 2 and x.shape == tokens[1].shape[:2] and name != tokens[0]
-            )
-            if fits and "mask" in name and bool(((x == 0) | (x == 1)).all()):
-                valid = x == 0 if "padding" in name else x != 0
-                return valid if not bool(valid.all()) else None
-        return None
+        fits = [x for x in self.masks(batch) if tokens is not None and x.shape == tokens[1].shape[:2]]
+        return fits[0] if fits and not bool(fits[0].all()) else None
+
+    def masks(self, batch: Any) -> list[Tensor]:
+        """Masks of padding in a batch, bool (B, S), true for what is no padding."""
+        return [
+            x == 0 if "padding" in name else x != 0
+            for name, x in self.named(batch).items()
+            if "mask" in name and x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
+        ]
 
     @property
     def is_causal(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,12 @@ from attnspan import from_block_mask, full
 from attnspan.tools.zoo.torch_attention import identity
 from attnspan.torch import attention, scaled_dot_product_attention
 
-__all__ = ["SWAPS", "attnspan_in", "swapped"]
+__all__ = ["SWAPS", "implementation", "swapped"]
+
+_REGISTERED_BY = {
+    "attnspan": "attnspan.integrations.transformers",
+    "identity": "attnspan.tools.zoo.transformers",
+}
 
 
 def _flex() -> Callable[..., Any]:
@@ -73,6 +79,8 @@ def swapped(name: str) -> Iterator[None]:
         yield
         return
     originals = (F.scaled_dot_product_attention, _flex(), attention)
+    # The compiler's table of torch's functions, by name, is made at its first look: not of what stands in.
+    torch._dynamo.trace_rules.lookup(originals[0])
     instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
     own = {id(x) for x in SWAPS[name]}
     bound: list[tuple[dict[str, Any], str, Any]] = []
@@ -92,22 +100,42 @@ def swapped(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._dynamo.reset()
         for names, key, value in bound:
             names[key] = value
+        torch._dynamo.reset()
 
 
 @contextmanager
-def attnspan_in(model: nn.Module) -> Iterator[None]:
-    """Set attnspan as the attention of a model of transformers; any other model is left as it is."""
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """Set the attention of a model of transformers; any other model is left as it is.
+
+    Args:
+        model: Changed until the end.
+        name: Of `SWAPS`, or one that transformers knows.
+    """
     choose = getattr(model, "set_attn_implementation", None)
-    if choose is None:
+    if choose is None or name == "own":
         yield
         return
-    importlib.import_module("attnspan.integrations.transformers")  # Registers the name.
+    if name in _REGISTERED_BY:
+        importlib.import_module(_REGISTERED_BY[name])
     before = model.config._attn_implementation  # type: ignore[union-attr]
-    choose("attnspan")
+    with _quiet():
+        choose(name)
     try:
         yield
     finally:
-        choose(before)
+        with _quiet():
+            choose(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of transformers, which says again where a choice cannot be made."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

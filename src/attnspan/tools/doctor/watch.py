@@ -55,6 +55,7 @@ class Attention:
         copied: Where q, k or v were copied to become contiguous, and the bytes.
         upcast: Where numbers became wider.
         softmax: Its softmax was seen.
+        keys: Which columns of the scores are keys, where sinks stand beside them.
         reason: Why torch's fused kernels refuse the call.
         lines: All lines of the user's that lead to the call, "file:line".
     """
@@ -75,6 +76,7 @@ class Attention:
     copied: tuple[Place | None, int] | None = None
     upcast: Place | None = None
     softmax: bool = False
+    keys: slice | None = None
     reason: str = ""
     lines: list[str] = field(default_factory=lines_here)
 
@@ -238,11 +240,19 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._mask(call, x)
         if name in _SOFTMAX and not call.softmax:
             call.softmax = True
-            self._see(call, ~(own[0].detach() <= _HIDDEN) if name != "exp" else None, own[0])
+            seen = own[0].detach()
+            seen = seen if call.keys is None else seen[..., call.keys]
+            self._see(call, ~(seen <= _HIDDEN) if name != "exp" else None, seen)
+            call.hidden = call.hidden if call.keys is None else []  # Such rows see their sink.
             if call.kind == "written out" and place is not None:
                 call.place = place
         for x in outs:
-            if x.numel() == own[0].numel():
+            sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == own[0].shape[:-1] and not call.softmax
+            if sinks:
+                before = next(i for i, y in enumerate(inputs) if y is own[0])
+                start = sum(y.shape[-1] for y in inputs[:before])
+                call.keys = slice(start, start + own[0].shape[-1])
+            if x.numel() == own[0].numel() or sinks:
                 self._tags[_storage(x)].scores = call
 
     def _mask(self, call: Attention, x: Tensor) -> None:
