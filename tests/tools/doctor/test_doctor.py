@@ -129,6 +129,20 @@ def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
     assert found.findings == ()
 
 
+def test_the_page_shows_what_the_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = HERE.parents[2]
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("COLUMNS", "100")
+    target = "examples/ailing_gpt.py:factory"
+    made = CliRunner().invoke(build_app(), ["doctor", target, "--stages", "eager,compiled"])
+    shown = (root / "docs/doctor.md").read_text().partition(f"```text\n{target}")[2].partition("```")[0]
+    figures = ("attention  ", "largest tensor", "compiler  ", "error of", "examined in")
+    told = [x for x in shown.splitlines()[1:] if x and not x.startswith(figures)]
+    printed = [x.rstrip() for x in made.output.splitlines()]
+    assert len(told) > 20
+    assert [x for x in told if x not in printed] == []
+
+
 def test_a_healthy_model_passes(tmp_path: Path) -> None:
     junit = tmp_path / "found.xml"
     arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
