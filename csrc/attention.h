@@ -70,7 +70,6 @@ struct Options {
 struct Config {
   int64_t block_q = 0, block_k = 0;  // rows and keys of a block
   int64_t threads = 0;               // use at most so many
-  bool given = false;                // by the caller: the table of tuned configurations is not asked
 };
 
 struct Problem {

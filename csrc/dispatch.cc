@@ -12,7 +12,6 @@
 
 #include "attention.h"
 #include "snapshot.h"
-#include "tuned.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -257,7 +256,7 @@ class SnapshotMemory {
 };
 
 template <class Args, class Pair>
-Result launch(Args args, Direction direction, Isa level, const Pair& pair, Parallel parallel) {
+Result launch(Args args, Direction direction, const Pair& pair, Parallel parallel) {
   const auto start = std::chrono::steady_clock::now();
   Result result;
   const Snapshot snapshot(args);
@@ -268,11 +267,7 @@ Result launch(Args args, Direction direction, Isa level, const Pair& pair, Paral
     result.status = Status::bad_bounds;
     return result;
   }
-  if (args.config.given) {
-    if (!legal(args.config, pair.blocks)) return {Status::bad_config};
-  } else if (const Config tuned = tuned_for(direction, level, args, pairs); legal(tuned, pair.blocks)) {
-    args.config = tuned;
-  }
+  if (!legal(args.config, pair.blocks)) return {Status::bad_config};
   if (args.config.threads != 0 && args.config.threads < parallel.threads)
     parallel.threads = static_cast<int>(args.config.threads);
   result = run(args, pair, parallel);
@@ -314,14 +309,14 @@ const char* isa_request_error() { return selection().error; }
 
 Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel) try {
   if (without_rows(args)) return {};
-  return launch(args, Direction::forward, level, best(level, args.dtype, &Kernels::forward), parallel);
+  return launch(args, Direction::forward, best(level, args.dtype, &Kernels::forward), parallel);
 } catch (const std::bad_alloc&) {
   return {Status::out_of_memory};
 }
 
 Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel) try {
   if (without_rows(args)) return clear_gradients(args), Result{};
-  return launch(args, Direction::backward, level, best(level, args.dtype, &Kernels::backward), parallel);
+  return launch(args, Direction::backward, best(level, args.dtype, &Kernels::backward), parallel);
 } catch (const std::bad_alloc&) {
   return {Status::out_of_memory};
 }

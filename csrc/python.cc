@@ -16,7 +16,6 @@
 #include "snapshot.h"
 #include "threads.h"
 #include "torch_edge.h"
-#include "tuned.h"
 #include "xla.h"
 
 namespace nb = nanobind;
@@ -46,7 +45,7 @@ std::optional<Array> given(nb::handle x) { return x.is_none() ? std::nullopt : s
 Config config_of(nb::handle x) {
   if (x.is_none()) return {};
   const auto t = nb::cast<nb::tuple>(x);
-  return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2]), true};
+  return {nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2])};
 }
 
 // None, or (softcap, bias, bias_kind, sinks, dropout_threshold, dropout_seed, q_index, k_index).
@@ -233,40 +232,10 @@ int index_of(const char* what, const std::string& name, const char* const* names
   fail(std::string(what) + ": expected one of " + known + ", got '" + name + "'");
 }
 
-Isa isa_named(const std::string& name) {
-  const char* names[isa_levels];
-  for (int i = 0; i < isa_levels; ++i) names[i] = isa_name(static_cast<Isa>(i));
-  return static_cast<Isa>(index_of("isa", name, names, isa_levels));
-}
 Direction direction_named(const std::string& name) {
   return static_cast<Direction>(index_of("direction", name, direction_names, 2));
 }
 Dtype dtype_named(const std::string& name) { return static_cast<Dtype>(index_of("dtype", name, dtype_names, 3)); }
-
-// (direction, isa, dtype, head_dim, length_bucket, mask_kind, block_q, block_k, threads) each.
-void set_tuned_rows(const nb::list& rows) {
-  std::vector<TunedRow> table;
-  for (const nb::handle row : rows) {
-    const auto t = nb::cast<nb::tuple>(row);
-    if (t.size() != 9) fail("tuned row: expected 9 items, got " + std::to_string(t.size()));
-    const auto number = [&](size_t i) { return nb::cast<int64_t>(t[i]); };
-    const auto text = [&](size_t i) { return nb::cast<std::string>(t[i]); };
-    table.push_back({{direction_named(text(0)), isa_named(text(1)), dtype_named(text(2)), number(3), number(4),
-                      static_cast<MaskKind>(index_of("mask_kind", text(5), mask_kind_names, mask_kinds))},
-                     {number(6), number(7), number(8), false}});
-  }
-  set_tuned(table);
-}
-
-nb::object tuned_lookup(const std::string& direction, const std::string& isa, const std::string& dtype,
-                        int64_t head_dim, int64_t k_len, const std::string& kind) {
-  Config config;
-  const bool found =
-      find_tuned({direction_named(direction), isa_named(isa), dtype_named(dtype), head_dim, length_bucket(k_len),
-                  static_cast<MaskKind>(index_of("mask_kind", kind, mask_kind_names, mask_kinds))},
-                 &config);
-  return found ? nb::object(nb::make_tuple(config.block_q, config.block_k, config.threads)) : nb::none();
-}
 
 nb::dict counters() {
   nb::dict all;
@@ -322,10 +291,8 @@ NB_MODULE(_core, m) {
     nb::dict handlers;
     handlers["attnspan_forward"] = nb::capsule(reinterpret_cast<void*>(xla_forward()));
     handlers["attnspan_backward"] = nb::capsule(reinterpret_cast<void*>(xla_backward()));
-    handlers["attnspan_callback"] = nb::capsule(reinterpret_cast<void*>(xla_callback()));
     return handlers;
   });
-  m.def("set_xla_callback", [](nb::callable function) { set_xla_callback(function.ptr()); }, nb::arg("function"));
   m.def("isa_levels", [] {
     std::vector<std::string> levels;
     for (int i = 0; i < isa_levels; ++i)
@@ -339,9 +306,6 @@ NB_MODULE(_core, m) {
     return nb::make_tuple(b.q.step, b.q.most, b.k.step, b.k.most, b.square);
   });
   m.def("register_torch_operators", &register_torch_operators);
-  m.def("set_tuned", &set_tuned_rows, nb::arg("rows"));
-  m.def("tuned_lookup", &tuned_lookup, nb::arg("direction"), nb::arg("isa"), nb::arg("dtype"), nb::arg("head_dim"),
-        nb::arg("k_len"), nb::arg("mask_kind"));
   m.def("counters", &counters);
   m.def("peak_kinds", [] {
     std::vector<std::string> kinds;

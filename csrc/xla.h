@@ -4,19 +4,11 @@
 #include "attention.h"
 #include "xla_ffi.h"
 
-struct _object;
-
 namespace attnspan {
 
 // The kernel, on XLA's own buffers.
 ffi::Handler xla_forward();
 ffi::Handler xla_backward();
-
-// A Python function. The handler calls the function of `set_xla_callback` with the attribute `key` and lists of
-// (address, XLA's number of the element type, shape) for arguments and for results. The function returns None, or the
-// text of what went wrong.
-ffi::Handler xla_callback();
-void set_xla_callback(_object* callable);  // the caller holds the GIL
 
 // A loop on the threads that XLA runs its own operations on. `pool` must live while the result is used. Without a pool
 // in the context, the threads of make_parallel.

@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Before the compiled module is loaded: what was tuned on this machine must not decide what is tested.
-os.environ.setdefault("ATTNSPAN_TUNE_CACHE", "off")
 # Before torch imports Triton, which reads it once: there is no GPU, so its kernels are interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

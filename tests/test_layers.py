@@ -48,7 +48,6 @@ HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 # Public names that a front end shows and a higher room implements; looked up when they are asked for.
 FACADES = {
-    ("jax/__init__.py", "attnspan.interop.from_torch"),
     ("jax/__init__.py", "attnspan.parallel.jax"),
     ("masks.py", "attnspan.library"),
     ("torch/__init__.py", "attnspan.interop.call_jax"),
@@ -136,9 +135,7 @@ def test_only_the_front_ends_know_a_framework():
 
 
 def test_kernels_do_not_import_each_other():
-    # What was tuned is no kernel.
     kernels = {path.stem for path, parts in _modules() if parts[0] == "kernels" and path.stem[0] != "_"}
-    kernels -= {"tuned", "measured"}
     for path, parts in _modules():
         if parts[0] == "kernels" and path.stem != "__init__":
             others = {f"attnspan.kernels.{kernel}" for kernel in kernels - {path.stem}}

@@ -101,7 +101,7 @@ def missing(package: str, *attempts: str) -> str:
 
 
 NO_JAX = missing("jax", "import attnspan.jax", "attnspan.torch.call_jax(lambda x: x, q)")
-NO_TORCH = missing("torch", "import attnspan.torch", "attnspan.jax.from_torch(lambda x: x)")
+NO_TORCH = missing("torch", "import attnspan.torch")
 COMMAND = """
 from attnspan.cli import main
 sys.argv[1:] = {!r}.split()

@@ -69,7 +69,6 @@ class Problem:
         band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
         extras: What the call on a GPU has besides its mask, in words, or "".
         capability: Compute capability of the GPU, such as 90; None on other devices and without a driver.
-        gpu: Name of the kind of GPU, under which measured times are stored; "" as for ``capability``.
 
     Example:
         >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
@@ -90,7 +89,6 @@ class Problem:
     band: str = ""
     extras: str = ""
     capability: int | None = None
-    gpu: str = ""
 
     @classmethod
     def of(

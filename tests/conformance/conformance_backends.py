@@ -69,8 +69,6 @@ def _torch(name: str, problem: Problem) -> Results:
 NOT_COMPILED = "" if cpu.core is not None else "the compiled module is missing"
 NO_HANDLERS = "" if hasattr(cpu.core, "xla_handlers") else "there is no compiled module in this process"
 
-DISTANCES = ("T5", "distance table", "everything", "everything, indices given")
-ATOMICS = "it has no biases by distance: the gradient of a table would need atomics"
 
 #: It holds softcap, sinks, dropout and a dense bias.
 WIDEST = "everything, dense"
@@ -110,14 +108,6 @@ BACKENDS = {
         partial(conformance_jax.run, "pallas"),
         dtypes=("fp32", "bf16"),
         programs=("alibi, indices given",),
-        shapes=0,
-        long=(1, 1),
-        within=interpreted,
-    ),
-    "jax:pallas_gpu": Backend(
-        partial(conformance_jax.run, "pallas_gpu"),
-        unsupported=dict.fromkeys(DISTANCES, ATOMICS),
-        programs=("alibi, indices given", "dense, per key, one for all"),
         shapes=0,
         long=(1, 1),
         within=interpreted,

@@ -14,7 +14,7 @@ import pytest
 from covering import everything
 from oracle_cases import Case, Problem, causal_window, check, make, oracle, random_bounds
 
-from attnspan.jax.backends import Operands, Static, module_of, pallas_gpu, pallas_tpu, xla, xla_tiles
+from attnspan.jax.backends import Operands, Static, module_of, pallas_tpu, xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted
 
 pytestmark = pytest.mark.below_promotion
@@ -23,10 +23,9 @@ pytestmark = pytest.mark.below_promotion
 BASE = {
     "xla": Case(),
     "math": Case(),
-    "pallas_gpu": Case(q_len=75, k_len=90, head_dim=16, v_dim=24, lead=(2, 1)),
     "pallas": Case(q_len=150, k_len=300, head_dim=16, v_dim=24, lead=(2, 1)),
 }
-KERNELS = ("xla", "pallas_gpu", "pallas")
+KERNELS = ("xla", "pallas")
 # Programs run once or twice here: optimising them would take most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
@@ -37,8 +36,6 @@ ALL = {"softcap": 2.0, "sinks": True, "dropout_p": 0.3, "placed": True}
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla_tiles, "_Q_BLOCK", 8)
     monkeypatch.setattr(xla_tiles, "_K_BLOCK", 16)
-    tiling = pallas_gpu._Tiling(32, 16, 4)
-    monkeypatch.setattr(pallas_gpu, "_tiling", lambda *_, **__: tiling)
     monkeypatch.setattr(pallas_tpu, "default", lambda *_: (128, 128))
 
 
@@ -94,7 +91,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**ALL, "lead": (1, 4), "bias": "table"},
         {"lead": (2, 1), "bias": "dense", "bias_shape": (2, 1, 21, 37), "runs": 3, "dtype": "bfloat16"},
     ],
-    "pallas_gpu": [{**ALL, "bias": "dense", "bias_shape": (1, 4, 75, 90)}],
     "pallas": [{**ALL, "bias": "signed alibi", "bias_shape": (2, 4)}],
 }
 MORE: dict[str, list[dict[str, Any]]] = {
@@ -111,11 +107,6 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"lead": (2, 4), "bias": "signed alibi", "bias_shape": (2, 4), "placed": True},
         {"bias": "table", "runs": 3, "dtype": "float16"},
         {"bias": "dense", "bias_shape": (1, 4, 1, 37), "kv_heads": 1},
-    ],
-    "pallas_gpu": [
-        {**ALL, "bias": "signed alibi", "bias_shape": (2, 4)},
-        {"dtype": "bfloat16", "kv_heads": 1, "head_dim": 37, "v_dim": 53, "runs": 3, "bias": "alibi"},
-        {"dtype": "float16", "heads": 3, "kv_heads": 3, "bias": "dense", "bias_shape": (2, 1, 1, 90)},
     ],
     "pallas": [
         {**ALL, "bias": "dense", "bias_shape": (1, 4, 150, 300)},
@@ -157,8 +148,7 @@ def test_what_no_row_of_a_tile_sees_may_hold_anything(name: str) -> None:
     for b, length in enumerate(lengths):
         problem.arrays["k"][b, :, length:] = np.nan
         problem.arrays["v"][b, :, length:] = np.inf
-    if name != "pallas_gpu":
-        problem.arrays["q"][:, :, 7] = problem.arrays["dout"][:, :, 7] = np.nan
+    problem.arrays["q"][:, :, 7] = problem.arrays["dout"][:, :, 7] = np.nan
     found = run(name, problem)
     for n, x in clean.items():
         assert np.isfinite(x).all() or n == "lse", n

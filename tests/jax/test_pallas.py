@@ -16,36 +16,29 @@ from jax.experimental.pallas import tpu as pltpu
 from oracle_cases import Case, check, make, random_bounds
 
 from attnspan.call import Problem
-from attnspan.jax.backends import Operands, Static, pallas_gpu, pallas_tpu
+from attnspan.jax.backends import Operands, Static, pallas_tpu
 from attnspan.jax.backends.pallas_tpu import lists as tables
+from attnspan.jax.backends.pallas_tpu.visits import key_visits, query_visits
 from attnspan.jax.backends.tiles import legal
-from attnspan.jax.backends.visits import key_visits, query_visits
 from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 pytestmark = pytest.mark.below_promotion
 
 PROBLEM = Problem(1, 2, 1, 8, 8, 64, 64, 1, "bfloat16", "gpu")
-REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str | None]] = [
-    (pallas_gpu, {}, {}, None),
-    (pallas_gpu, {"device": "tpu"}, {}, "not on tpu"),
-    (pallas_gpu, {"dtype": "float64"}, {}, "not float64"),
-    (pallas_gpu, {"head_dim": 320}, {}, "not 320 and 64"),
-    (pallas_gpu, {"k_len": 0}, {}, "no empty arrays"),
-    (pallas_gpu, {"runs": 20}, {}, "not 20"),
-    (pallas_gpu, {}, {"bias_kind": DISTANCE}, "by distance"),
-    (pallas_tpu, {"device": "tpu"}, {}, None),
-    (pallas_tpu, {"device": "cpu"}, {}, "it runs on TPUs, not on cpu"),
-    (pallas_tpu, {"device": "tpu", "dtype": "float64"}, {}, "which TPUs compute in, not float64"),
-    (pallas_tpu, {"device": "tpu", "v_dim": 640}, {}, "it takes head dims up to 512, not 64 and 640"),
-    (pallas_tpu, {"device": "tpu", "runs": 300}, {}, "it takes up to 256 spans a row, not 300"),
-    (pallas_tpu, {"device": "tpu", "k_len": 0}, {}, "it takes no empty arrays"),
-    (pallas_tpu, {"device": "tpu", "q_len": 2048, "k_len": 8192}, {"bias_kind": DISTANCE}, "not 33554432"),
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({"device": "tpu"}, {}, None),
+    ({"device": "cpu"}, {}, "it runs on TPUs, not on cpu"),
+    ({"device": "tpu", "dtype": "float64"}, {}, "which TPUs compute in, not float64"),
+    ({"device": "tpu", "v_dim": 640}, {}, "it takes head dims up to 512, not 64 and 640"),
+    ({"device": "tpu", "runs": 300}, {}, "it takes up to 256 spans a row, not 300"),
+    ({"device": "tpu", "k_len": 0}, {}, "it takes no empty arrays"),
+    ({"device": "tpu", "q_len": 2048, "k_len": 8192}, {"bias_kind": DISTANCE}, "not 33554432"),
 ]
 
 
-@pytest.mark.parametrize(("kernels", "change", "numbers", "reason"), REFUSED)
-def test_refusals(kernels: Any, change: dict[str, Any], numbers: dict[str, Any], reason: str | None) -> None:
-    found = kernels.supports(replace(PROBLEM, **change), Static(scale=1.0, **numbers))
+@pytest.mark.parametrize(("change", "numbers", "reason"), REFUSED)
+def test_refusals(change: dict[str, Any], numbers: dict[str, Any], reason: str | None) -> None:
+    found = pallas_tpu.supports(replace(PROBLEM, **change), Static(scale=1.0, **numbers))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -237,7 +230,7 @@ LOWERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _lowered(kernels: Any, option: str, dtype: str, head_dim: int, runs: int = 2) -> str:
+def _lowered(option: str, dtype: str, head_dim: int, runs: int = 2) -> str:
     """The program of both directions, of which JAX makes the text on any machine."""
 
     def shaped(shape: tuple[int, ...], kind: str = dtype) -> jax.ShapeDtypeStruct:
@@ -249,43 +242,33 @@ def _lowered(kernels: Any, option: str, dtype: str, head_dim: int, runs: int = 2
     given = Operands(shaped((2, 1, ROW, runs, 2), "int32"), **{n: shaped(*x) for n, x in arrays.items()})
 
     def both(q: Any, k: Any, v: Any, given: Operands, dout: Any, dlse: Any) -> Any:
-        out, lse = kernels.forward(q, k, v, given, static)
-        return out, kernels.backward(dout, dlse, q, k, v, given, out, lse, static, True)
+        out, lse = pallas_tpu.forward(q, k, v, given, static)
+        return out, pallas_tpu.backward(dout, dlse, q, k, v, given, out, lse, static, True)
 
-    platform = "tpu" if kernels is pallas_tpu else "cuda"
     traced = jax.jit(both).trace(q, k, k, given, q, shaped((2, 4, ROW), "float32"))
-    return str(traced.lower(lowering_platforms=(platform,)).as_text())
+    return str(traced.lower(lowering_platforms=("tpu",)).as_text())
 
 
-def _kernels(kernels: Any, text: str) -> list[str]:
+def _kernels(text: str) -> list[str]:
     """Names of the kernels, in order."""
-    found = r'kernel_name = "attnspan_(\w+)"' if kernels is pallas_tpu else r'name = "attnspan_(\w+)"'
-    return re.findall(found, text)
+    return re.findall(r'kernel_name = "attnspan_(\w+)"', text)
 
 
-CELLS = [(pallas_gpu, option) for option in LOWERED if option != "distance table"]
-CELLS += [(pallas_tpu, option) for option in LOWERED]
-
-
-@pytest.mark.parametrize(("kernels", "option"), few(CELLS, 5))
-def test_options_lower(kernels: Any, option: str) -> None:
+@pytest.mark.parametrize("option", few(list(LOWERED), 4))
+def test_options_lower(option: str) -> None:
     own = ["dbias"] if LOWERED[option][0].get("bias_kind") in (DENSE, DISTANCE) else []
-    assert _kernels(kernels, _lowered(kernels, option, "bfloat16", 64)) == ["forward", "dq", "dkv", *own]
+    assert _kernels(_lowered(option, "bfloat16", 64)) == ["forward", "dq", "dkv", *own]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("head_dim", [37, 64, 80, 128])
-@pytest.mark.parametrize(
-    ("kernels", "dtype"),
-    [(pallas_gpu, "float32"), (pallas_gpu, "float16"), (pallas_tpu, "float32"), (pallas_tpu, "bfloat16")],
-)
-def test_dtypes_and_sizes_lower(kernels: Any, dtype: str, head_dim: int) -> None:
-    text = _lowered(kernels, "plain", dtype, head_dim, runs=9)
-    assert _kernels(kernels, text) == ["forward", "dq", "dkv"]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes_and_sizes_lower(dtype: str, head_dim: int) -> None:
+    text = _lowered("plain", dtype, head_dim, runs=9)
+    assert _kernels(text) == ["forward", "dq", "dkv"]
 
 
-@pytest.mark.parametrize("kernels", [pallas_gpu, pallas_tpu], ids=["gpu", "tpu"])
-def test_numbers_of_64_bits_change_nothing(kernels: Any) -> None:
+def test_numbers_of_64_bits_change_nothing() -> None:
     with jax.enable_x64(True):
-        text = _lowered(kernels, "indices and all the rest", "bfloat16", 128)
-    assert _kernels(kernels, text) == ["forward", "dq", "dkv"]
+        text = _lowered("indices and all the rest", "bfloat16", 128)
+    assert _kernels(text) == ["forward", "dq", "dkv"]

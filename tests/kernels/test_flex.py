@@ -86,7 +86,7 @@ def test_what_gpus_run() -> None:
         choose_backend(many, None)
     assert choose_backend(many, "math").name == "math"
     assert choose_backend(ON_GPU, "triton").name == "triton"
-    assert "by name only" in str(candidates(ON_GPU, named=False)["triton"].supports(ON_GPU))
+    assert "by name only" in str(candidates(named=False)["triton"].supports(ON_GPU))
     assert "FlexAttention has no backward there" in str(flex.supports(replace(ON_GPU, device="cpu")))
     assert "it takes no DTensors" in str(flex.supports(replace(ON_GPU, extras="DTensors")))
     assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))
@@ -123,7 +123,7 @@ def test_no_key_beside_a_sink_of_minus_infinity_is_no_nan(backend: str, within: 
 @pytest.mark.parametrize("name", ["vendor", "flex", "triton"])
 def test_old_gpus_and_old_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = replace(ON_GPU, band="documents", capability=90)
-    module = candidates(packed, named=True)[name]
+    module = candidates(named=True)[name]
     assert module.supports(packed) is None
     assert "not 6.1" in str(module.supports(replace(packed, capability=61)))
     monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking("triton", "99.0"))

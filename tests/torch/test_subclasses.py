@@ -66,7 +66,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "cache": lambda: CACHE.update(BAD, Q),
     "wrap": lambda: WRAPPED(BAD, Q, Q),
     "call_jax": lambda: in_torch.call_jax(lambda x: x, BAD),
-    "from_torch": lambda: in_jax.from_torch(lambda x: x)(MASKED),
     "shard": lambda: Layout.of(a.causal(), q_len=3, ranks=3).shard({"ids": IDS[None]}, 0),
     "loss": lambda: loss.next_token_targets(IDS),
     "count": lambda: loss.global_token_count(IDS, None),

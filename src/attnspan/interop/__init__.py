@@ -1,6 +1,6 @@
-"""Between frameworks: other people's kernels in torch, JAX functions in torch, torch functions in JAX.
+"""Other people's kernels and JAX functions as operators of torch.
 
-Users import `wrap` and `call_jax` from `attnspan.torch`, `from_torch` from `attnspan.jax`.
+Users import `wrap` and `call_jax` from `attnspan.torch`.
 """
 
 __all__: list[str] = []

@@ -13,7 +13,6 @@ from .flax import attention_fn as attention_fn
 from .rules import SAVE_NAMES as SAVE_NAMES
 
 if TYPE_CHECKING:
-    from ..interop.from_torch import from_torch as from_torch
     from ..parallel.jax import shard as shard
 
 __all__ = [
@@ -25,17 +24,12 @@ __all__ = [
     "dot_product_attention",
     "dropout_seeds",
     "explain",
-    "from_torch",
     "shard",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # The bridge to torch and the planning of meshes stand above this room; they are looked up when asked for.
-    if name == "from_torch":
-        from ..interop.from_torch import from_torch
-
-        return from_torch
+    # The planning of meshes stands above this room; it is looked up when asked for.
     if name == "shard":
         from ..parallel.jax import shard
 

@@ -11,7 +11,6 @@ from .. import _dropout as dropout
 from ..call import Problem
 from ..errors import expect
 from ..options import Options
-from . import tuned
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -32,6 +31,8 @@ __all__ = [
 
 MAX_HEAD_DIM = 576
 
+# In the core's order; 0 is the kernel's own choice.
+_CONFIG_FIELDS = ("block_q", "block_k", "threads")
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 
 # `core` is the compiled module, for a front end whose arrays it reads itself; None where it is missing.
@@ -39,8 +40,6 @@ try:
     core, _core_error = cast(Any, import_module("attnspan._core")), ""
 except ImportError as error:  # Not built: the other backends still work, and `supports` says why.
     core, _core_error = None, str(error)
-else:
-    tuned.load(core)
 
 
 def supports(problem: Problem) -> str | None:
@@ -82,7 +81,7 @@ def forward(
             float64.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
-        config: One of `configs`. None takes the tuned one, or else the kernel's own choice.
+        config: One of `configs`. None leaves the choice to the kernel.
         options: Softcap, bias, sinks, dropout and positions.
 
     Raises:
@@ -295,10 +294,10 @@ def _packed(x: Any) -> Any:
 def _config(config: Mapping[str, int] | None) -> tuple[int, ...] | None:
     if config is None:
         return None
-    unknown, known = sorted(set(config) - set(tuned.CONFIG_FIELDS)), ", ".join(tuned.CONFIG_FIELDS)
+    unknown, known = sorted(set(config) - set(_CONFIG_FIELDS)), ", ".join(_CONFIG_FIELDS)
     remedy = "Take one of kernels.cpu.configs(...)"
     expect(not unknown, "config", f"the keys {known}", f"{', '.join(unknown)} as well", remedy)
-    return tuple(config.get(name, 0) for name in tuned.CONFIG_FIELDS)
+    return tuple(config.get(name, 0) for name in _CONFIG_FIELDS)
 
 
 def arguments(options: Options | None) -> tuple[Any, ...] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..call import Problem
-from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, measured, triton, vendor
+from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, triton, vendor
 from ..kernels import math as math_kernel
 from ._watched import constant_when_traced
 
@@ -59,41 +59,30 @@ class _Unnamed:
 
     Args:
         name: Of the backend.
-        measured: Whether its times on the GPU of the call are known.
     """
 
-    def __init__(self, name: str, measured: bool = False) -> None:
-        self.name, self.measured = name, measured
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def supports(self, problem: Problem) -> str | None:
         reason: str | None = MODULES[self.name].supports(problem)
         if reason is not None:
             return reason
-        if self.name == "triton" and not self.measured:
-            return "it was not measured on this kind of GPU, so it runs by name only"
+        if self.name == "triton":
+            return "it was never measured on a GPU, so it runs by name only"
         if self.name == "math" and problem.device != "cpu" and problem.k_len > MOST_KEYS:
             return f"it stores every score, so beyond {MOST_KEYS:,} keys it runs by name only"
         return None
 
 
 _UNNAMED = {name: _Unnamed(name) for name in MODULES}
-_MEASURED = {name: _Unnamed(name, measured=True) for name in MODULES}
 _ON_GPUS = {name: _UNNAMED[name] for name in ("vendor", "flex", "math")}
 _BY_DEVICE = {"cpu": {name: _UNNAMED[name] for name in ("cpu", "math")}}
 
 
-def candidates(problem: Problem, named: bool) -> dict[str, Any]:
+def candidates(*, named: bool) -> dict[str, Any]:
     """All backends as `choose` sees them, for calls that name one and for those that do not."""
-    return MODULES if named else {**_UNNAMED, **(_by_time(problem) or {})}
-
-
-def _by_time(problem: Problem) -> dict[str, Any] | None:
-    """The backends of a GPU, the fastest first, where their times are known."""
-    if not problem.gpu:
-        return None
-    kind = measured.kind_of(problem.band, problem.q_len, problem.k_len)
-    names = measured.order(problem.gpu, problem.dtype, max(problem.head_dim, problem.v_dim), kind)
-    return {name: _MEASURED[name] for name in (*names, *_ON_GPUS)} if names else None
+    return MODULES if named else _UNNAMED
 
 
 def choose_backend(problem: Problem, requested: str | None) -> Choice:
@@ -104,8 +93,7 @@ def choose_backend(problem: Problem, requested: str | None) -> Choice:
     """
     if requested is not None:
         return choose(problem, MODULES, requested)
-    backends = _by_time(problem) or _BY_DEVICE.get(problem.device, _ON_GPUS)
-    return choose(problem, backends, None)
+    return choose(problem, _BY_DEVICE.get(problem.device, _ON_GPUS), None)
 
 
 def warn_if_slow(choice: Choice) -> None:

@@ -53,4 +53,4 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     if chosen == "vendor":
         more["kernel"] = kernel_of(call.q, call.k, call.v, call.band)
     named = backend is not None
-    return Explanation.of(call, candidates(call.problem, named), chosen, named, pairs, **more)
+    return Explanation.of(call, candidates(named=named), chosen, named, pairs, **more)

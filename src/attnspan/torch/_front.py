@@ -127,7 +127,7 @@ class TorchFront(Front):
             extras = extras or "gradient of lse"
         if scale is not None and scale <= 0:  # they take the largest product for the largest score
             extras = extras or "scale of 0 or below"
-        return found, ("" if found is None else found.name, extras, *gpu_of(q.device))
+        return found, ("" if found is None else found.name, extras, capability_of(q.device))
 
 
 def _one_row(band: Band, q: Any, k: Any) -> Band | None:
@@ -156,17 +156,17 @@ def _extras(given: Given) -> str:
 
 
 @constant_when_traced
-def gpu_of(device: torch.device) -> tuple[int | None, str]:
-    """The compute capability of a CUDA device, such as 90, and its kind; nothing where it is traced only."""
-    if device not in _gpus:
-        _gpus[device] = None, ""
+def capability_of(device: torch.device) -> int | None:
+    """The compute capability of a CUDA device, such as 90; None where it is traced only."""
+    if device not in _capabilities:
+        _capabilities[device] = None
         if device.type == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability(device)
-            _gpus[device] = 10 * major + minor, f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
-    return _gpus[device]
+            _capabilities[device] = 10 * major + minor
+    return _capabilities[device]
 
 
-_gpus: dict[torch.device, tuple[int | None, str]] = {}
+_capabilities: dict[torch.device, int | None] = {}
 
 
 def _foreign(name: str, x: Any) -> DtypeError:

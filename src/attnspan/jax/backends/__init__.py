@@ -55,7 +55,6 @@ MODULES = {
     "xla": "xla",
     "pallas": "pallas_tpu",
     "cudnn": "cudnn",
-    "pallas_gpu": "pallas_gpu",
     "math": "math",
 }
 
@@ -66,7 +65,6 @@ DEFAULTS = {"cpu": ("cpu", "xla"), "gpu": ("cudnn", "xla"), "tpu": ("xla",)}
 BY_NAME = {
     "math": "it stores every score, so it runs by name only",
     "pallas": "it was never measured on hardware, so it runs by name only",
-    "pallas_gpu": "it was never measured on hardware, so it runs by name only",
 }
 
 # Each platform by XLA's names.

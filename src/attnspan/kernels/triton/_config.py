@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from ..measured import blocks
-
 __all__ = ["Config", "config_of"]
 
 
@@ -61,10 +59,9 @@ def config_of(
     dim: int,
     rows: int,
     capability: int,
-    gpu: str = "",
     heavy: bool = False,
 ) -> Config:
-    """The block sizes: those that were measured on this kind of GPU, or else those of the table above.
+    """The block sizes, those of the table above.
 
     Args:
         kernel: "forward", "queries" or "keys".
@@ -72,17 +69,14 @@ def config_of(
         dim: The larger head dim.
         rows: Rows of one key head: queries times heads of a group.
         capability: Of the GPU, such as 90.
-        gpu: Name of the GPU.
-        heavy: The call has a bias or dropout; what was measured is without.
+        heavy: The call has a bias or dropout.
     """
-    measured = blocks(gpu, kernel, str(dtype)[6:], dim) if gpu and not heavy else {}
     size = (dim > 64) + (dim > 128)
     config = _CONFIGS[kernel, dtype == torch.float32][size]
     if kernel == "forward" and config.block_n == 64 and dim > 64 and capability not in (80, 90):
         config = replace(config, block_m=64)  # the others spill
     if heavy and dtype != torch.float32:
         config = _HEAVY[kernel][size]
-    config = replace(config, **measured)
     while config.block_m > 16 and config.block_m // 2 >= rows:
         config = replace(config, block_m=config.block_m // 2)
     return config

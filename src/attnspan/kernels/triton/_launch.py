@@ -30,9 +30,8 @@ __all__ = ["backward", "forward", "row_ranges"]
 def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor, given: _Given) -> Config:
     """The configuration for a call."""
     at = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-    gpu = f"{torch.cuda.get_device_name(q.device)}, sm_{at[0]}{at[1]}" if q.is_cuda else ""
     rows, dim = q.shape[2] * (q.shape[1] // k.shape[1]), max(q.shape[3], v.shape[3])
-    return config_of(kernel, q.dtype, dim, rows, 10 * at[0] + at[1], gpu, given.is_heavy)
+    return config_of(kernel, q.dtype, dim, rows, 10 * at[0] + at[1], given.is_heavy)
 
 
 def _block(dim: int) -> int:

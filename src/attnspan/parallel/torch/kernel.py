@@ -11,7 +11,7 @@ from ...interop._operators import with_autograd
 from ...kernels import math as math_kernel
 from ...options import Options
 from ...torch._backends import MODULES, choose_backend, warn_if_slow
-from ...torch._front import gpu_of
+from ...torch._front import capability_of
 
 __all__ = ["Call", "attend", "differentiate"]
 
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     @property
     def backend(self) -> str:
         """Name of the backend that runs the call."""
-        of_gpu = ("", "", *gpu_of(self.q.device)) if self.q.is_cuda else ()
+        of_gpu = ("", "", capability_of(self.q.device)) if self.q.is_cuda else ()
         choice = choose_backend(Problem.of(self.q, self.k, self.v, self.bounds, more=of_gpu), None)
         warn_if_slow(choice)
         return choice.name

@@ -1,12 +1,10 @@
-"""What is measured on a GPU: the blocks of Triton's kernels, then which backend is fastest for what."""
+"""What is measured on a GPU: the blocks of Triton's kernels, and which backend is fastest for what."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from statistics import median
@@ -16,91 +14,79 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import DeviceError, expect
-from attnspan.kernels.measured import CHOICE, DECODING
 from attnspan.kernels.triton._config import Config, config_of
-from attnspan.kernels.tuned import Key
 from attnspan.masks import Mask, causal, documents, full, global_keys, window
 from attnspan.tools.bench.devices import CudaDevice, Device
 from attnspan.tools.bench.timing import Budget, Meter, Subject, first_call, interleave
-from attnspan.tools.tune.cases import Case
 
-__all__ = ["BACKENDS", "KINDS", "TritonBackend", "blocks_grid", "gpu_name", "rank", "rankings"]
+__all__ = ["BACKENDS", "KERNELS", "KINDS", "blocks", "capability_of_gpu", "rank"]
 
 BACKENDS = ("vendor", "flex", "triton")
+KERNELS = ("forward", "queries", "keys")
 _HEADS = 32  # enough programs for every multiprocessor
 _LENGTH = 4096
+_DECODING = 16  # queries
 
 
-def gpu_name() -> tuple[str, str]:
-    """Name of the GPU, and its architecture, such as "sm_90".
+def capability_of_gpu() -> int:
+    """Compute capability of the GPU, such as 90.
 
     Raises:
         DeviceError: torch sees none.
     """
     found, wanted = torch.cuda.is_available(), "a GPU that torch can use"
-    expect(found, "attnspan tune --device cuda", wanted, "none", "Tune the CPU kernel", error=DeviceError)
+    expect(found, "attnspan tune", wanted, "none", "Name a factory, module:function", error=DeviceError)
     major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()}, sm_{major}{minor}", f"sm_{major}{minor}"
+    return 10 * major + minor
 
 
-@dataclass(frozen=True)
-class _BlocksCase(Case):
-    """A causal call whose ``direction`` is one of Triton's kernels: "forward", "queries" or "keys"."""
+def blocks(
+    kernel: str,
+    dtype_name: str,
+    head_dim: int,
+    *,
+    length: int = _LENGTH,
+    heads: int = _HEADS,
+    where: str = "cuda",
+    capability: int = 80,
+) -> dict[str, Any]:
+    """The arguments of a search for the blocks of one of Triton's kernels, for causal calls.
 
-    @property
-    def heads(self) -> int:
-        return _HEADS
+    Args:
+        kernel: One of `KERNELS`.
+        dtype_name, head_dim, length, heads: Of q, k and v, which are standard-normal.
+        where: Type of the device.
+        capability: Of the GPU.
+    """
+    from attnspan.kernels.triton import _launch
 
+    dtype, scale = getattr(torch, dtype_name), head_dim**-0.5
+    q, k, v, dout = (_normal((1, length, heads, head_dim), dtype, where, seed) for seed in range(4))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    bounds = causal().spans(length, length, like=q).lowered.bounds.contiguous()
+    default = config_of(kernel, dtype, head_dim, length, capability)
 
-def blocks_grid(dtypes: list[str], head_dims: list[int], length: int = _LENGTH) -> list[Case]:
-    """One case for each kernel, dtype and head dim."""
-    kernels = ("forward", "queries", "keys")
-    return [_BlocksCase(length, d, "half", t, x) for t, d, x in product(dtypes, head_dims, kernels)]
+    def make_call(config: Config) -> Callable[[], tuple[Tensor, ...]]:
+        def call() -> tuple[Tensor, ...]:
+            if kernel == "forward":
+                _launch.forward(q, k, v, bounds, out, lse, scale=scale, config=config, parts=1)
+                return (out,)
+            configs = {kernel: config}
+            _launch.backward(dout, None, q, k, v, out, lse, bounds, *grads, scale=scale, configs=configs)
+            return grads
 
+        return call
 
-class TritonBackend:
-    """Triton's kernels, whose block sizes are searched."""
-
-    name = "triton"
-
-    def __init__(self, device: str = "cuda") -> None:
-        self.device, self.isa = gpu_name() if device == "cuda" else ("interpreter", "none")
-        self.where, self.clock = device, CudaDevice() if device == "cuda" else Device()
-
-    def open(self, case: Case) -> dict[str, Any]:
-        """The arguments of `attnspan.tools.tune.search.search`, with standard-normal inputs."""
-        from attnspan.kernels.triton import _launch
-
-        dtype, scale = getattr(torch, case.dtype), case.head_dim**-0.5
-        sizes = (1, case.k_len, case.heads, case.head_dim)
-        q, k, v, dout = (_normal(sizes, dtype, self.where, seed) for seed in range(4))
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        grads = tuple(torch.empty_like(x) for x in (q, k, v))
-        bounds = case.mask.spans(case.q_len, case.k_len, like=q).lowered.bounds.contiguous()
-        capability = int(self.isa[3:]) if self.isa.startswith("sm_") else 80
-        rows = case.q_len
-        default = config_of(case.direction, dtype, case.head_dim, rows, capability)
-
-        def make_call(config: Config) -> Callable[[], tuple[Tensor, ...]]:
-            def call() -> tuple[Tensor, ...]:
-                if case.direction == "forward":
-                    _launch.forward(q, k, v, bounds, out, lse, scale=scale, config=config, parts=1)
-                    return (out,)
-                configs = {case.direction: config}
-                _launch.backward(dout, None, q, k, v, out, lse, bounds, *grads, scale=scale, configs=configs)
-                return grads
-
-            return call
-
-        _launch.forward(q, k, v, bounds, out, lse, scale=scale)
-        expected = [x.float().clone() for x in make_call(default)()]
-        return {
-            "make_call": make_call,
-            "configs": _configs(case.direction, case.q_len, capability, time.time_ns()),
-            "default": default,
-            "check": partial(_check, expected, 8 * torch.finfo(dtype).eps),
-            "device": self.clock,
-        }
+    _launch.forward(q, k, v, bounds, out, lse, scale=scale)
+    expected = [x.float().clone() for x in make_call(default)()]
+    return {
+        "make_call": make_call,
+        "configs": _configs(kernel, length, capability, time.time_ns()),
+        "default": default,
+        "check": partial(_check, expected, 8 * torch.finfo(dtype).eps),
+        "device": CudaDevice() if where == "cuda" else Device(),
+    }
 
 
 def _configs(kernel: str, rows: int, capability: int, seed: int) -> list[Config]:
@@ -146,18 +132,6 @@ KINDS: dict[str, Callable[[int], Mask]] = {
 }
 
 
-def rankings(
-    device: str, isa: str, dtypes: list[str], head_dims: list[int], *, seconds: float, **more: Any
-) -> Iterator[dict[str, Any]]:
-    """The entry of each kind of call: nanoseconds of each backend that runs it, forward and backward."""
-    for dtype, dim, kind in product(dtypes, head_dims, KINDS):
-        times, reasons = rank(kind, dtype, dim, seconds=seconds, **more)
-        key = Key(CHOICE, "both", isa, dtype, dim, 0, kind)
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        reason = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "all ran"
-        yield {"key": asdict(key), "config": times, "reason": reason, "device": device, "date": date}
-
-
 def rank(
     kind: str,
     dtype: str,
@@ -172,7 +146,7 @@ def rank(
     """Time the backends in turn.
 
     Args:
-        kind: A key of `KINDS`; decoding is a forward pass of `DECODING` queries, the others train.
+        kind: A key of `KINDS`; decoding is a forward pass of 16 queries, the others train.
         dtype: Of q, k and v.
         dim: Head dim.
         seconds: Time for each backend.
@@ -187,7 +161,7 @@ def rank(
     from attnspan.torch import attention
 
     mask, decodes = KINDS[kind](length), kind == "decode"
-    rows = (DECODING if decodes else length), length, length
+    rows = (_DECODING if decodes else length), length, length
     counts = heads, max(heads // 4, 1), max(heads // 4, 1)
     q, k, v = (
         _normal((1, n, h, dim), getattr(torch, dtype), where, i).requires_grad_(not decodes)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..visits import key_visits, query_visits
+from .visits import key_visits, query_visits
 
 #: Most intervals that a block's list has; more runs than these share them.
 MOST_INTERVALS = 4
